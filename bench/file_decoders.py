@@ -18,7 +18,7 @@ from bench.decoder_target import ADDRESS, NODE_ID, Target
 from swarmllm.config_sources import load_config
 from swarmllm.downloads.remote import Remote
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import Broken, Busy, DownloadError, Refused, listed_files
+from swarmllm.downloads.source import Broken, DownloadError, DownloadRefused, ServerBusy, listed_files
 from swarmllm.downloads.unidentified_model import NOTES, PART, Notes, read_waiting
 from swarmllm.errors import BadModel, ConfigError
 from swarmllm.guide import GUIDE_PATH
@@ -75,7 +75,9 @@ def file_targets(folder: Path) -> dict[str, Target]:
             {"example.json": msgspec.json.encode(listing)},
         ),
         "headers of a file on the web": Target(
-            _headers, (Refused, Busy, Broken), {"range": RANGE, "whole": WHOLE, "busy": BUSY, "moved": MOVED}
+            _headers,
+            (DownloadRefused, ServerBusy, Broken),
+            {"range": RANGE, "whole": WHOLE, "busy": BUSY, "moved": MOVED},
         ),
     }
 

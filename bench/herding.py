@@ -18,7 +18,7 @@ from random import Random
 from bench.figures import RESULTS, Figure, machine, ratios, table
 from bench.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.inputs import LEAN, Links, Load, route_inputs, workload
+from swarmllm.pipeline.route.inputs import LEAN, Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency
@@ -58,7 +58,7 @@ def second(spread: float, way: str, seed: int) -> Counter[str]:
             said,
             links,
             Observations(),
-            Load(sent=own[origin] if way in WAYS[1::2] else {}),
+            OwnLoad(sent=own[origin] if way in WAYS[1::2] else {}),
         )
         if way in WAYS[:2]:
             known.leans.clear()  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ from swarmllm.swarm.records.exchange import (
     KIND_ENVELOPES,
     KIND_PEERS,
 )
-from swarmllm_proto.frames import Hello, Kind, encode_frame
+from swarmllm_proto.frames import FrameKind, Hello, encode_frame
 from swarmllm_proto.router_messages import (
     DialBackRequest,
     DialBackResponse,
@@ -106,7 +106,7 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
         st.tuples(st.sampled_from((KIND_APPLICATION, 5, 255)), st.sampled_from((b"", {}, [1]))),
     )
     frame = st.tuples(
-        st.sampled_from((*[int(kind) for kind in Kind], 8, 255)),
+        st.sampled_from((*[int(kind) for kind in FrameKind], 8, 255)),
         st.sampled_from((b"", b"\0" * 8, b"\xff" * 8, b"\1", b"\xc1" * 100)),
     )
     opening = st.tuples(wire_values(Hello, world), st.lists(frame, max_size=4).map(tuple))
@@ -231,7 +231,7 @@ async def _open(
     if wire is None:
         return
     try:
-        await wire.write(encode_frame(bytes((Kind.HELLO,)) + hello))
+        await wire.write(encode_frame(bytes((FrameKind.HELLO,)) + hello))
         for kind, body in frames:
             await wire.write(encode_frame(bytes((kind,)) + body[:32], body))
         await trio.sleep(0.05)

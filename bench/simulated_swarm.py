@@ -22,7 +22,7 @@ from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.capability import is_news
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
-from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
+from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
 from swarmllm.scheduling.placement import Hysteresis, Placement
@@ -329,7 +329,7 @@ class World:
             coordinate=origin.observations.coordinate,
         )
         work = workload(self.manifest, n_prompt, n_output)
-        load = Load(origin.n_active, origin.lacks)
+        load = OwnLoad(origin.n_active, origin.lacks)
         known = route_inputs(
             origin.node_id,
             self.manifest,

@@ -32,7 +32,7 @@ HUB = "https://huggingface.co"
 
 def swarm_targets() -> dict[str, Target]:
     contact = dht.Contact(NODE_ID, (WHERE,))
-    found = dht.Message(dht.Kind.GET_PROVIDERS, b"k" * 34, closer=(contact,), providers=(contact,))
+    found = dht.Message(dht.DhtMessageKind.GET_PROVIDERS, b"k" * 34, closer=(contact,), providers=(contact,))
     reserved = relay.Hop("status", status=relay.Status.OK, expires_at=2_000_000_000)
     hops = {
         "connect": relay.encode_hop(relay.Hop("connect", node_id=NODE_ID)),

@@ -33,7 +33,7 @@ from bench.decoder_target import NODE_ID, Target
 from swarmllm.errors import RemoteError
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.wire import VERSION, Hello, Kind, NoiseWire, WireClosed
+from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, NoiseWire, WireClosed
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
 from swarmllm.swarm.libp2p.guards import quieten_expected_failures
 from swarmllm.swarm.libp2p.negotiation import agree
@@ -53,12 +53,12 @@ class Ended(Exception):
 
 def wire_targets() -> dict[str, Target]:
     quieten_expected_failures()
-    hello = _frame(Kind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, acks=True)))
-    bulk_hello = _frame(Kind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, bulk=True)))
-    ping, ack = _frame(Kind.PING, bytes(8)), _frame(Kind.ACK, (2).to_bytes(8, "little"))
-    message = _frame(Kind.MESSAGE, b"header", b"payload")
-    ends = _frame(Kind.PONG, bytes(8)) + _frame(Kind.LAST) + _frame(Kind.GOODBYE)
-    asks = [_frame(Kind.MESSAGE, bytes((kind,)) + bytes(8), b"body") for kind in BulkKind]
+    hello = _frame(FrameKind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, acks=True)))
+    bulk_hello = _frame(FrameKind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, bulk=True)))
+    ping, ack = _frame(FrameKind.PING, bytes(8)), _frame(FrameKind.ACK, (2).to_bytes(8, "little"))
+    message = _frame(FrameKind.MESSAGE, b"header", b"payload")
+    ends = _frame(FrameKind.PONG, bytes(8)) + _frame(FrameKind.LAST) + _frame(FrameKind.GOODBYE)
+    asks = [_frame(FrameKind.MESSAGE, bytes((kind,)) + bytes(8), b"body") for kind in BulkKind]
     spoken = hello + message
     opened = _yamux(TYPE_WINDOW_UPDATE, FLAG_SYN, 1, 0) + _yamux(TYPE_DATA, 0, 1, 3) + b"abc"
     closed = _yamux(TYPE_DATA, FLAG_FIN, 1, 0) + _yamux(TYPE_PING, FLAG_SYN, 0, 7)
@@ -83,12 +83,12 @@ def wire_targets() -> dict[str, Target]:
     }
 
 
-def _frame(kind: Kind, header: bytes = b"", payload: bytes = b"") -> bytes:
+def _frame(kind: FrameKind, header: bytes = b"", payload: bytes = b"") -> bytes:
     return b"".join(encode_frame(bytes((kind,)) + header, payload))
 
 
 def _link_asked() -> bytes:
-    return _frame(Kind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, link="job")))
+    return _frame(FrameKind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, link="job")))
 
 
 def _yamux(kind: int, flags: int, stream: int, length: int) -> bytes:

@@ -127,6 +127,13 @@ PROTO_NEVER = (
     "os",
     "io",
 )
+SAID_TWICE = (
+    # What one side gives and the other asks for.
+    *("ForwardResult", "NodeLoad"),
+    # A field of that name in two dialects.
+    *("NamedFunction", "AllowedTools"),
+)
+"""Names that two classes of one package may have."""
 NEVER = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CLI_NEVER_AT_IMPORT = (
     "libp2p",
@@ -158,6 +165,8 @@ class Module:
     imports: tuple[Import, ...]
     calls: tuple[tuple[str, int], ...]
     """Names called directly, with their line."""
+    classes: tuple[tuple[str, int], ...]
+    """Of the module itself, with their line."""
 
 
 Tree = dict[str, Module]
@@ -211,7 +220,8 @@ def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         )
         imports = tuple(read_imports(parsed, package, set(sources)))
-        tree[name] = Module(name, path, source.count("\n"), imports, calls)
+        classes = tuple((each.name, each.lineno) for each in parsed.body if isinstance(each, ast.ClassDef))
+        tree[name] = Module(name, path, source.count("\n"), imports, calls, classes)
     return tree
 
 
@@ -334,6 +344,19 @@ def files_are_room_sized(tree: Tree) -> Iterator[str]:
             yield f"{module.path}:{MAX_LINES + 1}: {module.n_lines} lines, split it"
 
 
+def one_word_names_one_thing(tree: Tree) -> Iterator[str]:
+    """Within the daemon, and within the workers. Private names and the guide's training are left out."""
+    for package in ("swarmllm", "swarmllm_workers"):
+        homes: dict[str, str] = {}
+        for module in tree.values():
+            if not is_inside(module.name, [package]) or is_inside(module.name, ["swarmllm.guide"]):
+                continue
+            for name, line in module.classes:
+                home = homes.setdefault(name, module.name)
+                if home != module.name and not name.startswith("_") and name not in SAID_TWICE:
+                    yield f"{module.path}:{line}: {home} has a {name}, too"
+
+
 BITES: dict[Rule, dict[str, str]] = {
     imports_point_down: {"swarmllm.errors": "from swarmllm.api import server"},
     imports_form_no_circle: {
@@ -352,6 +375,10 @@ BITES: dict[Rule, dict[str, str]] = {
         "swarmllm.config": "import libp2p",
     },
     nothing_read_is_run: {"swarmllm.swarm.libp2p.gossip": "eval('1')"},
+    one_word_names_one_thing: {
+        "swarmllm.models.a": "class Plan: ...",
+        "swarmllm.scheduling.b": "class Plan: ...",
+    },
     files_are_room_sized: {"swarmllm.node": "x = 1\n" * (MAX_LINES + 1)},
 }
 """Every rule, with the smallest tree that breaks it."""

@@ -35,7 +35,7 @@ from swarmllm_proto.limits import IPC_HEADER_MAX, IPC_PAYLOAD_MAX
 VERSION = 1
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 0
     MESSAGE = 1
     PING = 2

@@ -19,7 +19,7 @@ from swarmllm_proto import swarm
 from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
-from swarmllm_proto.frames import VERSION, Hello, Kind
+from swarmllm_proto.frames import VERSION, FrameKind, Hello
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -354,16 +354,16 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
 ]
 """Signed by `demo_signature`, which is none: libp2p's keys do not belong here."""
 
-CONTROL_FRAMES: list[tuple[str, Kind, bytes | Hello]] = [
-    ("hello", Kind.HELLO, Hello(v=VERSION, acks=True)),
-    ("hello-of-a-link", Kind.HELLO, Hello(v=VERSION, link=MODEL_ID)),
-    ("hello-of-bulk", Kind.HELLO, Hello(v=VERSION, bulk=True)),
-    ("ping", Kind.PING, bytes(range(8))),
-    ("pong", Kind.PONG, bytes(range(8))),
-    ("goodbye", Kind.GOODBYE, b""),
-    ("link", Kind.LINK, b""),
-    ("last", Kind.LAST, b""),
-    ("ack", Kind.ACK, (2**40 + 1).to_bytes(8, "little")),
+CONTROL_FRAMES: list[tuple[str, FrameKind, bytes | Hello]] = [
+    ("hello", FrameKind.HELLO, Hello(v=VERSION, acks=True)),
+    ("hello-of-a-link", FrameKind.HELLO, Hello(v=VERSION, link=MODEL_ID)),
+    ("hello-of-bulk", FrameKind.HELLO, Hello(v=VERSION, bulk=True)),
+    ("ping", FrameKind.PING, bytes(range(8))),
+    ("pong", FrameKind.PONG, bytes(range(8))),
+    ("goodbye", FrameKind.GOODBYE, b""),
+    ("link", FrameKind.LINK, b""),
+    ("last", FrameKind.LAST, b""),
+    ("ack", FrameKind.ACK, (2**40 + 1).to_bytes(8, "little")),
 ]
 """Of the data plane; frames of kind 1 carry what is in `JOB_MESSAGES`."""
 

@@ -39,7 +39,7 @@ from swarmllm_proto import swarm
 from swarmllm_proto.blocks import extend_block_hashes, root_hash
 from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
 from swarmllm_proto.envelope import seal
-from swarmllm_proto.frames import Kind, encode_frame
+from swarmllm_proto.frames import FrameKind, encode_frame
 from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.router_messages import encode_neighbour
@@ -67,7 +67,7 @@ def encode_job_frame(message: swarm.JobMessage, payload: bytes) -> bytes:
     return b"".join(encode_frame(header, body, header_max=SWARM_HEADER_MAX, payload_max=SWARM_PAYLOAD_MAX))
 
 
-def control_frame(kind: Kind, content: bytes | msgspec.Struct) -> bytes:
+def control_frame(kind: FrameKind, content: bytes | msgspec.Struct) -> bytes:
     header = content if isinstance(content, bytes) else msgspec.msgpack.encode(content)
     return b"".join(encode_frame(bytes((kind,)) + header))
 

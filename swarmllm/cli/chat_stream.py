@@ -16,7 +16,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class RouteStage:
+class ShownStage:
     """One stage of the pipeline that answered."""
 
     node_id: str
@@ -33,7 +33,7 @@ class Finished:
     """The end of an answer."""
 
     finish_reason: str
-    route: tuple[RouteStage, ...]
+    route: tuple[ShownStage, ...]
     prefill_ms: float | None
     decode_tokens_per_s: float | None
     n_prompt_tokens: int
@@ -93,8 +93,8 @@ def _finished(finish_reason: str, thought: str, swarm: dict[str, Any], usage: di
     )
 
 
-def _stage(stage: dict[str, Any]) -> RouteStage:
-    return RouteStage(
+def _stage(stage: dict[str, Any]) -> ShownStage:
+    return ShownStage(
         node_id=str(stage.get("node", "")),
         nickname=str(stage.get("nickname", "")),
         layers=str(stage.get("layers", "")),

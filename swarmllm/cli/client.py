@@ -44,7 +44,7 @@ class DaemonUnreachable(CommandFailed):
     exit_code = EXIT_UNREACHABLE
 
 
-class RequestRefused(CommandFailed):
+class ApiRefused(CommandFailed):
     """The daemon answered that the request is wrong: an unknown model, layers it cannot cut, too many
     requests."""
 
@@ -57,7 +57,7 @@ def failures_explained() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise RequestRefused(error.message) from None
+        raise ApiRefused(error.message) from None
     except SwarmLLMError as error:
         raise CommandFailed(error.message) from None
 
@@ -230,4 +230,4 @@ def failure(error: Any) -> CommandFailed:
     message = str(error.get("message", error))
     if error.get("type") == "authentication_error":
         message += f" Put it into {KEY_VARIABLE}."
-    return RequestRefused(message) if error.get("type") in REFUSALS else CommandFailed(message)
+    return ApiRefused(message) if error.get("type") in REFUSALS else CommandFailed(message)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarmllm.cli.chat_stream import Finished, RouteStage
+from swarmllm.cli.chat_stream import Finished, ShownStage
 
 UNBOUNDED_WIDTH = 10_000
 
@@ -86,7 +86,7 @@ def short_id(identifier: str) -> str:
     return identifier if len(identifier) <= 12 else f"…{identifier[-8:]}"
 
 
-def route_table(route: Sequence[RouteStage]) -> Table:
+def route_table(route: Sequence[ShownStage]) -> Table:
     numbers = ("compute ms/token", "node ms/token", "network ms/token", "prefill ms")
     rows = (
         (

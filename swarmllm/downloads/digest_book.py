@@ -65,7 +65,7 @@ HERE = NodeId("")
 
 
 @dataclass(frozen=True, slots=True)
-class Contradiction:
+class DigestContradiction:
     tensor: int
     """The first one of which they say different things."""
     nodes: tuple[NodeId, ...]
@@ -92,16 +92,16 @@ class DigestBook:
             del self.heard[node_id]
         return True
 
-    def contradictions(self) -> tuple[Contradiction, ...]:
+    def contradictions(self) -> tuple[DigestContradiction, ...]:
         """One for each group of nodes that are not believed."""
         against_own = self._against_own()
-        found = [Contradiction(tensor, (HERE, node_id)) for node_id, tensor in against_own.items()]
+        found = [DigestContradiction(tensor, (HERE, node_id)) for node_id, tensor in against_own.items()]
         first: dict[tuple[NodeId, ...], int] = {}
         for tensor, said in sorted(self._said(without=against_own).items()):
             if len(said) > 1:
                 nodes = tuple(sorted(node for nodes in said.values() for node in nodes))
                 first.setdefault(nodes, tensor)
-        return (*found, *(Contradiction(tensor, nodes) for nodes, tensor in first.items()))
+        return (*found, *(DigestContradiction(tensor, nodes) for nodes, tensor in first.items()))
 
     def known(self) -> dict[int, bytes]:
         """The digests that nobody here doubts."""

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from swarmllm.downloads.fetch_layers import FetchLayers, Parts, check_same_file
+from swarmllm.downloads.fetch_layers import FetchLayers, LayerFetch, check_same_file
 from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
-from swarmllm.downloads.remote import Facts, FileRemote, open_http
+from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.shared_digests import SharedDigests
 from swarmllm.downloads.source import (
     DownloadError,
+    DownloadSource,
     FileChanged,
     Offline,
-    Source,
     check_url,
     model_name,
     parse_source,
@@ -82,7 +82,7 @@ class DownloadView:
 class Download:
     """One download; `ended` is set when nothing more will happen."""
 
-    def __init__(self, source: Source, layers: str | None, name: str, sha256: str) -> None:
+    def __init__(self, source: DownloadSource, layers: str | None, name: str, sha256: str) -> None:
         self.id = uuid.uuid4().hex[:12]
         self.source = source
         self.layers = layers
@@ -284,7 +284,12 @@ class Downloads:
         raise AssertionError
 
     async def _whole(
-        self, download: Download, remote: FileRemote, facts: Facts, name: str, settings: DownloadSettings
+        self,
+        download: Download,
+        remote: FileRemote,
+        facts: RemoteFacts,
+        name: str,
+        settings: DownloadSettings,
     ) -> CatalogueEntry:
         folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.retries(settings), download.progress)
@@ -299,7 +304,12 @@ class Downloads:
         return entry if self._examine is None else await self._examine(entry)
 
     async def _parts(
-        self, download: Download, remote: FileRemote, facts: Facts, name: str, settings: DownloadSettings
+        self,
+        download: Download,
+        remote: FileRemote,
+        facts: RemoteFacts,
+        name: str,
+        settings: DownloadSettings,
     ) -> CatalogueEntry | None:
         """The model, or None as long as nobody can know which one it is."""
         if not facts.has_ranges:
@@ -322,7 +332,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: Facts,
+        facts: RemoteFacts,
         entry: CatalogueEntry,
         layers: LayerRange,
         settings: DownloadSettings,
@@ -335,7 +345,7 @@ class Downloads:
             progress: Callable[[int, int], None],
         ) -> None:
             store, retries = self._travel.store, download.retries(settings)
-            await Parts(remote, facts, store, wanted, tensors, settings, retries, progress).run()
+            await LayerFetch(remote, facts, store, wanted, tensors, settings, retries, progress).run()
 
         return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
 
@@ -343,7 +353,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: Facts,
+        facts: RemoteFacts,
         name: str,
         layers: LayerRange,
         settings: DownloadSettings,

@@ -1,7 +1,7 @@
 """Downloads some layers of a file: its header, the bytes of these layers, and nothing else.
 
-`Parts` is for a model that this node or a connected one knows. Its manifest comes from the swarm, with a hash
-per tensor; the bytes come from the web server. So each tensor is checked on its own.
+`LayerFetch` is for a model that this node or a connected one knows. Its manifest comes from the swarm, with a
+hash per tensor; the bytes come from the web server. So each tensor is checked on its own.
 
 `FetchLayers` is for a file that nobody connected knows. Which model that is cannot be known from a part of it
 (see `unidentified_model`). So nothing can be checked against a hash, only against what the server said of the
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.downloads.remote import Facts, FileRemote
+from swarmllm.downloads.remote import FileRemote, RemoteFacts
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import Broken, FileChanged
 from swarmllm.downloads.unidentified_model import UnidentifiedModel
@@ -27,7 +27,7 @@ from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES
 from swarmllm.models.hashing import TensorHasher
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.models.tensor_writer import TensorWriter, pieces
 from swarmllm.transfer.fetch import share_out
 
@@ -42,7 +42,7 @@ class FetchLayers:
     def __init__(
         self,
         remote: FileRemote,
-        facts: Facts,
+        facts: RemoteFacts,
         model: UnidentifiedModel,
         settings: DownloadSettings,
         retries: RetrySchedule,
@@ -165,12 +165,12 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-async def check_same_file(remote: FileRemote, facts: Facts, entry: CatalogueEntry) -> None:
+async def check_same_file(remote: FileRemote, facts: RemoteFacts, entry: CatalogueEntry) -> None:
     """Raises BadModel unless the file's size and its whole header are those of `entry`'s file."""
     other = BadModel(f"{remote.url} is not the file that {entry.name} was made from", field="source")
     if facts.size_bytes != entry.state.size_bytes:
         raise other
-    places = Places(entry)
+    places = TensorLocations(entry)
     n_bytes, at = min(tensor.offset for tensor in entry.manifest.tensors), 0
     async with aclosing(remote.read(0, n_bytes, facts)) as portions:
         async for data in portions:
@@ -179,13 +179,13 @@ async def check_same_file(remote: FileRemote, facts: Facts, entry: CatalogueEntr
             at += len(data)
 
 
-class Parts:
+class LayerFetch:
     """Tensors of one container from one server. Run it once."""
 
     def __init__(
         self,
         remote: FileRemote,
-        facts: Facts,
+        facts: RemoteFacts,
         store: Store,
         entry: CatalogueEntry,
         tensors: Iterable[TensorEntry],

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import httpx
 import trio
 
-from swarmllm.downloads.remote import Facts, FileRemote, Remote, open_http
+from swarmllm.downloads.remote import FileRemote, Remote, RemoteFacts, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import (
     DownloadError,
-    Source,
+    DownloadSource,
     choose_file,
     file_url,
     listed_files,
@@ -45,7 +45,7 @@ class PublishedModel:
     layout: Manifest
 
 
-async def read_published(source: Source, settings: DownloadSettings) -> PublishedModel:
+async def read_published(source: DownloadSource, settings: DownloadSettings) -> PublishedModel:
     """Raises InvalidRequest (which file is meant), DownloadError, BadModel."""
     settings = replace(settings, max_failures=min(settings.max_failures, MAX_FAILURES))
     retries = RetrySchedule(settings, lambda trouble: None)
@@ -67,7 +67,7 @@ async def read_published(source: Source, settings: DownloadSettings) -> Publishe
 
 
 async def find_address(
-    source: Source, settings: DownloadSettings, http: httpx.AsyncClient, retries: RetrySchedule
+    source: DownloadSource, settings: DownloadSettings, http: httpx.AsyncClient, retries: RetrySchedule
 ) -> str:
     """Of the file of a repository that is meant. Raises InvalidRequest, DownloadError."""
     url = listing_url(settings.endpoint, source.repo)
@@ -76,7 +76,7 @@ async def find_address(
     return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
 
 
-async def _header(remote: FileRemote, facts: Facts, step_bytes: int) -> tuple[bytes, GgufHeader]:
+async def _header(remote: FileRemote, facts: RemoteFacts, step_bytes: int) -> tuple[bytes, GgufHeader]:
     """The file's beginning up to its header's end, or somewhat further. Raises Broken, Refused, BadModel."""
     start = b""
     while True:

@@ -25,7 +25,7 @@ import httpx
 from swarmllm import __version__
 from swarmllm.downloads.digest_book import Span
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import Broken, Busy, FileChanged, Refused, check_url, origin
+from swarmllm.downloads.source import Broken, DownloadRefused, FileChanged, ServerBusy, check_url, origin
 from swarmllm.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _SHA256 = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?', re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RemoteFacts:
     """What a server says about a file before it is fetched."""
 
     size_bytes: int
@@ -77,11 +77,11 @@ class FileRemote(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def facts(self) -> Facts: ...
+    async def facts(self) -> RemoteFacts: ...
 
-    def read(self, start: int, end: int, facts: Facts) -> AsyncGenerator[bytes, None]: ...
+    def read(self, start: int, end: int, facts: RemoteFacts) -> AsyncGenerator[bytes, None]: ...
 
-    def hashed(self, facts: Facts, sha256: str) -> tuple[HashedPieces, ...]: ...
+    def hashed(self, facts: RemoteFacts, sha256: str) -> tuple[HashedPieces, ...]: ...
 
 
 class Remote:
@@ -92,7 +92,7 @@ class Remote:
         self._token = token
         self._settings = settings
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> RemoteFacts:
         """Raises Refused, Busy, Broken."""
         async with self._get({"Range": "bytes=0-0"}) as (answer, seen):
             has_ranges = answer.status_code == 206
@@ -102,11 +102,11 @@ class Remote:
                 # Also an empty answer to the request for a range of nothing.
                 size_bytes = _length(answer)
             if not 0 < size_bytes < MAX_FILE_BYTES:
-                raise Refused(f"{self.url}: a file of {size_bytes} bytes is no model")
+                raise DownloadRefused(f"{self.url}: a file of {size_bytes} bytes is no model")
             linked = _SHA256.fullmatch(seen.get("x-linked-etag", ""))
-            return Facts(size_bytes, _validator(answer, seen), linked[1] if linked else "", has_ranges)
+            return RemoteFacts(size_bytes, _validator(answer, seen), linked[1] if linked else "", has_ranges)
 
-    async def read(self, start: int, end: int, facts: Facts) -> AsyncGenerator[bytes, None]:
+    async def read(self, start: int, end: int, facts: RemoteFacts) -> AsyncGenerator[bytes, None]:
         """Bytes [start, end), in what portions they come; all of the file from a server without ranges.
         Raises FileChanged, Refused, Busy, Broken; what came before was right."""
         ask = {"Range": f"bytes={start}-{end - 1}"} if facts.has_ranges else {}
@@ -132,7 +132,7 @@ class Remote:
             if at != end:
                 raise Broken(f"{self.url}: the server stopped {end - at} bytes early")
 
-    def hashed(self, facts: Facts, sha256: str) -> tuple[HashedPieces, ...]:
+    def hashed(self, facts: RemoteFacts, sha256: str) -> tuple[HashedPieces, ...]:
         """What the fetched file is to be checked against: `sha256`, or what the server said."""
         wanted = sha256 or facts.sha256
         return (HashedPieces(self.url, wanted, ((0, facts.size_bytes),)),) if wanted else ()
@@ -144,7 +144,7 @@ class Remote:
             async for part in portions:
                 data += part
                 if len(data) > MAX_LISTING_BYTES:
-                    raise Refused(f"{self.url}: the answer is larger than {MAX_LISTING_BYTES} bytes")
+                    raise DownloadRefused(f"{self.url}: the answer is larger than {MAX_LISTING_BYTES} bytes")
         return bytes(data)
 
     @contextlib.asynccontextmanager
@@ -163,7 +163,7 @@ class Remote:
             except ValueError:
                 # A host name that the resolver's IDNA encoding refuses is a UnicodeError.
                 raise (
-                    Refused(f"{url}: that is not the name of a host")
+                    DownloadRefused(f"{url}: that is not the name of a host")
                     if url == self.url
                     else _misled(self.url)
                 ) from None
@@ -178,7 +178,7 @@ class Remote:
                 url = _target(url, answer.headers.get("location", ""), self.url)
             finally:
                 await answer.aclose()
-        raise Refused(f"{self.url}: more than {MAX_REDIRECTS} redirects")
+        raise DownloadRefused(f"{self.url}: more than {MAX_REDIRECTS} redirects")
 
     def _headers(self, url: str) -> dict[str, str]:
         # A compressed body has no ranges.
@@ -217,14 +217,14 @@ def _check(answer: httpx.Response, url: str, has_token: bool, settings: Download
     if status == 429 or status in PASSING:
         pause_s = _retry_after_s(answer.headers.get("retry-after", ""))
         if pause_s > settings.max_retry_after_s:
-            raise Refused(f"{url}: the server asks for {pause_s:.0f} s of patience; try again later")
-        raise Busy(f"{url}: status {status}", pause_s)
+            raise DownloadRefused(f"{url}: the server asks for {pause_s:.0f} s of patience; try again later")
+        raise ServerBusy(f"{url}: status {status}", pause_s)
     if status in (401, 403):
         remedy = "the token in HF_TOKEN may not read it" if has_token else "set HF_TOKEN if it needs one"
-        raise Refused(f"{url}: the server does not allow it ({status}); {remedy}")
+        raise DownloadRefused(f"{url}: the server does not allow it ({status}); {remedy}")
     if status in (404, 410):
-        raise Refused(f"{url}: there is no such file ({status})")
-    raise Refused(f"{url}: the server answered with status {status}")
+        raise DownloadRefused(f"{url}: there is no such file ({status})")
+    raise DownloadRefused(f"{url}: the server answered with status {status}")
 
 
 def _retry_after_s(text: str) -> float:
@@ -246,7 +246,7 @@ def _content_range(answer: httpx.Response) -> tuple[int, int, int]:
 def _length(answer: httpx.Response) -> int:
     text = answer.headers.get("content-length", "")
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise Refused(f"{answer.url}: the server does not say how large the file is")
+        raise DownloadRefused(f"{answer.url}: the server does not say how large the file is")
     return int(text)
 
 
@@ -264,12 +264,12 @@ def _target(url: str, location: str, asked: str) -> str:
     except (InvalidRequest, ValueError):
         raise _misled(asked) from None
     if not stays_encrypted:
-        raise Refused(f"{asked}: the server wants to continue without encryption")
+        raise DownloadRefused(f"{asked}: the server wants to continue without encryption")
     return target
 
 
-def _misled(url: str) -> Refused:
-    return Refused(f"{url}: the server redirects to a place that is no address")
+def _misled(url: str) -> DownloadRefused:
+    return DownloadRefused(f"{url}: the server redirects to a place that is no address")
 
 
 def _words(error: httpx.HTTPError) -> str:

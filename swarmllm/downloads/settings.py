@@ -11,7 +11,7 @@ from typing import TypeVar
 import trio
 
 from swarmllm.config import DownloadsTable
-from swarmllm.downloads.source import Broken, Busy, DownloadError
+from swarmllm.downloads.source import Broken, DownloadError, ServerBusy
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RetrySchedule:
         pause_s = min(settings.max_pause_s, settings.first_pause_s * 2 ** (self._n_failures - 1))
         # Not all lanes at once.
         pause_s *= random.uniform(0.5, 1.0)
-        await trio.sleep(max(pause_s, error.pause_s) if isinstance(error, Busy) else pause_s)
+        await trio.sleep(max(pause_s, error.pause_s) if isinstance(error, ServerBusy) else pause_s)
 
 
 HUGGING_FACE = "https://huggingface.co"

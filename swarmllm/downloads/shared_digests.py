@@ -27,7 +27,7 @@ from swarmllm.errors import BadModel, Conflict, ModelNotFound, RemoteError, Swar
 from swarmllm.log_filter import provoked_by
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, TensorEntry
 from swarmllm.models.hashing import READ_BYTES
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.supervision import spawn
 from swarmllm.swarm.router import Router
 from swarmllm.transfer import ModelTransfer
@@ -63,13 +63,15 @@ class KnownFiles:
     async def _header(self, entry: CatalogueEntry, first: TensorEntry) -> str:
         key = (entry.model_id, entry.state.mtime_ns)
         if key not in self._headers:
-            self._headers[key] = await trio.to_thread.run_sync(_hash_start, Places(entry), first.offset)
+            self._headers[key] = await trio.to_thread.run_sync(
+                _hash_start, TensorLocations(entry), first.offset
+            )
             while len(self._headers) > REMEMBERED:
                 self._headers.popitem(last=False)
         return self._headers.get(key, "")
 
 
-def _hash_start(places: Places, n_bytes: int) -> str:
+def _hash_start(places: TensorLocations, n_bytes: int) -> str:
     """Empty where it cannot be read."""
     hasher, at = blake3(), 0
     try:

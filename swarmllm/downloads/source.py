@@ -31,7 +31,7 @@ class DownloadError(SwarmLLMError):
     code = "download_failed"
 
 
-class Refused(DownloadError):
+class DownloadRefused(DownloadError):
     """The server will not give it, now or on another attempt."""
 
 
@@ -43,7 +43,7 @@ class Broken(DownloadError):
     """The connection or the answer broke; another attempt may not."""
 
 
-class Busy(Broken):
+class ServerBusy(Broken):
     """The server asks for patience."""
 
     def __init__(self, message: str, pause_s: float) -> None:
@@ -66,7 +66,7 @@ _HF = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DownloadSource:
     """`url` or, for a repository whose file is not known yet, `repo` and what its name must contain."""
 
     text: str
@@ -87,20 +87,20 @@ class _Listing(msgspec.Struct):
     siblings: list[_Sibling] = []
 
 
-def parse_source(text: str, endpoint: str) -> Source:
+def parse_source(text: str, endpoint: str) -> DownloadSource:
     """Raises InvalidRequest naming the field `source`."""
     if len(text) > MAX_SOURCE_LENGTH or not text.isprintable():
         raise _bad("That is not an address.")
     if not text.startswith("hf:"):
         check_url(text)
-        return Source(text, url=text)
+        return DownloadSource(text, url=text)
     match = _HF.fullmatch(text)
     if match is None or ".." in text.split("/"):
         raise _bad("Write hf:ORG/REPO or hf:ORG/REPO:FILE.gguf.")
     repo, file = match["repo"], match["file"] or ""
     if file.endswith(".gguf"):
-        return Source(text, url=file_url(endpoint, repo, file), is_endpoint=True)
-    return Source(text, repo=repo, wanted=file, is_endpoint=True)
+        return DownloadSource(text, url=file_url(endpoint, repo, file), is_endpoint=True)
+    return DownloadSource(text, repo=repo, wanted=file, is_endpoint=True)
 
 
 def check_url(url: str) -> None:

@@ -18,8 +18,8 @@ import msgspec
 import trio
 from blake3 import blake3
 
-from swarmllm.downloads.digest_book import HERE, Contradiction, DigestBook, runs_of
-from swarmllm.downloads.remote import Facts
+from swarmllm.downloads.digest_book import HERE, DigestBook, DigestContradiction, runs_of
+from swarmllm.downloads.remote import RemoteFacts
 from swarmllm.errors import BadModel
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, TensorEntry, merge, needed_tensors
 from swarmllm.models.gguf_header import GgufHeader, read_header
@@ -140,7 +140,7 @@ class UnidentifiedModel:
     def contradictions(self, node_id: NodeId) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(tensor, the nodes that say different things of it); `node_id`: this node."""
 
-        def named(each: Contradiction) -> tuple[str, ...]:
+        def named(each: DigestContradiction) -> tuple[str, ...]:
             return tuple(node_id if node == HERE else node for node in each.nodes)
 
         return tuple((self.tensors[each.tensor].name, named(each)) for each in self.book.contradictions())
@@ -199,7 +199,7 @@ class UnidentifiedModel:
         if self.folder.exists() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def is_of(self, url: str, facts: Facts) -> bool:
+    def is_of(self, url: str, facts: RemoteFacts) -> bool:
         """Whether what is here belongs to this version of the file."""
         notes = self.notes
         return (notes.url, notes.size_bytes, notes.validator) == (url, facts.size_bytes, facts.validator)

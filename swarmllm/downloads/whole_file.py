@@ -18,7 +18,7 @@ import msgspec
 import trio
 
 from swarmllm.downloads.digest_book import Span, cut, joined, missing, n_bytes
-from swarmllm.downloads.remote import Facts, FileRemote, HashedPiece, HashedPieces, Zeros
+from swarmllm.downloads.remote import FileRemote, HashedPiece, HashedPieces, RemoteFacts, Zeros
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import Broken, DownloadError, FileChanged
 from swarmllm.errors import StoreFull
@@ -31,7 +31,7 @@ PART, STATE = "part.gguf", "state.json"
 Progress = Callable[[int, int], None]
 
 
-class State(msgspec.Struct, kw_only=True):
+class DownloadState(msgspec.Struct, kw_only=True):
     url: str
     size_bytes: int
     validator: str
@@ -54,12 +54,12 @@ class WholeFile:
         self._folder = folder
         self._settings = settings
         self._progress = progress
-        self._facts = Facts(0, "", "", has_ranges=False)
+        self._facts = RemoteFacts(0, "", "", has_ranges=False)
         self._done: list[Span] = []
         self._retries = retries
         self._saving = trio.Lock()
 
-    async def run(self, facts: Facts, sha256: str, on_checking: Callable[[], None]) -> None:
+    async def run(self, facts: RemoteFacts, sha256: str, on_checking: Callable[[], None]) -> None:
         """Fetch what is missing; `part` is the file then, its `sha256` (or what the server said) checked.
         Raises DownloadError, StoreFull; what has arrived is kept, unless it is wrong."""
         self._facts = facts
@@ -99,7 +99,7 @@ class WholeFile:
         """What an earlier attempt has left, if it was of the same version of the file."""
         facts = self._facts
         try:
-            state = msgspec.json.decode((self._folder / STATE).read_bytes(), type=State)
+            state = msgspec.json.decode((self._folder / STATE).read_bytes(), type=DownloadState)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             state = None
         same = state is not None and (state.url, state.size_bytes, state.validator) == (
@@ -169,7 +169,9 @@ class WholeFile:
 
     def _write_state(self, done: list[Span]) -> None:
         facts = self._facts
-        state = State(url=self._remote.url, size_bytes=facts.size_bytes, validator=facts.validator, done=done)
+        state = DownloadState(
+            url=self._remote.url, size_bytes=facts.size_bytes, validator=facts.validator, done=done
+        )
         temporary = self._folder / f"{STATE}.tmp"
         temporary.write_bytes(msgspec.json.encode(state))
         temporary.replace(self._folder / STATE)

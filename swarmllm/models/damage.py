@@ -15,7 +15,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import Progress
 from swarmllm.models.model_files import MTIME_STEP_NS
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.models.tensor_writer import disk_faults
 from swarmllm.models.verification import (
     HEADER,
@@ -82,7 +82,7 @@ def find_damage(
         entry = lose(catalogue, entry, (), spoilt)
         left = [segment for segment in segments if segment not in spoilt]
         reading = Verification(entry, left, progress)
-        names = tuple(reading.damaged_tensors(Places(entry)))
+        names = tuple(reading.damaged_tensors(TensorLocations(entry)))
         wrong = tuple(reading.damaged_segments())
         n_layers = entry.manifest.n_layers
         held = [each for each in left if any(each.name.holds(name, n_layers) for name in names)]

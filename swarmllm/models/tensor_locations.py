@@ -22,7 +22,7 @@ _ATTEMPTS = 8
 """More moves than that in the time of one read do not happen."""
 
 
-class Places:
+class TensorLocations:
     def __init__(self, entry: CatalogueEntry, *, only_unchanged: bool = False) -> None:
         """`only_unchanged`: of a user's file nothing is read once it is not what was hashed."""
         self._path = entry.path

@@ -26,7 +26,7 @@ from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import CHUNK_BYTES, READ_BYTES, Progress, TensorHasher, is_chunk, manifest_of
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import ModelFiles, open_model
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm_proto.segment_names import (
     FOLDER,
     LAYOUT_VERSION,
@@ -176,7 +176,7 @@ class Verification:
         self._total_bytes += sum(t.size_bytes for each in self._inside.values() for t, _ in each)
         self._done_bytes = 0
 
-    def damaged_tensors(self, places: Places) -> Iterator[str]:
+    def damaged_tensors(self, places: TensorLocations) -> Iterator[str]:
         """Of the model itself, wherever they lie. Raises OSError, BadModel."""
         for tensor in self._there:
             hasher = TensorHasher()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from swarmllm.node.admission import Admission
 from swarmllm.node.node import Node
-from swarmllm.node.requests import RequestView
+from swarmllm.node.requests import RequestSummary
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "PeerView",
     "Readiness",
     "RequestCounts",
-    "RequestView",
+    "RequestSummary",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
-from swarmllm.pipeline.route.inputs import Links, Load, route_inputs
+from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
@@ -77,7 +77,7 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
         {node_id: record.capability for node_id, record in involved.items()},
         Links(),
         Observations(),
-        Load(),
+        OwnLoad(),
     ).speeds
     n_ranges = max(1, HELD_MAX // max(1, len(involved)))
     shape = shape_of(manifest)

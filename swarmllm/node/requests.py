@@ -33,7 +33,7 @@ RequestState = Literal["queued", "prefill", "decode", "completed", "failed", "ca
 
 
 @dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestSummary:
     """One request at one moment; of one that has ended, as it ended."""
 
     id: str
@@ -114,11 +114,11 @@ class RequestAccount:
                 return "internal_error"
         return ""
 
-    def view(self) -> RequestView:
+    def view(self) -> RequestSummary:
         generation, elapsed_s = self.generation, self.elapsed_s
         decode_s = generation.timings.decode_s if generation else 0.0
         n_decoded = generation.n_generated - 1 if generation else 0
-        return RequestView(
+        return RequestSummary(
             id=self.id,
             model=self.model,
             state=self.state,
@@ -141,7 +141,7 @@ class UserRequests:
         self.metrics = metrics
         self.counts = RequestCounts()
         self._live: dict[str, RequestAccount] = {}
-        self._recent: deque[RequestView] = deque(maxlen=RECENT_MAX)
+        self._recent: deque[RequestSummary] = deque(maxlen=RECENT_MAX)
 
     @property
     def generated_tokens(self) -> int:
@@ -150,11 +150,11 @@ class UserRequests:
             request.generation.n_generated for request in self._live.values() if request.generation
         )
 
-    def live(self) -> tuple[RequestView, ...]:
+    def live(self) -> tuple[RequestSummary, ...]:
         """Those that wait or run, the oldest first."""
         return tuple(request.view() for request in self._live.values())
 
-    def recent(self) -> tuple[RequestView, ...]:
+    def recent(self) -> tuple[RequestSummary, ...]:
         """Those that have ended, the latest first."""
         return tuple(self._recent)
 

@@ -16,9 +16,9 @@ import msgspec
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.node.accepted_shares import accepts
 from swarmllm.node.placing_plan import NOBODY, plan_of, shape_of
-from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
+from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.holdings import Held
+from swarmllm.scheduling.holdings import NodeRange
 from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord
@@ -94,7 +94,7 @@ def plan_share(
         {node_id: record.capability for node_id, record in supposed.items()},
         Links(),
         Observations(),
-        Load(),
+        OwnLoad(),
     )
     step_s = min((_step_s(stages, lines) for stages in placement.pipelines), default=None)
     fetching = {part.node_id: part.fetch_bytes for part in parts if part.fetch_bytes and part.node_id != own}
@@ -132,7 +132,7 @@ def _on_disk(record: NodeRecord, model_id: ModelId) -> tuple[LayerRange, ...]:
     return merge(LayerRange(*pair) for each in said for pair in each.layers)
 
 
-def _step_s(stages: tuple[Held, ...], lines: RouteInputs) -> float:
+def _step_s(stages: tuple[NodeRange, ...], lines: RouteInputs) -> float:
     """One token of one request, as routes count it."""
     way = [stage.node_id for stage in stages]
     compute_s = sum(len(stage.layers) * lines.layer_s(stage.node_id) for stage in stages)

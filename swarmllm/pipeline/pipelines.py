@@ -25,7 +25,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.origin.attempts import Attempts
-from swarmllm.pipeline.origin.generation import Generation, Prompt, Source, token_ids
+from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
@@ -34,7 +34,7 @@ from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
 from swarmllm.pipeline.request import new_request_id, request_context
 from swarmllm.pipeline.route.assembly import Affinity, Assembly
-from swarmllm.pipeline.route.inputs import Load
+from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
@@ -384,7 +384,7 @@ class Pipelines:
                 self._let_go(request.tried)
 
     @asynccontextmanager
-    async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[Source]:
+    async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[TokenSource]:
         """Raises SwarmLLMError (see `failover.Opener`)."""
         request.n_changes, request.context = self._n_changes, None
         # A retry prefers nothing: what it would prefer has just failed.
@@ -429,7 +429,7 @@ class Pipelines:
             return None
         return None if other.node_ids.issuperset(suspected) else other.cost_s
 
-    def _measure(self, source: Source, assembly: Assembly, model_id: ModelId) -> None:
+    def _measure(self, source: TokenSource, assembly: Assembly, model_id: ModelId) -> None:
         announced_s = partial(self._routes.announced_s, model_id)
         now_s = trio.current_time()
         measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._trust.note, now_s)
@@ -470,7 +470,7 @@ class Pipelines:
             is_exact=request.is_exact,
         )
 
-    def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> Load:
+    def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> OwnLoad:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
         return self._here.now(entry, n_tokens, self._attempts.just_sent(), n_asking=n_asking)
 

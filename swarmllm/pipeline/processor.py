@@ -33,7 +33,7 @@ from swarmllm.state_table import UnknownTransition
 from swarmllm_proto.identifiers import NodeId
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     VALIDATING = "VALIDATING"
     EMBED = "EMBED"
     PROCESS_LAYERS = "PROCESS_LAYERS"
@@ -42,7 +42,7 @@ class State(StrEnum):
     DONE = "DONE"
 
 
-class Outcome(StrEnum):
+class JobOutcome(StrEnum):
     """What came of a state; the text is the edge's label in the diagram."""
 
     INCOMPLETE = "the job, its pipeline or a needed part of it is missing"
@@ -62,30 +62,30 @@ class Outcome(StrEnum):
     PASSED_ON = "the worker has sent the job on by a link, or had had it by one"
 
 
-TRANSITIONS: Final[dict[tuple[State, Outcome], State]] = {
-    (State.VALIDATING, Outcome.INCOMPLETE): State.DONE,
-    (State.VALIDATING, Outcome.READY_FOR_HEAD): State.HEAD,
-    (State.VALIDATING, Outcome.READY_FOR_CHUNK): State.EMBED,
-    (State.VALIDATING, Outcome.READY_TO_EMBED): State.EMBED,
-    (State.VALIDATING, Outcome.READY_FOR_LAYERS): State.PROCESS_LAYERS,
-    (State.EMBED, Outcome.INCOMPLETE): State.DONE,
-    (State.EMBED, Outcome.NOTHING_TO_EMBED): State.DONE,
-    (State.EMBED, Outcome.NEXT_REMOTE): State.SEND,
-    (State.EMBED, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
-    (State.PROCESS_LAYERS, Outcome.NEXT_REMOTE): State.SEND,
-    (State.PROCESS_LAYERS, Outcome.NEXT_LOCAL): State.PROCESS_LAYERS,
-    (State.PROCESS_LAYERS, Outcome.LAST_LAYER): State.VALIDATING,
-    (State.PROCESS_LAYERS, Outcome.PASSED_ON): State.DONE,
-    (State.HEAD, Outcome.FINISHED): State.DONE,
-    (State.HEAD, Outcome.TOKEN_EMBEDDED_HERE): State.EMBED,
-    (State.HEAD, Outcome.TOKEN_ELSEWHERE): State.SEND,
-    (State.HEAD, Outcome.TOKEN_TO_LAYERS): State.PROCESS_LAYERS,
-    (State.HEAD, Outcome.PASSED_ON): State.DONE,
-    (State.SEND, Outcome.SENT): State.DONE,
+TRANSITIONS: Final[dict[tuple[JobState, JobOutcome], JobState]] = {
+    (JobState.VALIDATING, JobOutcome.INCOMPLETE): JobState.DONE,
+    (JobState.VALIDATING, JobOutcome.READY_FOR_HEAD): JobState.HEAD,
+    (JobState.VALIDATING, JobOutcome.READY_FOR_CHUNK): JobState.EMBED,
+    (JobState.VALIDATING, JobOutcome.READY_TO_EMBED): JobState.EMBED,
+    (JobState.VALIDATING, JobOutcome.READY_FOR_LAYERS): JobState.PROCESS_LAYERS,
+    (JobState.EMBED, JobOutcome.INCOMPLETE): JobState.DONE,
+    (JobState.EMBED, JobOutcome.NOTHING_TO_EMBED): JobState.DONE,
+    (JobState.EMBED, JobOutcome.NEXT_REMOTE): JobState.SEND,
+    (JobState.EMBED, JobOutcome.NEXT_LOCAL): JobState.PROCESS_LAYERS,
+    (JobState.PROCESS_LAYERS, JobOutcome.NEXT_REMOTE): JobState.SEND,
+    (JobState.PROCESS_LAYERS, JobOutcome.NEXT_LOCAL): JobState.PROCESS_LAYERS,
+    (JobState.PROCESS_LAYERS, JobOutcome.LAST_LAYER): JobState.VALIDATING,
+    (JobState.PROCESS_LAYERS, JobOutcome.PASSED_ON): JobState.DONE,
+    (JobState.HEAD, JobOutcome.FINISHED): JobState.DONE,
+    (JobState.HEAD, JobOutcome.TOKEN_EMBEDDED_HERE): JobState.EMBED,
+    (JobState.HEAD, JobOutcome.TOKEN_ELSEWHERE): JobState.SEND,
+    (JobState.HEAD, JobOutcome.TOKEN_TO_LAYERS): JobState.PROCESS_LAYERS,
+    (JobState.HEAD, JobOutcome.PASSED_ON): JobState.DONE,
+    (JobState.SEND, JobOutcome.SENT): JobState.DONE,
 }
 
 
-def next_state(state: State, outcome: Outcome) -> State:
+def next_state(state: JobState, outcome: JobOutcome) -> JobState:
     """Raises UnknownTransition."""
     try:
         return TRANSITIONS[state, outcome]
@@ -93,65 +93,65 @@ def next_state(state: State, outcome: Outcome) -> State:
         raise UnknownTransition(f"{state.name} cannot end with {outcome.name}") from None
 
 
-def after_validating(job: Job, view: RequestView, loaded: Iterable[LayerRange]) -> Outcome:
+def after_validating(job: Job, view: RequestView, loaded: Iterable[LayerRange]) -> JobOutcome:
     """`loaded`: what this node's worker holds of the model."""
     if not 0 <= job.stage <= view.last:
-        return Outcome.INCOMPLETE
+        return JobOutcome.INCOMPLETE
     match job.step:
         case ComputeStep.HEAD if job.prefill_left > 0:
-            return Outcome.READY_FOR_CHUNK if view.prompt_here else Outcome.INCOMPLETE
+            return JobOutcome.READY_FOR_CHUNK if view.prompt_here else JobOutcome.INCOMPLETE
         case ComputeStep.HEAD:
             head_here = job.stage == view.last and _can_run(job.stage, view, loaded)
-            return Outcome.READY_FOR_HEAD if head_here else Outcome.INCOMPLETE
+            return JobOutcome.READY_FOR_HEAD if head_here else JobOutcome.INCOMPLETE
         case ComputeStep.EMBED:
             can_embed = view.prompt_here or (job.token is not None and _can_run(0, view, loaded))
-            return Outcome.READY_TO_EMBED if can_embed else Outcome.INCOMPLETE
+            return JobOutcome.READY_TO_EMBED if can_embed else JobOutcome.INCOMPLETE
         case ComputeStep.LAYER if job.tensor is not None and _can_run(job.stage, view, loaded):
-            return Outcome.READY_FOR_LAYERS
+            return JobOutcome.READY_FOR_LAYERS
         case _:
-            return Outcome.INCOMPLETE
+            return JobOutcome.INCOMPLETE
 
 
-def after_embed(job: Job, view: RequestView) -> Outcome:
+def after_embed(job: Job, view: RequestView) -> JobOutcome:
     """The job then holds rows (or, for a token whose first stage is elsewhere, the token), or nothing was
     left."""
     if job.tensor is None and job.token is None:
-        return Outcome.NOTHING_TO_EMBED
+        return JobOutcome.NOTHING_TO_EMBED
     if not view.is_here(0):
-        return Outcome.NEXT_REMOTE
-    return Outcome.INCOMPLETE if job.tensor is None else Outcome.NEXT_LOCAL
+        return JobOutcome.NEXT_REMOTE
+    return JobOutcome.INCOMPLETE if job.tensor is None else JobOutcome.NEXT_LOCAL
 
 
-def after_layers(job: Job, view: RequestView) -> Outcome:
+def after_layers(job: Job, view: RequestView) -> JobOutcome:
     """`job.stage` has been computed."""
     if _has_next_stage(job, view):
-        return Outcome.NEXT_LOCAL if view.is_here(job.stage + 1) else Outcome.NEXT_REMOTE
-    return Outcome.NEXT_REMOTE if job.prefill_left > 0 and not view.prompt_here else Outcome.LAST_LAYER
+        return JobOutcome.NEXT_LOCAL if view.is_here(job.stage + 1) else JobOutcome.NEXT_REMOTE
+    return JobOutcome.NEXT_REMOTE if job.prefill_left > 0 and not view.prompt_here else JobOutcome.LAST_LAYER
 
 
-def after_head(job: Job, view: RequestView) -> Outcome:
+def after_head(job: Job, view: RequestView) -> JobOutcome:
     """`job.token` has been sampled."""
     if job.finish_reason is not None:
-        return Outcome.FINISHED
+        return JobOutcome.FINISHED
     if job.stage == 0:
-        return Outcome.TOKEN_TO_LAYERS
-    return Outcome.TOKEN_EMBEDDED_HERE if view.is_here(0) else Outcome.TOKEN_ELSEWHERE
+        return JobOutcome.TOKEN_TO_LAYERS
+    return JobOutcome.TOKEN_EMBEDDED_HERE if view.is_here(0) else JobOutcome.TOKEN_ELSEWHERE
 
 
-def advance(job: Job, state: State, outcome: Outcome, view: RequestView) -> State:
+def advance(job: Job, state: JobState, outcome: JobOutcome, view: RequestView) -> JobState:
     """The next state. Moves the job on to what is computed next: after layers the next stage or, at the last
     one, HEAD; after the head the next position, at the first stage. Raises UnknownTransition, with the job as
     it was."""
     after = next_state(state, outcome)
-    if outcome is Outcome.PASSED_ON or outcome is Outcome.FINISHED:
+    if outcome is JobOutcome.PASSED_ON or outcome is JobOutcome.FINISHED:
         return after
-    if state is State.PROCESS_LAYERS:
+    if state is JobState.PROCESS_LAYERS:
         if _has_next_stage(job, view):
             job.stage += 1
         else:
             job.step = ComputeStep.HEAD
-    elif state is State.HEAD:
-        job.step = ComputeStep.LAYER if outcome is Outcome.TOKEN_TO_LAYERS else ComputeStep.EMBED
+    elif state is JobState.HEAD:
+        job.step = ComputeStep.LAYER if outcome is JobOutcome.TOKEN_TO_LAYERS else ComputeStep.EMBED
         job.stage = 0
         job.position += job.n_tokens
         job.n_tokens = 1
@@ -167,12 +167,12 @@ def destination(job: Job, view: RequestView) -> NodeId:
 
 def diagram() -> str:
     """The table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {State.VALIDATING.value}"]
+    lines = ["stateDiagram-v2", f"    [*] --> {JobState.VALIDATING.value}"]
     lines += [
         f"    {state.value} --> {after.value}: {outcome.value.replace(':', ' -')}"
         for (state, outcome), after in TRANSITIONS.items()
     ]
-    lines.append(f"    {State.DONE.value} --> [*]")
+    lines.append(f"    {JobState.DONE.value} --> [*]")
     return "\n".join(lines)
 
 

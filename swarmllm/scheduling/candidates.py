@@ -31,7 +31,7 @@ NODE_RANGES: Final = (8, 4, 2, 1)
 """Of each node, tried in turn. Two of each always suffice for 256 nodes, as many as connect."""
 
 
-class Piece(NamedTuple):
+class CandidatePiece(NamedTuple):
     """Layers [start, end) on one node; `begins` and `ends`: its held range begins or ends with it."""
 
     start: int
@@ -63,7 +63,7 @@ def runnable(ranges: Iterable[LayerRange], n_layers: int, cut_alignment: int) ->
     return merge(aligned)
 
 
-def pieces_of(held: Mapping[NodeId, Iterable[LayerRange]]) -> list[Piece]:
+def pieces_of(held: Mapping[NodeId, Iterable[LayerRange]]) -> list[CandidatePiece]:
     """In order; no two ranges of a node in `held` may meet (see `runnable`)."""
     ranges = [(layers.start, layers.end, node_id) for node_id, each in held.items() for layers in each]
     bounds = sorted({at for start, end, _ in ranges for at in (start, end)})
@@ -71,7 +71,7 @@ def pieces_of(held: Mapping[NodeId, Iterable[LayerRange]]) -> list[Piece]:
     for start, end, node_id in ranges:
         first, last = bisect_left(bounds, start), bisect_left(bounds, end)
         pieces += [
-            Piece(bounds[at], bounds[at + 1], node_id, at == first, at + 1 == last)
+            CandidatePiece(bounds[at], bounds[at + 1], node_id, at == first, at + 1 == last)
             for at in range(first, last)
         ]
     return sorted(pieces)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.candidates import Piece, pieces_of, runnable
+from swarmllm.scheduling.candidates import CandidatePiece, pieces_of, runnable
 from swarmllm.scheduling.cost import CostTable, Indices, RouteInputs, Seconds
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
@@ -116,7 +116,7 @@ class _Joint(NamedTuple):
 class _Search:
     """Pieces are counted in their sorted order; ties go to the lower number, so all nodes agree."""
 
-    def __init__(self, n_layers: int, pieces: Sequence[Piece], inputs: RouteInputs) -> None:
+    def __init__(self, n_layers: int, pieces: Sequence[CandidatePiece], inputs: RouteInputs) -> None:
         node_ids = sorted({piece.node_id for piece in pieces})
         index = {node_id: i for i, node_id in enumerate(node_ids)}
         self._costs = CostTable(inputs, node_ids)
@@ -136,7 +136,9 @@ class _Search:
             self._joint(pieces, ending[at], starting[at]) for at in sorted(starting) if at and ending[at]
         ]
 
-    def _joint(self, pieces: Sequence[Piece], arriving: Sequence[int], departing: Sequence[int]) -> _Joint:
+    def _joint(
+        self, pieces: Sequence[CandidatePiece], arriving: Sequence[int], departing: Sequence[int]
+    ) -> _Joint:
         ending: Indices = np.array([i for i in arriving if pieces[i].ends], np.intp)
         through: Indices = np.array([i for i in arriving if not pieces[i].ends], np.intp)
         beginning: Indices = np.array([i for i in departing if pieces[i].begins], np.intp)
@@ -220,7 +222,9 @@ def _arrive(cost: Seconds, before: Indices, arriving: Indices, departing: Indice
     cost[found], before[found] = least[is_less], arriving[chosen[is_less]]
 
 
-def _with_room(n_layers: int, pieces: Sequence[Piece], full: Set[NodeId]) -> Sequence[Piece]:
+def _with_room(
+    n_layers: int, pieces: Sequence[CandidatePiece], full: Set[NodeId]
+) -> Sequence[CandidatePiece]:
     """Of the sorted pieces those that are in a route with the fewest layers on nodes of `full`. Every route
     made of them is such a route."""
     if not full:
@@ -244,7 +248,7 @@ def _with_room(n_layers: int, pieces: Sequence[Piece], full: Set[NodeId]) -> Seq
     ]
 
 
-def _merged(path: Sequence[Piece]) -> tuple[RouteStage, ...]:
+def _merged(path: Sequence[CandidatePiece]) -> tuple[RouteStage, ...]:
     """Pieces of one node that meet are one stage."""
     stages: list[RouteStage] = []
     for piece in path:

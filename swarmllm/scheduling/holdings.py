@@ -21,7 +21,7 @@ from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Held:
+class NodeRange:
     """One range of one node; `is_pinned`: it may not be cut down."""
 
     layers: LayerRange
@@ -33,7 +33,7 @@ class Held:
 class Row:
     """Stages of a pipeline in order, none overlapping; it has gaps unless it `is_complete`."""
 
-    stages: tuple[Held, ...]
+    stages: tuple[NodeRange, ...]
     n_layers: int
 
     @property
@@ -54,7 +54,7 @@ class Row:
 
 
 def rows_of(
-    n_layers: int, cut_alignment: int, held: Iterable[Held], layer_s: Mapping[NodeId, float]
+    n_layers: int, cut_alignment: int, held: Iterable[NodeRange], layer_s: Mapping[NodeId, float]
 ) -> list[Row]:
     """Every held range that a pipeline may contain is in exactly one row; complete rows come first.
     `layer_s`: seconds per layer of each node, for the turning points."""
@@ -79,7 +79,7 @@ def rows_of(
     return sorted(rows, key=lambda row: (not row.is_complete, row.stages))
 
 
-def turning_point(before: Held, after: Held, layer_s: Mapping[NodeId, float]) -> int | None:
+def turning_point(before: NodeRange, after: NodeRange, layer_s: Mapping[NodeId, float]) -> int | None:
     """Where a request changes from one of two overlapping ranges to the other; None: it cannot, because
     both are pinned or one holds all of the other."""
     if not before.layers.start < after.layers.start < before.layers.end < after.layers.end:
@@ -91,15 +91,15 @@ def turning_point(before: Held, after: Held, layer_s: Mapping[NodeId, float]) ->
     return before.layers.end
 
 
-def _fewest_stages(n_layers: int, held: Iterable[Held]) -> list[Held] | None:
+def _fewest_stages(n_layers: int, held: Iterable[NodeRange]) -> list[NodeRange] | None:
     """Ranges end to end over all layers, as few as can be; ties go to the smaller range, then node id."""
-    best: dict[int, tuple[int, Held | None]] = {0: (0, None)}
+    best: dict[int, tuple[int, NodeRange | None]] = {0: (0, None)}
     for item in sorted(held):
         before = best.get(item.layers.start)
         known = best.get(item.layers.end)
         if before is not None and (known is None or before[0] + 1 < known[0]):
             best[item.layers.end] = (before[0] + 1, item)
-    stages: list[Held] = []
+    stages: list[NodeRange] = []
     at = n_layers
     while at in best and (last := best[at][1]) is not None:
         stages.append(last)
@@ -108,8 +108,8 @@ def _fewest_stages(n_layers: int, held: Iterable[Held]) -> list[Held] | None:
 
 
 def _next(
-    last: Held, waiting: Iterable[Held], layer_s: Mapping[NodeId, float]
-) -> tuple[Held, Held, Held] | None:
+    last: NodeRange, waiting: Iterable[NodeRange], layer_s: Mapping[NodeId, float]
+) -> tuple[NodeRange, NodeRange, NodeRange] | None:
     """(last stage, next stage, which of `waiting` that is): one that begins where the last one ends, else
     one that overlaps it, else the first behind it."""
     options = []
@@ -118,8 +118,8 @@ def _next(
         if gap >= 0:
             options.append(((gap > 0) * (1 + gap), item, last, item))
         elif (at := turning_point(last, item, layer_s)) is not None:
-            before = Held(LayerRange(last.layers.start, at), last.node_id, last.is_pinned)
-            after = Held(LayerRange(at, item.layers.end), item.node_id, item.is_pinned)
+            before = NodeRange(LayerRange(last.layers.start, at), last.node_id, last.is_pinned)
+            after = NodeRange(LayerRange(at, item.layers.end), item.node_id, item.is_pinned)
             options.append((1, item, before, after))
     if not options:
         return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from swarmllm.models.layers import LayerRange, merge
 from swarmllm.scheduling.coordinates import Coordinate, regions_of
-from swarmllm.scheduling.holdings import Held, Row, rows_of
+from swarmllm.scheduling.holdings import NodeRange, Row, rows_of
 from swarmllm.scheduling.pipeline_groups import best_groups
 from swarmllm.scheduling.route import usable
 from swarmllm_proto.identifiers import NodeId
@@ -135,7 +135,7 @@ class PlacementNode:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    pipelines: tuple[tuple[Held, ...], ...] = ()
+    pipelines: tuple[tuple[NodeRange, ...], ...] = ()
     """Complete ones, as they are when everybody has done what the plan says."""
     targets: dict[NodeId, tuple[LayerRange, ...]] = field(default_factory=dict)
     """What each node should hold, in the fewest ranges; every node that takes part is named."""
@@ -160,7 +160,7 @@ class _Planner:
             for node_id, node in self._nodes.items()
         }
         held = [
-            Held(
+            NodeRange(
                 layers,
                 node.node_id,
                 not node.takes_part or any(layers.overlaps(pin) for pin in node.pinned),
@@ -265,7 +265,7 @@ class _Planner:
             if fits:
                 rarest = min(fits, key=lambda layers: (copies[layers], -len(layers), layers))
                 copies[rarest] += 1
-                self._take([stage := Held(rarest, node_id)])
+                self._take([stage := NodeRange(rarest, node_id)])
                 self._others.append(stage)
 
     def placement(self) -> Placement:
@@ -277,7 +277,7 @@ class _Planner:
             {node_id: merge(ranges) for node_id, ranges in targets.items()},
         )
 
-    def _all_held(self) -> list[Held]:
+    def _all_held(self) -> list[NodeRange]:
         return [*(stage for row in self._rows for stage in row.stages), *self._others]
 
     def _idle(self, region: int | None) -> list[NodeId]:
@@ -315,7 +315,7 @@ class _Planner:
         self._busy |= {stage.node_id for stage in stages}
         return Row(tuple(sorted(stages)), row.n_layers)
 
-    def _cover(self, row: Sequence[Held], start: int, end: int) -> list[Held] | None:
+    def _cover(self, row: Sequence[NodeRange], start: int, end: int) -> list[NodeRange] | None:
         """Those next to the gap first, each from its own side, so that what it gets is one range with what it
         has; then idle nodes near the pipeline, the roomiest first: as few as can do it."""
         unit = self._shape.unit
@@ -346,7 +346,7 @@ class _Planner:
         end: int,
         first: Sequence[NodeId] = (),
         last: Sequence[NodeId] = (),
-    ) -> list[Held] | None:
+    ) -> list[NodeRange] | None:
         """Units [start, end) over the nodes, near ones next to each other; `first` and `last` keep to their
         end, unless there is no other way. None where they have no room."""
         for node_id in node_ids if len(node_ids) == 1 else ():
@@ -388,14 +388,14 @@ class _Planner:
         speeds = [1 / self._nodes[node_id].layer_s for node_id in node_ids]
         return water_fill(end - start, capacities, speeds)
 
-    def _stages(self, node_ids: Sequence[NodeId], units: Sequence[int], start: int) -> list[Held]:
+    def _stages(self, node_ids: Sequence[NodeId], units: Sequence[int], start: int) -> list[NodeRange]:
         stages = []
         for node_id, share in zip(node_ids, units, strict=True):
-            stages.append(Held(self._shape.layers(start, start + share), node_id))
+            stages.append(NodeRange(self._shape.layers(start, start + share), node_id))
             start += share
         return stages
 
-    def _take(self, stages: Iterable[Held]) -> None:
+    def _take(self, stages: Iterable[NodeRange]) -> None:
         for stage in stages:
             self._free[stage.node_id] -= self._shape.n_bytes(stage.layers)
             self._busy.add(stage.node_id)

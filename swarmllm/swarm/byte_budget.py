@@ -32,7 +32,7 @@ GUARANTEED_PEERS: Final = 256
 _SET_ASIDE: Final = 4
 
 
-class Kind(StrEnum):
+class BudgetKind(StrEnum):
     """What is kept for others."""
 
     REQUESTS = "requests"
@@ -47,7 +47,7 @@ class Kind(StrEnum):
     """Payloads that wait in the queues of requests."""
 
 
-HeldBytes = dict[Kind, int]
+HeldBytes = dict[BudgetKind, int]
 """Of one peer."""
 
 
@@ -68,12 +68,12 @@ class Limit:
         return self.in_all - self.in_all // _SET_ASIDE
 
 
-LIMITS: Final[Mapping[Kind, Limit]] = {
-    Kind.REQUESTS: Limit(32 * MIB, 96 * MIB),
-    Kind.RESPONSES: Limit(48 * MIB, 96 * MIB),
-    Kind.ANSWERS: Limit(48 * MIB, 96 * MIB),
-    Kind.MESSAGES: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
-    Kind.JOBS: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
+LIMITS: Final[Mapping[BudgetKind, Limit]] = {
+    BudgetKind.REQUESTS: Limit(32 * MIB, 96 * MIB),
+    BudgetKind.RESPONSES: Limit(48 * MIB, 96 * MIB),
+    BudgetKind.ANSWERS: Limit(48 * MIB, 96 * MIB),
+    BudgetKind.MESSAGES: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
+    BudgetKind.JOBS: Limit(SWARM_PAYLOAD_MAX + 8 * MIB, 416 * MIB),
 }
 TOTAL_MIB: Final = sum(limit.in_all for limit in LIMITS.values()) // MIB
 
@@ -83,7 +83,7 @@ class Grant:
 
     __slots__ = ("_budget", "kind", "n_bytes", "peer")
 
-    def __init__(self, budget: ByteBudget, peer: NodeId, kind: Kind, n_bytes: int) -> None:
+    def __init__(self, budget: ByteBudget, peer: NodeId, kind: BudgetKind, n_bytes: int) -> None:
         self._budget: ByteBudget | None = budget
         self.peer = peer
         self.kind = kind
@@ -124,7 +124,9 @@ class Grant:
 
 
 class ByteBudget:
-    def __init__(self, limits: Mapping[Kind, Limit] = LIMITS, peers: Parts[HeldBytes] | None = None) -> None:
+    def __init__(
+        self, limits: Mapping[BudgetKind, Limit] = LIMITS, peers: Parts[HeldBytes] | None = None
+    ) -> None:
         self._limits = limits
         self._peers: Parts[HeldBytes] = Parts.alone() if peers is None else peers
         self._in_all = dict.fromkeys(limits, 0)
@@ -153,24 +155,24 @@ class ByteBudget:
         """Reserved now, of all kinds and peers."""
         return sum(self._in_all.values())
 
-    def held(self, peer: NodeId, kind: Kind) -> int:
+    def held(self, peer: NodeId, kind: BudgetKind) -> int:
         held = self._peers.get(NodeId(peer))
         return held.get(kind, 0) if held else 0
 
-    def reserve(self, peer: NodeId, kind: Kind, n_bytes: int) -> Grant | None:
+    def reserve(self, peer: NodeId, kind: BudgetKind, n_bytes: int) -> Grant | None:
         """None: there is no room for it now."""
         return Grant(self, peer, kind, n_bytes) if self._take(peer, kind, n_bytes) else None
 
-    def can_ever_hold(self, kind: Kind, n_bytes: int) -> bool:
+    def can_ever_hold(self, kind: BudgetKind, n_bytes: int) -> bool:
         """Whether one peer may have so many bytes while nobody else has any."""
         limit = self._limits[kind]
         return n_bytes <= limit.per_peer and n_bytes - limit.guaranteed <= limit.shared
 
-    def is_for_others_to_give(self, peer: NodeId, kind: Kind, n_bytes: int) -> bool:
+    def is_for_others_to_give(self, peer: NodeId, kind: BudgetKind, n_bytes: int) -> bool:
         """Whether the peer may have so many bytes more as soon as others have given theirs back."""
         return self.can_ever_hold(kind, self.held(peer, kind) + n_bytes)
 
-    def _take(self, peer: NodeId, kind: Kind, n_bytes: int) -> bool:
+    def _take(self, peer: NodeId, kind: BudgetKind, n_bytes: int) -> bool:
         if n_bytes < 0:
             raise ValueError(f"{n_bytes} bytes cannot be reserved")
         limit = self._limits[kind]
@@ -188,10 +190,10 @@ class ByteBudget:
         self._set(peer, kind, held)
         return True
 
-    def _give_back(self, peer: NodeId, kind: Kind, n_bytes: int) -> None:
+    def _give_back(self, peer: NodeId, kind: BudgetKind, n_bytes: int) -> None:
         self._set(peer, kind, self.held(peer, kind) - n_bytes)
 
-    def _set(self, peer: NodeId, kind: Kind, held: int) -> None:
+    def _set(self, peer: NodeId, kind: BudgetKind, held: int) -> None:
         node_id, guaranteed = NodeId(peer), self._limits[kind].guaranteed
         of_peer = self._peers.get(node_id) or {}
         before = of_peer.pop(kind, 0)
@@ -209,7 +211,7 @@ LOOK_S = 0.05
 
 
 async def reserve_within(
-    budget: ByteBudget, peer: NodeId, kind: Kind, n_bytes: int, seconds: float
+    budget: ByteBudget, peer: NodeId, kind: BudgetKind, n_bytes: int, seconds: float
 ) -> Grant | None:
     """None: there was no room in that time, or there never can be."""
     grant = budget.reserve(peer, kind, n_bytes)
@@ -250,7 +252,7 @@ async def reserve_or_displace(
     seconds: float,
 ) -> Grant | None:
     """Room among the messages for `node_id`. None: there was none within that time."""
-    kind = Kind.MESSAGES
+    kind = BudgetKind.MESSAGES
     with trio.move_on_after(seconds):
         while (grant := budget.reserve(node_id, kind, n_bytes)) is None:
             if not budget.is_for_others_to_give(node_id, kind, n_bytes):

@@ -32,7 +32,7 @@ from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES
 from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
-from swarmllm.transfer.fetch_plan import Plan, Task
+from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -83,7 +83,7 @@ class HolderBusy(RemoteError):
     """It said so for longer than anybody should wait."""
 
 
-class NotThere(RemoteError):
+class PieceAbsent(RemoteError):
     """The holder does not have what it was asked for."""
 
 
@@ -91,7 +91,7 @@ class Lie(RemoteError):
     """The holder sent other bytes than the model's."""
 
 
-class Asking:
+class PieceClient:
     """Asks one holder for pieces, patiently while it is busy."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Asking:
         while True:
             piece = await self._ask(request)
             if piece.status == "absent":
-                raise NotThere(f"node {self._node_id} does not have {tensor or part}")
+                raise PieceAbsent(f"node {self._node_id} does not have {tensor or part}")
             if piece.status == "ok":
                 if len(piece.data) > size_bytes:
                     raise RemoteError(f"node {self._node_id} sent more than it was asked for")
@@ -156,7 +156,7 @@ class Asking:
         return response
 
 
-async def fetch_container(asking: Asking, store: Store, model_id: ModelId, name: str) -> CatalogueEntry:
+async def fetch_container(asking: PieceClient, store: Store, model_id: ModelId, name: str) -> CatalogueEntry:
     """A new container with the header that one holder has. Raises BadModel where that is not the model's,
     StoreFull, and what asking raises."""
     raw = await asking.whole("outline", OUTLINE_MAX)
@@ -182,7 +182,7 @@ class Fetch:
         progress: Progress,
         note: Note = unnoted,
     ) -> None:
-        self.plan = Plan(tensors, holders)
+        self.plan = FetchPlan(tensors, holders)
         self.n_bytes = 0
         """Received, right or wrong."""
         self._router = router
@@ -191,7 +191,7 @@ class Fetch:
         self._settings = settings
         self._progress = progress
         self._note = note
-        self._counted: dict[Task, int] = {}
+        self._counted: dict[FetchTask, int] = {}
         self._total_bytes = sum(tensor.size_bytes for tensor in tensors)
         self._news = trio.Event()
         self._last_failure: SwarmLLMError | None = None
@@ -213,7 +213,7 @@ class Fetch:
             )
 
     async def _lane(self, node_id: NodeId) -> None:
-        asking = Asking(self._router, self._settings, node_id, self._entry.model_id)
+        asking = PieceClient(self._router, self._settings, node_id, self._entry.model_id)
         while node_id in self.plan.holders and not self.plan.is_done and not self.plan.is_stuck:
             task = self.plan.take(node_id)
             if task is None:
@@ -227,7 +227,7 @@ class Fetch:
         self._news.set()
         self._news = trio.Event()
 
-    async def _tensor(self, asking: Asking, node_id: NodeId, task: Task) -> None:
+    async def _tensor(self, asking: PieceClient, node_id: NodeId, task: FetchTask) -> None:
         """Fetch one tensor, or as much as the holder gives. Raises only what must end the whole fetch."""
         try:
             chunk_list = await self._chunk_list(asking, node_id, task.tensor)
@@ -240,7 +240,7 @@ class Fetch:
             finally:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(_close, writer)
-        except NotThere:
+        except PieceAbsent:
             self.plan.absent(task, node_id)
         except Lie as error:
             self._last_failure = error
@@ -259,7 +259,7 @@ class Fetch:
             for source in task.sources:
                 self._note(source, Deed.GAVE_BYTES)
 
-    async def _chunk_list(self, asking: Asking, node_id: NodeId, tensor: TensorEntry) -> bytes:
+    async def _chunk_list(self, asking: PieceClient, node_id: NodeId, tensor: TensorEntry) -> bytes:
         catalogue, model_id = self._store.catalogue, self._entry.model_id
         known = await trio.to_thread.run_sync(catalogue.chunk_list, model_id, tensor)
         if known is not None:
@@ -271,7 +271,9 @@ class Fetch:
         await trio.to_thread.run_sync(catalogue.keep_chunk_lists, model_id, {tensor.name: chunk_list})
         return chunk_list
 
-    async def _pieces(self, asking: Asking, node_id: NodeId, task: Task, writer: TensorWriter) -> None:
+    async def _pieces(
+        self, asking: PieceClient, node_id: NodeId, task: FetchTask, writer: TensorWriter
+    ) -> None:
         tensor = task.tensor
         while writer.n_bytes < tensor.size_bytes:
             n_bytes = min(CHUNK_BYTES, tensor.size_bytes - writer.n_bytes)
@@ -285,7 +287,7 @@ class Fetch:
             self._report(task, writer.n_bytes)
         await trio.to_thread.run_sync(writer.finish)
 
-    def _report(self, task: Task, n_bytes: int) -> None:
+    def _report(self, task: FetchTask, n_bytes: int) -> None:
         self._counted[task] = n_bytes
         self._progress(sum(self._counted.values()), self._total_bytes)
 

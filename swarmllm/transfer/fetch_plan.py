@@ -16,7 +16,7 @@ from swarmllm_proto.identifiers import NodeId
 
 
 @dataclass(eq=False)
-class Task:
+class FetchTask:
     """One tensor to be fetched."""
 
     tensor: TensorEntry
@@ -26,10 +26,10 @@ class Task:
     """Holders that do not have it."""
 
 
-class Plan:
+class FetchPlan:
     def __init__(self, tensors: Iterable[TensorEntry], holders: Iterable[NodeId]) -> None:
-        self._pending = [Task(tensor) for tensor in tensors]
-        self._active: set[Task] = set()
+        self._pending = [FetchTask(tensor) for tensor in tensors]
+        self._active: set[FetchTask] = set()
         self._holders = set(holders)
         self._failures: dict[str, int] = {}
         self.liars: set[NodeId] = set()
@@ -54,7 +54,7 @@ class Plan:
         """Those that are still worth asking."""
         return frozenset(self._holders)
 
-    def take(self, node_id: NodeId) -> Task | None:
+    def take(self, node_id: NodeId) -> FetchTask | None:
         """The next tensor for a holder; None: nothing for now."""
         if node_id not in self._holders:
             return None
@@ -64,25 +64,25 @@ class Plan:
                 return self._pending.pop(index)
         return None
 
-    def arrived(self, task: Task) -> None:
+    def arrived(self, task: FetchTask) -> None:
         """The whole tensor is there."""
         self._active.remove(task)
         for node_id in task.sources:
             self._failures.pop(node_id, None)
 
-    def absent(self, task: Task, node_id: NodeId) -> None:
+    def absent(self, task: FetchTask, node_id: NodeId) -> None:
         """The holder does not have it."""
         task.not_at.add(node_id)
         self.put_back(task)
 
-    def failed(self, task: Task, node_id: NodeId, max_failures: int) -> None:
+    def failed(self, task: FetchTask, node_id: NodeId, max_failures: int) -> None:
         """The holder did not answer as it should; after `max_failures` in a row it is not asked any more."""
         self._failures[node_id] = self._failures.get(node_id, 0) + 1
         if self._failures[node_id] >= max_failures:
             self.gone(node_id)
         self.put_back(task)
 
-    def lied(self, task: Task, node_id: NodeId) -> None:
+    def lied(self, task: FetchTask, node_id: NodeId) -> None:
         """It sent wrong bytes; it is not asked any more."""
         self.liars.add(node_id)
         self.gone(node_id)
@@ -91,10 +91,10 @@ class Plan:
     def gone(self, node_id: NodeId) -> None:
         self._holders.discard(node_id)
 
-    def put_back(self, task: Task) -> None:
+    def put_back(self, task: FetchTask) -> None:
         """Another lane goes on with it."""
         self._active.remove(task)
         self._pending.insert(0, task)
 
-    def _may(self, task: Task, node_id: NodeId) -> bool:
+    def _may(self, task: FetchTask, node_id: NodeId) -> bool:
         return node_id in self._holders and node_id not in task.not_at

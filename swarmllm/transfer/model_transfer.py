@@ -34,7 +34,7 @@ from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Router, Seeker
-from swarmllm.transfer.fetch import Asking, Fetch, fetch_container
+from swarmllm.transfer.fetch import Fetch, PieceClient, fetch_container
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -272,7 +272,7 @@ class ModelTransfer:
         for node_id, announced in sorted(files.items()):
             if node_id in self._statistics.liars:
                 continue
-            asking = Asking(self._router, self._settings, node_id, model_id)
+            asking = PieceClient(self._router, self._settings, node_id, model_id)
             try:
                 entry = await fetch_container(asking, self._store, model_id, announced.name)
             except BadModel as error:

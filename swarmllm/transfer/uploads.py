@@ -18,7 +18,7 @@ import trio
 from swarmllm.errors import BadModel, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
 from swarmllm.models.manifest import checked_unit
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.limits import PIECE_MAX
@@ -40,7 +40,7 @@ class _Source:
     tensors: dict[str, TensorEntry]
     header_bytes: int
     outline: bytes
-    places: Places
+    places: TensorLocations
     until_s: float
 
     @classmethod
@@ -59,7 +59,7 @@ class _Source:
             there,
             header_bytes,
             msgspec.msgpack.encode(outline),
-            Places(entry, only_unchanged=True),
+            TensorLocations(entry, only_unchanged=True),
             until_s,
         )
 

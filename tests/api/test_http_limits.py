@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.api.http.limits import (
-    ByteBudget,
+    ClientByteBudget,
+    ConnectionPlace,
+    ConnectionPlaces,
     HttpLimits,
-    Place,
-    Places,
     client_of,
     is_loopback_client,
     limits_for,
@@ -55,7 +55,7 @@ def test_two_of_the_largest_bodies_of_one_client_fit(max_body_bytes: int) -> Non
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.booleans())))
 def test_a_budget_holds_what_it_was_given_and_never_more(moves: list[tuple[str, int, bool]]) -> None:
-    budget = ByteBudget(100, 70)
+    budget = ClientByteBudget(100, 70)
     held: Counter[str] = Counter()
     for client, n_bytes, is_taken in moves:
         if not is_taken:
@@ -70,7 +70,9 @@ def test_a_budget_holds_what_it_was_given_and_never_more(moves: list[tuple[str, 
 
 
 def test_a_client_has_its_requests_and_a_connection_without_one_gives_way() -> None:
-    places: Places[int] = Places(HttpLimits(connections=1, connections_of_address=1, requests_of_client=2))
+    places: ConnectionPlaces[int] = ConnectionPlaces(
+        HttpLimits(connections=1, connections_of_address=1, requests_of_client=2)
+    )
     first = places.enter("192.0.2.1", 1).place
     assert first is not None
     assert [places.begin(first, "192.0.2.1") for _ in range(3)] == [True, True, False]
@@ -91,9 +93,9 @@ def test_a_client_has_its_requests_and_a_connection_without_one_gives_way() -> N
 )
 def test_places_are_bounded_and_running_requests_keep_theirs(moves: list[tuple[str, int, str]]) -> None:
     limits = HttpLimits(connections=5, connections_of_address=2, requests_of_client=2)
-    places: Places[int] = Places(limits)
-    here: list[Place[int]] = []
-    running: dict[Place[int], str] = {}
+    places: ConnectionPlaces[int] = ConnectionPlaces(limits)
+    here: list[ConnectionPlace[int]] = []
+    running: dict[ConnectionPlace[int], str] = {}
     for action, index, client in moves:
         chosen = here[index % len(here)] if here else None
         if action == "enter":
@@ -123,7 +125,7 @@ def test_places_are_bounded_and_running_requests_keep_theirs(moves: list[tuple[s
 
 
 def test_the_longest_waiting_of_the_most_numerous_gives_way() -> None:
-    places: Places[str] = Places(HttpLimits(connections=4))
+    places: ConnectionPlaces[str] = ConnectionPlaces(HttpLimits(connections=4))
     crowd = [places.enter("192.0.2.1", f"crowd {i}").place for i in range(3)]
     alone = places.enter("192.0.2.2", "alone").place
     assert alone is not None

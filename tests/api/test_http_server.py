@@ -135,7 +135,7 @@ async def test_a_fault_in_any_layer_ends_its_own_connection_only(
             case "after":
                 before(quart.Quart, "finalize_request")
             case "stream":
-                before(http_wire.Wire, "write")
+                before(http_wire.HttpWire, "write")
         async with await connect(stand) as connection:
             await connection.send_all(head(b"GET", b"/v1/models", b"Connection: close"))
             answer = await all_of(connection)

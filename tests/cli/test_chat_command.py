@@ -23,7 +23,7 @@ from rich.console import Console
 
 from swarmllm.cli.chat import Conversation, show_answer
 from swarmllm.cli.chat_stream import Finished, stream_chat
-from swarmllm.cli.client import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, Client, CommandFailed, RequestRefused
+from swarmllm.cli.client import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE, ApiRefused, Client, CommandFailed
 
 Run = Callable[..., Result]
 
@@ -141,7 +141,7 @@ def test_a_conversation_sends_what_was_said_before(answering: FakeNode) -> None:
 def test_a_question_that_got_no_answer_is_forgotten(node: FakeNode) -> None:
     with Client(node.url) as client:
         conversation = Conversation(client, "guide", {})
-        with pytest.raises(RequestRefused):
+        with pytest.raises(ApiRefused):
             list(conversation.ask("one"))
         assert conversation.messages == []
 

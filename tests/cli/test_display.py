@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.cli.chat_stream import Finished, RouteStage
+from swarmllm.cli.chat_stream import Finished, ShownStage
 from swarmllm.cli.display import duration, make_console, route_table, safe, size, summary, table
 
 
@@ -46,8 +46,8 @@ def test_a_table_shows_markup_as_text() -> None:
 
 
 STAGES = (
-    RouteStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.125, 0.25, 3.0),
-    RouteStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None, None),
+    ShownStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.125, 0.25, 3.0),
+    ShownStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None, None),
 )
 
 

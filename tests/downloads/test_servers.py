@@ -21,9 +21,9 @@ from shelf import Shelf, reset_in_the_middle, status, well
 from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
-from swarmllm.downloads.remote import Facts, Remote
+from swarmllm.downloads.remote import Remote, RemoteFacts
 from swarmllm.downloads.settings import RetrySchedule, from_environment
-from swarmllm.downloads.source import Busy, DownloadError, Offline, Refused
+from swarmllm.downloads.source import DownloadError, DownloadRefused, Offline, ServerBusy
 from swarmllm.errors import InvalidRequest
 
 
@@ -68,7 +68,7 @@ async def test_whatever_a_download_raises_ends_that_download_only(
 ) -> None:
     facts = Remote.facts
 
-    async def fail_once(remote: Remote) -> Facts:
+    async def fail_once(remote: Remote) -> RemoteFacts:
         monkeypatch.setattr(Remote, "facts", facts)
         raise error
 
@@ -112,12 +112,12 @@ async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path
 
 async def test_patience_is_what_the_server_asks_for(autojump_clock: MockClock) -> None:
     patience = RetrySchedule(SETTINGS)
-    await patience.wait(Busy("busy", 7.0))
+    await patience.wait(ServerBusy("busy", 7.0))
     assert trio.current_time() == 7.0
     for _ in range(SETTINGS.max_failures - 2):
-        await patience.wait(Busy("busy", 0.0))
+        await patience.wait(ServerBusy("busy", 0.0))
     with pytest.raises(DownloadError, match="given up"):
-        await patience.wait(Busy("busy", 0.0))
+        await patience.wait(ServerBusy("busy", 0.0))
 
 
 async def test_the_token_goes_to_the_endpoint_and_nowhere_else(tmp_path: Path, shelf: Shelf) -> None:
@@ -155,7 +155,7 @@ async def test_encryption_is_not_given_up_on_the_way() -> None:
         return httpx.Response(302, headers={"Location": "http://127.0.0.1:1/file"})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        with pytest.raises(Refused, match="without encryption"):
+        with pytest.raises(DownloadRefused, match="without encryption"):
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
 
 
@@ -168,7 +168,7 @@ async def test_a_redirect_to_no_address_is_a_refusal(place: str) -> None:
         return httpx.Response(302, headers={"Location": place})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
-        with pytest.raises(Refused, match="no address"):
+        with pytest.raises(DownloadRefused, match="no address"):
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
 
 

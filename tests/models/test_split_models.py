@@ -18,7 +18,7 @@ from swarmllm.models import Catalogue, Store, build_manifest
 from swarmllm.models.gguf_header import read_header
 from swarmllm.models.hashing import hash_model
 from swarmllm.models.model_files import first_file, open_model
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm_proto.split_files import by_model, joint_mtime_ns, parse_split_name
 
 GUIDE = build_manifest(GUIDE_PATH)
@@ -268,7 +268,7 @@ def test_a_part_that_changed_or_went_is_noticed_and_one_that_was_touched_is_not(
 def test_the_places_of_a_split_model_give_the_bytes_of_the_joined_file(tmp_path: Path) -> None:
     parts = split_gguf(GUIDE_PATH, tmp_path, (1, 20))
     entry = open_catalogue(tmp_path).add(parts[0], "split")
-    places, original = Places(entry, only_unchanged=True), GUIDE_PATH.read_bytes()
+    places, original = TensorLocations(entry, only_unchanged=True), GUIDE_PATH.read_bytes()
     by_name = {tensor.name: tensor for tensor in GUIDE.tensors}
     for tensor in entry.manifest.tensors:
         at = by_name[tensor.name].offset

@@ -13,7 +13,7 @@ from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
-from swarmllm.pipeline.route.inputs import Load, _layer_size
+from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
 from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.scheduling.route import RouteStage
@@ -31,7 +31,7 @@ async def test_a_broken_pipeline_is_mended_where_a_stage_of_it_stays_and_else_re
         whole = Assembly(stages("b 0:12"), (None,))
         cut = Assembly(stages("a 0:6", "b 6:12"), (None, C))
         for broken in (cut, whole):
-            chosen = await routes.choose(swarm.entry, DEFAULT_SIZE, Load(), {B}, broken=broken)
+            chosen = await routes.choose(swarm.entry, DEFAULT_SIZE, OwnLoad(), {B}, broken=broken)
             assert chosen.stages == stages("a 0:6", "c 6:12")
 
 

@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 from bench.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import NodeBusy, NoPipeline, RemoteError, WorkerError
 from swarmllm.pipeline import Prompt
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.ipc import Sampling
@@ -106,8 +106,8 @@ async def test_a_stage_whose_room_others_used_up_is_busy_and_nobody_is_blamed(
 ) -> None:
     """Another node answers instead, and no trust is lost anywhere."""
     async with open_swarm({n: FakePool(*([r] if r != "0:0" else [])) for n, r in pools.items()}) as swarm:
-        budget = ByteBudget({kind: Limit(1000, 1000) for kind in Kind})
-        assert budget.reserve("others", Kind.JOBS, 750)
+        budget = ByteBudget({kind: Limit(1000, 1000) for kind in BudgetKind})
+        assert budget.reserve("others", BudgetKind.JOBS, 750)
         swarm[full].pipelines._sessions.budget = budget
         said = {full: computes(swarm.entry.model_id, 1e-6), other: computes(swarm.entry.model_id, 1.0)}
         for _ in range(3):
@@ -126,7 +126,7 @@ async def test_a_stage_whose_room_others_used_up_is_busy_and_nobody_is_blamed(
 
 async def test_an_origin_whose_room_others_used_up_doubts_nobody() -> None:
     async with open_swarm({B: FakePool("0:4"), A: FakePool("4:8"), C: FakePool("8:12")}) as swarm:
-        budget = swarm[A].pipelines._sessions.budget = ByteBudget({kind: Limit(0, 0) for kind in Kind})
+        budget = swarm[A].pipelines._sessions.budget = ByteBudget({kind: Limit(0, 0) for kind in BudgetKind})
         with pytest.raises(NodeBusy):
             await ask(swarm)
         assert budget.n_refused

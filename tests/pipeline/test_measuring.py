@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.origin.generation import Source, StageReport
+from swarmllm.pipeline.origin.generation import StageReport, TokenSource
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.measuring import measure, travel_s
 from swarmllm.scheduling.speeds import LEAST_TOKENS, PeerSpeeds
@@ -37,7 +37,7 @@ def learnt(route: tuple[StageReport, ...], token_s: float, **known: Any) -> dict
     for _ in range(known.get("times", 1)):
         measure(
             speeds,
-            cast(Source, source),
+            cast(TokenSource, source),
             assembly,
             "m",
             A,

@@ -24,11 +24,11 @@ from swarmllm.pipeline.prefix.choice import (
     REST_S,
     WORTH,
     FetchClock,
+    HolderPath,
     Offer,
     PrefixTravelSettings,
     Resting,
     Slices,
-    Way,
     choose,
     draw_blocks,
     whole_blocks,
@@ -37,7 +37,7 @@ from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PEER_MAX, PrefixServing
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust import Deed, NoOpinion
@@ -74,7 +74,7 @@ ME, NEAR, FAR = (node_id_named(name) for name in ("me", "near", "far"))
 
 def test_the_holder_from_which_it_comes_soonest_is_asked() -> None:
     slices = Slices(640, ROW_BYTES)
-    ways = [Way(FAR, 0.2, 1e7), Way(NEAR, 0.001, 1e9)]
+    ways = [HolderPath(FAR, 0.2, 1e7), HolderPath(NEAR, 0.001, 1e9)]
     offer = choose(ways, slices, 0, 0.01)
     assert offer is not None
     assert offer.way.node_id == NEAR
@@ -88,12 +88,12 @@ def test_the_holder_from_which_it_comes_soonest_is_asked() -> None:
 def test_what_is_computed_as_fast_is_not_fetched(
     n_known: int, prefill_s: float | None, is_worth: bool
 ) -> None:
-    offer = choose([Way(NEAR, 0.02, 12.5e6)], Slices(10 * B, ROW_BYTES), n_known, prefill_s)
+    offer = choose([HolderPath(NEAR, 0.02, 12.5e6)], Slices(10 * B, ROW_BYTES), n_known, prefill_s)
     assert (offer is not None) is is_worth
 
 
 def test_kv_that_is_too_large_is_not_asked_for() -> None:
-    ways = [Way(NEAR, 0.0, 1e12)]
+    ways = [HolderPath(NEAR, 0.0, 1e12)]
     assert choose(ways, Slices(640, PREFIX_KV_MAX), 0, 10.0) is None
     assert choose(ways, Slices(2**20, 2**20), 0, 10.0) is None
 
@@ -114,13 +114,13 @@ def test_slices_are_all_rows_once_and_each_fits_an_answer(n_rows: int, row_bytes
 def test_what_is_fetched_is_predicted_to_take_less_than_computing(
     rtt_s: float, bytes_per_s: float, prefill_s: float, n_blocks: int
 ) -> None:
-    offer = choose([Way(NEAR, rtt_s, bytes_per_s)], Slices(n_blocks * B, ROW_BYTES), 0, prefill_s)
+    offer = choose([HolderPath(NEAR, rtt_s, bytes_per_s)], Slices(n_blocks * B, ROW_BYTES), 0, prefill_s)
     if offer is not None:
         assert offer.predicted_s <= WORTH * n_blocks * B * prefill_s
 
 
 def test_a_fetch_that_falls_behind_is_given_up_before_its_time_is_up() -> None:
-    clock = FetchClock.start(100.0, 2.5, Offer(Way(NEAR), 1.0), 1000)
+    clock = FetchClock.start(100.0, 2.5, Offer(HolderPath(NEAR), 1.0), 1000)
     assert clock.deadline_s == 102.0
     assert clock.arrived(100, 100.1) == "going"
     assert clock.arrived(100, 100.3) == "going"
@@ -129,9 +129,9 @@ def test_a_fetch_that_falls_behind_is_given_up_before_its_time_is_up() -> None:
 
 
 def test_a_fetch_has_its_time_and_no_more() -> None:
-    assert FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 9.0), 1).limit_s == 2.5
-    assert FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 0.0), 1).limit_s == LEAST_S
-    clock = FetchClock.start(0.0, 2.5, Offer(Way(NEAR), 9.0), 10)
+    assert FetchClock.start(0.0, 2.5, Offer(HolderPath(NEAR), 9.0), 1).limit_s == 2.5
+    assert FetchClock.start(0.0, 2.5, Offer(HolderPath(NEAR), 0.0), 1).limit_s == LEAST_S
+    clock = FetchClock.start(0.0, 2.5, Offer(HolderPath(NEAR), 9.0), 10)
     assert clock.at(2.4) == "going"
     assert clock.at(2.5) == "too slow"
 
@@ -441,7 +441,7 @@ async def test_two_requests_with_one_beginning_fetch_it_once(autojump_clock: Moc
 async def test_kv_from_a_peer_is_fetched_within_the_room_of_its_payloads(
     autojump_clock: MockClock,
 ) -> None:
-    limits = {kind: Limit(4 * 2**20, 16 * 2**20) for kind in Kind}
+    limits = {kind: Limit(4 * 2**20, 16 * 2**20) for kind in BudgetKind}
     async with pair(Store(n_kept=10), budget=ByteBudget(limits)) as asker:
         assert await asker.ask() == 0
         assert asker.counts.prefix_misses == 1

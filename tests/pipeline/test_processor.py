@@ -20,8 +20,8 @@ from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.pipeline.origin.output import Chunk
 from swarmllm.pipeline.processor import (
     TRANSITIONS,
-    Outcome,
-    State,
+    JobOutcome,
+    JobState,
     advance,
     after_embed,
     after_head,
@@ -68,9 +68,9 @@ VIEWS = [
     view(B, A, B),
 ]
 MADE_BY_THE_DRIVER = {
-    (State.PROCESS_LAYERS, Outcome.PASSED_ON),
-    (State.HEAD, Outcome.PASSED_ON),
-    (State.SEND, Outcome.SENT),
+    (JobState.PROCESS_LAYERS, JobOutcome.PASSED_ON),
+    (JobState.HEAD, JobOutcome.PASSED_ON),
+    (JobState.SEND, JobOutcome.SENT),
 }
 
 
@@ -95,17 +95,17 @@ def test_the_table_has_what_can_come_of_each_state_and_nothing_else() -> None:
     made = set(MADE_BY_THE_DRIVER)
     for job, seen in product(jobs(), VIEWS):
         for loaded in ([], held("0:2"), held("2:4"), held("0:2", "2:4", "4:6")):
-            made.add((State.VALIDATING, after_validating(job, seen, loaded)))
-        made.add((State.EMBED, after_embed(job, seen)))
+            made.add((JobState.VALIDATING, after_validating(job, seen, loaded)))
+        made.add((JobState.EMBED, after_embed(job, seen)))
         if job.stage <= seen.last:
-            made.add((State.PROCESS_LAYERS, after_layers(job, seen)))
-            made.add((State.HEAD, after_head(job, seen)))
+            made.add((JobState.PROCESS_LAYERS, after_layers(job, seen)))
+            made.add((JobState.HEAD, after_head(job, seen)))
     assert made == set(TRANSITIONS)
 
 
-@pytest.mark.parametrize("state", list(State))
-def test_what_cannot_come_of_a_state_raises_and_leaves_the_job_as_it_was(state: State) -> None:
-    outcomes = [outcome for outcome in Outcome if (state, outcome) not in TRANSITIONS]
+@pytest.mark.parametrize("state", list(JobState))
+def test_what_cannot_come_of_a_state_raises_and_leaves_the_job_as_it_was(state: JobState) -> None:
+    outcomes = [outcome for outcome in JobOutcome if (state, outcome) not in TRANSITIONS]
     assert outcomes
     for outcome in outcomes:
         job = Job(ComputeStep.LAYER, position=5, n_tokens=2, token=7, tensor=ROWS)
@@ -127,7 +127,7 @@ async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: p
         async def forward(self, *args: object, **call: object) -> ForwardResult:  # type: ignore[override]
             return ForwardResult(None, Token(request_id="r", index=0, token=7), b"x", 0.0)
 
-    missing = (State.HEAD, Outcome.TOKEN_ELSEWHERE)
+    missing = (JobState.HEAD, JobOutcome.TOKEN_ELSEWHERE)
     without = {pair: state for pair, state in TRANSITIONS.items() if pair != missing}
     monkeypatch.setattr("swarmllm.pipeline.processor.TRANSITIONS", without)
     seen = view(B, A, B)
@@ -172,80 +172,82 @@ async def test_a_worker_is_told_how_to_sample_with_the_first_sample_and_never_ag
 
 
 def test_every_state_is_reached_and_leads_to_the_end() -> None:
-    reaching_end = {State.DONE}
-    for _ in State:
+    reaching_end = {JobState.DONE}
+    for _ in JobState:
         reaching_end |= {state for (state, _), after in TRANSITIONS.items() if after in reaching_end}
-    assert reaching_end == set(State)
-    assert {State.VALIDATING, *TRANSITIONS.values()} == set(State)
-    assert not [state for state, _ in TRANSITIONS if state is State.DONE]
-    assert {outcome for _, outcome in TRANSITIONS} == set(Outcome)
+    assert reaching_end == set(JobState)
+    assert {JobState.VALIDATING, *TRANSITIONS.values()} == set(JobState)
+    assert not [state for state, _ in TRANSITIONS if state is JobState.DONE]
+    assert {outcome for _, outcome in TRANSITIONS} == set(JobOutcome)
 
 
-def layers_done(job: Job, seen: RequestView) -> State:
-    return advance(job, State.PROCESS_LAYERS, after_layers(job, seen), seen)
+def layers_done(job: Job, seen: RequestView) -> JobState:
+    return advance(job, JobState.PROCESS_LAYERS, after_layers(job, seen), seen)
 
 
-def sampled_from(job: Job, seen: RequestView) -> State:
-    return advance(job, State.HEAD, after_head(job, seen), seen)
+def sampled_from(job: Job, seen: RequestView) -> JobState:
+    return advance(job, JobState.HEAD, after_head(job, seen), seen)
 
 
-def validated(job: Job, seen: RequestView, loaded: list[LayerRange]) -> State:
-    return next_state(State.VALIDATING, after_validating(job, seen, loaded))
+def validated(job: Job, seen: RequestView, loaded: list[LayerRange]) -> JobState:
+    return next_state(JobState.VALIDATING, after_validating(job, seen, loaded))
 
 
 class TestValidating:
     def test_to_done_without_the_needed_segment(self) -> None:
         job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
-        assert validated(job, view(B, A, B), []) is State.DONE
-        assert validated(job, view(B, A, B), held("0:2")) is State.DONE
-        assert validated(job, view(B, A, B), held("0:3")) is State.DONE
+        assert validated(job, view(B, A, B), []) is JobState.DONE
+        assert validated(job, view(B, A, B), held("0:2")) is JobState.DONE
+        assert validated(job, view(B, A, B), held("0:3")) is JobState.DONE
         # Of what is held any part can run.
-        assert validated(job, view(B, A, B), held("0:4")) is State.PROCESS_LAYERS
+        assert validated(job, view(B, A, B), held("0:4")) is JobState.PROCESS_LAYERS
 
     def test_to_done_where_the_stage_is_not_in_the_pipeline_or_not_here(self) -> None:
-        assert validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view(B, B), held("0:2")) is State.DONE
-        assert validated(Job(ComputeStep.LAYER, tensor=ROWS), view(B, A, B), held("0:2")) is State.DONE
+        assert (
+            validated(Job(ComputeStep.LAYER, stage=7, tensor=ROWS), view(B, B), held("0:2")) is JobState.DONE
+        )
+        assert validated(Job(ComputeStep.LAYER, tensor=ROWS), view(B, A, B), held("0:2")) is JobState.DONE
 
     def test_to_done_without_rows(self) -> None:
-        assert validated(Job(ComputeStep.LAYER), view(A, A), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.LAYER), view(A, A), held("0:2")) is JobState.DONE
 
     @pytest.mark.parametrize("step", [ComputeStep.TOKENIZE, ComputeStep.NORM])
     def test_to_done_at_steps_where_no_job_rests(self, step: ComputeStep) -> None:
-        assert validated(Job(step, tensor=ROWS), view(A, A), held("0:2")) is State.DONE
+        assert validated(Job(step, tensor=ROWS), view(A, A), held("0:2")) is JobState.DONE
 
     def test_to_done_at_head_where_the_head_is_not(self) -> None:
         job = Job(ComputeStep.HEAD, stage=1)
-        assert validated(job, view(A, A, B), held("0:2")) is State.DONE
-        assert validated(job, view(B, A, B), []) is State.DONE
+        assert validated(job, view(A, A, B), held("0:2")) is JobState.DONE
+        assert validated(job, view(B, A, B), []) is JobState.DONE
 
     def test_to_done_at_head_with_chunks_left_away_from_the_origin(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(A, A), held("0:2")) is State.DONE
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(A, A), held("0:2")) is JobState.DONE
 
     def test_to_head_at_head_with_prefill_complete(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, stage=1), view(B, A, B), held("2:4")) is State.HEAD
+        assert validated(Job(ComputeStep.HEAD, stage=1), view(B, A, B), held("2:4")) is JobState.HEAD
 
     def test_to_embed_at_head_with_chunks_left(self) -> None:
-        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(O, A, B), []) is State.EMBED
+        assert validated(Job(ComputeStep.HEAD, prefill_left=4), view(O, A, B), []) is JobState.EMBED
 
     def test_to_embed_with_a_token_at_the_first_stage_or_the_origin(self) -> None:
         job = Job(ComputeStep.EMBED, token=7)
-        assert validated(job, view(A, A, B), held("0:2")) is State.EMBED
-        assert validated(job, view(O, A, B), []) is State.EMBED
-        assert validated(job, view(B, A, B), held("2:4")) is State.DONE
-        assert validated(job, view(A, A, B), []) is State.DONE
+        assert validated(job, view(A, A, B), held("0:2")) is JobState.EMBED
+        assert validated(job, view(O, A, B), []) is JobState.EMBED
+        assert validated(job, view(B, A, B), held("2:4")) is JobState.DONE
+        assert validated(job, view(A, A, B), []) is JobState.DONE
 
     def test_to_process_layers_otherwise(self) -> None:
         job = Job(ComputeStep.LAYER, stage=1, tensor=ROWS)
-        assert validated(job, view(B, A, B), held("2:3", "3:4")) is State.PROCESS_LAYERS
+        assert validated(job, view(B, A, B), held("2:3", "3:4")) is JobState.PROCESS_LAYERS
 
 
 class TestEmbed:
     def test_to_done_when_every_chunk_is_on_its_way(self) -> None:
-        assert next_state(State.EMBED, after_embed(Job(ComputeStep.HEAD), view(O, A))) is State.DONE
+        assert next_state(JobState.EMBED, after_embed(Job(ComputeStep.HEAD), view(O, A))) is JobState.DONE
 
     def test_to_done_where_a_token_was_not_embedded(self) -> None:
         job = Job(ComputeStep.EMBED, token=7)
-        assert next_state(State.EMBED, after_embed(job, view(A, A, B))) is State.DONE
+        assert next_state(JobState.EMBED, after_embed(job, view(A, A, B))) is JobState.DONE
 
     async def test_to_done_if_the_update_cannot_be_sent_or_nobody_has_the_next_layer(self) -> None:
         """The walk ends in SEND, and the origin's side is told who is lost."""
@@ -272,43 +274,43 @@ class TestEmbed:
 
     def test_to_send_when_the_first_layer_is_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert next_state(State.EMBED, after_embed(job, view(O, A))) is State.SEND
+        assert next_state(JobState.EMBED, after_embed(job, view(O, A))) is JobState.SEND
         job = Job(ComputeStep.EMBED, token=7)
-        assert next_state(State.EMBED, after_embed(job, view(O, A))) is State.SEND
+        assert next_state(JobState.EMBED, after_embed(job, view(O, A))) is JobState.SEND
 
     def test_to_process_layers_when_it_is_local(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=TOKENS)
-        assert next_state(State.EMBED, after_embed(job, view(A, A, B))) is State.PROCESS_LAYERS
+        assert next_state(JobState.EMBED, after_embed(job, view(A, A, B))) is JobState.PROCESS_LAYERS
 
 
 class TestProcessLayers:
     def test_to_send_when_the_next_layers_are_remote(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert layers_done(job, view(A, A, B)) is State.SEND
+        assert layers_done(job, view(A, A, B)) is JobState.SEND
         assert (job.stage, destination(job, view(A, A, B))) == (1, B)
 
     def test_again_when_they_are_local(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS)
-        assert layers_done(job, view(A, A, A)) is State.PROCESS_LAYERS
+        assert layers_done(job, view(A, A, A)) is JobState.PROCESS_LAYERS
         assert job.stage == 1
 
     def test_at_the_last_layer_the_step_becomes_head_and_the_next_iteration_decides(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1)
         seen = view(B, A, B)
-        assert layers_done(job, seen) is State.VALIDATING
+        assert layers_done(job, seen) is JobState.VALIDATING
         assert job.step is ComputeStep.HEAD
-        assert validated(job, seen, held("2:4")) is State.HEAD
+        assert validated(job, seen, held("2:4")) is JobState.HEAD
 
     def test_a_chunk_that_is_not_the_last_ends_with_a_note_to_the_origin(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
-        assert layers_done(job, view(B, A, B)) is State.SEND
+        assert layers_done(job, view(B, A, B)) is JobState.SEND
         assert destination(job, view(B, A, B)) == O
 
     def test_where_the_origin_runs_the_last_stage_the_next_chunk_follows(self) -> None:
         job = Job(ComputeStep.LAYER, tensor=ROWS, stage=1, prefill_left=3)
         seen = view(O, A, O)
-        assert layers_done(job, seen) is State.VALIDATING
-        assert validated(job, seen, held("2:4")) is State.EMBED
+        assert layers_done(job, seen) is JobState.VALIDATING
+        assert validated(job, seen, held("2:4")) is JobState.EMBED
 
 
 class TestHead:
@@ -321,7 +323,7 @@ class TestHead:
 
     def test_to_done_at_the_end_of_generation(self) -> None:
         job = self.sampled(1, finish_reason="stop")
-        assert sampled_from(job, view(B, A, B)) is State.DONE
+        assert sampled_from(job, view(B, A, B)) is JobState.DONE
 
     async def test_to_done_if_the_client_is_gone(self) -> None:
         """Its walk is cancelled wherever it is, and the slot is freed."""
@@ -337,18 +339,18 @@ class TestHead:
 
     def test_to_send_when_the_first_stage_is_elsewhere(self) -> None:
         job = self.sampled(1)
-        assert sampled_from(job, view(B, A, B)) is State.SEND
+        assert sampled_from(job, view(B, A, B)) is JobState.SEND
         assert destination(job, view(B, A, B)) == A
         assert (job.step, job.stage, job.position, job.n_tokens) == (ComputeStep.EMBED, 0, 15, 1)
 
     def test_to_embed_when_the_first_stage_is_here(self) -> None:
         job = self.sampled(2)
-        assert sampled_from(job, view(A, A, B, A)) is State.EMBED
+        assert sampled_from(job, view(A, A, B, A)) is JobState.EMBED
         assert (job.stage, job.position) == (0, 15)
 
     def test_to_process_layers_when_this_stage_is_also_the_first(self) -> None:
         job = self.sampled(0)
-        assert sampled_from(job, view(A, A)) is State.PROCESS_LAYERS
+        assert sampled_from(job, view(A, A)) is JobState.PROCESS_LAYERS
         assert (job.step, job.position, job.n_tokens) == (ComputeStep.LAYER, 15, 1)
 
 

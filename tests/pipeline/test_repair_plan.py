@@ -15,7 +15,7 @@ from swarmllm.pipeline.origin.output import BrokenPromise
 from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, rebuilds, repair_route
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.route.assembly import Assembly
-from swarmllm.pipeline.route.inputs import Load
+from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.scheduling.constraints import Constraints, Pin
 
@@ -176,7 +176,7 @@ async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another
         routes, entry = swarm[A].pipelines._routes, swarm.entry
 
         async def choose(broken: Assembly | None) -> list[str]:
-            chosen = await routes.choose(entry, RequestSize(), Load(), (), broken=broken)
+            chosen = await routes.choose(entry, RequestSize(), OwnLoad(), (), broken=broken)
             return [stage.node_id for stage in chosen.stages]
 
         assert await choose(None) == [A, D, C]

@@ -14,11 +14,11 @@ from bench.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, Load, route_inputs, workload
+from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.capacity import Held, Room, room_left
+from swarmllm.pipeline.stage.capacity import HeldCapacity, Room, room_left
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.cost import LINK_BYTES_PER_S, UNMEASURED_RTT_S, RouteInputs
 from swarmllm.scheduling.speeds import MachineSpeed, Observations
@@ -52,7 +52,7 @@ def ran(decode_s: float, **more: float) -> NodeCapability:
 def believed(
     capabilities: dict[str, NodeCapability],
     observations: Observations | None = None,
-    load: Load | None = None,
+    load: OwnLoad | None = None,
     origin: str = O,
 ) -> RouteInputs:
     model = manifest()
@@ -64,7 +64,7 @@ def believed(
         capabilities,
         Links({A: 0.01}),
         observations or Observations(),
-        load or Load(),
+        load or OwnLoad(),
     )
 
 
@@ -89,7 +89,7 @@ def test_what_this_node_measured_counts_where_it_is_much_slower(measured_s: floa
     work, links = workload(model, 10, 20), Links()
     said = {"a": ran(0.004), "b": ran(0.005)}
     observations, measured = Observations(), {NodeId("a"): measured_s, NodeId("gone"): 1.0}
-    known = route_inputs("o", model, work, ["o", "a", "b"], said, links, observations, Load(), measured)
+    known = route_inputs("o", model, work, ["o", "a", "b"], said, links, observations, OwnLoad(), measured)
     assert known.speeds[NodeId("a")].decode_s == pytest.approx(believed_s)
     expected_s = (
         min(0.0004 * max(measured_s, 0.004) / 0.004, SLOWEST_LAYER_S) if measured_s > 0.008 else 0.0004
@@ -127,7 +127,7 @@ def test_this_node_knows_itself_from_its_own_observations() -> None:
     observations = Observations()
     observations.machine = MachineSpeed(1e9, 1e12)
     observations.observe(MODEL_ID, "decode", 0.008, 4, 1)
-    speed = believed({O: ran(0.5), A: ran(0.004)}, observations, Load(3)).speeds[O]
+    speed = believed({O: ran(0.5), A: ran(0.004)}, observations, OwnLoad(3)).speeds[O]
     assert (speed.decode_s, speed.n_active, speed.is_measured) == (pytest.approx(0.002), 3, True)
 
 
@@ -233,7 +233,7 @@ def test_origins_lean_to_different_ones_of_like_nodes_and_to_none_that_is_clearl
 
 def test_what_was_just_sent_elsewhere_counts_before_its_record_says_so() -> None:
     speeds = believed(
-        {A: NodeCapability(active_requests=1), B: NodeCapability()}, load=Load(sent={A: 2})
+        {A: NodeCapability(active_requests=1), B: NodeCapability()}, load=OwnLoad(sent={A: 2})
     ).speeds
     assert (speeds[A].n_active, speeds[B].n_active) == (3, 0)
 
@@ -300,11 +300,11 @@ def test_a_node_without_a_slot_or_without_kv_for_this_request_is_full() -> None:
 
 def test_what_runs_here_takes_slots_and_the_kv_it_may_need() -> None:
     settings = PipelineSettings(n_ctx=4096, max_requests_per_model=4)
-    held = [Held(X, 1000, 10**6), Held(X, 100, 20), Held(Y, 2000, 20)]
+    held = [HeldCapacity(X, 1000, 10**6), HeldCapacity(X, 100, 20), HeldCapacity(Y, 2000, 20)]
     assert room_left(held, settings) == Room(4, 2, 4096 - 2020)
     assert room_left([], settings) == Room(4, 4, 4096)
-    assert room_left([Held(X, 4000, 200)] * 5, settings) == Room(4, 0, 0)
-    assert room_left([Held(X, 100, 20)], settings, {X: 512, Y: 8192}) == Room(4, 3, 512 - 120)
+    assert room_left([HeldCapacity(X, 4000, 200)] * 5, settings) == Room(4, 0, 0)
+    assert room_left([HeldCapacity(X, 100, 20)], settings, {X: 512, Y: 8192}) == Room(4, 3, 512 - 120)
     assert room_left([], settings, {Y: 256}) == Room(4, 4, 256)
 
 

@@ -27,7 +27,7 @@ from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.row_formats import (
     Compression,
-    Line,
+    HopLine,
     Packing,
     choose_formats,
     lines_between,
@@ -62,7 +62,7 @@ READS_ALL = NodeCapability(row_formats=ROW_FORMATS[1:])
 
 def choice(
     compression: Compression,
-    *lines: Line,
+    *lines: HopLine,
     origin: str = A,
     width: int = WIDTH,
     is_exact: bool = False,
@@ -77,7 +77,7 @@ def choice(
 
 @pytest.mark.parametrize("speed", [None, SLOW, FAST])
 def test_auto_takes_what_changes_no_bit_and_pays_and_nothing_else(speed: float | None) -> None:
-    line = Line(KNOWS, speed)
+    line = HopLine(KNOWS, speed)
     lossless = "lossless" if speed == SLOW else "f32"
     expected = ("f32", lossless, lossless) if speed == SLOW else ()
     assert choice("auto", line, line, line) == expected
@@ -85,20 +85,20 @@ def test_auto_takes_what_changes_no_bit_and_pays_and_nothing_else(speed: float |
 
 
 def test_lossless_is_packed_until_it_is_known_not_to_pay() -> None:
-    unknown, slow, fast = (Line(KNOWS, speed) for speed in (None, SLOW, FAST))
+    unknown, slow, fast = (HopLine(KNOWS, speed) for speed in (None, SLOW, FAST))
     assert choice("lossless", unknown, unknown, fast) == ("f32", "lossless", "f32")
     assert choice("lossless", slow, fast, slow, origin=D) == ("lossless", "f32", "lossless")
 
 
 def test_q8_0_is_taken_by_name_where_both_know_it_and_the_request_allows_it() -> None:
-    new, old = Line(KNOWS, FAST), Line(frozenset(), SLOW)
+    new, old = HopLine(KNOWS, FAST), HopLine(frozenset(), SLOW)
     assert choice("q8_0", new, new, new) == ("f32", "q8_0", "q8_0")
     assert choice("q8_0", new, new, old) == ("f32", "q8_0", "f32")
     assert choice("q8_0", new, old, old) == ()
     # What the origin embeds is nobody's to round.
     assert choice("q8_0", new, new, new, origin=D) == ("f32", "q8_0", "q8_0")
     assert choice("q8_0", new, new, new, is_exact=True) == ()
-    assert choice("q8_0", new, Line(KNOWS, SLOW), new, is_exact=True) == ("f32", "lossless", "f32")
+    assert choice("q8_0", new, HopLine(KNOWS, SLOW), new, is_exact=True) == ("f32", "lossless", "f32")
     # Rows of no whole blocks.
     assert choice("q8_0", new, new, new, width=WIDTH - 1) == ()
 
@@ -116,13 +116,13 @@ def test_a_line_is_what_its_ends_say_and_the_receiver_first() -> None:
         C: says(("lossless",), b=2e6),
     }
     lines = lines_between(STAGES, A, said, {B: 9e6})
-    assert lines[A, B] == Line(frozenset({"lossless", "q8_0"}), 1e6)
-    assert lines[B, C] == Line(frozenset({"lossless"}), 2e6)
+    assert lines[A, B] == HopLine(frozenset({"lossless", "q8_0"}), 1e6)
+    assert lines[B, C] == HopLine(frozenset({"lossless"}), 2e6)
     said = {B: says(("lossless",), c=4e6), C: NodeCapability()}
     lines = lines_between(STAGES, A, said, {B: 9e6})
-    assert lines[A, B] == Line(frozenset({"lossless"}), 9e6)
-    assert lines[B, C] == Line(frozenset(), 4e6)
-    assert lines_between(STAGES, A, {}, {})[A, B] == Line(frozenset(), None)
+    assert lines[A, B] == HopLine(frozenset({"lossless"}), 9e6)
+    assert lines[B, C] == HopLine(frozenset(), 4e6)
+    assert lines_between(STAGES, A, {}, {})[A, B] == HopLine(frozenset(), None)
 
 
 def test_packing_is_measured_and_saves_something() -> None:

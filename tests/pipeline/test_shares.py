@@ -18,8 +18,8 @@ from trio.testing import MockClock
 from bench.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, KEPT_OF, TURN_S, WANT_S, Place, Shares
-from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, Relay, SessionQueue
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, KEPT_OF, TURN_S, WANT_S, Shares, StagePlace
+from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.ipc import Sampling
@@ -136,9 +136,9 @@ async def test_a_prompt_that_cannot_fit_is_refused_and_makes_no_node_look_full()
         assert swarm[M].pipelines.room().free_kv_tokens > 0
 
 
-def places(**held: int) -> list[Place]:
+def places(**held: int) -> list[StagePlace]:
     return [
-        Place(f"{letter}{i}", node_id_named(letter), 90.0 + i, has_begun=True)
+        StagePlace(f"{letter}{i}", node_id_named(letter), 90.0 + i, has_begun=True)
         for letter, n in held.items()
         for i in range(n)
     ]
@@ -163,12 +163,14 @@ def test_an_origin_that_was_turned_away_is_served_before_one_that_has_its_share(
 
 def test_unused_places_go_first_those_of_the_origin_with_most_before_others() -> None:
     shares = Shares(4)
-    taken = [Place(f"a{i}", A, 10.0 + i, has_begun=i == 0) for i in range(3)]
-    taken.append(Place("b0", B, 0.0, has_begun=False))
+    taken = [StagePlace(f"a{i}", A, 10.0 + i, has_begun=i == 0) for i in range(3)]
+    taken.append(StagePlace("b0", B, 0.0, has_begun=False))
     assert shares.ask(C, taken, 13.0).instead_of == "a1"
-    assert shares.ask(A, [Place("b0", B, 100.0, has_begun=False), *places(a=3)], 101.0).instead_of is None
+    assert (
+        shares.ask(A, [StagePlace("b0", B, 100.0, has_begun=False), *places(a=3)], 101.0).instead_of is None
+    )
     # Once it is old enough, even the only one of another.
-    taken = [Place("b0", B, 0.0, has_begun=False), *places(a=3)]
+    taken = [StagePlace("b0", B, 0.0, has_begun=False), *places(a=3)]
     assert shares.ask(A, taken, FIRST_JOB_S).instead_of == "b0"
     assert shares.ask(A, taken, FIRST_JOB_S - 0.1).instead_of is None
 
@@ -203,7 +205,7 @@ def test_of_few_places_none_stays_free() -> None:
 def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
     capacity: int, asked: list[tuple[str, bool, float]]
 ) -> None:
-    shares, taken, now_s = Shares(capacity), dict[str, Place](), 0.0
+    shares, taken, now_s = Shares(capacity), dict[str, StagePlace](), 0.0
     for i, (origin, begins, pause_s) in enumerate(asked):
         now_s += pause_s
         admission = shares.ask(origin, taken.values(), now_s)
@@ -211,13 +213,13 @@ def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
             lost = taken.pop(admission.instead_of)
             assert not lost.has_begun or now_s - lost.assigned_s >= TURN_S
         if admission.is_granted:
-            taken[str(i)] = Place(str(i), origin, now_s, begins)
+            taken[str(i)] = StagePlace(str(i), origin, now_s, begins)
         assert len(taken) <= capacity
         assert sum(Counter(place.origin for place in taken.values()).values()) == len(taken)
 
 
 async def test_what_a_node_puts_into_its_own_queue_leaves_the_part_of_others_free() -> None:
-    queue, item = SessionQueue(2), Relay("x", b"", b"")
+    queue, item = SessionQueue(2), RelayedJob("x", b"", b"")
     for _ in range(OWN_MAX):
         assert queue.put(item, is_foreign=False) is Put.QUEUED
     n_foreign = 0

@@ -14,7 +14,7 @@ import pytest
 from swarmllm_proto import codec, file_digests, ipc, swarm
 from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
-from swarmllm_proto.frames import Frame, FrameDecoder, Hello, Kind
+from swarmllm_proto.frames import Frame, FrameDecoder, FrameKind, Hello
 from swarmllm_proto.router_messages import decode_neighbour
 from swarmllm_proto.tensors import Tensor, decode_tensor, unpack_rows
 
@@ -116,10 +116,10 @@ def test_golden_statements_decode_to_what_was_signed(name: str, statement: Envel
 
 @pytest.mark.parametrize(("name", "kind", "content"), swarm_samples.CONTROL_FRAMES)
 def test_golden_frames_of_the_data_plane_are_what_their_kind_says(
-    name: str, kind: Kind, content: bytes | Hello
+    name: str, kind: FrameKind, content: bytes | Hello
 ) -> None:
     frame = read_frame(f"data-plane/{name}.bin")
-    assert Kind(frame.header[0]) == kind
+    assert FrameKind(frame.header[0]) == kind
     header = bytes(frame.header[1:])
     assert content == (header if isinstance(content, bytes) else msgspec.msgpack.decode(header, type=Hello))
     assert not frame.payload

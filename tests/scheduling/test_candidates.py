@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.scheduling.candidates import PAIRS_MAX, Piece, candidates, n_pairs, pieces_of, runnable
+from swarmllm.scheduling.candidates import PAIRS_MAX, CandidatePiece, candidates, n_pairs, pieces_of, runnable
 from swarmllm.scheduling.cheapest import SEARCHED_MAX, _Search, cheapest_route, part_cost_s, route_cost_s
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.route import RouteStage, choose_route, is_complete
@@ -102,8 +102,8 @@ def test_a_search_ends_with_the_best_ring_so_far(monkeypatch: pytest.MonkeyPatch
     near = {(a, b): 0.9 for a in firsts for b in lasts if a[1:] == b[1:]}
     speeds = {name: NodeSpeed(1e-3, 1e-3) for name in ["me", *firsts, *lasts]}
     known = RouteInputs("me", Workload(8, 8), speeds, {}, far | near)
-    pieces = [Piece(0, 1, name, True, True) for name in firsts]
-    pieces += [Piece(1, 2, name, True, True) for name in lasts]
+    pieces = [CandidatePiece(0, 1, name, True, True) for name in firsts]
+    pieces += [CandidatePiece(1, 2, name, True, True) for name in lasts]
     search = _Search(2, pieces, known)
     assert search.cheapest() is not None
     unbounded = search.n_searched

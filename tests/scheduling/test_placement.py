@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
 from swarmllm.scheduling.coordinates import Coordinate
-from swarmllm.scheduling.holdings import Held, rows_of, turning_point
+from swarmllm.scheduling.holdings import NodeRange, rows_of, turning_point
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
 from swarmllm.scheduling.route import choose_route
 
@@ -265,7 +265,7 @@ def test_two_halves_of_the_same_kind_become_a_pipeline() -> None:
 
 
 def test_boundaries_move_to_where_a_route_turns() -> None:
-    slow, quick = Held(LayerRange(0, 8), "slow"), Held(LayerRange(4, 12), "quick")
+    slow, quick = NodeRange(LayerRange(0, 8), "slow"), NodeRange(LayerRange(4, 12), "quick")
     speeds = {"slow": 0.01, "quick": 0.001}
     assert turning_point(slow, quick, speeds) == 4
     assert turning_point(slow, quick, {"slow": 0.001, "quick": 0.01}) == 8

@@ -10,15 +10,15 @@ from swarmllm.swarm.byte_budget import (
     GUARANTEED_PEERS,
     LIMITS,
     TOTAL_MIB,
+    BudgetKind,
     ByteBudget,
     Grant,
-    Kind,
     Limit,
     reserve_within,
 )
 from swarmllm_proto.limits import KIB, MIB, REQUEST_MAX, SWARM_PAYLOAD_MAX
 
-SMALL = {kind: Limit(60, 100) for kind in Kind}
+SMALL = {kind: Limit(60, 100) for kind in BudgetKind}
 
 
 class Use(RuleBasedStateMachine):
@@ -27,8 +27,8 @@ class Use(RuleBasedStateMachine):
         self.budget = ByteBudget(SMALL)
         self.grants: list[Grant] = []
 
-    @rule(peer=st.sampled_from("abcdef"), kind=st.sampled_from(Kind), n=st.integers(0, 120))
-    def reserve(self, peer: str, kind: Kind, n: int) -> None:
+    @rule(peer=st.sampled_from("abcdef"), kind=st.sampled_from(BudgetKind), n=st.integers(0, 120))
+    def reserve(self, peer: str, kind: BudgetKind, n: int) -> None:
         if (grant := self.budget.reserve(peer, kind, n)) is not None:
             self.grants.append(grant)
 
@@ -50,7 +50,7 @@ class Use(RuleBasedStateMachine):
     @invariant()
     def sums_are_right_and_within_limits(self) -> None:
         assert self.budget.n_bytes == sum(grant.n_bytes for grant in self.grants)
-        for kind in Kind:
+        for kind in BudgetKind:
             of_kind = [grant for grant in self.grants if grant.kind is kind]
             assert sum(grant.n_bytes for grant in of_kind) <= SMALL[kind].in_all
             for peer in "abcdef":
@@ -72,8 +72,8 @@ class Use(RuleBasedStateMachine):
 TestUse = Use.TestCase
 
 
-@given(st.sampled_from(Kind), st.integers(1, GUARANTEED_PEERS - 1))
-def test_every_peer_has_its_part_whatever_the_greedy_hold(kind: Kind, n_greedy: int) -> None:
+@given(st.sampled_from(BudgetKind), st.integers(1, GUARANTEED_PEERS - 1))
+def test_every_peer_has_its_part_whatever_the_greedy_hold(kind: BudgetKind, n_greedy: int) -> None:
     budget = ByteBudget()
     size = 64 * KIB
     for n in range(n_greedy):
@@ -88,36 +88,36 @@ def test_every_peer_has_its_part_whatever_the_greedy_hold(kind: Kind, n_greedy: 
 
 def test_what_one_grant_absorbs_is_released_once() -> None:
     budget = ByteBudget(SMALL)
-    first, second = budget.reserve("peer", Kind.JOBS, 3), budget.reserve("peer", Kind.JOBS, 4)
+    first, second = budget.reserve("peer", BudgetKind.JOBS, 3), budget.reserve("peer", BudgetKind.JOBS, 4)
     assert first is not None
     assert second is not None
     second.absorb(first)
     first.release()
-    assert budget.held("peer", Kind.JOBS) == 7
+    assert budget.held("peer", BudgetKind.JOBS) == 7
     second.release()
     assert budget.n_bytes == 0
 
 
 def test_the_largest_request_and_message_fit() -> None:
     budget = ByteBudget()
-    assert budget.reserve("peer", Kind.MESSAGES, SWARM_PAYLOAD_MAX)
-    assert budget.reserve("peer", Kind.JOBS, SWARM_PAYLOAD_MAX)
-    for kind in (Kind.REQUESTS, Kind.RESPONSES, Kind.ANSWERS):
+    assert budget.reserve("peer", BudgetKind.MESSAGES, SWARM_PAYLOAD_MAX)
+    assert budget.reserve("peer", BudgetKind.JOBS, SWARM_PAYLOAD_MAX)
+    for kind in (BudgetKind.REQUESTS, BudgetKind.RESPONSES, BudgetKind.ANSWERS):
         assert budget.reserve("peer", kind, REQUEST_MAX + 1)
 
 
 def test_limits_follow_the_configured_total() -> None:
     assert ByteBudget.of_mib(TOTAL_MIB)._limits == LIMITS
     half = ByteBudget.of_mib(TOTAL_MIB // 2)
-    assert half.reserve("peer", Kind.REQUESTS, 17 * MIB) is None
-    assert half.reserve("peer", Kind.REQUESTS, 15 * MIB)
+    assert half.reserve("peer", BudgetKind.REQUESTS, 17 * MIB) is None
+    assert half.reserve("peer", BudgetKind.REQUESTS, 15 * MIB)
 
 
 async def test_who_waits_gets_what_is_released(autojump_clock: object) -> None:
     budget = ByteBudget(SMALL)
-    grant = budget.reserve("peer", Kind.JOBS, 60)
+    grant = budget.reserve("peer", BudgetKind.JOBS, 60)
     assert grant is not None
-    assert await reserve_within(budget, "peer", Kind.JOBS, 1, 1.0) is None
-    assert await reserve_within(budget, "peer", Kind.JOBS, 61, 1e9) is None
+    assert await reserve_within(budget, "peer", BudgetKind.JOBS, 1, 1.0) is None
+    assert await reserve_within(budget, "peer", BudgetKind.JOBS, 61, 1e9) is None
     grant.release()
-    assert await reserve_within(budget, "peer", Kind.JOBS, 60, 1.0)
+    assert await reserve_within(budget, "peer", BudgetKind.JOBS, 60, 1.0)

@@ -11,14 +11,14 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable
-from swarmllm.pipeline.stage.session_queue import Put, Relay, SessionQueue
+from swarmllm.pipeline.stage.session_queue import Put, RelayedJob, SessionQueue
 from swarmllm.swarm.byte_budget import (
     AT_ONCE_BYTES,
     LIMITS,
     ROOM_S,
     UNRESERVED_BYTES,
+    BudgetKind,
     ByteBudget,
-    Kind,
     Limit,
     PayloadRoom,
     reserve_within,
@@ -96,7 +96,7 @@ async def test_requests_are_not_read_beyond_their_room(
         for n in range(2 * EXCHANGES_PER_PEER):
             nursery.start_soon(ask, f"peer{n % n_peers}")
         await trio.sleep(2)
-        limit = LIMITS[Kind.REQUESTS]
+        limit = LIMITS[BudgetKind.REQUESTS]
         assert Stalled.n_read <= min(n_peers * limit.per_peer, limit.in_all)
         assert Stalled.n_read >= limit.per_peer - REQUEST_MAX - 1
         await trio.sleep(60)
@@ -124,7 +124,7 @@ async def test_a_request_without_room_is_answered_busy_and_costs_no_trust(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     deeds: list[Deed] = []
-    host, budget = FakeHost(), ByteBudget({kind: Limit(2 * MIB, 2 * MIB) for kind in Kind})
+    host, budget = FakeHost(), ByteBudget({kind: Limit(2 * MIB, 2 * MIB) for kind in BudgetKind})
     async with trio.open_nursery() as nursery:
         RequestProtocol(
             host,  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ async def test_a_request_without_room_is_answered_busy_and_costs_no_trust(
             budget=budget,
             note=lambda _node, deed, _detail="": deeds.append(deed),
         )
-        assert budget.reserve("others", Kind.REQUESTS, MIB + MIB // 2)
+        assert budget.reserve("others", BudgetKind.REQUESTS, MIB + MIB // 2)
         stream = Whole(MIB)
         await host.handler("honest", stream)
     assert stream.written == (1).to_bytes(4, "little") + bytes((2,))
@@ -184,10 +184,10 @@ async def test_nothing_is_kept_of_a_node_whose_answer_nobody_waits_for(
 
 
 async def test_a_payload_takes_room_as_it_comes(autojump_clock: trio.testing.MockClock) -> None:
-    budget = ByteBudget({kind: Limit(4 * MIB, 4 * MIB) for kind in Kind})
+    budget = ByteBudget({kind: Limit(4 * MIB, 4 * MIB) for kind in BudgetKind})
 
     async def reserve(n_bytes: int, seconds: float) -> Any:
-        return await reserve_within(budget, "peer", Kind.MESSAGES, n_bytes, seconds)
+        return await reserve_within(budget, "peer", BudgetKind.MESSAGES, n_bytes, seconds)
 
     room = PayloadRoom(reserve)
     assert room.take_now(0, UNRESERVED_BYTES)
@@ -252,7 +252,7 @@ def open_bulk(nursery: trio.Nursery, budget: ByteBudget, note: Any = None) -> Bu
 
 
 async def test_answers_that_nobody_reads_stay_within_their_room() -> None:
-    budget = ByteBudget({kind: Limit(8 * MIB, 12 * MIB) for kind in Kind})
+    budget = ByteBudget({kind: Limit(8 * MIB, 12 * MIB) for kind in BudgetKind})
     connections = [AskedConnection() for _ in range(6)]
     async with trio.open_nursery() as nursery:
         bulk = open_bulk(nursery, budget)
@@ -277,9 +277,9 @@ async def test_a_question_larger_than_any_ends_the_bulk_connection() -> None:
 
 
 async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:
-    budget = ByteBudget({kind: Limit(100, 2000) for kind in Kind})
+    budget = ByteBudget({kind: Limit(100, 2000) for kind in BudgetKind})
     queue, other = SessionQueue(2, budget), SessionQueue(2, budget)
-    item = Relay("b", b"", b"")
+    item = RelayedJob("b", b"", b"")
 
     def put(target: SessionQueue, sender: str) -> bool:
         was = target.put(item, is_foreign=True, sender=sender, n_bytes=40)

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
-from swarmllm.swarm.data.wire import Kind, WireClosed
+from swarmllm.swarm.data.wire import FrameKind, WireClosed
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
@@ -268,7 +268,7 @@ async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
 ) -> None:
     async with joined() as (a, b, _):
         await a.connection.send(b"the only one", b"")
-        b.connection._queue_control(Kind.ACK, acknowledged.to_bytes(8, "little"))
+        b.connection._queue_control(FrameKind.ACK, acknowledged.to_bytes(8, "little"))
         await a.ended.wait()
         assert a.connection.deed == Deed.BROKE_PROTOCOL
         assert "ack" in a.connection.ending

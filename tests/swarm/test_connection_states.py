@@ -21,7 +21,7 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionState,
     diagram,
 )
-from swarmllm.swarm.data.wire import Kind
+from swarmllm.swarm.data.wire import FrameKind
 from swarmllm_proto.frames import encode_frame
 
 from .test_connection import PIECES_UNDER_WAY, End, MemoryWire, joined
@@ -109,8 +109,8 @@ async def test_what_cannot_be_before_the_hello_has_no_effect() -> None:
     assert not connection._queue
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
-async def test_a_peer_that_says_anything_before_hello_is_left(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind is not FrameKind.HELLO])
+async def test_a_peer_that_says_anything_before_hello_is_left(kind: FrameKind) -> None:
     there, into = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
     out, back = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
     end = End("a", MemoryWire(out, into))

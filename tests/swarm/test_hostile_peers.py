@@ -26,7 +26,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import wire
-from swarmllm.swarm.data.wire import HandshakeFailed, Kind, NoiseWire, WireClosed, shake_hands
+from swarmllm.swarm.data.wire import FrameKind, HandshakeFailed, NoiseWire, WireClosed, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
@@ -309,12 +309,12 @@ async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p
     wires = []
     for _ in range(2):
         _, wire = await shake_hands(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
-        await wire.write(encode_frame(bytes([Kind.HELLO]) + msgspec.msgpack.encode({"v": 1})))
+        await wire.write(encode_frame(bytes([FrameKind.HELLO]) + msgspec.msgpack.encode({"v": 1})))
         wires.append(wire)
     old, new = wires
 
     async def send(wire: NoiseWire, header: bytes) -> None:
-        await wire.write(encode_frame(bytes([Kind.MESSAGE]) + header))
+        await wire.write(encode_frame(bytes([FrameKind.MESSAGE]) + header))
 
     for wire, header in ((old, b"1"), (new, b"2")):
         seen = news

@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit, reserve_or_displace
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit, reserve_or_displace
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.transfer_pacing import (
@@ -22,8 +22,7 @@ from swarmllm.swarm.data.transfer_pacing import (
     SLOW_BYTES_PER_S,
     FramePace,
 )
-from swarmllm.swarm.data.wire import VERSION, Hello
-from swarmllm.swarm.data.wire import Kind as FrameKind
+from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.frames import encode_frame
@@ -92,7 +91,7 @@ class Receiving:
 @asynccontextmanager
 async def receiving(in_all: int, per_peer: int) -> AsyncIterator[Receiving]:
     async with trio.open_nursery() as nursery:
-        yield Receiving(nursery, ByteBudget({kind: Limit(per_peer, in_all) for kind in Kind}))
+        yield Receiving(nursery, ByteBudget({kind: Limit(per_peer, in_all) for kind in BudgetKind}))
         nursery.cancel_scope.cancel()
 
 

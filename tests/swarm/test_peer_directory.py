@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, Limit
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.data.bulk import BulkPeer
 from swarmllm.swarm.data.neighbour import FAILURES_COUNT_S, Neighbour
 from swarmllm.swarm.discovery.addresses import Address
@@ -265,7 +265,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
     book = EnvelopeBook(me.node_id, verify, held.records.envelopes)
     trust = TrustBook(peers=held.trust)
     gossip = GossipBudget(peers=held.gossip_allowances)
-    budget = ByteBudget({kind: Limit(1000, 4000) for kind in Kind}, held.held_bytes)
+    budget = ByteBudget({kind: Limit(1000, 4000) for kind in BudgetKind}, held.held_bytes)
     relays = RelayBook(held.wide_area.reservations)
     providers = ProviderBook(held.wide_area.dht.n_entries)
     dialler = Dialler(me.node_id, random.Random(0), peers=held.candidates)
@@ -277,7 +277,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
     registry.apply(good.node_id, record)
     trust.note(good.node_id, Deed.SERVED, now)
     gossip.admit(good.node_id, 10, now)
-    assert budget.reserve(good.node_id, Kind.REQUESTS, 10) is not None
+    assert budget.reserve(good.node_id, BudgetKind.REQUESTS, 10) is not None
     relays.reserve(good.node_id, now)
     providers.add(b"key", Contact(good.node_id), now)
     dialler.suggest(good.node_id, [Address("192.0.2.1", 1)], now)
@@ -296,8 +296,8 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
             trust.note(liar.node_id, deed, now)
         while gossip.admit(liar.node_id, 2**20, now):
             pass
-        assert budget.reserve(liar.node_id, Kind.REQUESTS, 1001) is None
-        budget.reserve(liar.node_id, Kind.REQUESTS, 1000)
+        assert budget.reserve(liar.node_id, BudgetKind.REQUESTS, 1001) is None
+        budget.reserve(liar.node_id, BudgetKind.REQUESTS, 1000)
         for number in range(1000):
             providers.add(b"%d" % number, Contact(liar.node_id), now)
         relays.reserve(liar.node_id, now)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.models import TensorEntry
-from swarmllm.transfer.fetch_plan import Plan
+from swarmllm.transfer.fetch_plan import FetchPlan
 
 HOLDERS = ("a", "b", "c")
 
@@ -30,7 +30,7 @@ def test_all_that_an_honest_holder_has_arrives_once_and_the_rest_is_named(
     dice: object,
 ) -> None:
     tensors = [tensor(index) for index in range(n_tensors)]
-    plan = Plan(tensors, has)
+    plan = FetchPlan(tensors, has)
     arrived: list[str] = []
     on_their_way = []
     for _ in range(10_000):
@@ -60,7 +60,7 @@ def test_all_that_an_honest_holder_has_arrives_once_and_the_rest_is_named(
 
 
 def test_what_a_liar_began_goes_on_at_another_and_the_liar_is_not_asked_again() -> None:
-    plan = Plan([tensor(0), tensor(1)], ["a", "b"])
+    plan = FetchPlan([tensor(0), tensor(1)], ["a", "b"])
     task = plan.take("a")
     assert task is not None
     task.sources.add("a")
@@ -72,7 +72,7 @@ def test_what_a_liar_began_goes_on_at_another_and_the_liar_is_not_asked_again() 
 
 
 def test_a_holder_that_fails_too_often_in_a_row_is_not_asked_again() -> None:
-    plan = Plan([tensor(0), tensor(1)], ["a"])
+    plan = FetchPlan([tensor(0), tensor(1)], ["a"])
     for n_failures in range(3):
         task = plan.take("a")
         assert task is not None, n_failures

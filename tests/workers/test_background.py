@@ -23,7 +23,7 @@ from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.server.background import BackgroundThread, Inbox
+from swarmllm_workers.server.background import BackgroundThread, ThreadInbox
 from swarmllm_workers.server.handlers import Handlers
 
 from .client import GREEDY, worker_environment
@@ -46,7 +46,7 @@ class Gate:
         self.on_arrival()
         assert self.opened.acquire(timeout=PATIENCE_S)
 
-    def until_arrived(self, inbox: Inbox | None = None) -> None:
+    def until_arrived(self, inbox: ThreadInbox | None = None) -> None:
         """`inbox`: parts that come before are handled meanwhile."""
         while not self.arrived.acquire(timeout=PATIENCE_S if inbox is None else 0):
             assert inbox is not None
@@ -61,19 +61,19 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    inbox = Inbox()
+def inbox() -> Iterator[ThreadInbox]:
+    inbox = ThreadInbox()
     yield inbox
     os.close(inbox.descriptor)
 
 
-def receive(inbox: Inbox) -> None:
+def receive(inbox: ThreadInbox) -> None:
     readable, _, _ = select.select([inbox.descriptor], [], [], PATIENCE_S)
     assert readable
     inbox.run()
 
 
-def test_code_between_parts_runs_in_the_thread_that_began_and_parts_in_another(inbox: Inbox) -> None:
+def test_code_between_parts_runs_in_the_thread_that_began_and_parts_in_another(inbox: ThreadInbox) -> None:
     thread = BackgroundThread("test", inbox)
     seen: list[Any] = []
 
@@ -109,7 +109,7 @@ def test_an_operation_done_at_once_gets_results_and_errors_of_its_parts() -> Non
     assert complete(operation()) == 7
 
 
-def test_a_part_that_tells_of_its_progress_ends_when_the_process_does(inbox: Inbox, gate: Gate) -> None:
+def test_a_part_that_tells_of_its_progress_ends_when_the_process_does(inbox: ThreadInbox, gate: Gate) -> None:
     thread = BackgroundThread("test", inbox)
     seen: list[str] = []
 
@@ -186,7 +186,7 @@ class Room:
     def __init__(self, path: Path, folder: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[Any] = []
         self.n_calls = 0
-        self.inbox = Inbox()
+        self.inbox = ThreadInbox()
         self.loading = BackgroundThread("loading", self.inbox)
         self.parsing = BackgroundThread("parsing", self.inbox)
         self.handlers = Handlers(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine import interposing, repacking, small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.kernel_choice import ROWS_MAX, Kind, Way
+from swarmllm_workers.engine.kernel_choice import ROWS_MAX, MatrixType, Way
 from swarmllm_workers.engine.kernel_tuning import KernelTuning, ways
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.product_timing import ProductBench
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.skipif(
     reason="small_batches.c was not built, or has no kernels for this processor",
 )
 
-KINDS = tuple(kind for kind in Kind if kind.is_k_quant)
+KINDS = tuple(kind for kind in MatrixType if kind.is_k_quant)
 KERNELS = tuple(way for way in (Way.AVX2, Way.AVX512, Way.IN_ORDER) if way <= small_batches.last_way())
-DOTS = {Kind.Q4_K: "q4_K", Kind.Q5_K: "q5_K", Kind.Q6_K: "q6_K"}
-BLOCK_BYTES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
+DOTS = {MatrixType.Q4_K: "q4_K", MatrixType.Q5_K: "q5_K", MatrixType.Q6_K: "q6_K"}
+BLOCK_BYTES = {MatrixType.Q4_K: 144, MatrixType.Q5_K: 176, MatrixType.Q6_K: 210}
 COLUMN = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])
 VALUES = ("random", "all bits set", "no bit set", "lowest", "tiny scales", "huge scales")
 
@@ -44,14 +44,14 @@ def table() -> Iterator[None]:
     small_batches.use("auto")
 
 
-def matrix(rng: np.random.Generator, kind: Kind, m: int, k: int, values: str) -> np.ndarray:
+def matrix(rng: np.random.Generator, kind: MatrixType, m: int, k: int, values: str) -> np.ndarray:
     """u8 [m, k, bytes of a block]."""
     n_bytes = BLOCK_BYTES[kind]
     blocks = np.frombuffer(rng.bytes(m * k * n_bytes), np.uint8).reshape(m, k, n_bytes).copy()
     if values in ("all bits set", "no bit set"):
         blocks[:] = 255 if values == "all bits set" else 0
-    at, n_scales = (208, 1) if kind == Kind.Q6_K else (0, 2)
-    if values == "lowest" and kind == Kind.Q6_K:
+    at, n_scales = (208, 1) if kind == MatrixType.Q6_K else (0, 2)
+    if values == "lowest" and kind == MatrixType.Q6_K:
         blocks[:, :, 192:208] = 128  # scales of -128
     size = {"tiny scales": 1e-7, "huge scales": 60000}.get(values, 0.01)
     scales = rng.uniform(-size, size, (m, k, n_scales)).astype(np.float16)
@@ -69,7 +69,7 @@ def columns(rng: np.random.Generator, n: int, k: int, values: str) -> np.ndarray
     return made
 
 
-def dot_products(kind: Kind, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def dot_products(kind: MatrixType, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """f32 [n, m], by ggml."""
     dot = getattr(interposing.mapped_libraries("libggml-cpu")[0], f"ggml_vec_dot_{DOTS[kind]}_q8_K")
     found = np.empty((len(b), len(a)), np.float32)
@@ -81,7 +81,7 @@ def dot_products(kind: Kind, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return found
 
 
-def product(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndarray:
+def product(kind: MatrixType, a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndarray:
     """f32 [n, m], what ggml gets for such blocks, from the threads one after the other."""
     library = small_batches._library
     assert library is not None
@@ -98,7 +98,7 @@ def product(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int) -> np.ndar
     return out
 
 
-def assert_equal(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int = 1) -> None:
+def assert_equal(kind: MatrixType, a: np.ndarray, b: np.ndarray, n_threads: int = 1) -> None:
     expected = dot_products(kind, a, b)
     for way in KERNELS:
         small_batches.force(way)
@@ -109,7 +109,7 @@ def assert_equal(kind: Kind, a: np.ndarray, b: np.ndarray, n_threads: int = 1) -
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_values_have_ggmls_bits(kind: Kind, values: str) -> None:
+def test_all_values_have_ggmls_bits(kind: MatrixType, values: str) -> None:
     rng = np.random.default_rng(1)
     a, b = matrix(rng, kind, 5, 3, values), columns(rng, 17, 3, values)
     for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17):
@@ -119,20 +119,20 @@ def test_all_values_have_ggmls_bits(kind: Kind, values: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(m=st.integers(1, 40), n=st.integers(1, 20), k=st.integers(1, 40), n_threads=st.integers(1, 4))
-def test_all_shapes_have_ggmls_bits(kind: Kind, m: int, n: int, k: int, n_threads: int) -> None:
+def test_all_shapes_have_ggmls_bits(kind: MatrixType, m: int, n: int, k: int, n_threads: int) -> None:
     """Also shares of threads that are empty, and rows so long that two are computed together."""
     rng = np.random.default_rng(m * n * k)
     assert_equal(kind, matrix(rng, kind, m, k, "random"), columns(rng, n, k, "random"), n_threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_leave_the_cache_between_groups_of_columns_have_ggmls_bits(kind: Kind) -> None:
+def test_rows_that_leave_the_cache_between_groups_of_columns_have_ggmls_bits(kind: MatrixType) -> None:
     rng = np.random.default_rng(3)
     assert_equal(kind, matrix(rng, kind, 90, 40, "random"), columns(rng, 11, 40, "random"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_longer_than_there_is_room_for_are_ggmls(kind: Kind) -> None:
+def test_rows_longer_than_there_is_room_for_are_ggmls(kind: MatrixType) -> None:
     library = small_batches._library
     assert library is not None
     library.llamafile_sgemm.restype = ctypes.c_bool
@@ -188,7 +188,7 @@ def test_ggmls_tiles_are_taken_where_the_table_says_so(path: Path) -> None:
 
 def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) -> None:
     source = GgufFile(path)
-    measured = {kind for kind in KINDS if kind != Kind.Q4_K or repacking.keeps_rows([path])}
+    measured = {kind for kind in KINDS if kind != MatrixType.Q4_K or repacking.keeps_rows([path])}
     for kind in measured:
         with ProductBench(source, kind, 256, 1, cached_bytes=2**20) as bench:
             for n_rows in (1, 2, 7, 8, 17):
@@ -205,7 +205,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) ->
 def test_every_type_of_a_model_is_measured(path: Path, tmp_path: Path) -> None:
     tuning = KernelTuning("auto", tmp_path / "timings.json")
     tuning.tune(tuning.read([path]), 1)
-    measured = {kind.name for kind in KINDS if kind != Kind.Q4_K or repacking.keeps_rows([path])}
+    measured = {kind.name for kind in KINDS if kind != MatrixType.Q4_K or repacking.keeps_rows([path])}
     assert {choice.type for choice in tuning.choices} == measured
     again = KernelTuning("auto", tmp_path / "timings.json")
     assert again.tune(again.read([path]), 1, measures=False)

@@ -15,7 +15,7 @@ from swarmllm_workers.engine.kernel_choice import (
     ROUNDS_MIN,
     ROW_CLASSES,
     ROWS_MAX,
-    Kind,
+    MatrixType,
     RowClass,
     Way,
     choose,
@@ -36,13 +36,15 @@ def test_classes_hold_every_number_of_rows_once() -> None:
         assert rows.first <= rows.last == after.first - 1
 
 
-def measured(kind: Kind, rows: RowClass, times: dict[Way, int]) -> dict[Way, int]:
+def measured(kind: MatrixType, rows: RowClass, times: dict[Way, int]) -> dict[Way, int]:
     return {way: times[way] for way in ways_of(kind, rows.first, times)}
 
 
-@given(st.sampled_from(Kind), st.sampled_from(ROW_CLASSES), times_of_ways, st.sets(st.sampled_from(Way)))
+@given(
+    st.sampled_from(MatrixType), st.sampled_from(ROW_CLASSES), times_of_ways, st.sets(st.sampled_from(Way))
+)
 def test_what_is_chosen_has_the_right_bits_and_is_not_slower_than_ggml(
-    kind: Kind, rows: RowClass, times: dict[Way, int], unequal: set[Way]
+    kind: MatrixType, rows: RowClass, times: dict[Way, int], unequal: set[Way]
 ) -> None:
     unequal -= {reference(kind, rows.first)}
     times = measured(kind, rows, times)
@@ -62,8 +64,8 @@ def test_what_is_chosen_has_the_right_bits_and_is_not_slower_than_ggml(
         assert times[choice.way] < min(theirs) or allowed.get(Way.TILES) == min(theirs)
 
 
-@given(st.sampled_from(Kind), st.sampled_from(ROW_CLASSES), st.integers(1, 10**9))
-def test_ties_go_to_what_ggml_does_by_itself(kind: Kind, rows: RowClass, time_ns: int) -> None:
+@given(st.sampled_from(MatrixType), st.sampled_from(ROW_CLASSES), st.integers(1, 10**9))
+def test_ties_go_to_what_ggml_does_by_itself(kind: MatrixType, rows: RowClass, time_ns: int) -> None:
     chosen = choose(kind, rows, measured(kind, rows, dict.fromkeys(Way, time_ns))).way
     own = ggmls_own(kind, rows.first)
     assert chosen == (Way.AVX2 if may_differ(kind, own, rows.first) else own)
@@ -71,44 +73,48 @@ def test_ties_go_to_what_ggml_does_by_itself(kind: Kind, rows: RowClass, time_ns
 
 def test_tiles_with_other_bits_than_single_rows_have_to_be_faster_than_a_tie() -> None:
     times = {Way.DOTS: 2000, Way.TILES: 1000, Way.AVX512: 1050}
-    assert choose(Kind.Q4_K, MANY, times).way == Way.AVX512
-    assert choose(Kind.Q4_K, MANY, times | {Way.TILES: 990}).way == Way.TILES
-    assert choose(Kind.Q4_K, MANY, {Way.DOTS: 2000, Way.TILES: 1000}).way == Way.TILES
+    assert choose(MatrixType.Q4_K, MANY, times).way == Way.AVX512
+    assert choose(MatrixType.Q4_K, MANY, times | {Way.TILES: 990}).way == Way.TILES
+    assert choose(MatrixType.Q4_K, MANY, {Way.DOTS: 2000, Way.TILES: 1000}).way == Way.TILES
 
 
 def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
     for rows in ROW_CLASSES:
-        assert (Way.TILES in ways_of(Kind.Q4_K, rows.first, Way)) == (rows.first >= 8)
-        assert (Way.TILES in ways_of(Kind.Q8_0, rows.first, Way)) == (rows.first >= 2)
+        assert (Way.TILES in ways_of(MatrixType.Q4_K, rows.first, Way)) == (rows.first >= 8)
+        assert (Way.TILES in ways_of(MatrixType.Q8_0, rows.first, Way)) == (rows.first >= 2)
 
 
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:
     for rows in ROW_CLASSES:
-        allowed = {way for way in Way if may_differ(Kind.Q4_K, way, rows.first)}
+        allowed = {way for way in Way if may_differ(MatrixType.Q4_K, way, rows.first)}
         assert allowed == ({Way.TILES} if rows.first > ROWS_MAX else set())
-        assert not any(may_differ(Kind.Q8_0, way, rows.first) for way in Way)
-        assert reference(Kind.Q4_K, rows.first) == Way.DOTS
+        assert not any(may_differ(MatrixType.Q8_0, way, rows.first) for way in Way)
+        assert reference(MatrixType.Q4_K, rows.first) == Way.DOTS
 
 
 def test_a_gain_of_a_few_percent_is_a_tie() -> None:
     times = {Way.DOTS: 1000, Way.AVX512: 950}
-    assert choose(Kind.Q8_0, SINGLE, times).way == Way.DOTS
-    assert choose(Kind.Q8_0, SINGLE, times | {Way.AVX512: 949}).way == Way.AVX512
+    assert choose(MatrixType.Q8_0, SINGLE, times).way == Way.DOTS
+    assert choose(MatrixType.Q8_0, SINGLE, times | {Way.AVX512: 949}).way == Way.AVX512
 
 
 def test_tiles_with_other_bits_leave_small_batches_to_dot_products_or_ours() -> None:
     """Even where they are the fastest: rows of a small batch have the bits of single rows."""
     times = {Way.DOTS: 2000, Way.TILES: 100, Way.AVX512: 500}
-    assert choose(Kind.Q8_0, FEW, times, {Way.TILES}).way == Way.AVX512
-    assert choose(Kind.Q8_0, FEW, times, {Way.TILES, Way.AVX512}).way == Way.DOTS
-    assert choose(Kind.Q8_0, FEW, times, {Way.TILES, Way.AVX512}).ours_ns is None
+    assert choose(MatrixType.Q8_0, FEW, times, {Way.TILES}).way == Way.AVX512
+    assert choose(MatrixType.Q8_0, FEW, times, {Way.TILES, Way.AVX512}).way == Way.DOTS
+    assert choose(MatrixType.Q8_0, FEW, times, {Way.TILES, Way.AVX512}).ours_ns is None
 
 
 def test_in_large_batches_the_bits_of_tiles_count() -> None:
-    assert reference(Kind.Q8_0, ROW_CLASSES[6].first) == Way.DOTS
-    assert reference(Kind.Q8_0, ROW_CLASSES[7].first) == reference(Kind.Q8_0, MANY.first) == Way.TILES
+    assert reference(MatrixType.Q8_0, ROW_CLASSES[6].first) == Way.DOTS
     assert (
-        choose(Kind.Q8_0, MANY, {Way.DOTS: 1, Way.TILES: 100, Way.AVX2: 2}, {Way.DOTS, Way.AVX2}).way
+        reference(MatrixType.Q8_0, ROW_CLASSES[7].first)
+        == reference(MatrixType.Q8_0, MANY.first)
+        == Way.TILES
+    )
+    assert (
+        choose(MatrixType.Q8_0, MANY, {Way.DOTS: 1, Way.TILES: 100, Way.AVX2: 2}, {Way.DOTS, Way.AVX2}).way
         == Way.TILES
     )
 
@@ -138,7 +144,7 @@ WAYS = (Way.DOTS, Way.TILES, Way.AVX512)
 def test_the_best_round_counts() -> None:
     slow, quick = dict.fromkeys(WAYS, 1000), {Way.DOTS: 700, Way.TILES: 900, Way.AVX512: 800}
     machine = Machine([slow, quick, slow])
-    found = race(Kind.Q8_0, WAYS, machine.run, machine.now, budget_s=1.0)
+    found = race(MatrixType.Q8_0, WAYS, machine.run, machine.now, budget_s=1.0)
     assert found[FEW] == quick
     assert found[SINGLE] == {Way.DOTS: 700, Way.AVX512: 800}  # ggml has no tiles for one row
     assert max(machine.runs.values()) == ROUNDS_MAX
@@ -147,24 +153,24 @@ def test_the_best_round_counts() -> None:
 def test_another_program_in_the_first_rounds_leaves_no_way_out() -> None:
     disturbed, quick = dict.fromkeys(WAYS, 1000) | {Way.DOTS: 10**7}, dict.fromkeys(WAYS, 1000)
     machine = Machine([disturbed, disturbed, quick])
-    found = race(Kind.Q8_0, WAYS, machine.run, machine.now, budget_s=0.0)
+    found = race(MatrixType.Q8_0, WAYS, machine.run, machine.now, budget_s=0.0)
     assert found[SINGLE][Way.DOTS] == found[FEW][Way.DOTS] == 1000
 
 
 def test_the_first_rounds_are_whole_and_the_budget_ends_the_others() -> None:
     machine = Machine([dict.fromkeys(WAYS, 10**6)])
-    found = race(Kind.Q8_0, WAYS, machine.run, machine.now, budget_s=0.0)
+    found = race(MatrixType.Q8_0, WAYS, machine.run, machine.now, budget_s=0.0)
     assert set(machine.runs.values()) == {ROUNDS_MIN}
     assert all(set(times) >= {Way.DOTS, Way.AVX512} for times in found.values())
     assert [rows for rows, times in found.items() if Way.TILES not in times] == [SINGLE]
     machine = Machine([dict.fromkeys(WAYS, 10**6)])
-    race(Kind.Q8_0, WAYS, machine.run, machine.now, budget_s=0.1)
+    race(MatrixType.Q8_0, WAYS, machine.run, machine.now, budget_s=0.1)
     assert sum(machine.runs.values()) == 100
 
 
 def test_what_is_hopeless_is_left_out_of_later_rounds() -> None:
     times = {Way.DOTS: 1000, Way.TILES: int(1000 * HOPELESS) + 1, Way.AVX512: int(1000 * HOPELESS)}
     machine = Machine([times])
-    race(Kind.Q8_0, WAYS, machine.run, machine.now, budget_s=1.0)
+    race(MatrixType.Q8_0, WAYS, machine.run, machine.now, budget_s=1.0)
     assert machine.runs[2, Way.TILES] == ROUNDS_MIN
     assert machine.runs[2, Way.AVX512] == machine.runs[2, Way.DOTS] == ROUNDS_MAX

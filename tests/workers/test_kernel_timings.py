@@ -16,14 +16,14 @@ from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, RowChoice, Way
 from swarmllm_workers.engine.kernel_tuning import (
     FILE_BYTES_MAX,
     SHAPES_MAX,
-    Shape,
+    ProductShape,
     Timings,
     read_timings,
     write_timings,
 )
 
 MACHINE = "EPYC (family 25, model 17); 00"
-SHAPE = Shape(896, 2, False)
+SHAPE = ProductShape(896, 2, False)
 ALL = tuple(Way)
 
 
@@ -36,7 +36,7 @@ def choices(way: Way = Way.AVX512) -> tuple[RowChoice, ...]:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    timings: Timings = {SHAPE: choices(), Shape(4864, 1, True): choices(Way.DOTS)}
+    timings: Timings = {SHAPE: choices(), ProductShape(4864, 1, True): choices(Way.DOTS)}
     write_timings(tmp_path / "t.json", MACHINE, timings)
     assert read_timings(tmp_path / "t.json", MACHINE, ALL) == timings
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
@@ -50,10 +50,10 @@ def test_of_another_machine_there_is_nothing(tmp_path: Path) -> None:
 
 def test_ways_that_this_processor_has_not_are_measured_anew(tmp_path: Path) -> None:
     """Else it would meet an instruction that it does not know."""
-    timings: Timings = {SHAPE: choices(Way.AVX512), Shape(64, 1, True): choices(Way.AVX2)}
+    timings: Timings = {SHAPE: choices(Way.AVX512), ProductShape(64, 1, True): choices(Way.AVX2)}
     write_timings(tmp_path / "t.json", MACHINE, timings)
     assert set(read_timings(tmp_path / "t.json", MACHINE, (Way.DOTS, Way.TILES, Way.AVX2))) == {
-        Shape(64, 1, True)
+        ProductShape(64, 1, True)
     }
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_possible_is_measured_anew(
 ) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(valid()))
-    assert set(read_timings(path, MACHINE, ALL)) == {Shape(896, 1, False)}
+    assert set(read_timings(path, MACHINE, ALL)) == {ProductShape(896, 1, False)}
     path.write_text(json.dumps(broken(change)))
     with caplog.at_level(logging.WARNING):
         assert read_timings(path, MACHINE, ALL) == {}
@@ -113,7 +113,7 @@ def test_what_is_not_possible_is_measured_anew(
 def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(data)
-    assert set(read_timings(path, MACHINE, ALL)) in (set(), {Shape(896, 1, False)})
+    assert set(read_timings(path, MACHINE, ALL)) in (set(), {ProductShape(896, 1, False)})
 
 
 def test_nothing_is_read_of_what_is_too_large_or_no_file(tmp_path: Path) -> None:

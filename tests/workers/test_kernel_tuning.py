@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from swarmllm_proto import ipc
 from swarmllm_workers.engine import small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Kind, Way
+from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, MatrixType, Way
 from swarmllm_workers.engine.kernel_tuning import KernelTuning, measure, ways
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.product_timing import ProductBench
@@ -57,7 +57,7 @@ class FakeBench:
 def test_a_kernel_with_other_bits_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     bench = FakeBench({(Way.AVX512, 4)}, {Way.AVX512: 100, Way.AVX2: 500})
     with caplog.at_level(logging.WARNING):
-        found = measure(bench, Kind.Q8_0, list(Way), bench.force, lambda: 0.0, 896)
+        found = measure(bench, MatrixType.Q8_0, list(Way), bench.force, lambda: 0.0, 896)
     assert [each.way for each in found] == [
         Way.AVX2 if rows.first == 4 else Way.AVX512 for rows in ROW_CLASSES
     ]
@@ -66,7 +66,7 @@ def test_a_kernel_with_other_bits_is_left_out_and_the_log_says_so(caplog: pytest
 
 def test_nothing_is_said_where_all_bits_are_right(caplog: pytest.LogCaptureFixture) -> None:
     bench = FakeBench({(Way.TILES, 2)}, {})  # ggml's own may differ: it is left out in silence
-    found = measure(bench, Kind.Q8_0, list(Way), bench.force, lambda: 0.0, 896)
+    found = measure(bench, MatrixType.Q8_0, list(Way), bench.force, lambda: 0.0, 896)
     assert found[1].way == Way.DOTS
     assert not caplog.text
 
@@ -75,7 +75,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: Ma
     path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=512, head_size=64, types=(Type.Q8_0,)))
     for k in (256, 512):
         source = GgufFile(path)
-        with ProductBench(source, Kind.Q8_0, k, 1, cached_bytes=2**20) as bench:
+        with ProductBench(source, MatrixType.Q8_0, k, 1, cached_bytes=2**20) as bench:
             for n_rows in (1, 2, 3, 7, 8, 9, 17):
                 found = set()
                 for way in ways():
@@ -89,7 +89,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: Ma
 def test_files_without_such_matrices_are_not_measured(make_model: MakeModel) -> None:
     source = GgufFile(make_model(Spec("llama", types=(Type.F16,))))
     with pytest.raises(LookupError):
-        ProductBench(source, Kind.Q8_0, 64, 1, cached_bytes=0)
+        ProductBench(source, MatrixType.Q8_0, 64, 1, cached_bytes=0)
     tuning = KernelTuning()
     tuning.tune(tuning.read([make_model(Spec("llama", types=(Type.F16,)))]), 1)
     assert tuning.choices == ()
@@ -187,10 +187,10 @@ def test_the_table_decides_by_row_length_and_number_of_rows(n_rows: int) -> None
         own.value = ctypes.cast(tiled, ctypes.c_void_p).value
         small_batches.fill_table(
             {
-                (Kind.Q8_0, 256): tiles_here,
-                (Kind.Q8_0, 512): dots_here,
-                (Kind.Q8_0, 1024): [Way.AVX2] * len(ROW_CLASSES),
-                (Kind.Q4_K, 2048): [Way.DOTS] * len(ROW_CLASSES),
+                (MatrixType.Q8_0, 256): tiles_here,
+                (MatrixType.Q8_0, 512): dots_here,
+                (MatrixType.Q8_0, 1024): [Way.AVX2] * len(ROW_CLASSES),
+                (MatrixType.Q4_K, 2048): [Way.DOTS] * len(ROW_CLASSES),
             }
         )
         assert ask(256)

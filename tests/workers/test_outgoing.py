@@ -15,7 +15,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import encode_tensor
-from swarmllm_workers.server.loop import UNWRITTEN_MAX, Outgoing
+from swarmllm_workers.server.loop import UNWRITTEN_MAX, OutgoingFrames
 
 from .client import DEADLINE_S
 from .conftest import MakeModel, StartWorker
@@ -32,7 +32,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def drain(sending: Outgoing, receiving: socket.socket) -> bytes:
+def drain(sending: OutgoingFrames, receiving: socket.socket) -> bytes:
     received = bytearray()
     while True:
         sending.write()
@@ -46,7 +46,7 @@ def drain(sending: Outgoing, receiving: socket.socket) -> bytes:
 def test_what_waits_arrives_in_order_and_as_it_was_when_it_was_sent(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    outgoing = Outgoing(pair[0])
+    outgoing = OutgoingFrames(pair[0])
     expected = b""
     rng = np.random.default_rng(0)
     for n in range(200):
@@ -60,7 +60,7 @@ def test_what_waits_arrives_in_order_and_as_it_was_when_it_was_sent(
 
 
 def test_what_waits_is_copied_once(pair: tuple[socket.socket, socket.socket]) -> None:
-    outgoing = Outgoing(pair[0])
+    outgoing = OutgoingFrames(pair[0])
     outgoing.send([np.zeros(8 * MIB, np.uint8).data])
     waiting = [id(piece.obj) for piece in outgoing._pieces]
     for _ in range(100):
@@ -71,7 +71,7 @@ def test_what_waits_is_copied_once(pair: tuple[socket.socket, socket.socket]) ->
 
 
 def test_what_nobody_changes_is_not_copied_at_all(pair: tuple[socket.socket, socket.socket]) -> None:
-    outgoing = Outgoing(pair[0])
+    outgoing = OutgoingFrames(pair[0])
     rows = np.zeros(8 * MIB, np.uint8)
     outgoing.send([b"head", rows.data.toreadonly()])
     assert outgoing._pieces[-1].obj is rows

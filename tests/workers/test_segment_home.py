@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from swarmllm.models import CatalogueEntry, build_manifest
 from swarmllm.models.model_files import FileState
-from swarmllm.models.tensor_locations import Places
+from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_workers.engine import segment_file, segment_home
@@ -54,9 +54,9 @@ class Container:
     def home(self) -> SegmentHome:
         return SegmentHome(self.path.parent / FOLDER, GgufFile(self.path), N_LAYERS)
 
-    def check(self, places: Places | None = None) -> None:
+    def check(self, places: TensorLocations | None = None) -> None:
         """Everything can be read, wherever it lies; nobody sees that the file was written to."""
-        places = places or Places(self.entry)
+        places = places or TensorLocations(self.entry)
         for tensor in self.tensors:
             there = self.data[tensor.offset : tensor.offset + tensor.size_bytes]
             assert places.read(tensor, 0, tensor.size_bytes) == there, tensor.name
@@ -86,7 +86,7 @@ def test_whatever_is_loaded_nothing_is_lost_and_nothing_lies_there_twice(
     steps: list[Any], model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     container = Container(tmp_path_factory.mktemp("container"), model)
-    home, places = container.home(), Places(container.entry)
+    home, places = container.home(), TensorLocations(container.entry)
     before = container.allocated_bytes
     for step in steps:
         if step == "whole":

@@ -15,7 +15,7 @@ from swarmllm_workers.engine.engine import PARTS_MAX, Engine
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.segment_file import plan_part
-from swarmllm_workers.engine.shared_weights import Part, Place, Stub
+from swarmllm_workers.engine.shared_weights import FilePlace, Part, Stub
 from swarmllm_workers.errors import CallError
 
 from .blueprint import write
@@ -257,11 +257,11 @@ def test_bytes_that_a_file_does_not_have_are_refused_before_they_are_mapped(
     part = plan_part(engine.source, engine.architecture, 1, 2, engine.source.path, 0)
     short = tmp_path / "short.gguf"
     short.write_bytes(engine.source.path.read_bytes()[:-4096])
-    places = {name: Place(short, *place[1:]) for name, place in part.places.items()}
+    places = {name: FilePlace(short, *place[1:]) for name, place in part.places.items()}
     last = max(places, key=lambda name: places[name].offset)
     places[last] = places[last]._replace(offset=short.stat().st_size - places[last].size_bytes + 1)
     with pytest.raises(CallError, match="is shorter than its tensors"):
         Stub(Part(part.header, part.size_bytes, places))
     with pytest.raises(CallError, match="cannot map the layers' files"):
-        Stub(Part(part.header, part.size_bytes, {"x": Place(tmp_path / "none", 0, 1)}))
+        Stub(Part(part.header, part.size_bytes, {"x": FilePlace(tmp_path / "none", 0, 1)}))
     assert n_mappings(short) == 0

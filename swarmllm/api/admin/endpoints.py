@@ -28,7 +28,7 @@ from swarmllm.api.admin.node_json import (
     read_size,
     stats_json,
 )
-from swarmllm.api.admin.progress import Work
+from swarmllm.api.admin.progress import ProgressStream
 from swarmllm.api.admin.shares import shares_json
 from swarmllm.api.http.context import current_config, current_node, current_works
 from swarmllm.api.http.errors import error_object, read_body
@@ -193,7 +193,7 @@ async def add() -> Response:
         raise InvalidRequest("path must be absolute: the daemon runs in a folder of its own.", field="path")
     node = current_node()
     return _progress(
-        Work(
+        ProgressStream(
             lambda report: node.models.add(
                 Path(body.path), body.name, report, partial(report, phase="checking")
             ),
@@ -218,7 +218,7 @@ async def load(name: str) -> Response:
     if options.n_ctx is None:
         options = replace(options, n_ctx=(await node.models.presets.get(name)).context)
     return _progress(
-        Work(
+        ProgressStream(
             lambda report: node.models.load(
                 entry, layers, partial(report, phase="loading"), partial(report, phase="fetching"), options
             ),
@@ -236,7 +236,7 @@ async def unload(name: str) -> Response:
     if not body.progress:
         return _json(model_json(await models.unload(entry, layers)))
     return _progress(
-        Work(lambda report: models.unload(entry, layers, report), kind="unload", subject=entry.name)
+        ProgressStream(lambda report: models.unload(entry, layers, report), kind="unload", subject=entry.name)
     )
 
 
@@ -245,7 +245,7 @@ async def verify(name: str) -> Response:
     node = current_node()
     view = await node.models.get(name)
     return _progress(
-        Work(
+        ProgressStream(
             lambda report: node.models.verify(name, report),
             kind="verify",
             subject=view.name,
@@ -285,14 +285,14 @@ async def remove(name: str) -> Response:
     return _json(model_json(await current_node().models.remove(name)))
 
 
-def _progress(work: Work[Any]) -> Response:
+def _progress(work: ProgressStream[Any]) -> Response:
     current_works().add(own_feed(work))
     response = Response(_lines(work), content_type="application/x-ndjson")
     response.timeout = None
     return response
 
 
-async def _lines(work: Work[Any]) -> AsyncIterator[bytes]:
+async def _lines(work: ProgressStream[Any]) -> AsyncIterator[bytes]:
     async for done_bytes, total_bytes, phase in work:
         progress: Json = {"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes}
         yield _line(progress | ({"phase": phase} if phase else {}))

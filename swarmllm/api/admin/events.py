@@ -78,7 +78,7 @@ async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
         await trio.sleep(INTERVAL_S)
 
 
-class Seat:
+class ReaderSeat:
     """One reader's place, held from before its answer begins until its request ends."""
 
     def __init__(self, readers: Counter[str], key_id: str) -> None:
@@ -117,13 +117,13 @@ class Pulse:
     def n_readers(self) -> int:
         return self._readers.total()
 
-    def seat(self, key_id: str) -> Seat:
+    def seat(self, key_id: str) -> ReaderSeat:
         """Raises Overloaded where all are taken, or one key has half of them."""
         if self.n_readers >= MAX_READERS:
             raise Overloaded(f"{self.n_readers} clients read /api/events already.")
         if key_id and self._readers[key_id] >= MAX_READERS_OF_KEY:
             raise Overloaded(f"{self._readers[key_id]} clients with this key read /api/events already.")
-        return Seat(self._readers, key_id)
+        return ReaderSeat(self._readers, key_id)
 
     async def sections(self) -> Mapping[str, bytes]:
         """Name -> JSON; what it was a moment ago at the oldest."""

@@ -15,12 +15,12 @@ import msgspec
 import trio
 
 from swarmllm import __version__
-from swarmllm.api.admin.progress import Work
+from swarmllm.api.admin.progress import ProgressStream
 from swarmllm.api.output.swarm_report import milliseconds, stage_json
 from swarmllm.downloads import WaitingView
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
-from swarmllm.node import ModelView, Node, PeerView, RequestView
+from swarmllm.node import ModelView, Node, PeerView, RequestSummary
 from swarmllm.node.views import PeerDetails
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
 from swarmllm.scheduling.plan import Plan
@@ -263,7 +263,7 @@ def range_texts(ranges: tuple[LayerRange, ...]) -> list[str]:
     return [str(layers) for layers in ranges]
 
 
-def request_json(view: RequestView) -> Json:
+def request_json(view: RequestSummary) -> Json:
     return {
         "id": view.id,
         "model": view.model,
@@ -282,7 +282,7 @@ def request_json(view: RequestView) -> Json:
     }
 
 
-def work_json(work: Work[Any]) -> Json:
+def work_json(work: ProgressStream[Any]) -> Json:
     done_bytes, total_bytes, phase = work.latest
     return {
         "kind": work.kind,

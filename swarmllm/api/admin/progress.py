@@ -20,7 +20,7 @@ Report = Callable[..., None]
 """(done_bytes, total_bytes, phase=""), where the work has several."""
 
 
-class Work(Generic[T]):
+class ProgressStream(Generic[T]):
     """`async for done_bytes, total_bytes, phase in work`; then `result` or `error` is set."""
 
     def __init__(
@@ -94,10 +94,10 @@ class Works:
     """What runs now, for those who look on without having asked for it."""
 
     def __init__(self) -> None:
-        self._works: list[Work[Any]] = []
+        self._works: list[ProgressStream[Any]] = []
 
-    def add(self, work: Work[Any]) -> None:
+    def add(self, work: ProgressStream[Any]) -> None:
         self._works = [*self.running(), work]
 
-    def running(self) -> list[Work[Any]]:
+    def running(self) -> list[ProgressStream[Any]]:
         return [work for work in self._works if work.is_running]

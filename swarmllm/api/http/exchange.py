@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import h11
 import trio
 
-from swarmllm.api.http.limits import CHUNK_BYTES, ByteBudget, HttpLimits
-from swarmllm.api.http.wire import ClientGone, Wire
+from swarmllm.api.http.limits import CHUNK_BYTES, ClientByteBudget, HttpLimits
+from swarmllm.api.http.wire import ClientGone, HttpWire
 
 Headers = list[tuple[bytes, bytes]]
 Event = dict[str, Any]
@@ -26,7 +26,7 @@ ALWAYS_ONCE = (b"origin", b"content-type", b"authorization", b"x-api-key", b"sec
 """Two of them are two answers to one question, and two readers may choose differently."""
 
 
-class Refused(Exception):
+class HttpRefused(Exception):
     """The request is answered by this server and not by the application."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -41,12 +41,12 @@ class Exchange:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: HttpWire,
         protocol: h11.Connection,
         request: h11.Request,
         client: str,
         limits: HttpLimits,
-        bodies: ByteBudget,
+        bodies: ClientByteBudget,
         *,
         is_last: Callable[[], bool],
     ) -> None:
@@ -68,7 +68,7 @@ class Exchange:
         self._has_started = False
         self._is_answered = False
         self._has_no_body = False
-        self._refusal: Refused | None = None
+        self._refusal: HttpRefused | None = None
         self._client_left = False
 
     async def run(self, application: Application) -> bool:
@@ -83,7 +83,7 @@ class Exchange:
         try:
             await application(scope, self._receive, self._send)
         except Exception as error:
-            if not all(isinstance(each, (Refused, ClientGone)) for each in exception_leaves(error)):
+            if not all(isinstance(each, (HttpRefused, ClientGone)) for each in exception_leaves(error)):
                 raise
             if self._refusal is None:
                 raise ClientGone from None
@@ -212,21 +212,21 @@ class Exchange:
         else:
             await self._wire.write(self._h11.send(head))
 
-    def _too_large(self) -> Refused:
-        return Refused(413, "request_too_large", "The request body is larger than api.max_body_bytes.")
+    def _too_large(self) -> HttpRefused:
+        return HttpRefused(413, "request_too_large", "The request body is larger than api.max_body_bytes.")
 
-    def _refused(self, status: int, code: str, message: str) -> Refused:
-        self._refusal = Refused(status, code, message)
+    def _refused(self, status: int, code: str, message: str) -> HttpRefused:
+        self._refusal = HttpRefused(status, code, message)
         return self._refusal
 
 
-def asgi_scope(request: h11.Request, wire: Wire) -> Event:
+def asgi_scope(request: h11.Request, wire: HttpWire) -> Event:
     """ASGI's description of a request. Raises Refused."""
     path, _, query = _origin_form(request).partition(b"?")
     headers = list(request.headers)
     for name in ALWAYS_ONCE:
         if sum(name == other for other, _ in headers) > 1:
-            raise Refused(400, "bad_request", f"The header {name.decode()} is there more than once.")
+            raise HttpRefused(400, "bad_request", f"The header {name.decode()} is there more than once.")
     return {
         "type": "http",
         "http_version": request.http_version.decode(),
@@ -256,7 +256,7 @@ def _origin_form(request: h11.Request) -> bytes:
         hosts = [value for name, value in request.headers if name == b"host"]
         if authority.lower() == (hosts or [b""])[0].lower():
             return slash + path or b"/"
-    raise Refused(400, "bad_request", "The request's target must be a path.")
+    raise HttpRefused(400, "bad_request", "The request's target must be a path.")
 
 
 def exception_leaves(error: BaseException) -> list[BaseException]:

@@ -86,7 +86,7 @@ def is_loopback_client(client: str) -> bool:
         return False
 
 
-class ByteBudget:
+class ClientByteBudget:
     """Bytes that are held for clients: charged before they are read, per client and in all."""
 
     def __init__(self, total: int, of_client: int) -> None:
@@ -111,7 +111,7 @@ class ByteBudget:
 
 
 @dataclass(slots=True, eq=False)
-class Place(Generic[C]):
+class ConnectionPlace(Generic[C]):
     """One connection's place."""
 
     client: str
@@ -122,19 +122,19 @@ class Place(Generic[C]):
 
 @dataclass(slots=True)
 class Decision(Generic[C]):
-    place: Place[C] | None
+    place: ConnectionPlace[C] | None
     """None: the new connection is refused."""
-    evicted: Place[C] | None = None
+    evicted: ConnectionPlace[C] | None = None
     """Must be closed; it has lost its place already."""
 
 
 @dataclass
-class Places(Generic[C]):
+class ConnectionPlaces(Generic[C]):
     """Who is connected. Where all places are taken, a new connection takes the place that has waited longest
     among those of the address with the most waiting ones: connections that trickle cannot keep others out."""
 
     limits: HttpLimits
-    _places: dict[Place[C], None] = field(default_factory=dict)
+    _places: dict[ConnectionPlace[C], None] = field(default_factory=dict)
     """In the order in which they began to wait."""
     _n_of: Counter[str] = field(default_factory=Counter)
     _running: Counter[str] = field(default_factory=Counter)
@@ -146,7 +146,7 @@ class Places(Generic[C]):
         return iter(tuple(self._places))
 
     def enter(self, client: str, holder: C) -> Decision[C]:
-        evicted: Place[C] | None = None
+        evicted: ConnectionPlace[C] | None = None
         is_local = is_loopback_client(client)
         if not is_local and self._n_of[client] >= self.limits.connections_of_address:
             evicted = self._longest_waiting(client)
@@ -161,7 +161,7 @@ class Places(Generic[C]):
         self.leave(evicted)
         return Decision(self._add(client, holder), evicted)
 
-    def leave(self, place: Place[C]) -> None:
+    def leave(self, place: ConnectionPlace[C]) -> None:
         """May be called again."""
         if place in self._places:
             del self._places[place]
@@ -169,7 +169,7 @@ class Places(Generic[C]):
             if not self._n_of[place.client]:
                 del self._n_of[place.client]
 
-    def begin(self, place: Place[C], client: str) -> bool:
+    def begin(self, place: ConnectionPlace[C], client: str) -> bool:
         """A request of `client` runs on this connection, until `end`. False: it has too many of them."""
         if self._running[client] >= self.limits.requests_of_client:
             return False
@@ -177,7 +177,7 @@ class Places(Generic[C]):
         place.is_waiting = False
         return True
 
-    def end(self, place: Place[C], client: str) -> None:
+    def end(self, place: ConnectionPlace[C], client: str) -> None:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
@@ -187,11 +187,11 @@ class Places(Generic[C]):
             del self._places[place]
             self._places[place] = None
 
-    def _add(self, client: str, holder: C) -> Place[C]:
-        place = Place(client, holder)
+    def _add(self, client: str, holder: C) -> ConnectionPlace[C]:
+        place = ConnectionPlace(client, holder)
         self._places[place] = None
         self._n_of[client] += 1
         return place
 
-    def _longest_waiting(self, client: str) -> Place[C] | None:
+    def _longest_waiting(self, client: str) -> ConnectionPlace[C] | None:
         return next((place for place in self._places if place.is_waiting and place.client == client), None)

@@ -22,9 +22,16 @@ import h11
 import msgspec
 import trio
 
-from swarmllm.api.http.exchange import Application, Exchange, Headers, Refused, exception_leaves
-from swarmllm.api.http.limits import CHUNK_BYTES, ByteBudget, HttpLimits, Place, Places, client_of
-from swarmllm.api.http.wire import ClientGone, Wire
+from swarmllm.api.http.exchange import Application, Exchange, Headers, HttpRefused, exception_leaves
+from swarmllm.api.http.limits import (
+    CHUNK_BYTES,
+    ClientByteBudget,
+    ConnectionPlace,
+    ConnectionPlaces,
+    HttpLimits,
+    client_of,
+)
+from swarmllm.api.http.wire import ClientGone, HttpWire
 from swarmllm.log_filter import provoked_by, where
 
 if TYPE_CHECKING:
@@ -47,8 +54,8 @@ class ServerParts:
 
     application: Application
     limits: HttpLimits
-    places: Places[HttpConnection]
-    bodies: ByteBudget
+    places: ConnectionPlaces[HttpConnection]
+    bodies: ClientByteBudget
     key_of: Callable[[Headers], str | None]
     """The API key's id of a request's headers, where it has one that is known."""
     on_error: Callable[[str, BaseException], None]
@@ -57,7 +64,7 @@ class ServerParts:
 
 
 class HttpConnection:
-    def __init__(self, parts: ServerParts, wire: Wire) -> None:
+    def __init__(self, parts: ServerParts, wire: HttpWire) -> None:
         self._parts = parts
         self._limits = parts.limits
         self.wire = wire
@@ -66,7 +73,7 @@ class HttpConnection:
         self.scope = trio.CancelScope()
         """All of this connection; cancelled when it loses its place or the server stops."""
 
-    async def run(self, place: Place[HttpConnection]) -> None:
+    async def run(self, place: ConnectionPlace[HttpConnection]) -> None:
         """Serve until either side ends. Raises what the socket raises."""
         is_first = True
         while not self._parts.stopping.is_set():
@@ -76,15 +83,15 @@ class HttpConnection:
                     return
                 client = self._parts.key_of(list(request.headers)) or place.client
                 if not self._parts.places.begin(place, client):
-                    raise Refused(429, "too_many_requests", "This client has too many requests running.")
+                    raise HttpRefused(429, "too_many_requests", "This client has too many requests running.")
                 try:
                     has_ended_well = await self._exchange(request, client)
                 finally:
                     self._parts.places.end(place, client)
             except h11.RemoteProtocolError as error:
-                await self._refuse(Refused(error.error_status_hint, "bad_request", str(error)))
+                await self._refuse(HttpRefused(error.error_status_hint, "bad_request", str(error)))
                 return
-            except Refused as refusal:
+            except HttpRefused as refusal:
                 await self._refuse(refusal)
                 return
             except ClientGone:
@@ -92,7 +99,7 @@ class HttpConnection:
             except Exception as error:
                 self._parts.on_error(place.client, error)
                 text = "This node hit an unexpected error; its log says more."
-                await self._refuse(Refused(500, "internal_error", text))
+                await self._refuse(HttpRefused(500, "internal_error", text))
                 return
             if not has_ended_well:
                 return
@@ -116,15 +123,19 @@ class HttpConnection:
                 event = self._h11.next_event()
         if waiting.cancelled_caught:
             if has_begun:
-                raise Refused(408, "request_timeout", f"The header took longer than {limits.header_s:g} s.")
+                raise HttpRefused(
+                    408, "request_timeout", f"The header took longer than {limits.header_s:g} s."
+                )
             return None
         if not isinstance(event, h11.Request):
             return None
         self._method = event.method
         if event.http_version not in (b"1.0", b"1.1"):
-            raise Refused(505, "http_version_not_supported", "This server speaks HTTP/1.1.")
+            raise HttpRefused(505, "http_version_not_supported", "This server speaks HTTP/1.1.")
         if len(event.headers) > limits.headers:
-            raise Refused(431, "too_many_headers", f"A request has at most {limits.headers} header lines.")
+            raise HttpRefused(
+                431, "too_many_headers", f"A request has at most {limits.headers} header lines."
+            )
         return event
 
     async def _exchange(self, request: h11.Request, client: str) -> bool:
@@ -134,7 +145,7 @@ class HttpConnection:
         )
         return await exchange.run(parts.application)
 
-    async def _refuse(self, refusal: Refused) -> None:
+    async def _refuse(self, refusal: HttpRefused) -> None:
         if self._h11.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         error = {
@@ -171,8 +182,8 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         key_of: Callable[[Headers], str | None] = no_key,
     ) -> None:
-        self.places: Places[HttpConnection] = Places(limits)
-        self.bodies = ByteBudget(limits.bodies_bytes, limits.bodies_bytes_of_client)
+        self.places: ConnectionPlaces[HttpConnection] = ConnectionPlaces(limits)
+        self.bodies = ClientByteBudget(limits.bodies_bytes, limits.bodies_bytes_of_client)
         self._limits = limits
         self._tls = tls
         self._parts = ServerParts(
@@ -235,7 +246,7 @@ class HttpServer:
             await trio.aclose_forcefully(stream)
 
     async def _serve_one(self, stream: trio.SocketStream, client: str) -> None:
-        connection = HttpConnection(self._parts, Wire(stream, self._limits))
+        connection = HttpConnection(self._parts, HttpWire(stream, self._limits))
         decision = self.places.enter(client, connection)
         if decision.evicted is not None:
             decision.evicted.holder.scope.cancel()

@@ -16,7 +16,7 @@ class ClientGone(Exception):
     """Nobody is there to answer, or nobody who reads."""
 
 
-class Wire:
+class HttpWire:
     def __init__(self, stream: trio.SocketStream, limits: HttpLimits) -> None:
         self.stream: trio.SocketStream | trio.SSLStream = stream
         """TLS takes the place of the socket after its handshake."""

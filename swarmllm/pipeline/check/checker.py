@@ -20,9 +20,9 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
-from swarmllm.pipeline.check.evidence import Collector, NotThere, token_evidence
+from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, token_evidence
 from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
-from swarmllm.pipeline.check.recompute import Replies, Task, TokenTask, compute_here, sample_here
+from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DRAWN_TOKENS,
@@ -166,7 +166,7 @@ class Checker:
         """Take what a check needs from stages that hold a request that is over."""
         try:
             evidence = await self._evidence(chain, stage)
-        except (NotThere, SwarmLLMError) as error:
+        except (EvidenceAbsent, SwarmLLMError) as error:
             log.info("request %s is not checked: %s", chain.context.request_id, error or "rows are not there")
             evidence = None
         if evidence is None:
@@ -305,7 +305,7 @@ class Checker:
                 node_id or self.router.node_id,
             )
         layers = context.view.layers(pending.stage)
-        task = Task(context, layers, evidence.came_in, evidence.n_rows, chunk_tokens)
+        task = RecomputeTask(context, layers, evidence.came_in, evidence.n_rows, chunk_tokens)
         rows = (
             await compute_here(self.compute, task)
             if node_id is None

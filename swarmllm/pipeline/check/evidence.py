@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange, covers
-from swarmllm.pipeline.check.recompute import Task, compute_here
+from swarmllm.pipeline.check.recompute import RecomputeTask, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.request import RequestContext
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 10.0
 _F32 = np.dtype("<f4")
 
 
-class NotThere(Exception):
+class EvidenceAbsent(Exception):
     """Rows that are not kept any more, or of which a node says so."""
 
 
@@ -149,13 +149,13 @@ class Collector:
             if not here or not covers(loaded, before) or "q8_0" in self._context.row_formats:
                 # (Nobody rounds the rows of a task on their way, as those were that came in.)
                 raise
-        task = Task(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
+        task = RecomputeTask(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
         return await compute_here(self._compute, task)
 
     async def _told(self, node_id: NodeId, boundary: int, stretch: Stretch) -> Tensor | None:
         try:
             return await self._rows(node_id, boundary, *stretch)
-        except NotThere:
+        except EvidenceAbsent:
             return None
 
     async def _rows(self, node_id: NodeId, boundary: int, position: int, n_rows: int) -> Tensor:
@@ -167,11 +167,11 @@ class Collector:
             n = min(n_rows, at_once)
             piece = await self._ask(node_id, boundary, position, n)
             if not piece.known or len(piece.rows) != n * self._row_bytes:
-                raise NotThere
+                raise EvidenceAbsent
             pieces.append(np.frombuffer(piece.rows, _F32).reshape(n, self._context.n_embd))
             position, n_rows = position + n, n_rows - n
         if n_rows:
-            raise NotThere
+            raise EvidenceAbsent
         return np.concatenate(pieces)
 
     async def _has(self, node_id: NodeId, boundary: int, rows: Tensor) -> bool | None:
@@ -181,7 +181,7 @@ class Collector:
             part = rows[position : position + 4096]
             try:
                 piece = await self._ask(node_id, boundary, position, len(part), digest_only=True)
-            except NotThere:
+            except EvidenceAbsent:
                 return None
             if not piece.known:
                 return None
@@ -205,7 +205,7 @@ class Collector:
                 )
             piece = decode_response(body)
         except (trio.TooSlowError, SwarmLLMError, ProtocolError):
-            raise NotThere from None
+            raise EvidenceAbsent from None
         if not isinstance(piece, RowsPiece) or piece.request_id != request.request_id:
-            raise NotThere
+            raise EvidenceAbsent
         return piece

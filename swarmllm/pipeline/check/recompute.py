@@ -56,7 +56,7 @@ def batches(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RecomputeTask:
     """Rows of a stage that are to be computed again."""
 
     context: RequestContext
@@ -71,7 +71,7 @@ class Task:
         return batches(len(self.came_in), self.context.n_given_tokens, self.chunk_tokens)
 
 
-async def compute_here(compute: Compute, task: Task) -> Tensor:
+async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:
     """f32 [n_rows, n_embd]. Raises SwarmLLMError."""
     model, request_id = task.context.model, new_request_id()
     results: list[Tensor] = []
@@ -197,7 +197,7 @@ class Replies:
             with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S), suppress(SwarmLLMError):
                 await router.send(node_id, *encode_job(CancelInference(request_id=request_id)))
 
-    async def compute_at(self, node_id: NodeId, router: Router, task: Task) -> Tensor:
+    async def compute_at(self, node_id: NodeId, router: Router, task: RecomputeTask) -> Tensor:
         """f32 [n_rows, n_embd], as that node computes them. Raises SwarmLLMError."""
         assignment, index = _private_pipeline(router.node_id, node_id, task)
         results: list[Tensor] = []
@@ -268,7 +268,7 @@ async def _next_token(receive: trio.MemoryReceiveChannel[Reply], node_id: NodeId
 
 
 def _private_pipeline(
-    here: NodeId, node_id: NodeId, task: Task | TokenTask
+    here: NodeId, node_id: NodeId, task: RecomputeTask | TokenTask
 ) -> tuple[PipelineAssignment, int]:
     """With the index of the other node's stage."""
     layers, n_layers = task.layers, task.context.view.stages[-1].end
@@ -286,9 +286,11 @@ def _private_pipeline(
         model_id=task.context.model.model_id,
         origin=here,
         stages=tuple(stages),
-        n_prompt_tokens=len(task.came_in) if isinstance(task, Task) else task.context.n_prompt_tokens,
-        sampling=Sampling() if isinstance(task, Task) else task.sampling,
-        generated=() if isinstance(task, Task) else task.evidence.before,
+        n_prompt_tokens=len(task.came_in)
+        if isinstance(task, RecomputeTask)
+        else task.context.n_prompt_tokens,
+        sampling=Sampling() if isinstance(task, RecomputeTask) else task.sampling,
+        generated=() if isinstance(task, RecomputeTask) else task.evidence.before,
     )
     return assignment, int(layers.start > 0)
 

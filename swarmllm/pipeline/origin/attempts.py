@@ -28,7 +28,7 @@ from swarmllm.errors import (
 )
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Fetched, Source
+from swarmllm.pipeline.origin.generation import Fetched, TokenSource
 from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
@@ -95,7 +95,7 @@ class Attempts:
 
     def open(
         self, request: OriginRequest, assignment: PipelineAssignment, pace: Pace
-    ) -> AbstractAsyncContextManager[Source]:
+    ) -> AbstractAsyncContextManager[TokenSource]:
         """The latest attempt at a request. Adds to what the request avoids the node because of which it
         fails."""
         context = request.context

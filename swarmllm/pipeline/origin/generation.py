@@ -196,7 +196,7 @@ class Fetched:
     seconds: float
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where tokens come from: this node's worker, or a chain of stages."""
 
     @property
@@ -230,7 +230,7 @@ class Source(Protocol):
         ...
 
 
-class FailoverSource(Source, Protocol):
+class FailoverSource(TokenSource, Protocol):
     """Where tokens come from as long as there is anybody to make them."""
 
     @property

@@ -21,7 +21,7 @@ from swarmllm.pipeline.origin.lifecycle import REQUEST_LIFECYCLE, RequestEvent, 
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.request import RequestContext, further_id
 from swarmllm.pipeline.route.assembly import Assembly
-from swarmllm.pipeline.stage.capacity import Held, held_here
+from swarmllm.pipeline.stage.capacity import HeldCapacity, held_here
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment
@@ -76,7 +76,7 @@ class OriginRequest:
         self.state = REQUEST_LIFECYCLE.after(self.state, event)
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldCapacity | None:
         """By it on this node; None: no route yet, or others run all of it."""
         return held_here(self.context) if self.context is not None else None
 

@@ -53,7 +53,7 @@ class PrefixTravelSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class HolderPath:
     """To one holder."""
 
     node_id: NodeId
@@ -93,12 +93,12 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    way: Way
+    way: HolderPath
     predicted_s: float
 
 
 def choose(
-    ways: Iterable[Way], slices: Slices, n_known: int, prefill_s_per_row: float | None
+    ways: Iterable[HolderPath], slices: Slices, n_known: int, prefill_s_per_row: float | None
 ) -> Offer | None:
     """The holder from which these rows are there soonest. None: computing what is missing beside the
     `n_known` rows that are here is about as fast, or would be for all that is known."""

@@ -26,11 +26,11 @@ from swarmllm.pipeline.origin.generation import Fetched
 from swarmllm.pipeline.prefix.choice import (
     LANES,
     FetchClock,
+    HolderPath,
     Offer,
     PrefixTravelSettings,
     Resting,
     Slices,
-    Way,
     choose,
     draw_blocks,
     whole_blocks,
@@ -40,7 +40,7 @@ from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.route.inputs import prefill_here_s
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
-from swarmllm.swarm.byte_budget import ByteBudget, Kind
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -190,10 +190,10 @@ class PrefixFetcher:
             del self._under_way[names[-1]]
             done.set()
 
-    def _ways(self, holders: list[NodeId]) -> list[Way]:
+    def _ways(self, holders: list[NodeId]) -> list[HolderPath]:
         peers = {peer.node_id: peer for peer in self.router.peers()}
         known = [peers[each] for each in holders if each in peers]
-        return [Way(peer.node_id, peer.rtt_s, peer.bytes_per_s) for peer in known]
+        return [HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s) for peer in known]
 
     def _capabilities(self, node_ids: list[NodeId]) -> list[NodeCapability]:
         records = (self.registry.node(node_id) for node_id in node_ids)
@@ -206,7 +206,7 @@ class PrefixFetcher:
         node's worker."""
         node_id, began_s = offer.way.node_id, trio.current_time()
         n_bytes = wanted.slices.n_bytes
-        grant = self.budget.reserve(node_id, Kind.MESSAGES, n_bytes)
+        grant = self.budget.reserve(node_id, BudgetKind.MESSAGES, n_bytes)
         if grant is None:
             self.counts.prefix_misses += 1
             return None

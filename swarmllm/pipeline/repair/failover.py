@@ -23,7 +23,7 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
-from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, Source, StageReport
+from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageReport, TokenSource
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Opener(Protocol):
-    def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[Source]:
+    def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[TokenSource]:
         """One that goes on after the tokens that the request has, without the nodes that it avoids. The next
         node that fails is added to these. Raises SwarmLLMError."""
         ...
@@ -50,7 +50,7 @@ class Failover:
         self._request = request
         self._opener = opener
         self._recovery = request.recovery
-        self._source: Source | None = None
+        self._source: TokenSource | None = None
         """The pipeline at work, or the one that broke last."""
         self._closing: AsyncExitStack | None = None
         """Of the pipeline at work."""
@@ -175,6 +175,6 @@ class Failover:
         return self._latest_s - self._first_s if self._has_changed else self._opened.decode_s
 
     @property
-    def _opened(self) -> Source:
+    def _opened(self) -> TokenSource:
         assert self._source is not None, "a generation begins with its first token"
         return self._source

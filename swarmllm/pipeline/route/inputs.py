@@ -48,7 +48,7 @@ ROW_BYTES_PER_VALUE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OwnLoad:
     """What this node knows better than the records that nodes publish about once a second."""
 
     n_active: int = 0
@@ -80,7 +80,7 @@ def route_inputs(
     capabilities: Mapping[NodeId, NodeCapability],
     links: Links,
     observations: Observations,
-    load: Load,
+    load: OwnLoad,
     measured_s: Mapping[NodeId, float] = NOTHING_MEASURED,
 ) -> RouteInputs:
     """`capabilities`: what other nodes say of themselves. `measured_s`: what this node has measured of

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Literal, Unpack
 
-from swarmllm.pipeline.origin.generation import Source
+from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import (
     Compute,
@@ -122,7 +122,7 @@ def undisturbed_ways_s(stages: Sequence[Stage], known: RouteInputs) -> float | N
     return sum(known_s) / 2 if len(known_s) == len(rtts_s) else None
 
 
-def learn(observations: Observations, source: Source, ways_s: float | None) -> None:
+def learn(observations: Observations, source: TokenSource, ways_s: float | None) -> None:
     """From a pipeline that has answered; `ways_s` as above, of when it was chosen."""
     if ways_s is None or source.shape != "chain" or source.n_generated < HOP_TOKENS:
         return
@@ -136,7 +136,7 @@ def learn(observations: Observations, source: Source, ways_s: float | None) -> N
 
 def measure(
     speeds: PeerSpeeds,
-    source: Source,
+    source: TokenSource,
     assembly: Assembly,
     model_id: ModelId,
     here: NodeId,

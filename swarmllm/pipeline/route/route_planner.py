@@ -20,7 +20,7 @@ from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
-from swarmllm.pipeline.route.inputs import Links, Load, route_inputs, workload
+from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
 from swarmllm.pipeline.route.row_formats import (
     Compression,
@@ -31,7 +31,7 @@ from swarmllm.pipeline.route.row_formats import (
 from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.capacity import Held, Room, room_left
+from swarmllm.pipeline.stage.capacity import HeldCapacity, Room, room_left
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.scheduling.candidates import candidates, runnable
 from swarmllm.scheduling.cheapest import route_cost_s
@@ -64,20 +64,22 @@ class LocalLoad:
         """For one more request, of the model with least of it."""
         return room_left(self._held(), self._settings, self._pool.context_sizes())
 
-    def now(self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int) -> Load:
+    def now(
+        self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int
+    ) -> OwnLoad:
         """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
         already, and have no route."""
         n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
         # What runs here as a whole waits for its turn; a stage would be refused.
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
-        return Load(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
+        return OwnLoad(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
 
     def _room_of(self, model_id: ModelId) -> Room:
         n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
         held = (each for each in self._held() if each.model_id == model_id)
         return room_left(held, self._settings, {model_id: n_ctx})
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[HeldCapacity]:
         return [
             *filter(None, (request.held for request in self._requests)),
             *self._sessions.held_for_others(),
@@ -127,7 +129,7 @@ class RoutePlanner:
         self,
         entry: CatalogueEntry,
         size: RequestSize,
-        load: Load,
+        load: OwnLoad,
         avoid: Collection[NodeId],
         *,
         suspects: Sequence[NodeId] = (),
@@ -164,7 +166,7 @@ class RoutePlanner:
             stages, self._node_id, self._compression, lines, packing, width, is_exact=is_exact
         )
 
-    async def plan(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> Plan:
+    async def plan(self, entry: CatalogueEntry, size: RequestSize, load: OwnLoad) -> Plan:
         """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
         known = self._known(entry, size, load)
         plan = await trio.to_thread.run_sync(lambda: plan_route(_question(known)))
@@ -174,7 +176,7 @@ class RoutePlanner:
         ]
         return replace(plan, row_formats=self._row_formats(entry, stages, is_exact=False))
 
-    def _known(self, entry: CatalogueEntry, size: RequestSize, load: Load) -> _Known:
+    def _known(self, entry: CatalogueEntry, size: RequestSize, load: OwnLoad) -> _Known:
         # What a node says of a model is kept as it is indexed: here is only a look at each of them.
         held = dict(self._registry.held(entry.model_id))
         # This node knows what it has loaded better than its own last announcement does.
@@ -244,7 +246,7 @@ class _Known:
     links: Links
     observations: Observations
     """Goes on observing; a search reads few values of it, each whole."""
-    load: Load
+    load: OwnLoad
     measured_s: Mapping[NodeId, float]
     constraints: Constraints
 

@@ -44,7 +44,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class HopLine:
     """Between the nodes of one hop."""
 
     formats: frozenset[str]
@@ -57,7 +57,7 @@ def choose_formats(
     stages: Sequence[Stage],
     origin: NodeId,
     compression: Compression,
-    lines: Mapping[tuple[NodeId, NodeId], Line],
+    lines: Mapping[tuple[NodeId, NodeId], HopLine],
     packing: Packing,
     width: int,
     *,
@@ -71,7 +71,7 @@ def choose_formats(
     hops = pairwise((origin, *(stage.node_id for stage in stages)))
     formats = tuple(
         _format(
-            lines[hop] if hop in lines else Line(frozenset(), None),
+            lines[hop] if hop in lines else HopLine(frozenset(), None),
             compression,
             packing,
             may_round=index > 0 and not is_exact and width % BLOCK_VALUES == 0,
@@ -83,7 +83,7 @@ def choose_formats(
     return formats if any(each != "f32" for each in formats) else ()
 
 
-def _format(line: Line, compression: Compression, packing: Packing, *, may_round: bool) -> RowFormat:
+def _format(line: HopLine, compression: Compression, packing: Packing, *, may_round: bool) -> RowFormat:
     if compression == "q8_0" and may_round and "q8_0" in line.formats:
         return "q8_0"
     if "lossless" not in line.formats:
@@ -99,7 +99,7 @@ def lines_between(
     origin: NodeId,
     said: Mapping[NodeId, NodeCapability],
     measured: Mapping[NodeId, float],
-) -> dict[tuple[NodeId, NodeId], Line]:
+) -> dict[tuple[NodeId, NodeId], HopLine]:
     """Of the hops of a pipeline. `said`: by the other nodes of themselves. `measured`: bytes per second of
     what this node received from its peers. A receiver's word about a line comes before its sender's."""
     lines = {}
@@ -113,7 +113,7 @@ def lines_between(
         speed = _told(said, receiver, sender) or _told(said, sender, receiver)
         if speed is None and origin in (sender, receiver):
             speed = measured.get(receiver if sender == origin else sender)
-        lines[sender, receiver] = Line(formats, speed)
+        lines[sender, receiver] = HopLine(formats, speed)
     return lines
 
 

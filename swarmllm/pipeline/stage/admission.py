@@ -22,7 +22,7 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, Held, Place, Shares, held_here
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, Shares, StagePlace, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.served import Served, ServedBook
@@ -41,13 +41,13 @@ REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
 
 
-class Refused(Exception):
+class AssignmentRefused(Exception):
     """Why this node takes no part."""
 
     busy = False
 
 
-class Busy(Refused):
+class StageBusy(AssignmentRefused):
     """It would, once something else has ended."""
 
     busy = True
@@ -87,7 +87,7 @@ class Sessions:
     async def acknowledge(self, sender: NodeId, assignment: PipelineAssignment) -> PipelineAck:
         try:
             context = await self._accept(sender, assignment)
-        except Refused as refusal:
+        except AssignmentRefused as refusal:
             return PipelineAck(
                 request_id=assignment.request_id,
                 accepted=False,
@@ -211,7 +211,7 @@ class Sessions:
     def n_for_others(self) -> int:
         return sum(map(self._is_of_others, self.all_running()))
 
-    def held_for_others(self) -> list[Held]:
+    def held_for_others(self) -> list[HeldCapacity]:
         """Without those that would give their place up."""
         latest_s = trio.current_time() - FIRST_JOB_S
         for_others = (
@@ -242,18 +242,18 @@ class Sessions:
 
     async def _accept(self, sender: NodeId, assignment: PipelineAssignment) -> RequestContext:
         if assignment.origin != sender or sender == self.router.node_id:
-            raise Refused("the origin of a request must assign it itself")
+            raise AssignmentRefused("the origin of a request must assign it itself")
         try:
             entry = await trio.to_thread.run_sync(self.catalogue.get, assignment.model_id)
         except SwarmLLMError:
-            raise Refused("this node does not have the model") from None
+            raise AssignmentRefused("this node does not have the model") from None
         # From here on without a pause: what is checked still holds when the session is opened.
         if assignment.request_id in self.by_request:
-            raise Refused("the request id is in use")
+            raise AssignmentRefused("the request id is in use")
         if (sender, assignment.request_id) in self._cancelled:
-            raise Refused("the request has been cancelled")
+            raise AssignmentRefused("the request has been cancelled")
         if assignment.stages[-1].end != entry.manifest.n_layers:
-            raise Refused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
+            raise AssignmentRefused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
         context = request_context(assignment, entry, self.router.node_id)
         self._check_layers(context, entry.manifest)
         self._check_neighbours(context)
@@ -261,9 +261,9 @@ class Sessions:
         self._check_scored(context)
         settings, origin = self.settings, assignment.origin
         if not self._make_room(origin, None, settings.max_stage_requests):
-            raise Busy(f"this node takes part in {settings.max_stage_requests} requests already")
+            raise StageBusy(f"this node takes part in {settings.max_stage_requests} requests already")
         if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
-            raise Busy(f"the model has {settings.max_requests_per_model} requests here already")
+            raise StageBusy(f"the model has {settings.max_requests_per_model} requests here already")
         self.open(context)
         view = context.view
         mine = [view.layers(stage) for stage in range(len(view.stages)) if view.is_here(stage)]
@@ -274,7 +274,7 @@ class Sessions:
         """For one more request, of any model or of this one."""
         shares = self._shares.setdefault(model_id, Shares(capacity))
         places = [
-            Place(session.context.request_id, session.view.origin, session.assigned_s, session.has_begun)
+            StagePlace(session.context.request_id, session.view.origin, session.assigned_s, session.has_begun)
             for session in self.all_running()
             if self._is_of_others(session, model_id)
         ]
@@ -294,27 +294,29 @@ class Sessions:
         """What cannot fit would make this node look full to everybody."""
         n_ctx = self.compute.context_sizes().get(context.model.model_id, self.settings.n_ctx)
         if context.n_given_tokens >= n_ctx:
-            raise Refused(f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here")
+            raise AssignmentRefused(
+                f"the prompt has {context.n_given_tokens} tokens; there is room for {n_ctx} here"
+            )
 
     def _check_scored(self, context: RequestContext) -> None:
         scored = context.scored
         if scored and (context.wants != "normed" or len(scored) != context.n_prompt_tokens):
-            raise Refused(f"{len(scored)} scored tokens for a prompt of {context.n_prompt_tokens}")
+            raise AssignmentRefused(f"{len(scored)} scored tokens for a prompt of {context.n_prompt_tokens}")
         if scored and max(scored) >= context.n_vocab:
-            raise Refused(f"scored token ids lie in [0, {context.n_vocab})")
+            raise AssignmentRefused(f"scored token ids lie in [0, {context.n_vocab})")
 
     def _check_layers(self, context: RequestContext, manifest: Manifest) -> None:
         view = context.view
         mine = [index for index in range(len(view.stages)) if view.is_here(index)]
         if not mine:
-            raise Refused("no stage is assigned to this node")
+            raise AssignmentRefused("no stage is assigned to this node")
         loaded = self.compute.loaded(context.model.model_id)
         for index in mine:
             layers = view.layers(index)
             if not covers(loaded, layers):
-                raise Refused(f"layers {layers} are not loaded here")
+                raise AssignmentRefused(f"layers {layers} are not loaded here")
             if not usable([layers], manifest.n_layers, manifest.cut_alignment):
-                raise Refused(f"layers {layers} do not respect the cuts of the model")
+                raise AssignmentRefused(f"layers {layers} do not respect the cuts of the model")
 
     def _check_neighbours(self, context: RequestContext) -> None:
         view = context.view
@@ -325,7 +327,7 @@ class Sessions:
         }
         unreachable = needed - self.router.connected() - {view.node_id}
         if unreachable:
-            raise Refused(f"this node is not connected to {min(unreachable)}")
+            raise AssignmentRefused(f"this node is not connected to {min(unreachable)}")
 
     # Of the sessions.
 

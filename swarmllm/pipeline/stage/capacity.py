@@ -39,7 +39,7 @@ WANTING_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldCapacity:
     """By one request."""
 
     model_id: ModelId
@@ -69,15 +69,15 @@ class Room:
         return ""
 
 
-def held_here(context: RequestContext) -> Held | None:
+def held_here(context: RequestContext) -> HeldCapacity | None:
     """None: other nodes run all of its layers."""
     if not context.view.runs_layers:
         return None
-    return Held(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
+    return HeldCapacity(context.model.model_id, context.n_prompt_tokens, context.sampling.max_tokens)
 
 
 def room_left(
-    held: Iterable[Held],
+    held: Iterable[HeldCapacity],
     settings: PipelineSettings,
     context_sizes: Mapping[ModelId, int] = MappingProxyType({}),
 ) -> Room:
@@ -99,7 +99,7 @@ def room_left(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StagePlace:
     """One request of another node here."""
 
     request_id: str
@@ -110,7 +110,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StageAdmission:
     is_granted: bool
     instead_of: str | None = None
     """The request that has to go."""
@@ -126,7 +126,7 @@ class Shares:
     _served: dict[NodeId, float] = field(default_factory=dict)
     """The same of those that were not."""
 
-    def ask(self, origin: NodeId, places: Iterable[Place], now_s: float) -> Admission:
+    def ask(self, origin: NodeId, places: Iterable[StagePlace], now_s: float) -> StageAdmission:
         """`places`: those that are taken."""
         taken = list(places)
         held = Counter(place.origin for place in taken)
@@ -135,7 +135,7 @@ class Shares:
         fair = max(1, self.capacity // len({*held, *self._wanting, *self._served, origin}))
         others = (each for each in self._wanting if each != origin)
         if held[origin] >= fair and any(held[each] < fair for each in others):
-            return Admission(is_granted=False)
+            return StageAdmission(is_granted=False)
         n_free = self.capacity - len(taken)
         is_kept = self.capacity >= KEPT_OF and any(not held[each] for each in self._served if each != origin)
         if n_free > int(is_kept and held[origin] >= fair):
@@ -148,21 +148,21 @@ class Shares:
         if n_free or not given_up:
             if len(self._wanting) < WANTING_MAX or origin in self._wanting:
                 self._wanting[origin] = now_s + WANT_S
-            return Admission(is_granted=False)
+            return StageAdmission(is_granted=False)
         chosen = min(
             given_up,
             key=lambda place: (place.has_begun, -held[place.origin], place.assigned_s, place.request_id),
         )
         return self._granted(origin, now_s, chosen.request_id)
 
-    def _granted(self, origin: NodeId, now_s: float, instead_of: str | None = None) -> Admission:
+    def _granted(self, origin: NodeId, now_s: float, instead_of: str | None = None) -> StageAdmission:
         self._wanting.pop(origin, None)
         if len(self._served) < WANTING_MAX or origin in self._served:
             self._served[origin] = now_s + WANT_S
-        return Admission(is_granted=True, instead_of=instead_of)
+        return StageAdmission(is_granted=True, instead_of=instead_of)
 
 
-def _may_be_given_up(place: Place, now_s: float, *, is_for_share: bool) -> bool:
+def _may_be_given_up(place: StagePlace, now_s: float, *, is_for_share: bool) -> bool:
     """`is_for_share`: its origin has more than its share, and who asks has less."""
     held_s = now_s - place.assigned_s
     if place.has_begun:

@@ -48,7 +48,7 @@ from swarmllm.pipeline.stage.session_queue import (
     NotFinite,
     Put,
     ReceivedRows,
-    Relay,
+    RelayedJob,
     Report,
     SessionQueue,
     read_job,
@@ -278,7 +278,7 @@ class Session:
         """Send a job message of this node's worker. False: that is none of its business."""
         if receiver not in self.view.node_ids:
             return False
-        self._put(Relay(receiver, header, payload))
+        self._put(RelayedJob(receiver, header, payload))
         return True
 
     def lost(self, node_id: NodeId) -> None:
@@ -437,7 +437,7 @@ class Session:
             await self._walker.generate(item.tokens, self._count_token)
         elif isinstance(item, ReplayRows):
             await self._walker.replay(item)
-        elif isinstance(item, Relay):
+        elif isinstance(item, RelayedJob):
             await self._walker.relay(item.receiver, item.header, item.payload)
         else:
             await self._walker.tell_origin(item.error)

@@ -23,7 +23,7 @@ import trio
 
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.request import RequestContext
-from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import LayerForward, PipelineError, RemoteGenerateRequest, ReplayRows
@@ -43,7 +43,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class RelayedJob:
     """What this node's worker wants sent."""
 
     receiver: NodeId
@@ -58,7 +58,7 @@ class GivenPrompt:
     tokens: Tensor
 
 
-Item: TypeAlias = Job | Report | Relay | GivenPrompt | ReplayRows
+Item: TypeAlias = Job | Report | RelayedJob | GivenPrompt | ReplayRows
 
 
 class NotFinite(BadTensor):
@@ -182,7 +182,7 @@ class SessionQueue:
             return Put.OVERRUN
         grant = None
         if sender is not None and n_bytes:
-            grant = self._budget.reserve(sender, Kind.JOBS, n_bytes)
+            grant = self._budget.reserve(sender, BudgetKind.JOBS, n_bytes)
             if grant is None:
                 return Put.NO_ROOM
         self._items.append((item, is_foreign, grant))

@@ -24,8 +24,8 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin.prefixes import give_names, last_names
 from swarmllm.pipeline.processor import (
-    Outcome,
-    State,
+    JobOutcome,
+    JobState,
     advance,
     after_embed,
     after_head,
@@ -86,18 +86,18 @@ class Walker:
         self._last_want: Want = "none"
         if context.wants == "normed":
             self._last_want = "scores" if context.scored else "normed"
-        self._actions: dict[State, Callable[[Job], Awaitable[State]]] = {
-            State.VALIDATING: self._validate,
-            State.EMBED: self._embed,
-            State.PROCESS_LAYERS: self._process_layers,
-            State.HEAD: self._head,
-            State.SEND: self._send,
+        self._actions: dict[JobState, Callable[[Job], Awaitable[JobState]]] = {
+            JobState.VALIDATING: self._validate,
+            JobState.EMBED: self._embed,
+            JobState.PROCESS_LAYERS: self._process_layers,
+            JobState.HEAD: self._head,
+            JobState.SEND: self._send,
         }
 
     async def walk(self, job: Job) -> None:
         """From VALIDATING to DONE. Raises SwarmLLMError where the request cannot go on here."""
-        state = State.VALIDATING
-        while state is not State.DONE:
+        state = JobState.VALIDATING
+        while state is not JobState.DONE:
             state = await self._actions[state](job)
         self.n_sent = max(self.n_sent, job.position + job.n_tokens)
 
@@ -187,26 +187,26 @@ class Walker:
         except SwarmLLMError as error:
             self._log.debug("request %s not cancelled at %s: %s", self._context.request_id, node_id, error)
 
-    def _advance(self, job: Job, state: State, outcome: Outcome) -> State:
+    def _advance(self, job: Job, state: JobState, outcome: JobOutcome) -> JobState:
         """What comes of a state passes the table, before the job moves and anybody is told. Raises
         WorkerError."""
         after = advance(job, state, outcome, self._view)
-        if outcome is Outcome.INCOMPLETE:
+        if outcome is JobOutcome.INCOMPLETE:
             self._raise_incomplete(job)
         return after
 
-    async def _validate(self, job: Job) -> State:
+    async def _validate(self, job: Job) -> JobState:
         loaded = self._compute.loaded(self._context.model.model_id)
-        return self._advance(job, State.VALIDATING, after_validating(job, self._view, loaded))
+        return self._advance(job, JobState.VALIDATING, after_validating(job, self._view, loaded))
 
-    async def _embed(self, job: Job) -> State:
+    async def _embed(self, job: Job) -> JobState:
         first_is_here = self._view.is_here(0)
         if job.token is None:
             await self._embed_chunk(job, first_is_here)
         elif first_is_here:
             job.tensor = np.array([job.token], np.int32)
             job.step = ComputeStep.LAYER
-        return self._advance(job, State.EMBED, after_embed(job, self._view))
+        return self._advance(job, JobState.EMBED, after_embed(job, self._view))
 
     async def _embed_chunk(self, job: Job, first_is_here: bool) -> None:
         assert self._origin_side is not None, "only the origin holds a prompt"
@@ -220,7 +220,7 @@ class Walker:
         job.tensor = rows if first_is_here else await self._compute.embed(self._context.model, rows)
         job.step = ComputeStep.LAYER
 
-    async def _process_layers(self, job: Job) -> State:
+    async def _process_layers(self, job: Job) -> JobState:
         stage, tensor = job.stage, job.tensor
         if tensor is None:
             assert job.token is not None
@@ -244,7 +244,7 @@ class Walker:
             rounded=self._context.rounds(stage),
         )
         if result.onward and result.token is None:
-            return self._advance(job, State.PROCESS_LAYERS, Outcome.PASSED_ON)
+            return self._advance(job, JobState.PROCESS_LAYERS, JobOutcome.PASSED_ON)
         self._has_sampled |= samples
         job.is_passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
@@ -259,25 +259,25 @@ class Walker:
         job.timings = (*job.timings, StageTiming(stage, result.compute_s, busy_s))
         job.since_s = now_s
         outcome = after_layers(job, self._view)
-        after = self._advance(job, State.PROCESS_LAYERS, outcome)
-        if outcome is Outcome.LAST_LAYER and job.prefill_left > 0:
+        after = self._advance(job, JobState.PROCESS_LAYERS, outcome)
+        if outcome is JobOutcome.LAST_LAYER and job.prefill_left > 0:
             await self.tell_origin(self._progress(job), self._passed_rows(job))
             job.token = None
         return after
 
-    async def _head(self, job: Job) -> State:
+    async def _head(self, job: Job) -> JobState:
         sampled = job.sampled
         assert sampled is not None, "the last stage's forward samples"
         job.token, job.finish_reason = sampled.token, sampled.finish_reason
         told = _told(self._context, sampled, job.timings)
         outcome = after_head(job, self._view)
-        if job.is_passed_on and outcome is not Outcome.FINISHED:
-            outcome = Outcome.PASSED_ON
-        after = self._advance(job, State.HEAD, outcome)
+        if job.is_passed_on and outcome is not JobOutcome.FINISHED:
+            outcome = JobOutcome.PASSED_ON
+        after = self._advance(job, JobState.HEAD, outcome)
         origin_is_first = self._view.origin == self._view.stages[0].node_id
         if job.is_passed_on and origin_is_first:
             return after
-        if outcome is Outcome.TOKEN_ELSEWHERE and not origin_is_first:
+        if outcome is JobOutcome.TOKEN_ELSEWHERE and not origin_is_first:
             job.untold = told, job.piece
         else:
             await self.tell_origin(told, job.piece)
@@ -290,8 +290,8 @@ class Walker:
         waited_s = max(0.0, trio.current_time() - job.since_s)
         return RingHint(job.stage, job.timings, waited_s, job.resent)
 
-    async def _send(self, job: Job) -> State:
-        after = self._advance(job, State.SEND, Outcome.SENT)
+    async def _send(self, job: Job) -> JobState:
+        after = self._advance(job, JobState.SEND, JobOutcome.SENT)
         receiver = destination(job, self._view)
         if job.step is ComputeStep.HEAD:
             await self._send_to(receiver, self._progress(job), self._passed_rows(job))

@@ -30,7 +30,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
-from swarmllm.swarm.byte_budget import ByteBudget, Grant, Kind
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.peers.peer_table import Parts
@@ -257,7 +257,7 @@ class Bulk:
 
     async def _asked(self, connection: Connection, number: int, body: memoryview) -> None:
         n_answering = self._n_answering.get(connection, 0)
-        grant = self._budget.reserve(connection.node_id, Kind.REQUESTS, len(body))
+        grant = self._budget.reserve(connection.node_id, BudgetKind.REQUESTS, len(body))
         if n_answering >= PENDING_MAX or grant is None:
             if grant is not None:
                 grant.release()
@@ -285,7 +285,7 @@ class Bulk:
                 except RequestRefused as refusal:
                     kind, content = BulkKind.REFUSED, str(refusal).encode()
             # It waits here until the peer reads.
-            grant = self._budget.reserve(connection.node_id, Kind.RESPONSES, len(content))
+            grant = self._budget.reserve(connection.node_id, BudgetKind.RESPONSES, len(content))
             if grant is None:
                 await self._reply(connection, BulkKind.BUSY, number, b"")
                 return

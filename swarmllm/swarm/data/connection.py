@@ -48,7 +48,7 @@ from swarmllm.swarm.data.connection_states import (
 )
 from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
-from swarmllm.swarm.data.wire import VERSION, Hello, Kind, Outgoing, Wire, WireClosed, checked_hello
+from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, Outgoing, Wire, WireClosed, checked_hello
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
@@ -120,7 +120,7 @@ class Connection:
         self._writing = False
         self._keepalive = Keepalive()
         self._handling = False
-        self._last = Outgoing(encode_frame(bytes((Kind.LAST,))))
+        self._last = Outgoing(encode_frame(bytes((FrameKind.LAST,))))
         self.deliveries = Deliveries()
         self._acknowledges = False
         """Whether the peer does."""
@@ -174,7 +174,7 @@ class Connection:
                 nursery.start_soon(self._write_queue)
                 nursery.start_soon(self._beat)
                 hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
-                self._queue_control(Kind.HELLO, msgspec.msgpack.encode(hello))
+                self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
                 await self._read()
         except* _LinkAsked:
             if self.alive:
@@ -221,7 +221,7 @@ class Connection:
     async def send(self, header: bytes, payload: bytes | memoryview) -> None:
         """Returns when the message is on its way. Raises NodeUnreachable."""
         pieces = encode_frame(
-            bytes((Kind.MESSAGE,)) + header,
+            bytes((FrameKind.MESSAGE,)) + header,
             payload,
             header_max=SWARM_HEADER_MAX + 1,
             payload_max=SWARM_PAYLOAD_MAX,
@@ -240,7 +240,7 @@ class Connection:
     async def say_goodbye(self) -> None:
         """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
         if self.alive:
-            outgoing = Outgoing(encode_frame(bytes((Kind.GOODBYE,))))
+            outgoing = Outgoing(encode_frame(bytes((FrameKind.GOODBYE,))))
             try:
                 await self._write_in_turn(outgoing)
             except NodeUnreachable:
@@ -252,7 +252,7 @@ class Connection:
         handled = self._marks[mark] = trio.Event()
         try:
             while not handled.is_set():
-                await self._write_in_turn(Outgoing(encode_frame(bytes((Kind.PING,)) + mark)))
+                await self._write_in_turn(Outgoing(encode_frame(bytes((FrameKind.PING,)) + mark)))
                 # A pong is left out where the peer has other things to write.
                 with trio.move_on_after(_ASK_AGAIN_S):
                     await handled.wait()
@@ -301,7 +301,7 @@ class Connection:
         if outgoing.failed:
             self._require_alive()
 
-    def _queue_control(self, kind: Kind, content: bytes) -> None:
+    def _queue_control(self, kind: FrameKind, content: bytes) -> None:
         """Without waiting, and without piling up behind a neighbour that does not read."""
         if not self._queue and not self._writing and self.alive:
             self._enqueue(Outgoing(encode_frame(bytes((kind,)) + content)))
@@ -389,10 +389,10 @@ class Connection:
     async def _take(self, frame: Frame) -> None:
         kind, header = (frame.header[0] if frame.header else None), frame.header[1:]
         if self._state not in TAKES_FRAMES:
-            if kind != Kind.HELLO:
+            if kind != FrameKind.HELLO:
                 raise WireClosed("the peer did not say hello")
             self._greeted(checked_hello(header))
-        elif kind == Kind.MESSAGE:
+        elif kind == FrameKind.MESSAGE:
             self._handling = True
             try:
                 await self._receive(self, header, frame.payload)
@@ -400,19 +400,19 @@ class Connection:
                 self._handling = False
                 self._keepalive.heard(trio.current_time())
             self.deliveries.taken()
-        elif kind == Kind.PING:
-            self._queue_control(Kind.PONG, header[: _TIME.size])
-        elif kind == Kind.PONG:
+        elif kind == FrameKind.PING:
+            self._queue_control(FrameKind.PONG, header[: _TIME.size])
+        elif kind == FrameKind.PONG:
             self._measure(header)
             if (handled := self._marks.get(header)) is not None:
                 handled.set()
-        elif kind == Kind.ACK and len(header) == _NUMBER.size:
+        elif kind == FrameKind.ACK and len(header) == _NUMBER.size:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
-        elif kind == Kind.LAST:
+        elif kind == FrameKind.LAST:
             self._pass(ConnectionEvent.LAST)
             if self.is_over:
                 raise WireClosed("no longer needed")
-        elif kind == Kind.GOODBYE:
+        elif kind == FrameKind.GOODBYE:
             raise WireClosed("goodbye")
         # Other kinds belong to a later version, which may only add what can be ignored.
 
@@ -440,7 +440,7 @@ class Connection:
         if self._acknowledgement.done.is_set():
             n_taken = self.deliveries.to_tell(is_at_work=is_at_work)
             if n_taken is not None:
-                header = bytes((Kind.ACK,)) + _NUMBER.pack(n_taken)
+                header = bytes((FrameKind.ACK,)) + _NUMBER.pack(n_taken)
                 self._acknowledgement = Outgoing(encode_frame(header))
                 self._enqueue(self._acknowledgement)
 
@@ -448,7 +448,7 @@ class Connection:
         while True:
             now = trio.current_time()
             if self._keepalive.ping_is_due(now):
-                self._queue_control(Kind.PING, _TIME.pack(now))
+                self._queue_control(FrameKind.PING, _TIME.pack(now))
             await trio.sleep_until(self._keepalive.next_look_s(now))
             self._acknowledge()
             now = trio.current_time()

@@ -26,7 +26,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.neighbour import Neighbour
-from swarmllm.swarm.data.wire import VERSION, Hello, Kind, NoiseWire, WireClosed
+from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, NoiseWire, WireClosed
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.errors import ProtocolError
@@ -43,7 +43,7 @@ async def ask_for_link(node_id: NodeId, wire: NoiseWire, purpose: str) -> LinkEn
     try:
         with trio.fail_after(ACCEPT_S):
             hello = msgspec.msgpack.encode(Hello(v=VERSION, link=purpose))
-            await wire.write(encode_frame(bytes((Kind.HELLO,)) + hello))
+            await wire.write(encode_frame(bytes((FrameKind.HELLO,)) + hello))
             await _accepted(wire)
         return wire.sending_end()
     except (WireClosed, ProtocolError, OSError, trio.TooSlowError) as error:
@@ -59,7 +59,7 @@ async def give_link(node_id: NodeId, wire: NoiseWire, purpose: str, on_link: Lin
         try:
             if await on_link(node_id, purpose, end):
                 with trio.fail_after(ACCEPT_S):
-                    await wire.write(encode_frame(bytes((Kind.LINK,))))
+                    await wire.write(encode_frame(bytes((FrameKind.LINK,))))
         finally:
             end.close()
     except (WireClosed, OSError, trio.TooSlowError):
@@ -73,7 +73,7 @@ async def _accepted(wire: NoiseWire) -> None:
     while True:
         for frame in decoder.feed(await wire.receive()):
             # Until the hello arrived there, this was a connection like any other: with a hello and a ping.
-            if frame.header[:1] == bytes((Kind.LINK,)):
+            if frame.header[:1] == bytes((FrameKind.LINK,)):
                 return
 
 

@@ -30,8 +30,8 @@ from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.router import LinkEnd
 from swarmllm_proto.frames import VERSION as VERSION
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.frames import FrameKind as FrameKind
 from swarmllm_proto.frames import Hello as Hello
-from swarmllm_proto.frames import Kind as Kind
 from swarmllm_proto.identifiers import NodeId, parse_node_id
 
 

@@ -19,7 +19,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress
 from swarmllm.swarm.discovery.dialler import ADDRESSES_PER_NODE, Dial, Dialler
 from swarmllm.swarm.libp2p.host import Host
-from swarmllm.swarm.peers.connection_limits import Admission
+from swarmllm.swarm.peers.connection_limits import ConnectionAdmission
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.identifiers import Multiaddr, NodeId
 
@@ -35,7 +35,9 @@ _RESOLVE_RETRY_S = 15.0
 
 
 class AddressSources:
-    def __init__(self, host: Host, nursery: trio.Nursery, dialler: Dialler, admission: Admission) -> None:
+    def __init__(
+        self, host: Host, nursery: trio.Nursery, dialler: Dialler, admission: ConnectionAdmission
+    ) -> None:
         self._host = host
         self._nursery = nursery
         self._dialler = dialler

@@ -40,7 +40,7 @@ class LinkQuality:
         return self.latency_s * (3 if is_lost else 1)
 
 
-class Line:
+class MemoryLine:
     """What carries all that goes one way between two nodes. A silent one delivers nothing and tells nobody;
     what was under way comes when it speaks again, as TCP would send it again."""
 
@@ -81,7 +81,7 @@ class MemoryLink:
         receive: Receive,
         quality: LinkQuality,
         rng: random.Random | None = None,
-        line: Line | None = None,
+        line: MemoryLine | None = None,
     ) -> None:
         self._sender = sender
         self._receive = receive
@@ -89,7 +89,7 @@ class MemoryLink:
         self._entrance, self._exit = trio.open_memory_channel[_Message](MESSAGES_MAX)
         self._free_at_s = -math.inf
         self._rng = rng or random.Random(sender)
-        self._line = line or Line()
+        self._line = line or MemoryLine()
         self._closed = False
         self.n_bytes = 0
         self.outgoing = Deliveries()
@@ -129,7 +129,7 @@ class MemoryLink:
             self._incoming.taken()
             self._is_carrying = False
 
-    async def acknowledge(self, back: Line, back_latency_s: float) -> bool:
+    async def acknowledge(self, back: MemoryLine, back_latency_s: float) -> bool:
         """Returns when nothing is unacknowledged any more, False where an acknowledgement is overdue. To be
         run by one task at a time, after a message has been sent."""
         on_the_way: deque[tuple[float, int]] = deque()

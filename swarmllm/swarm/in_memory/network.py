@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.keepalive import SILENCE_S
-from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
+from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLine, MemoryLink
 from swarmllm.swarm.in_memory.router import InMemoryRouter, Record
 from swarmllm_proto.identifiers import BASE58, NODE_ID_SIZE, NodeId, parse_node_id
 
@@ -54,7 +54,7 @@ class InMemoryNetwork:
         self._qualities: dict[tuple[NodeId, NodeId], LinkQuality] = {}
         self._routers: dict[NodeId, InMemoryRouter] = {}
         self._cuts: set[frozenset[NodeId]] = set()
-        self._lines: defaultdict[tuple[NodeId, NodeId], Line] = defaultdict(Line)
+        self._lines: defaultdict[tuple[NodeId, NodeId], MemoryLine] = defaultdict(MemoryLine)
         self._n_added = 0
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] | None = None
         self.nursery: trio.Nursery
@@ -134,7 +134,7 @@ class InMemoryNetwork:
             return LinkQuality()
         return self._qualities.get((sender, receiver), self._quality)
 
-    def line(self, sender: NodeId, receiver: NodeId) -> Line:
+    def line(self, sender: NodeId, receiver: NodeId) -> MemoryLine:
         return self._lines[sender, receiver]
 
     async def pass_way(self, sender: NodeId, receiver: NodeId) -> None:

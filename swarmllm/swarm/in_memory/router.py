@@ -15,7 +15,7 @@ import trio
 from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.supervision import Outcome
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.in_memory.link import Line, LinkQuality, MemoryLink
+from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLine, MemoryLink
 from swarmllm.swarm.router import (
     Change,
     MessageHandler,
@@ -65,7 +65,7 @@ class Surroundings(Protocol):
 
     def quality(self, sender: NodeId, receiver: NodeId) -> LinkQuality: ...
 
-    def line(self, sender: NodeId, receiver: NodeId) -> Line: ...
+    def line(self, sender: NodeId, receiver: NodeId) -> MemoryLine: ...
 
     def spread(self, origin: InMemoryRouter, writer: NodeId, record: Record) -> None: ...
 

@@ -28,7 +28,7 @@ import trio
 from swarmllm.errors import NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import Outcome, spawn
-from swarmllm.swarm.byte_budget import ByteBudget, Kind, reserve_within
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, reserve_within
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm.swarm.peers.peer_table import Parts
@@ -179,7 +179,7 @@ class RequestProtocol:
                 await stream.write(message)
             with exchange.reading:
                 size = await _read_size(stream)
-                grant = await reserve_within(self._budget, node_id, Kind.ANSWERS, size, _RESPOND_S)
+                grant = await reserve_within(self._budget, node_id, BudgetKind.ANSWERS, size, _RESPOND_S)
                 if grant is None:
                     raise NodeBusy(f"there is no room here for {size} bytes of node {node_id}")
                 with grant:
@@ -216,7 +216,7 @@ class RequestProtocol:
         except OutOfBounds as error:
             self._note(sender, Deed.BROKE_PROTOCOL, error.message)
             raise
-        asked = await reserve_within(self._budget, sender, Kind.REQUESTS, size, _ROOM_S)
+        asked = await reserve_within(self._budget, sender, BudgetKind.REQUESTS, size, _ROOM_S)
         if asked is None:
             with trio.fail_after(_RECEIVE_S):
                 await _discard(stream, size)
@@ -232,7 +232,7 @@ class RequestProtocol:
                 status, response = _REFUSED, str(refusal).encode()
             except RequestRefused as refusal:
                 status, response = _REFUSED, str(refusal).encode()
-        grant = self._budget.reserve(sender, Kind.RESPONSES, len(response))
+        grant = self._budget.reserve(sender, BudgetKind.RESPONSES, len(response))
         if grant is None:
             await _write(stream, _BUSY, b"")
             return

@@ -46,7 +46,7 @@ class Standing(IntEnum):
     """A person wrote it down: as allowed, or as an address to find the swarm by."""
 
 
-class Admission(Protocol):
+class ConnectionAdmission(Protocol):
     """What this node makes of another before they talk."""
 
     def lets_in(self, node_id: NodeId) -> bool:

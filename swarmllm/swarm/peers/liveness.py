@@ -35,8 +35,8 @@ from swarmllm.swarm.peers.connection_limits import (
     CONNECTIONS_MAX,
     EVERYBODY,
     GAVE_WAY,
-    Admission,
     Candidate,
+    ConnectionAdmission,
     network_of,
     who_gives_way,
 )
@@ -101,7 +101,7 @@ class Liveness:
         dialler: Dialler,
         requests: RequestProtocol,
         greet: Callable[[NodeId], Awaitable[None]],
-        admission: Admission = EVERYBODY,
+        admission: ConnectionAdmission = EVERYBODY,
         parts: LivenessParts | None = None,
     ) -> None:
         self._host = host

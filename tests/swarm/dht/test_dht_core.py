@@ -10,7 +10,7 @@ import pytest
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import (
     Contact,
-    Kind,
+    DhtMessageKind,
     Message,
     name_key,
     node_key,
@@ -154,11 +154,11 @@ def test_a_lookup_finds_the_nearest_of_three_hundred_from_any_start() -> None:
     web = Web(300)
     nearest = sorted(web.nodes, key=lambda contact: node_place(contact.node_id) ^ place(KEY))
     for start in web.nodes[:5]:
-        found = web.search(start, Message(Kind.FIND_NODE, KEY))
+        found = web.search(start, Message(DhtMessageKind.FIND_NODE, KEY))
         assert set(found.closest()[:5]) == set(nearest[:5])
         assert found.n_asked <= ASKED_MAX
     dead = {contact.node_id for contact in nearest[:5]}
-    found = web.search(web.nodes[0], Message(Kind.FIND_NODE, KEY), dead)
+    found = web.search(web.nodes[0], Message(DhtMessageKind.FIND_NODE, KEY), dead)
     assert found.closest()[0] == nearest[5]
 
 
@@ -198,9 +198,9 @@ def core(*others: Contact) -> DhtCore:
 def test_a_node_speaks_for_itself_alone() -> None:
     asker, liar, victim = contacts(3)
     it = core()
-    statement = Message(Kind.ADD_PROVIDER, KEY, providers=(liar, victim))
+    statement = Message(DhtMessageKind.ADD_PROVIDER, KEY, providers=(liar, victim))
     assert it.answer(liar.node_id, statement, 0.0) is None
-    answer = it.answer(asker.node_id, Message(Kind.GET_PROVIDERS, KEY), 0.0)
+    answer = it.answer(asker.node_id, Message(DhtMessageKind.GET_PROVIDERS, KEY), 0.0)
     assert answer is not None
     assert answer.providers == (liar,)
 
@@ -209,10 +209,10 @@ def test_it_tells_what_it_has_itself_and_never_the_asker_of_itself() -> None:
     asker, other = contacts(2)
     it = core(asker, other)
     it.provided = {KEY}
-    it.answer(asker.node_id, Message(Kind.ADD_PROVIDER, KEY, providers=(asker,)), 0.0)
-    answer = it.answer(asker.node_id, Message(Kind.GET_PROVIDERS, KEY), 0.0)
-    assert answer == Message(Kind.GET_PROVIDERS, KEY, (other,), (Contact(ME, HERE),))
-    nodes = it.answer(asker.node_id, Message(Kind.FIND_NODE, node_key(other.node_id)), 0.0)
+    it.answer(asker.node_id, Message(DhtMessageKind.ADD_PROVIDER, KEY, providers=(asker,)), 0.0)
+    answer = it.answer(asker.node_id, Message(DhtMessageKind.GET_PROVIDERS, KEY), 0.0)
+    assert answer == Message(DhtMessageKind.GET_PROVIDERS, KEY, (other,), (Contact(ME, HERE),))
+    nodes = it.answer(asker.node_id, Message(DhtMessageKind.FIND_NODE, node_key(other.node_id)), 0.0)
     assert nodes is not None
     assert nodes.closer == (other,)
 
@@ -221,12 +221,20 @@ def test_signed_addresses_win_over_hearsay() -> None:
     (other,) = contacts(1)
     signed = (Address("198.51.100.1", 8810),)
     it = DhtCore(ME, Known({other.node_id: signed}))
-    it.answer(other.node_id, Message(Kind.ADD_PROVIDER, KEY, providers=(other,)), 0.0)
+    it.answer(other.node_id, Message(DhtMessageKind.ADD_PROVIDER, KEY, providers=(other,)), 0.0)
     assert it.providers.find(KEY, 0.0) == [Contact(other.node_id, signed)]
 
 
-@pytest.mark.parametrize("kind", [Kind.FIND_NODE, Kind.GET_PROVIDERS, Kind.ADD_PROVIDER, Kind.GET_VALUE])
-def test_a_question_about_nothing_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DhtMessageKind.FIND_NODE,
+        DhtMessageKind.GET_PROVIDERS,
+        DhtMessageKind.ADD_PROVIDER,
+        DhtMessageKind.GET_VALUE,
+    ],
+)
+def test_a_question_about_nothing_is_refused(kind: DhtMessageKind) -> None:
     with pytest.raises(BadMessage):
         core().answer(contacts(1)[0].node_id, Message(kind), 0.0)
 
@@ -234,5 +242,5 @@ def test_a_question_about_nothing_is_refused(kind: Kind) -> None:
 def test_values_are_not_kept() -> None:
     it, asker = core(), contacts(1)[0].node_id
     with pytest.raises(BadMessage):
-        it.answer(asker, Message(Kind.PUT_VALUE, KEY), 0.0)
-    assert it.answer(asker, Message(Kind.PING), 0.0) == Message(Kind.PING)
+        it.answer(asker, Message(DhtMessageKind.PUT_VALUE, KEY), 0.0)
+    assert it.answer(asker, Message(DhtMessageKind.PING), 0.0) == Message(DhtMessageKind.PING)

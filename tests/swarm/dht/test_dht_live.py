@@ -27,7 +27,7 @@ from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
 from swarmllm.swarm.discovery.dht.messages import (
     MESSAGE_MAX_BYTES,
     Contact,
-    Kind,
+    DhtMessageKind,
     Message,
     encode,
     name_key,
@@ -226,7 +226,7 @@ async def still_works(start: Start) -> AsyncIterator[tuple[Host, Dht]]:
 
 async def test_garbage_ends_only_its_stream(start: Start) -> None:
     source = random.Random(7)
-    question = framed(encode(Message(Kind.PING)))
+    question = framed(encode(Message(DhtMessageKind.PING)))
     attacks = [
         b"\xff\xff\xff\xff\xff\xff\xff\xff\xff",
         b"\xff\xff\xff\x7f",
@@ -258,11 +258,13 @@ async def test_garbage_ends_only_its_stream(start: Start) -> None:
 async def test_records_of_others_and_floods_of_ones_own_are_not_kept(start: Start) -> None:
     async with still_works(start) as (host, dht), stranger(host) as attacker:
         me = Contact(str(attacker.get_id()), (Address("127.0.0.1", 9),))
-        forged = Message(Kind.ADD_PROVIDER, KEY, providers=tuple(contacts(30)))
+        forged = Message(DhtMessageKind.ADD_PROVIDER, KEY, providers=tuple(contacts(30)))
         stream = await opened(attacker, host)
         await stream.write(framed(encode(forged)))
         for n in range(serving.QUESTIONS_PER_STREAM - 1):
-            await stream.write(framed(encode(Message(Kind.ADD_PROVIDER, name_key(str(n)), providers=(me,)))))
+            await stream.write(
+                framed(encode(Message(DhtMessageKind.ADD_PROVIDER, name_key(str(n)), providers=(me,))))
+            )
         await ended(stream)
         assert len(dht.core.providers) == serving.QUESTIONS_PER_STREAM - 1
 
@@ -270,7 +272,7 @@ async def test_records_of_others_and_floods_of_ones_own_are_not_kept(start: Star
 async def test_whoever_asks_too_fast_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "QUESTIONS_PER_S", 0.0)
     monkeypatch.setattr(serving, "BURST", 20.0)
-    question = framed(encode(Message(Kind.FIND_NODE, node_key(contacts(1)[0].node_id))))
+    question = framed(encode(Message(DhtMessageKind.FIND_NODE, node_key(contacts(1)[0].node_id))))
     async with still_works(start) as (host, dht), stranger(host) as attacker:
         stream = await opened(attacker, host)
         with trio.fail_after(DEADLINE_S):

@@ -18,7 +18,7 @@ from swarmllm.swarm.discovery.dht.messages import (
     KEY_MAX_BYTES,
     MESSAGE_MAX_BYTES,
     Contact,
-    Kind,
+    DhtMessageKind,
     Message,
     decode,
     encode,
@@ -50,7 +50,7 @@ _contacts = st.lists(
 @given(
     st.builds(
         Message,
-        st.sampled_from(Kind),
+        st.sampled_from(DhtMessageKind),
         st.binary(max_size=KEY_MAX_BYTES),
         closer=_contacts,
         providers=_contacts,
@@ -64,7 +64,7 @@ def test_addresses_are_multiaddrs_to_others() -> None:
     for ip in ("192.0.2.1", "2001:db8::1"):
         address = Address(ip, 8810)
         sent = kademlia_pb2.Message.FromString(
-            encode(Message(Kind.FIND_NODE, closer=(Contact(NODE, (address,)),)))
+            encode(Message(DhtMessageKind.FIND_NODE, closer=(Contact(NODE, (address,)),)))
         )
         assert str(Multiaddr(sent.closerPeers[0].addrs[0])) == str(address)
         for foreign in (str(address), f"{address}/p2p/{NODE}"):

@@ -22,8 +22,8 @@ from swarmllm_workers.grammars.messages import (
     Compiled,
     FindMask,
     GrammarSpec,
+    GrammarVerdict,
     Mask,
-    Verdict,
 )
 from swarmllm_workers.grammars.sessions import GrammarSessions, step_budget_s
 
@@ -100,7 +100,7 @@ class Grammar:
             bits = self._bits(tokens)
             return token // 8 < len(bits) and bool(bits[token // 8] >> (token % 8) & 1)
         answer = self._ask(tokens, token)
-        assert isinstance(answer, Verdict)
+        assert isinstance(answer, GrammarVerdict)
         return answer.allowed
 
     def mask(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:

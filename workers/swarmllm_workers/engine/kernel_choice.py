@@ -15,7 +15,7 @@ ROWS_MAX: Final = 7
 """Batches of up to so many rows give each row the bits that it has alone."""
 
 
-class Kind(IntEnum):
+class MatrixType(IntEnum):
     """Types of matrices that `small_batches.c` multiplies with, numbered as ggml does."""
 
     Q8_0 = 8
@@ -25,7 +25,7 @@ class Kind(IntEnum):
 
     @property
     def is_k_quant(self) -> bool:
-        return self != Kind.Q8_0
+        return self != MatrixType.Q8_0
 
     @property
     def tiled_from(self) -> int:
@@ -93,29 +93,29 @@ class RowChoice:
     """Of our fastest; None where none has the right bits."""
 
 
-def ggmls_own(kind: Kind, n_rows: int) -> Way:
+def ggmls_own(kind: MatrixType, n_rows: int) -> Way:
     """What ggml does by itself."""
     return Way.DOTS if n_rows < kind.tiled_from else Way.TILES
 
 
-def reference(kind: Kind, n_rows: int) -> Way:
+def reference(kind: MatrixType, n_rows: int) -> Way:
     """The way whose bits count: in small batches, a row's are those that it has alone. Those of our products
     of K-quants are so in every batch."""
     return Way.DOTS if n_rows <= ROWS_MAX or kind.is_k_quant else Way.TILES
 
 
-def may_differ(kind: Kind, way: Way, n_rows: int) -> bool:
+def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
     """Whether a way may be chosen though its bits are not the reference's: ggml's tiles of K-quants in large
     batches, in which no bits are promised."""
     return kind.is_k_quant and way == Way.TILES and n_rows > ROWS_MAX
 
 
-def ways_of(kind: Kind, n_rows: int, ways: Collection[Way]) -> list[Way]:
+def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
     return [way for way in sorted(ways) if way != Way.TILES or n_rows >= kind.tiled_from]
 
 
-def choose(kind: Kind, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
+def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
     """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
     from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself; but to
     ours where ggml's bits are not those of single rows."""
@@ -139,7 +139,7 @@ def _faster(times: Times, incumbent: Way, others: Collection[Way]) -> Way:
 
 
 def race(
-    kind: Kind,
+    kind: MatrixType,
     ways: Collection[Way],
     run: Callable[[int, Way], int],
     now_s: Callable[[], float],

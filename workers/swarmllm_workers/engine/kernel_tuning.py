@@ -30,7 +30,7 @@ from swarmllm_workers.engine import interposing, small_batches
 from swarmllm_workers.engine.gguf_file import GgufFile, files_of
 from swarmllm_workers.engine.kernel_choice import (
     ROW_CLASSES,
-    Kind,
+    MatrixType,
     RowChoice,
     RowClass,
     Way,
@@ -61,7 +61,7 @@ NAMES: Final[dict[Way, KernelWay]] = {
 }
 
 
-class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProductShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What products take the same time for."""
 
     k: Annotated[int, Meta(ge=32, le=2**31 - 1)]
@@ -80,7 +80,7 @@ class _Measured(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    shape: Shape
+    shape: ProductShape
     classes: Annotated[tuple[_Measured, ...], Meta(min_length=len(ROW_CLASSES), max_length=len(ROW_CLASSES))]
 
 
@@ -89,7 +89,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: Annotated[tuple[_Entry, ...], Meta(max_length=SHAPES_MAX)]
 
 
-Timings = dict[Shape, tuple[RowChoice, ...]]
+Timings = dict[ProductShape, tuple[RowChoice, ...]]
 
 
 def read_timings(path: Path, machine: str, ways: Iterable[Way]) -> Timings:
@@ -191,7 +191,7 @@ class KernelTuning:
         self._machine: str | None = None
         self._chosen: Timings = {}
         """All that is known of this machine."""
-        self._in_use: dict[tuple[Kind, int], Shape] = {}
+        self._in_use: dict[tuple[MatrixType, int], ProductShape] = {}
         """By type and row length."""
         small_batches.use(mode)
 
@@ -229,15 +229,15 @@ class KernelTuning:
         return not n_unknown
 
     def _tune(self, source: GgufFile, n_threads: int, measures: bool) -> bool:
-        sizes: dict[tuple[Kind, int], int] = {}
+        sizes: dict[tuple[MatrixType, int], int] = {}
         for tensor in matrices(source):
-            key = Kind(tensor.type), tensor.shape[0]
+            key = MatrixType(tensor.type), tensor.shape[0]
             sizes[key] = sizes.get(key, 0) + tensor.size_bytes
         cached_bytes = cache_bytes()
         is_cached = sum(sizes.values()) <= cached_bytes
         has_new, is_known = False, True
         for kind, k in sorted(sizes, key=lambda key: -sizes[key])[:LENGTHS_MAX]:
-            shape = Shape(k, n_threads, is_cached, _type_of(kind))
+            shape = ProductShape(k, n_threads, is_cached, _type_of(kind))
             if shape not in self._chosen:
                 self._read()
             if shape not in self._chosen and not measures:
@@ -287,7 +287,7 @@ def ways() -> tuple[Way, ...]:
 
 def measure(
     bench: Bench,
-    kind: Kind,
+    kind: MatrixType,
     ways: Sequence[Way],
     force: Callable[[Way], None],
     now_s: Callable[[], float],
@@ -317,7 +317,7 @@ def measure(
 
 
 def _unequal(
-    bench: Bench, kind: Kind, rows: RowClass, ways: Sequence[Way], force: Callable[[Way], None]
+    bench: Bench, kind: MatrixType, rows: RowClass, ways: Sequence[Way], force: Callable[[Way], None]
 ) -> Collection[Way]:
     force(reference(kind, rows.first))
     expected = bench.result(rows.first)
@@ -331,11 +331,11 @@ def _unequal(
     return found
 
 
-def _type_of(kind: Kind) -> KernelType:
+def _type_of(kind: MatrixType) -> KernelType:
     return cast(KernelType, kind.name)
 
 
-def _told(shape: Shape, choice: RowChoice) -> KernelChoice:
+def _told(shape: ProductShape, choice: RowChoice) -> KernelChoice:
     return KernelChoice(
         type=shape.type,
         k=shape.k,

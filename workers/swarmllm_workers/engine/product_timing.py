@@ -22,9 +22,9 @@ import numpy as np
 from swarmllm_workers.engine import repacking
 from swarmllm_workers.engine.ggml_functions import F32, InitParams, functions, no_memory
 from swarmllm_workers.engine.gguf_file import GgufFile, TensorInfo
-from swarmllm_workers.engine.kernel_choice import Kind
+from swarmllm_workers.engine.kernel_choice import MatrixType
 
-_KINDS: Final = frozenset(Kind)
+_KINDS: Final = frozenset(MatrixType)
 _TENSOR_BYTES: Final = 1024
 """More than ggml needs to describe a tensor."""
 _GRAPH_BYTES: Final = 2**16
@@ -64,7 +64,7 @@ class ProductBench:
     def __init__(
         self,
         source: GgufFile,
-        kind: Kind,
+        kind: MatrixType,
         k: int,
         n_threads: int,
         *,
@@ -185,7 +185,7 @@ class ProductBench:
 def matrices(source: GgufFile) -> list[TensorInfo]:
     """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are not, and the
     embedding is only where it is the output matrix, too."""
-    repacked = () if repacking.keeps_rows([source.path]) else (Kind.Q4_K,)
+    repacked = () if repacking.keeps_rows([source.path]) else (MatrixType.Q4_K,)
     return [
         tensor
         for tensor in source.tensors.values()

@@ -44,7 +44,7 @@ from swarmllm_workers.engine.gguf_file import (
     scalar_value,
 )
 from swarmllm_workers.engine.huge_pages import PageWriter
-from swarmllm_workers.engine.shared_weights import Part, Place
+from swarmllm_workers.engine.shared_weights import FilePlace, Part
 from swarmllm_workers.errors import CallError
 
 DUMMY_VOCABULARY: Final = 32
@@ -227,7 +227,7 @@ def plan_part(
     where it does not."""
     tensors, header, _, size = _plan(source, architecture, start, end)
     inside = None if file == source.path else GgufFile(file)
-    places: dict[str, Place] = {}
+    places: dict[str, FilePlace] = {}
     try:
         for tensor in tensors:
             if tensor.source is None:
@@ -237,7 +237,7 @@ def plan_part(
                 held = inside.tensors.get(_renumbered(tensor.source.name, file_start))
             if held is None or held.size_bytes != tensor.size_bytes:
                 raise CallError("bad_model", f"{file.name} has no {tensor.source.name}", "path")
-            places[tensor.name] = Place(held.path, held.offset, held.size_bytes)
+            places[tensor.name] = FilePlace(held.path, held.offset, held.size_bytes)
     finally:
         if inside is not None:
             inside.close()

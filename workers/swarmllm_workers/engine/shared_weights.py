@@ -42,7 +42,7 @@ _FIXED: Final = 0x10
 _NO_RESERVE: Final = 0x4000
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Bytes of a file."""
 
     path: Path
@@ -131,7 +131,7 @@ class _MappedFile:
         start = offset // _PAGE * _PAGE
         libc.madvise(self.address + start, offset + size - start, POPULATE_READ)
 
-    def check(self, place: Place) -> None:
+    def check(self, place: FilePlace) -> None:
         if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
             raise CallError("bad_model", f"{place.path.name} is shorter than its tensors", "path")
 
@@ -189,7 +189,7 @@ class Part:
     header: bytes
     size_bytes: int
     """Of the file that would begin with this header."""
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePlace]
     """By the names in the header; a tensor that is not here has zeros, which nobody reads."""
 
     @property

@@ -39,7 +39,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from swarmllm_proto.ipc_base import KernelMode
 from swarmllm_workers.engine import interposing
-from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, Kind, Way
+from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, MatrixType, Way
 from swarmllm_workers.engine.kernel_choice import ROWS_MAX as ROWS_MAX
 
 _SHAPES_MAX: Final = 64
@@ -120,7 +120,7 @@ def keeps_rows_of_q4_k() -> bool:
     return _mode != "ggml" and last_way() >= Way.AVX512
 
 
-def fill_table(table: Mapping[tuple[Kind, int], Sequence[Way]]) -> None:
+def fill_table(table: Mapping[tuple[MatrixType, int], Sequence[Way]]) -> None:
     """For each type and row length, in numbers, the way of each of ROW_CLASSES. Between two batches only."""
     if _library is None or not has_ways():
         return

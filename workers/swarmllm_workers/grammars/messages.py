@@ -55,7 +55,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class GrammarRefused(msgspec.Struct, frozen=True, tag=True):
     """It cannot be followed, or not to there."""
 
     reason: str
@@ -67,12 +67,12 @@ class Mask(msgspec.Struct, frozen=True, tag=True):
     bits: bytes
 
 
-class Verdict(msgspec.Struct, frozen=True, tag=True):
+class GrammarVerdict(msgspec.Struct, frozen=True, tag=True):
     allowed: bool
 
 
 Ask = Compile | FindMask | CheckToken
-Answer = Compiled | Refused | Mask | Verdict
+Answer = Compiled | GrammarRefused | Mask | GrammarVerdict
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_ask: Final = msgspec.msgpack.Decoder(Ask).decode

@@ -28,9 +28,9 @@ from swarmllm_workers.grammars.messages import (
     CheckToken,
     Compile,
     Compiled,
+    GrammarRefused,
+    GrammarVerdict,
     Mask,
-    Refused,
-    Verdict,
     decode_ask,
     encode,
 )
@@ -71,13 +71,13 @@ class Child:
                 self._matcher = prepare.matcher(ask)
                 return Compiled()
             if self._matcher is None:
-                return Refused("there is no grammar yet")
+                return GrammarRefused("there is no grammar yet")
             self._matcher.follow(ask.n_kept, ask.tokens)
             if isinstance(ask, CheckToken):
-                return Verdict(self._matcher.allows(ask.candidate))
+                return GrammarVerdict(self._matcher.allows(ask.candidate))
             return Mask(self._matcher.mask())
         except NotFollowed as error:
-            return Refused(str(error))
+            return GrammarRefused(str(error))
 
 
 class Preparation:

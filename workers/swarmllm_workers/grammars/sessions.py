@@ -24,8 +24,8 @@ from swarmllm_workers.grammars.messages import (
     Answer,
     Ask,
     Compile,
+    GrammarRefused,
     GrammarSpec,
-    Refused,
     decode_answer,
     encode,
 )
@@ -51,7 +51,7 @@ def step_budget_s(n_tokens: int) -> float:
     return min(STEP_S + TOKEN_S * max(0, n_tokens - 1), STEP_MAX_S)
 
 
-class Session:
+class GrammarSession:
     """One request's grammar, in a child of its own. One question at a time."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Session:
                     self._is_here = True
                 else:
                     answer = decode_answer(data)
-                    if isinstance(answer, Refused):
+                    if isinstance(answer, GrammarRefused):
                         self._fail(answer.reason)
                         return
                     self._answers.append(answer)
@@ -174,7 +174,7 @@ class GrammarSessions:
         self._poll = select.epoll()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, GrammarSession] = {}
         """By descriptor."""
 
     def fileno(self) -> int:
@@ -185,7 +185,7 @@ class GrammarSessions:
         if n_vocab >= PREPARED_FROM:
             self._started()
 
-    def open(self, spec: GrammarSpec, compile_s: float = 2 * COMPILE_S) -> Session:
+    def open(self, spec: GrammarSpec, compile_s: float = 2 * COMPILE_S) -> GrammarSession:
         """`compile_s`: of processor time; what has passed a check, maybe on a faster machine, gets more than
         a check does. Raises CallError no_room, engine."""
         if len(self._sessions) >= SESSIONS_MAX:
@@ -198,7 +198,7 @@ class GrammarSessions:
                 self._stop()
                 own.close()
                 raise CallError("engine", "the process that follows grammars has ended", spec.field) from None
-        session = Session(self, spec, own, compile_s)
+        session = GrammarSession(self, spec, own, compile_s)
         self._poll.register(session.fileno(), select.EPOLLIN)
         self._sessions[session.fileno()] = session
         return session
@@ -219,7 +219,7 @@ class GrammarSessions:
                 )
         return self._control
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: GrammarSession) -> None:
         self._poll.unregister(session.fileno())
         del self._sessions[session.fileno()]
 

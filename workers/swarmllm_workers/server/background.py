@@ -1,8 +1,8 @@
 """Threads beside the one that decodes: they run the long parts of operations (`engine/operation.py`).
 
 The decode thread owns contexts, KV, sockets and all that is known of requests. A thread here owns nothing: it
-is given one part at a time and hands the result back through an `Inbox`, which wakes the decode thread's
-`poll`. So an operation's own code, and whatever it tells the daemon, runs between two decode steps.
+is given one part at a time and hands the result back through a `ThreadInbox`, which wakes the decode
+thread's `poll`. So an operation's own code, and whatever it tells the daemon, runs between two decode steps.
 
 A thread takes up one operation after the other, in the order in which they were begun: each finds what the
 one before it left.
@@ -64,7 +64,7 @@ class InPlace:
         call()
 
 
-class Inbox:
+class ThreadInbox:
     """Calls from other threads for the decode thread, in order. `descriptor` is readable while there are
     any."""
 
@@ -86,7 +86,9 @@ class Inbox:
 class BackgroundThread:
     """A thread that runs the parts of one operation at a time."""
 
-    def __init__(self, name: str, inbox: Inbox, *, cores: Collection[int] = (), niceness: int = 0) -> None:
+    def __init__(
+        self, name: str, inbox: ThreadInbox, *, cores: Collection[int] = (), niceness: int = 0
+    ) -> None:
         """`cores`: where it may run; a thread inherits the one core that libgomp keeps its starter to.
         `niceness`: how much the decode steps come first."""
         self._inbox = inbox

@@ -32,7 +32,7 @@ from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__
 from swarmllm_workers.engine import runtime_check
 from swarmllm_workers.engine.libllama import engine_version
-from swarmllm_workers.server.background import BackgroundThread, Inbox
+from swarmllm_workers.server.background import BackgroundThread, ThreadInbox
 from swarmllm_workers.server.handlers import Handlers
 from swarmllm_workers.server.read_ahead import ReadAhead
 
@@ -40,7 +40,7 @@ PIECES_PER_WRITE: Final = 64
 """Buffers in one `sendmsg`; the kernel takes 1024 at most."""
 
 
-class Outgoing:
+class OutgoingFrames:
     """What the worker has said and the daemon's socket has not taken yet: a queue of buffers, each copied at
     most once. Sends in order, as much as the socket takes, and keeps the rest."""
 
@@ -108,11 +108,11 @@ class Server:
         """`cores`: where the threads beside this one may run; (): where this one may."""
         self._connection = connection
         self._decoder = FrameDecoder()
-        self._outgoing = Outgoing(connection)
+        self._outgoing = OutgoingFrames(connection)
         self._poll = select.poll()
         self._descriptors: deque[int] = deque()
         self._read_ahead = ReadAhead(self._receive, self._decoder)
-        self._inbox = Inbox()
+        self._inbox = ThreadInbox()
         self._loading = BackgroundThread("loading", self._inbox, cores=cores, niceness=LOADING_NICENESS)
         self._parsing = BackgroundThread("parsing", self._inbox, cores=cores)
         self._handlers = Handlers(

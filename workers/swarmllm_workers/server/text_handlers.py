@@ -22,7 +22,7 @@ from swarmllm_workers.decode.grammar import spec_of
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.grammars.sessions import COMPILE_S, GrammarSessions, Session
+from swarmllm_workers.grammars.sessions import COMPILE_S, GrammarSession, GrammarSessions
 from swarmllm_workers.server.background import Place
 
 EMBED_ROWS_MAX: Final = 65536
@@ -140,7 +140,7 @@ class GrammarHandlers:
         self._send = send
         self._fail = fail
         self._watch = watch
-        self._checks: dict[int, Session] = {}
+        self._checks: dict[int, GrammarSession] = {}
         """By call."""
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {ipc.CheckGrammar: self._check}
         self.descriptor = -1

@@ -20,7 +20,7 @@ from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.discovery.dht.messages import (
     MESSAGE_MAX_BYTES,
     Contact,
-    Kind,
+    DhtMessageKind,
     Message,
     decode,
     encode,
@@ -54,7 +54,7 @@ _LOOKUP_S = 20.0
 _HOLDERS = 20
 
 
-class Asking:
+class DhtClient:
     """Asks another node, connecting with it first where that is needed.
 
     Each exchange is a task of its own that its caller's deadline does not reach: half a dial or half a write
@@ -195,7 +195,7 @@ class Dht:
         self._mode = mode
         self._own_key = node_key(host.node_id)
         self.core = DhtCore(host.node_id, node, parts.n_entries)
-        self._asking = Asking(host, nursery, protocol_name(network_id), node, peers_max)
+        self._asking = DhtClient(host, nursery, protocol_name(network_id), node, peers_max)
         self._serving = Serving(self.core, node, parts.askers)
         self._news = trio.Event()
         self._met = parts.met
@@ -244,7 +244,7 @@ class Dht:
             if (not n_before and len(self.core.table)) or now >= refresh_at_s:
                 refresh_at_s = now + _REFRESH_S
                 self.core.providers.expire(now)
-                await self._search(Kind.FIND_NODE, self._own_key)
+                await self._search(DhtMessageKind.FIND_NODE, self._own_key)
             await self._announce()
 
     async def find_providers(self, key: bytes, *, n_enough: int = ENOUGH_PROVIDERS) -> list[Contact]:
@@ -261,7 +261,7 @@ class Dht:
                     found.setdefault(contact.node_id, contact)
                 return len(found) >= n_enough
 
-            await self._search(Kind.GET_PROVIDERS, key, learn)
+            await self._search(DhtMessageKind.GET_PROVIDERS, key, learn)
         found.pop(self._host.node_id, None)
         return [self.core.placed(contact) for contact in found.values()]
 
@@ -272,11 +272,11 @@ class Dht:
         return met
 
     async def _get_to_know(self, contact: Contact) -> bool:
-        answer = await self._ask(contact, Message(Kind.FIND_NODE, self._own_key))
+        answer = await self._ask(contact, Message(DhtMessageKind.FIND_NODE, self._own_key))
         return answer is not None
 
     async def _search(
-        self, kind: Kind, key: bytes, is_enough: Callable[[Message], bool] = lambda answer: False
+        self, kind: DhtMessageKind, key: bytes, is_enough: Callable[[Message], bool] = lambda answer: False
     ) -> list[Contact]:
         """The nodes nearest to a key that answer."""
         lookup = Lookup(place(key), self._host.node_id, self.core.table.closest(place(key)))
@@ -332,9 +332,9 @@ class Dht:
 
     async def _announce(self) -> None:
         for key in self._due():
-            nearest = await self._search(Kind.FIND_NODE, key)
+            nearest = await self._search(DhtMessageKind.FIND_NODE, key)
             own = self.core.placed(Contact(self._host.node_id))
-            statement = Message(Kind.ADD_PROVIDER, key, providers=(own,))
+            statement = Message(DhtMessageKind.ADD_PROVIDER, key, providers=(own,))
             n_told = await self._tell_all(nearest[:_HOLDERS], statement)
             if n_told and key in self.core.provided:
                 self._told[key] = trio.current_time()

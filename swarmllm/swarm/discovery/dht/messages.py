@@ -66,7 +66,7 @@ CONTACTS_MAX = 32
 ADDRESSES_MAX = 8
 
 
-class Kind(IntEnum):
+class DhtMessageKind(IntEnum):
     """libp2p's numbers."""
 
     PUT_VALUE = 0
@@ -87,7 +87,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    kind: Kind
+    kind: DhtMessageKind
     key: bytes = b""
     closer: tuple[Contact, ...] = ()
     providers: tuple[Contact, ...] = ()
@@ -110,7 +110,7 @@ def decode(content: bytes) -> Message:
         raise BadMessage("message", f"{len(content)} bytes are more than {MESSAGE_MAX_BYTES}")
     try:
         parsed = kademlia_pb2.Message.FromString(content)
-        kind = Kind(parsed.type)
+        kind = DhtMessageKind(parsed.type)
     except (DecodeError, ValueError) as error:
         raise BadMessage("message", "is no message of the DHT") from error
     if len(parsed.key) > KEY_MAX_BYTES:

@@ -19,7 +19,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import (
     MESSAGE_MAX_BYTES,
     Contact,
-    Kind,
+    DhtMessageKind,
     Message,
     decode,
     encode,
@@ -87,14 +87,14 @@ class DhtCore:
     def answer(self, sender: NodeId, message: Message, now: float) -> Message | None:
         """None: nothing is said to that. Raises BadMessage for what no honest node asks."""
         match message.kind:
-            case Kind.PING:
-                return Message(Kind.PING)
-            case Kind.FIND_NODE | Kind.GET_VALUE:
+            case DhtMessageKind.PING:
+                return Message(DhtMessageKind.PING)
+            case DhtMessageKind.FIND_NODE | DhtMessageKind.GET_VALUE:
                 return Message(message.kind, self._key(message), self._closer(sender, message.key))
-            case Kind.GET_PROVIDERS:
+            case DhtMessageKind.GET_PROVIDERS:
                 key = self._key(message)
                 return Message(message.kind, key, self._closer(sender, key), self._has(sender, key, now))
-            case Kind.ADD_PROVIDER:
+            case DhtMessageKind.ADD_PROVIDER:
                 self._add(sender, message, now)
                 return None
         raise BadMessage("type", "values are not kept here")
