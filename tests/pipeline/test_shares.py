@@ -16,6 +16,7 @@ from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
+from bench.place_shares import KINDS, fair_share, run
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, KEPT_OF, TURN_S, WANT_S, Shares, StagePlace
@@ -182,6 +183,44 @@ def test_running_requests_above_their_origins_share_give_way_after_a_turn() -> N
     # An origin with no more than its share keeps what it has, however long.
     assert shares.ask(B, places(a=4, b=4), 1000.0).instead_of is None
     assert shares.ask(C, places(a=4, b=4), 1000.0).instead_of == "a0"
+
+
+def test_where_more_origins_want_places_than_there_are_they_take_turns() -> None:
+    shares, members = Shares(2), [node_id_named(name) for name in "abcd"]
+    taken = [StagePlace(f"{n}", origin, 0.0, has_begun=True) for n, origin in enumerate(members[:2])]
+    assert not shares.ask(members[2], taken, 1.0).is_granted
+    assert not shares.ask(members[3], taken, 2.0).is_granted
+    turn_s = TURN_S * 2 / 4
+    assert not shares.ask(members[2], taken, turn_s - 0.1).is_granted
+    # Both places are at the end of their turn; who was turned away first comes first.
+    assert shares.ask(members[2], taken, turn_s).instead_of == "0"
+    taken[0] = StagePlace("2", members[2], turn_s, has_begun=True)
+    assert not shares.ask(members[0], taken, turn_s).is_granted
+    assert shares.ask(members[3], taken, turn_s).instead_of == "1"
+    taken[1] = StagePlace("3", members[3], turn_s, has_begun=True)
+    # Their turn, too, comes to its end, and only when they have used more than who waits.
+    assert not shares.ask(members[0], taken, 1.5 * turn_s).is_granted
+    assert shares.ask(members[0], taken, 3.0 * turn_s).instead_of == "2"
+
+
+def test_a_place_that_becomes_free_goes_to_the_waiting_origin_that_has_used_least() -> None:
+    shares, (a, b, c) = Shares(1), (node_id_named(name) for name in "abc")
+    assert shares.ask(a, [], 0.0).is_granted
+    held = [StagePlace("a", a, 0.0, has_begun=True)]
+    assert not shares.ask(b, held, 5.0).is_granted
+    assert not shares.ask(c, held, 6.0).is_granted
+    assert not shares.ask(a, [], 7.0).is_granted  # it has used some, and the others nothing
+    assert not shares.ask(c, [], 7.0).is_granted  # it was turned away after b
+    assert shares.ask(b, [], 7.0).is_granted
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("n_others", [7, 8, 12])
+def test_members_that_hold_places_leave_an_honest_one_its_share(kind: str, n_others: int) -> None:
+    outcome = run(kind, n_others, 300.0, seed=1)
+    # It waits for the first turn to end.
+    assert outcome.n_answers >= 0.85 * fair_share(n_others, 300.0 - TURN_S)
+    assert outcome.n_given_up == 0
 
 
 def test_one_place_stays_free_for_an_origin_that_was_served_lately() -> None:

@@ -281,12 +281,11 @@ class Sessions:
         admission = shares.ask(origin, places, trio.current_time())
         if admission.instead_of is not None:
             session = self.by_request[admission.instead_of]
+            why = "it has had its turn" if session.has_begun else "no job has come"
             log.info(
-                "request %s of %s had no job and gives its place up",
-                admission.instead_of,
-                session.view.origin,
+                "request %s of %s gives its place up: %s", admission.instead_of, session.view.origin, why
             )
-            session.report(NodeBusy("others need the place, and no job has come"))
+            session.report(NodeBusy(f"others need the place, and {why}"))
             self.close(session)
         return admission.is_granted
 

@@ -12,12 +12,16 @@ an origin that was served lately and holds nothing. Places that were assigned an
 others: after FIRST_JOB_S always, before that where their origin has more than its share. Requests that run
 are given up where their origin has more than its share, after TURN_S: one that gives a job now and then would
 keep its place for ever.
+
+Where more origins want places than there are, they take turns. What each has used, in seconds of a place, is
+added up and fades. A place goes to the one that has used least among those that wait and have none, and a
+running request of an origin that has used more gives way after a turn, which is shorter, the more there are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -32,6 +36,10 @@ FIRST_JOB_S = 5.0
 that: the stages before it may take their time."""
 TURN_S = 60.0
 """So long a running request keeps a place above its origin's share that another origin asks for."""
+SHORTEST_TURN_S = 10.0
+"""Of origins that take turns. Who gives way computes its prompt again somewhere else."""
+FADES_S = 300.0
+"""In which what was used counts for half."""
 KEPT_OF = 4
 """Of fewer places none stays empty: one of three is too much for an origin that may not come again."""
 WANT_S = 30.0
@@ -125,11 +133,15 @@ class Shares:
     """Origins that were turned away, and until when that counts."""
     _served: dict[NodeId, float] = field(default_factory=dict)
     """The same of those that were not."""
+    _used_s: dict[NodeId, float] = field(default_factory=dict)
+    """Seconds of a place, by origin; of those that hold none, what has faded to less than one is left out."""
+    _used_until_s: float = 0.0
 
     def ask(self, origin: NodeId, places: Iterable[StagePlace], now_s: float) -> StageAdmission:
         """`places`: those that are taken."""
         taken = list(places)
         held = Counter(place.origin for place in taken)
+        self._add_up(taken, now_s)
         self._wanting = {each: until_s for each, until_s in self._wanting.items() if until_s > now_s}
         self._served = {each: until_s for each, until_s in self._served.items() if until_s > now_s}
         fair = max(1, self.capacity // len({*held, *self._wanting, *self._served, origin}))
@@ -138,22 +150,75 @@ class Shares:
             return StageAdmission(is_granted=False)
         n_free = self.capacity - len(taken)
         is_kept = self.capacity >= KEPT_OF and any(not held[each] for each in self._served if each != origin)
-        if n_free > int(is_kept and held[origin] >= fair):
+        n_ahead = self._n_ahead(origin, held)
+        if n_free > max(n_ahead, int(is_kept and held[origin] >= fair)):
             return self._granted(origin, now_s)
         given_up = [
             place
             for place in taken
             if _may_be_given_up(place, now_s, is_for_share=held[place.origin] > fair > held[origin])
-        ]
-        if n_free or not given_up:
+        ] or self._at_the_end_of_their_turn(origin, taken, held, now_s)
+        if n_free or len(given_up) <= n_ahead:
             if len(self._wanting) < WANTING_MAX or origin in self._wanting:
                 self._wanting[origin] = now_s + WANT_S
             return StageAdmission(is_granted=False)
         chosen = min(
             given_up,
-            key=lambda place: (place.has_begun, -held[place.origin], place.assigned_s, place.request_id),
+            key=lambda place: (
+                place.has_begun,
+                -held[place.origin],
+                -self._used_s.get(place.origin, 0.0),
+                place.assigned_s,
+                place.request_id,
+            ),
         )
         return self._granted(origin, now_s, chosen.request_id)
+
+    def _add_up(self, taken: Sequence[StagePlace], now_s: float) -> None:
+        passed_s = max(0.0, now_s - self._used_until_s)
+        left, holders = 0.5 ** (passed_s / FADES_S), {place.origin for place in taken}
+        self._used_s = {
+            each: used_s * left
+            for each, used_s in self._used_s.items()
+            if each in holders or used_s * left >= 1.0
+        }
+        for place in taken:
+            used_s = min(passed_s, max(0.0, now_s - place.assigned_s))
+            self._used_s[place.origin] = self._used_s.get(place.origin, 0.0) + used_s
+        self._used_until_s += passed_s
+
+    def _n_origins(self, origin: NodeId, held: Counter[NodeId]) -> int:
+        return len({*held, *self._wanting, origin})
+
+    def _n_ahead(self, origin: NodeId, held: Counter[NodeId]) -> int:
+        """Origins that wait, have none, and have used less, or as little and were turned away before. 0 where
+        there are places for all."""
+        if self._n_origins(origin, held) <= self.capacity:
+            return 0
+        mine_s, n_ahead, is_before = self._used_s.get(origin, 0.0), 0, origin in self._wanting
+        for each in self._wanting:
+            if each == origin:
+                is_before = False
+            elif not held[each]:
+                theirs_s = self._used_s.get(each, 0.0)
+                n_ahead += theirs_s < mine_s or (
+                    theirs_s == mine_s and (is_before or origin not in self._wanting)
+                )
+        return n_ahead
+
+    def _at_the_end_of_their_turn(
+        self, origin: NodeId, taken: Sequence[StagePlace], held: Counter[NodeId], now_s: float
+    ) -> list[StagePlace]:
+        n_origins = self._n_origins(origin, held)
+        if held[origin] or n_origins <= self.capacity:
+            return []
+        turn_s = max(SHORTEST_TURN_S, TURN_S * self.capacity / n_origins)
+        least_s = self._used_s.get(origin, 0.0) + turn_s / 2
+        return [
+            place
+            for place in taken
+            if now_s - place.assigned_s >= turn_s and self._used_s.get(place.origin, 0.0) >= least_s
+        ]
 
     def _granted(self, origin: NodeId, now_s: float, instead_of: str | None = None) -> StageAdmission:
         self._wanting.pop(origin, None)
