@@ -63,8 +63,8 @@ async def test_a_whole_model_that_does_not_draw_or_ends_early_is_out_of_all_rout
 
 
 async def test_a_whole_model_that_gives_other_tokens_is_out_of_all_routes(patient_clock: MockClock) -> None:
-    """A token with the next id lies beside the one that the seed gives, as rounding has it now and then: so it
-    takes more answers than tokens that lie far away."""
+    """A token with the next id lies beside the one that the seed gives, as rounding has it now and then: so
+    it takes more answers than tokens that lie far away."""
     async with open_swarm(holders(LyingHead(WHOLE)), settings=ALWAYS) as swarm:
         assert await out_after(swarm, 20) is not None
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N))

@@ -28,6 +28,7 @@ from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
+from swarmllm.swarm.records.departures import Departed
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord
 from swarmllm.swarm.records.prefix_index import Beginning
@@ -57,6 +58,7 @@ class Peer:
     is_distrusted: bool | None = None
     indexed_record: IndexedRecord | None = None
     prefixes: tuple[Beginning, ...] | None = None
+    departed: Departed | None = None
 
     requests: PeerRequests | None = None
     neighbour: Neighbour | None = None
@@ -108,4 +110,5 @@ class PeerDirectory(PeerTable):
             distrusted=Parts(self, "is_distrusted"),
             indexed=Parts(self, "indexed_record"),
             prefixes=Parts(self, "prefixes"),
+            departed=PassingParts(self, "departed"),
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from swarmllm_proto.identifiers import NodeId
 
@@ -76,7 +76,7 @@ class Parts(Collection[NodeId], Generic[T]):
         table.parts.append(self)
 
     @classmethod
-    def alone(cls) -> Parts[T]:
+    def alone(cls) -> Self:
         """Of peers of which nothing else is held."""
         return cls(PeerTable(_LonePeer), "part")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from swarmllm.swarm.peers.peer_table import PassingParts
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeRecord
 
@@ -32,29 +33,26 @@ class Departed:
     def is_recent(self, now_s: float) -> bool:
         return now_s < self.left_s + RECENT_S
 
+    def is_over(self, now: float) -> bool:
+        """Whether nothing of it is kept any more."""
+        return now >= self.left_s + FORGET_S
+
 
 class Departures:
-    def __init__(self) -> None:
-        self._left: dict[NodeId, Departed] = {}
-        """The one that left first comes first."""
+    def __init__(self, peers: PassingParts[Departed] | None = None) -> None:
+        self._left: PassingParts[Departed] = PassingParts.alone() if peers is None else peers
 
     def left(self, node_id: NodeId, record: NodeRecord | None, now_s: float, left_at: float) -> None:
-        self._left.pop(node_id, None)
-        self._left[node_id] = Departed(
-            node_id,
-            record.nickname if record else "",
-            tuple((model.name, model.ranges) for model in record.models) if record else (),
-            now_s,
-            left_at,
-        )
+        models = tuple((model.name, model.ranges) for model in record.models) if record else ()
+        nickname = record.nickname if record else ""
+        self._left.put_last(node_id, Departed(node_id, nickname, models, now_s, left_at))
         if len(self._left) > DEPARTED_MAX:
-            del self._left[next(iter(self._left))]
+            self._left.drop_first()
 
     def came(self, node_id: NodeId) -> None:
-        self._left.pop(node_id, None)
+        self._left.drop(node_id)
 
     def view(self, now_s: float) -> tuple[Departed, ...]:
         """The latest first."""
-        for node_id in [n for n, each in self._left.items() if now_s >= each.left_s + FORGET_S]:
-            del self._left[node_id]
-        return tuple(reversed(self._left.values()))
+        self._left.tidy(now_s)
+        return tuple(self._left.values())[::-1]

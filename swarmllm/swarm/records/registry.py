@@ -26,8 +26,8 @@ import trio
 
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.records.departures import Departures
+from swarmllm.swarm.peers.peer_table import Parts, PassingParts
+from swarmllm.swarm.records.departures import Departed, Departures
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
 from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
@@ -76,6 +76,7 @@ class RegistryParts:
     """To find those that are, without a look at all."""
     indexed: Parts[IndexedRecord] = field(default_factory=Parts.alone)
     prefixes: Parts[tuple[Beginning, ...]] = field(default_factory=Parts.alone)
+    departed: PassingParts[Departed] = field(default_factory=PassingParts.alone)
 
 
 class Registry:
@@ -100,7 +101,7 @@ class Registry:
         self._prefixes = PrefixIndex(peers=parts.prefixes)
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
-        self.departures = Departures()
+        self.departures = Departures(parts.departed)
         """Kept by whoever tells the registry who is connected."""
 
     def __repr__(self) -> str:
