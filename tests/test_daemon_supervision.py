@@ -31,7 +31,8 @@ class Defect(Exception):
 
 async def test_the_daemon_answers_after_the_failure_of_every_task_that_runs(tmp_path: Path) -> None:
     nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGQvqiXtv6Q98UKj5fAfYPXYLrj1vN8teFDeADmDg5sqR"
-    async with daemon(config_of(tmp_path, "solo", ["guide"], [nobody])) as node:
+    tables = {"inference": {"share_prefix_cache_with_peers": "on"}}
+    async with daemon(config_of(tmp_path, "solo", ["guide"], [nobody], **tables)) as node:
         await node.answers()
         running = [
             task.name
