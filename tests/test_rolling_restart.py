@@ -124,9 +124,9 @@ class Asker(threading.Thread):
                 except openai.APIConnectionError:
                     continue  # It has gone; nothing was asked of it.
                 except openai.InternalServerError as error:
-                    if error.code != "node_stopping":
+                    if error.status_code != 503:
                         raise
-                    continue
+                    continue  # It stops, or it has just started and does not know the others yet.
                 self.begun_on.append(name)
                 with stream:
                     chunks = list(stream)
@@ -144,7 +144,7 @@ def asking(swarm: Swarm, *orders: list[str]) -> Iterator[list[Asker]]:
     for asker in askers:
         asker.start()
     try:
-        wait_for(lambda: all(asker.n_whole for asker in askers), PATIENCE_S, "a first answer for each")
+        more_answers(askers)
         yield askers
     finally:
         for asker in askers:

@@ -130,7 +130,7 @@ def test_a_model_in_four_parts_is_shared_out_over_three_nodes_with_one_command(t
         assert ended.returncode == 0, ended
         for node in nodes:
             wait_for(lambda node=node: held(node) == [], PATIENCE_S, "what was loaded for it to be dropped")
-        assert all(shares(node) == [] for node in nodes)
+            wait_for(lambda node=node: shares(node) == [], PATIENCE_S, "the share to be forgotten")
         assert c.http.get("/api/admin/models").json()["models"]
 
 

@@ -313,6 +313,20 @@ def test_a_request_waits_for_its_layers_to_be_cut_and_one_in_the_old_segment_goe
     assert not room.handlers.has_work
 
 
+def test_a_request_whose_segments_are_cut_in_the_turn_in_which_it_would_begin_begins_in_the_parts(
+    room: Room, gate: Gate
+) -> None:
+    """It has no rows yet, so the segment looks unused when the other one's layers are cut."""
+    load(room, gate, 0, 3)
+    whole = room.forward("whole", 0, 3)
+    part = room.forward("part", 0, 2)
+    gate.opened.release(1000)
+    room.step()
+    room.finish()
+    for call_id in (whole, part):
+        assert isinstance(room.answer(call_id), ipc.LayerResult)
+
+
 def test_only_waiting_for_layers_the_worker_sleeps(room: Room, gate: Gate) -> None:
     load(room, gate, 0, 4)
     room.forward("part", 1, 3)

@@ -217,7 +217,8 @@ class Scheduler:
                 self._fail(work, error)
                 continue
             ready[key] = _Ready(work, route, self._demand(key, work, route))
-        return ready
+        # Cutting for one may have closed segments in which another has no rows yet: it gets others next time.
+        return {key: each for key, each in ready.items() if not each.route.is_closed}
 
     def _route_of(self, work: Work) -> Route | None:
         """None: its layers are being cut. Raises CallError."""
