@@ -154,7 +154,7 @@ class FetchingMember(SharingMember):
 
 
 async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_with_its_share(
-    autojump_clock: trio.testing.MockClock,
+    patient_clock: trio.testing.MockClock,
 ) -> None:
     member = FetchingMember(A, 12, "members")
     tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
