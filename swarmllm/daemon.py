@@ -48,7 +48,7 @@ from swarmllm.node.data_dir import (
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.node.share_book import open_share_book
 from swarmllm.pipeline.pipelines import Pipelines
-from swarmllm.pipeline.prefix.choice import PrefixTravelSettings
+from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
@@ -373,7 +373,7 @@ def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
         ack_timeout_s=inference.rr_ack_timeout_s,
         silence_timeout_s=inference.first_token_timeout_s,
         failover_timeout_s=inference.failover_timeout_s,
-        prefix_travel=PrefixTravelSettings(
+        prefix_fetch=PrefixFetchSettings(
             shares_prefixes(config, network),
             inference.cross_node_prefix_timeout_s,
             inference.cross_node_prefix_network_timeout_s,

@@ -145,8 +145,8 @@ class Pipelines:
         budget = budget or ByteBudget()
         self._prefixes: PrefixFetcher | None = None
         self._prefix_serving: PrefixServing | None = None
-        if kept is not None and (travel := settings.prefix_travel).is_on:
-            kept_here = kept, travel, self._counts
+        if kept is not None and (fetch := settings.prefix_fetch).is_on:
+            kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
                 router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
@@ -155,7 +155,7 @@ class Pipelines:
                 partial(trio.to_thread.run_sync, catalogue.get),
                 self._counts,
                 registry.may_share,
-                travel.serving_timeout_s,
+                fetch.serving_timeout_s,
             )
         self._attempts = Attempts(
             router,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarmllm.pipeline.prefix.choice import PrefixTravelSettings
+from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.route.row_formats import Compression
 from swarmllm.scheduling.constraints import Constraints
 
@@ -23,7 +23,7 @@ class PipelineSettings:
     """What no route may do."""
     shares_prefixes: bool = True
     """Stages are told names of what they compute, so that they need not compute it again."""
-    prefix_travel: PrefixTravelSettings = field(default_factory=PrefixTravelSettings)
+    prefix_fetch: PrefixFetchSettings = field(default_factory=PrefixFetchSettings)
     """Whether KV of prompts' beginnings is fetched from other nodes and given to them."""
     local_embedding_privacy: bool = False
     """No prompt leaves as token ids: a node that runs the whole model gets rows, too."""

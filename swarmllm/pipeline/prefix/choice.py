@@ -42,7 +42,7 @@ _STATE_BYTES: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixTravelSettings:
+class PrefixFetchSettings:
     is_on: bool = False
     asker_timeout_s: float = 3.0
     """What a request waits for all of it: looking here, the network, and taking the rows in."""
@@ -93,12 +93,12 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    way: HolderPath
+    path: HolderPath
     predicted_s: float
 
 
 def choose(
-    ways: Iterable[HolderPath], slices: Slices, n_known: int, prefill_s_per_row: float | None
+    paths: Iterable[HolderPath], slices: Slices, n_known: int, prefill_s_per_row: float | None
 ) -> Offer | None:
     """The holder from which these rows are there soonest. None: computing what is missing beside the
     `n_known` rows that are here is about as fast, or would be for all that is known."""
@@ -106,8 +106,8 @@ def choose(
     if not asked or prefill_s_per_row is None or slices.n_bytes > PREFIX_BYTES_MAX:
         return None
     saved_s = (slices.n_rows - n_known) * prefill_s_per_row
-    offers = (Offer(way, way.takes_s(slices.n_bytes, len(asked))) for way in ways)
-    best = min(offers, key=lambda offer: (offer.predicted_s, offer.way.node_id), default=None)
+    offers = (Offer(path, path.takes_s(slices.n_bytes, len(asked))) for path in paths)
+    best = min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
     return best if best is not None and best.predicted_s <= WORTH * saved_s else None
 
 

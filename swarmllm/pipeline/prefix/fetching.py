@@ -18,7 +18,7 @@ import numpy as np
 import trio
 from blake3 import blake3
 
-from swarmllm.errors import NodeUnreachable, SwarmLLMError, WorkerDied, WorkerError
+from swarmllm.errors import SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
@@ -28,7 +28,7 @@ from swarmllm.pipeline.prefix.choice import (
     FetchClock,
     HolderPath,
     Offer,
-    PrefixTravelSettings,
+    PrefixFetchSettings,
     Resting,
     Slices,
     choose,
@@ -83,6 +83,16 @@ class _Unchecked:
     """Of all blocks that came."""
 
 
+@dataclass(slots=True)
+class _Asking:
+    """What one request's fetch has come to, for when its time is up in the middle of it."""
+
+    holder: NodeId | None = None
+    """The node that is to give something now."""
+    unchecked: list[_Unchecked] = field(default_factory=list)
+    """What the worker may have taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A beginning, as it is asked for."""
@@ -105,7 +115,7 @@ class PrefixFetcher:
     router: Router
     registry: Registry
     store: PrefixStore
-    settings: PrefixTravelSettings
+    settings: PrefixFetchSettings
     counts: PipelineStatistics
     trust: NodeTrust
     observations: Observations
@@ -126,18 +136,20 @@ class PrefixFetcher:
     ) -> AsyncIterator[Fetched | None]:
         """Before a prompt is computed: what could be had of its beginning is in the worker. It is checked
         after the block. Raises nothing of its own."""
-        unchecked: list[_Unchecked] = []
+        asking = _Asking()
         fetched = None
         if not is_exact and len(self._unchecked) < CHECKS_MAX:
             with trio.move_on_after(self.settings.asker_timeout_s) as scope:
-                fetched = await self._bring(entry, tokens, unchecked)
+                fetched = await self._bring(entry, tokens, asking)
             if scope.cancelled_caught:
                 self.counts.prefix_misses += 1
+                if asking.holder is not None:
+                    self._resting.add(asking.holder, trio.current_time())
         try:
             yield fetched
         finally:
-            if unchecked:
-                self._unchecked.extend(unchecked)
+            if asking.unchecked:
+                self._unchecked.extend(asking.unchecked)
                 self._has_work.set()
 
     async def run(self) -> None:
@@ -148,9 +160,7 @@ class PrefixFetcher:
             self._has_work = trio.Event()
             await self._has_work.wait()
 
-    async def _bring(
-        self, entry: CatalogueEntry, tokens: Tensor, unchecked: list[_Unchecked]
-    ) -> Fetched | None:
+    async def _bring(self, entry: CatalogueEntry, tokens: Tensor, asking: _Asking) -> Fetched | None:
         model_id, n_layers = entry.model_id, entry.manifest.n_layers
         layers = whole_range(self.store, model_id, n_layers)
         n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
@@ -173,7 +183,7 @@ class PrefixFetcher:
                 return None
             slices = Slices(match.n_blocks * BLOCK_TOKENS, found.row_bytes)
             offer = choose(
-                self._ways(holders),
+                self._paths(holders),
                 slices,
                 found.n_blocks * BLOCK_TOKENS,
                 prefill_here_s(model_id, entry.manifest, self.observations, self._capabilities(holders)),
@@ -182,7 +192,7 @@ class PrefixFetcher:
                 self.counts.prefix_declined += 1
                 return None
             wanted = _Wanted(model, layers, join_names(names), found.kv_format, slices)
-            return await self._fetch_and_take(wanted, offer, tokens, unchecked)
+            return await self._fetch_and_take(wanted, offer, tokens, asking)
         except SwarmLLMError as error:
             log.info("the worker takes no part in fetching KV: %s", error.message)
             return None
@@ -190,7 +200,7 @@ class PrefixFetcher:
             del self._under_way[names[-1]]
             done.set()
 
-    def _ways(self, holders: list[NodeId]) -> list[HolderPath]:
+    def _paths(self, holders: list[NodeId]) -> list[HolderPath]:
         peers = {peer.node_id: peer for peer in self.router.peers()}
         known = [peers[each] for each in holders if each in peers]
         return [HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s) for peer in known]
@@ -200,27 +210,24 @@ class PrefixFetcher:
         return [record.capability for record in records if record is not None]
 
     async def _fetch_and_take(
-        self, wanted: _Wanted, offer: Offer, tokens: Tensor, unchecked: list[_Unchecked]
+        self, wanted: _Wanted, offer: Offer, tokens: Tensor, asking: _Asking
     ) -> Fetched | None:
-        """None: a miss. Adds to `unchecked` what the worker may have taken. Raises SwarmLLMError of this
-        node's worker."""
-        node_id, began_s = offer.way.node_id, trio.current_time()
-        n_bytes = wanted.slices.n_bytes
-        grant = self.budget.reserve(node_id, BudgetKind.MESSAGES, n_bytes)
+        """None: a miss. Raises SwarmLLMError of this node's worker."""
+        node_id, began_s = offer.path.node_id, trio.current_time()
+        grant = self.budget.reserve(node_id, BudgetKind.MESSAGES, wanted.slices.n_bytes)
         if grant is None:
             self.counts.prefix_misses += 1
             return None
-        is_over = False
         with grant:
             try:
+                asking.holder = node_id
                 parts = await self._fetch(wanted, offer)
+                asking.holder = None
                 own = np.array(tokens[: wanted.slices.n_rows], np.int32)
-                unchecked.append(_Unchecked(node_id, wanted.model, wanted.layers, own))
+                asking.unchecked.append(_Unchecked(node_id, wanted.model, wanted.layers, own))
                 n_taken = await self._take(wanted, parts)
-                is_over = True
             except NotGiven as reason:
-                is_over = True
-                unchecked.clear()
+                asking.unchecked.clear()
                 self._resting.add(node_id, trio.current_time())
                 if reason.deed is not None:
                     self.trust.note(node_id, reason.deed, "kept KV")
@@ -228,15 +235,11 @@ class PrefixFetcher:
                 self.counts.prefix_misses += 1
                 return None
             except SwarmLLMError:
-                is_over = True
-                unchecked.clear()
+                asking.unchecked.clear()
                 self.counts.prefix_misses += 1
                 raise
-            finally:
-                if not is_over:  # The asker's time is up, or the request is over.
-                    self._resting.add(node_id, trio.current_time())
         if not n_taken:
-            unchecked.clear()
+            asking.unchecked.clear()
             return None
         seconds = trio.current_time() - began_s
         n_received = sum(len(part.data) for part in parts)
@@ -258,7 +261,7 @@ class PrefixFetcher:
             try:
                 while waiting:
                     index, (first_row, n_rows) = waiting.popleft()
-                    piece = await self._ask(wanted, offer.way.node_id, first_row, n_rows)
+                    piece = await self._ask(wanted, offer.path.node_id, first_row, n_rows)
                     found[index] = piece
                     if clock.arrived(n_rows * wanted.slices.row_bytes, trio.current_time()) == "too slow":
                         raise NotGiven("it is slower than computing")
@@ -291,8 +294,6 @@ class PrefixFetcher:
             piece = decode_response(answer)
         except ProtocolError as error:
             raise NotGiven(f"the answer cannot be read: {error}", Deed.BROKE_PROTOCOL) from None
-        except NodeUnreachable as error:
-            raise NotGiven(error.message) from None
         except SwarmLLMError as error:
             raise NotGiven(error.message) from None
         if not isinstance(piece, PrefixKv):

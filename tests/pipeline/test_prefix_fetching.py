@@ -26,7 +26,7 @@ from swarmllm.pipeline.prefix.choice import (
     FetchClock,
     HolderPath,
     Offer,
-    PrefixTravelSettings,
+    PrefixFetchSettings,
     Resting,
     Slices,
     choose,
@@ -77,7 +77,7 @@ def test_the_holder_from_which_it_comes_soonest_is_asked() -> None:
     ways = [HolderPath(FAR, 0.2, 1e7), HolderPath(NEAR, 0.001, 1e9)]
     offer = choose(ways, slices, 0, 0.01)
     assert offer is not None
-    assert offer.way.node_id == NEAR
+    assert offer.path.node_id == NEAR
     assert offer.predicted_s < 0.05
 
 
@@ -298,7 +298,7 @@ def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> Prefix
         router,
         registry,
         store,
-        PrefixTravelSettings(is_on=True),
+        PrefixFetchSettings(is_on=True),
         counts,
         deeds,
         observations,
@@ -396,6 +396,28 @@ async def test_a_holder_that_stands_still_is_a_miss_in_time_and_is_left_alone(
         assert await asker.ask() == 0
         assert trio.current_time() == began_s
         assert asker.deeds.noted == []
+
+
+async def test_a_client_that_leaves_costs_the_holder_nothing(autojump_clock: MockClock) -> None:
+    holder = Store(n_kept=10, stands_still=True)
+    async with pair(holder) as asker:
+        with trio.move_on_after(0.1) as request:
+            await asker.ask()
+        assert request.cancelled_caught
+        holder.stands_still = False
+        assert await asker.ask() == 10 * B
+
+
+async def test_a_holder_that_is_slow_until_the_time_of_the_request_is_up_is_left_alone(
+    autojump_clock: MockClock,
+) -> None:
+    async with pair(Store(n_kept=10, stands_still=True)) as asker:
+        asker.fetcher.settings = PrefixFetchSettings(is_on=True, asker_timeout_s=0.2)
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_misses == 1
+        asked_s = trio.current_time()
+        assert await asker.ask() == 0
+        assert trio.current_time() == asked_s
 
 
 @pytest.mark.parametrize(
