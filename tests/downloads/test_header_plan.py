@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from download_stand import DATA, GUIDE, GUIDE_DATA, MODEL, PIECE_BYTES, SETTINGS, guide, open_stand
+from download_stand import DATA, GUIDE, GUIDE_DATA, MODEL, SETTINGS, guide, open_stand
 from shelf import FAULTS, Shelf, well
 from split_gguf import split_gguf
 
@@ -29,13 +29,14 @@ def check_is_the_guides_shape(layout: Manifest) -> None:
 async def test_only_the_header_is_fetched(tmp_path: Path, shelf: Shelf) -> None:
     shelf.files[GUIDE] = GUIDE_DATA
     header_bytes = parse_header(GUIDE_DATA, len(GUIDE_DATA)).end_offset
-    async with open_stand(tmp_path) as stand:
+    step_bytes = header_bytes // 8
+    async with open_stand(tmp_path, replace(SETTINGS, header_step_bytes=step_bytes)) as stand:
         found = await stand.downloads.published(shelf.url + GUIDE)
         assert stand.parts == []
         assert stand.downloads.list() == ()
     assert (found.name, found.file_bytes) == ("guide-q8_0", len(GUIDE_DATA))
     check_is_the_guides_shape(found.layout)
-    assert header_bytes <= shelf.n_bytes <= 1.25 * header_bytes + 2 * PIECE_BYTES
+    assert header_bytes <= shelf.n_bytes <= 1.25 * header_bytes + 2 * step_bytes
     assert shelf.n_bytes < len(GUIDE_DATA) / 2
 
 
@@ -56,7 +57,8 @@ async def test_of_a_repository_with_a_model_in_parts(tmp_path: Path, shelf: Shel
 async def test_a_server_without_ranges_is_left_after_the_header(tmp_path: Path, shelf: Shelf) -> None:
     shelf.files[GUIDE] = GUIDE_DATA
     shelf.has_ranges = False
-    async with open_stand(tmp_path) as stand:
+    step_bytes = parse_header(GUIDE_DATA, len(GUIDE_DATA)).end_offset // 3
+    async with open_stand(tmp_path, replace(SETTINGS, header_step_bytes=step_bytes)) as stand:
         check_is_the_guides_shape((await stand.downloads.published(shelf.url + GUIDE)).layout)
 
 

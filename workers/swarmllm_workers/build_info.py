@@ -1,4 +1,5 @@
-"""`python -m swarmllm_workers.build_info`: how libllama was built here, as one line of JSON.
+"""`python -m swarmllm_workers.build_info`: how libllama was built here, as one line of JSON, with
+`shortcomings`: what a worker does without here, a sentence each.
 
 For `swarmllm doctor`, which runs it as a process of its own: libllama is loaded nowhere else than in workers.
 """
@@ -15,8 +16,7 @@ from swarmllm_workers.engine import runtime_check
 
 
 def build_info() -> dict[str, object]:
-    """`features`: what libllama says that it uses of the processor, by name. `shortcomings`: what a worker
-    does without here, a sentence each."""
+    """`features`: what libllama says that it uses of the processor, by name."""
     described = lib.llama_print_system_info().decode("utf-8", "replace")
     features = dict(re.findall(r"(\w+) = (\d+)", described))
     return {
@@ -24,9 +24,8 @@ def build_info() -> dict[str, object]:
         "features": sorted(name for name, value in features.items() if value != "0"),
         "gpu": bool(lib.llama_supports_gpu_offload()),
         "mmap": bool(lib.llama_supports_mmap()),
-        "shortcomings": runtime_check.shortcomings(),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(build_info()))
+    print(json.dumps({**build_info(), "shortcomings": runtime_check.shortcomings()}))
