@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from trio.testing import MockClock
 
 from bench.figures import RESULTS, machine
 from bench.fuzz import Mark
 from bench.liar import Lie, lies
 from bench.lying_daemons import open_lying_daemons
-from bench.lying_swarm import guide_world, open_lying_swarm, standing_still_for_threads
+from bench.lying_swarm import guide_world, open_lying_swarm
+from bench.patient_clock import patient_clock
 from bench.router_lies import RouterLie, router_lies
 from bench.untruths import drawn
 
@@ -186,8 +186,7 @@ def run(
         if daemons:
             trio.run(with_daemons, figures, left, watch)
         else:
-            clock = MockClock(autojump_threshold=0.0)
-            with standing_still_for_threads(clock):
+            with patient_clock() as clock:
                 trio.run(in_memory, figures, left, watch, clock=clock)
         if not keep_going or len(figures.broken) == n_broken:
             break

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -22,7 +21,6 @@ from typing import Any, Final
 
 import trio
 from libp2p.peer.id import ID
-from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
 from bench.liar import Liar, Lie
@@ -155,29 +153,6 @@ def journal() -> Iterator[Journal]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-
-
-@contextmanager
-def standing_still_for_threads(clock: MockClock) -> Iterator[None]:
-    """The clock jumps to the next deadline when all tasks wait, but not while a thread works."""
-    run_in_thread, n_working = trio.to_thread.run_sync, 0
-
-    async def stand_still(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        nonlocal n_working
-        n_working += 1
-        clock.autojump_threshold = math.inf
-        try:
-            return await run_in_thread(function, *arguments, **options)
-        finally:
-            n_working -= 1
-            if not n_working:
-                clock.autojump_threshold = 0.0
-
-    trio.to_thread.run_sync = stand_still
-    try:
-        yield
-    finally:
-        trio.to_thread.run_sync = run_in_thread
 
 
 def node_id_of(number: int) -> str:

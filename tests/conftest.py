@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import trio
 from hypothesis import HealthCheck, settings
 from trio.testing import MockClock
 
 import swarmllm_workers  # noqa: F401  (before any test loads libllama: small_batches.py)
+from bench.patient_clock import patient_clock
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script ignores Ctrl-C, and so would every process that a test starts.
@@ -42,24 +40,7 @@ def _logging_as_before() -> Iterator[None]:
     ours.setLevel(levels[1])
 
 
-@pytest.fixture
-def patient_clock(monkeypatch: pytest.MonkeyPatch) -> MockClock:
-    """Jumps to the next deadline like `autojump_clock`, but not while a thread works, however long it takes:
-    to trio that looks idle too."""
-    clock = MockClock(autojump_threshold=0.0)
-    run_in_thread = trio.to_thread.run_sync
-    n_working = 0
-
-    async def stand_still(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        nonlocal n_working
-        n_working += 1
-        clock.autojump_threshold = math.inf
-        try:
-            return await run_in_thread(function, *arguments, **options)
-        finally:
-            n_working -= 1
-            if not n_working:
-                clock.autojump_threshold = 0.0
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", stand_still)
-    return clock
+@pytest.fixture(name="patient_clock")
+def clock_that_waits_for_threads() -> Iterator[MockClock]:
+    with patient_clock() as clock:
+        yield clock

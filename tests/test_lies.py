@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from trio.testing import MockClock
 
 from bench.arithmetic import _Slot
 from bench.liar import TWISTS, Lie
@@ -26,8 +25,8 @@ from bench.lying_swarm import (
     LyingSwarm,
     guide_world,
     open_lying_swarm,
-    standing_still_for_threads,
 )
+from bench.patient_clock import patient_clock
 from bench.untruths import (
     ADDRESSES,
     HONEST,
@@ -112,8 +111,7 @@ def told(folder: Path, lie: Lie, sabotage: Any) -> None:
             sabotage(opened)
             await opened.tell(lie)
 
-    clock = MockClock(autojump_threshold=0.0)
-    with standing_still_for_threads(clock):
+    with patient_clock() as clock:
         trio.run(tell, clock=clock)
 
 
