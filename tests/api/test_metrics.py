@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarmllm import __version__
 from swarmllm.errors import NoPipeline
-from swarmllm.node.metrics import DEFINITIONS, DHT_NODES, DHT_RECORDS, reference
+from swarmllm.node.metric_definitions import DEFINITIONS, DHT_NODES, DHT_RECORDS, reference
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
@@ -103,7 +103,7 @@ async def test_a_scrape_says_which_models_are_complete_and_what_the_others_lack(
 
 
 async def test_the_page_says_what_a_scrape_has(tmp_path: Path) -> None:
-    assert PAGE.read_text() == reference(), "write reference() of swarmllm.node.metrics to docs/metrics.md"
+    assert PAGE.read_text() == reference(), "write metric_definitions.reference() to docs/metrics.md"
     async with serve_node(tmp_path) as stand:
         text = (await stand.http.get("/metrics")).text
     seen = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmllm.node.metrics import DEFINITIONS
+from swarmllm.node.metric_definitions import DEFINITIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
 SERIES = {item.name: set(item.labels) for item in DEFINITIONS if item.kind != "histogram"}
