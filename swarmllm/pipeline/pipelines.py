@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,8 @@ import trio
 from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
-from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
@@ -55,21 +55,9 @@ from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.codec import encode_response
-from swarmllm_proto.file_digests import Digests, FetchDigests
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import (
-    FetchPiece,
-    FetchRows,
-    Piece,
-    PrefixKv,
-    PrefixKvFetch,
-    ProbeStage,
-    Stage,
-    VisionEncodeRequest,
-    VisionEncodeResponse,
-)
+from swarmllm_proto.swarm import Stage
 from swarmllm_proto.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -88,8 +76,8 @@ class Pipelines:
         node_id: NodeId,
         settings: PipelineSettings,
         *,
-        give_piece: Callable[[FetchPiece], Awaitable[Piece]] | None = None,
-        tell_digests: Callable[[NodeId, FetchDigests], Awaitable[Digests]] | None = None,
+        give_piece: GivePiece | None = None,
+        tell_digests: TellDigests | None = None,
         observations: Observations | None = None,
         trust: NodeTrust | None = None,
         links: StageLinks | None = None,
@@ -101,8 +89,6 @@ class Pipelines:
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
         by way of the daemons. `kept`: KV of prompts, whose names are keyed with `prefix_key`; without it
         none travels."""
-        self._give_piece = give_piece
-        self._tell_digests = tell_digests
         self._observations = observations = observations or Observations()
         self._router = router
         self._registry = registry
@@ -127,9 +113,8 @@ class Pipelines:
         self._swarm_changed = trio.lowlevel.ParkingLot()
         self._n_changes = 0
         self._suspects = Suspects()
-        self._sessions = Sessions(
-            pool, router, catalogue, settings, self._start_session, trust, budget or ByteBudget()
-        )
+        budget = budget or ByteBudget()
+        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, trust, budget)
         self._requests = OriginRequests()
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
@@ -142,15 +127,14 @@ class Pipelines:
             trust,
             self._here,
         )
-        budget = budget or ByteBudget()
         self._prefixes: PrefixFetcher | None = None
-        self._prefix_serving: PrefixServing | None = None
+        prefix_serving: PrefixServing | None = None
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
             kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
                 router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
-            self._prefix_serving = PrefixServing(
+            prefix_serving = PrefixServing(
                 kept,
                 partial(trio.to_thread.run_sync, catalogue.get),
                 self._counts,
@@ -177,6 +161,10 @@ class Pipelines:
         self._inbox = Inbox(
             self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
         )
+        self.on_request = Answers(
+            self._inbox, self._sessions, pool, give_piece, tell_digests, prefix_serving
+        ).on_request
+        """For requests of other nodes."""
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
         """For what workers say unasked."""
 
@@ -321,38 +309,8 @@ class Pipelines:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
         return await self._routes.plan(entry, request, self._load(entry, request, n_asking=0))
 
-    # What other nodes want.
-
-    async def on_request(self, sender: NodeId, body: bytes) -> bytes:
-        request = self._inbox.read_request(sender, body)
-        if isinstance(request, FetchPiece):
-            absent = Piece(status="absent")
-            return encode_response(await self._give_piece(request) if self._give_piece else absent)
-        if isinstance(request, FetchDigests):
-            unknown = Digests(status="unknown")
-            return encode_response(
-                await self._tell_digests(sender, request) if self._tell_digests else unknown
-            )
-        if isinstance(request, ProbeStage):
-            return encode_response(self._sessions.state(sender, request.request_id))
-        if isinstance(request, FetchRows):
-            context = self._sessions.context_for(sender, request.request_id)
-            return encode_response(await answer(self._pool, context, request))
-        if isinstance(request, PrefixKvFetch):
-            nothing = PrefixKv(status="absent")
-            giving = self._prefix_serving
-            return encode_response(await giving.answer(sender, request) if giving else nothing)
-        if isinstance(request, VisionEncodeRequest):
-            # Workers have no encoder: whoever asks is to look elsewhere at once.
-            return encode_response(
-                VisionEncodeResponse(request_id=request.request_id, error="VisionEncoderUnavailable")
-            )
-        return encode_response(await self._sessions.acknowledge(sender, request))
-
     async def on_message(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         self._inbox.take(sender, header, payload)
-
-    # What this node's clients want.
 
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
         if not n_prompt_tokens:

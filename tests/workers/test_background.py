@@ -306,10 +306,10 @@ def test_a_request_waits_for_its_layers_to_be_cut_and_one_in_the_old_segment_goe
         assert isinstance(room.answer(call_id), ipc.LayerResult)
     assert room.loading.n_waiting == 0, "both waited for the same cut"
     engine = room.handlers._opened()
-    assert [(each.start, each.end) for each in engine._retired] == [(0, 4)]
+    assert [(each.start, each.end) for each in engine.layers.retired] == [(0, 4)]
     room.call(ipc.CancelRequest, request_id="stream")
     room.finish()
-    assert engine._retired == []
+    assert not engine.layers.retired
     assert not room.handlers.has_work
 
 
@@ -376,7 +376,7 @@ def test_a_request_that_is_cancelled_while_its_layers_are_cut_leaves_nothing(roo
     room.finish()
     engine = room.handlers._opened()
     assert len(engine.slots) == 0
-    assert len(engine.segments) == 3
+    assert len(engine.layers.segments) == 3
 
 
 def test_an_unload_that_comes_during_a_load_follows_it(room: Room, gate: Gate) -> None:

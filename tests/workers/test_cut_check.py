@@ -61,11 +61,11 @@ def test_parts_that_pass_give_the_uncut_models_logits_under_every_cut(name: str,
     expected = uncut_logits(path, tokens, CHUNKING)
     assert expected.std() > 0.05
     for bounds in ([0, engine.n_layers], *cuts(engine.n_layers, verdict.unit)):
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
         np.testing.assert_array_equal(chain_logits(engine, bounds, tokens, CHUNKING), expected)
         if len(bounds) > 2:
-            assert {segment.end - segment.start for segment in engine.segments} == {verdict.unit}
-        engine.unload(0, engine.n_layers)
+            assert {segment.end - segment.start for segment in engine.layers.segments} == {verdict.unit}
+        engine.layers.unload(0, engine.n_layers)
     engine.close()
 
 
@@ -78,9 +78,9 @@ def test_parts_that_fail_are_never_run(name: str, tmp_path: Path) -> None:
     assert RUN_WHOLE[name][1] in verdict.reason
     engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=verdict.unit))
     with pytest.raises(CallError, match="has not been verified") as caught:
-        engine.load(0, 4)
+        engine.layers.load(0, 4)
     assert caught.value.kind == "cannot_cut"
-    engine.load(0, 8)  # whole it runs, and computes what libllama does
+    engine.layers.load(0, 8)  # whole it runs, and computes what libllama does
     tokens = tokens_for(engine.n_vocab)
     got = chain_logits(engine, [0, 8], tokens, CHUNKING)
     np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))

@@ -87,10 +87,10 @@ def use(path: Path, folder: Path) -> str:
         alignment = engine.rule.cut_alignment
         for bounds in ([0, engine.n_layers], [0, alignment, engine.n_layers] if alignment else []):
             for start, end in pairwise(bounds):
-                engine.load(start, end)
+                engine.layers.load(start, end)
             engine.run(engine.route("r", 0, engine.n_layers), [Span(0, 0, tokens, "logits")])
             engine.release("r")
-            engine.unload(0, engine.n_layers)
+            engine.layers.unload(0, engine.n_layers)
     except CallError as error:
         return error.kind
     finally:

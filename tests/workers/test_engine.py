@@ -45,7 +45,7 @@ def open_engine(make_model: MakeModel, tmp_path: Path) -> Iterator[OpenEngine]:
 
 
 def bounds(engine: Engine) -> list[tuple[int, int]]:
-    return sorted((segment.start, segment.end) for segment in engine.segments)
+    return sorted((segment.start, segment.end) for segment in engine.layers.segments)
 
 
 def run(engine: Engine, request: str, start: int, end: int, position: int, data: np.ndarray) -> np.ndarray:
@@ -55,35 +55,35 @@ def run(engine: Engine, request: str, start: int, end: int, position: int, data:
 
 def test_ranges_merge_and_load_only_what_is_missing(open_engine: OpenEngine) -> None:
     engine = open_engine()
-    engine.load(1, 2)
-    engine.load(0, 3)
-    assert engine.ranges == ((0, 3),)
+    engine.layers.load(1, 2)
+    engine.layers.load(0, 3)
+    assert engine.layers.ranges == ((0, 3),)
     assert bounds(engine) == [(0, 1), (1, 2), (2, 3)]
-    engine.load(0, 3)
-    assert len(engine.segments) == 3
+    engine.layers.load(0, 3)
+    assert len(engine.layers.segments) == 3
 
 
 def test_whole_model_is_the_original_file(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     assert bounds(engine) == [(0, 4)]
     assert list((tmp_path / "segments").iterdir()) == []
 
 
 def test_part_of_an_idle_segment_runs_after_cutting_it(open_engine: OpenEngine) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     expected = run(engine, "whole", 0, 4, 0, TOKENS)
     engine.release("whole")
     hidden = run(engine, "part", 0, 1, 0, TOKENS)
     assert bounds(engine) == [(0, 1), (1, 4)]
     np.testing.assert_array_equal(run(engine, "part", 1, 4, 0, hidden), expected)
-    assert engine.ranges == ((0, 4),)
+    assert engine.layers.ranges == ((0, 4),)
 
 
 def test_request_in_a_segment_that_is_cut_for_another_keeps_its_rows(open_engine: OpenEngine) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     first = run(engine, "old", 0, 4, 0, TOKENS)
     run(engine, "new", 1, 3, 0, ROWS)
     second = run(engine, "old", 0, 4, len(TOKENS), TOKENS[:1])
@@ -100,7 +100,7 @@ def test_a_cut_for_a_request_keeps_within_what_is_allowed(open_engine: OpenEngin
     whole = predict(probe.source, probe.n_layers, [(0, probe.n_layers)], probe.settings).total_bytes
     parts = predict(probe.source, probe.n_layers, [(0, 1), (1, probe.n_layers)], probe.settings).total_bytes
     engine = open_engine(max_bytes=max(whole, parts) + 1024)
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     first = run(engine, "old", 0, 4, 0, TOKENS)
     with pytest.raises(CallError, match="are allowed") as caught:
         run(engine, "new", 0, 1, 0, TOKENS)
@@ -120,7 +120,7 @@ def test_a_cut_for_which_the_machine_has_no_room_is_refused(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     run(engine, "old", 0, 4, 0, TOKENS)
     monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
     with pytest.raises(CallError, match="are available"):
@@ -134,11 +134,11 @@ def test_what_goes_to_a_gpu_is_held_against_its_memory_too(
     monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
     monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 2**34)
     with pytest.raises(CallError, match="are available:"):
-        open_engine().load(0, 4)
-    open_engine(n_gpu_layers=99).load(0, 4)
+        open_engine().layers.load(0, 4)
+    open_engine(n_gpu_layers=99).layers.load(0, 4)
     monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 1000)
     with pytest.raises(CallError, match="on this machine and its GPUs together"):
-        open_engine(n_gpu_layers=99).load(0, 4)
+        open_engine(n_gpu_layers=99).layers.load(0, 4)
 
 
 def test_a_libllama_without_a_gpu_has_no_memory_there() -> None:
@@ -149,10 +149,10 @@ def test_a_libllama_without_a_gpu_has_no_memory_there() -> None:
 
 def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     run(engine, "r", 0, 4, 0, TOKENS)
-    engine.unload(1, 2)
-    assert engine.ranges == ((0, 1), (2, 4))
+    engine.layers.unload(1, 2)
+    assert engine.layers.ranges == ((0, 1), (2, 4))
     assert bounds(engine) == [(0, 1), (2, 4)]
     with pytest.raises(CallError, match="1:2") as caught:
         run(engine, "r", 0, 4, len(TOKENS), TOKENS[:1])
@@ -162,11 +162,11 @@ def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:
 
 def test_route_of_a_running_request_breaks_with_a_reason(open_engine: OpenEngine) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     route = engine.route("r", 0, 4)
     span = Span(engine.take_slot("r"), 0, TOKENS, "logits")
     engine.run(route, [span])
-    engine.unload(0, 1)
+    engine.layers.unload(0, 1)
     with pytest.raises(CallError, match="unloaded while") as caught:
         engine.run(route, [span])
     assert caught.value.kind == "not_loaded"
@@ -176,12 +176,12 @@ def test_what_could_not_be_cut_anew_is_loaded_at_its_next_use(
     open_engine: OpenEngine, tmp_path: Path
 ) -> None:
     engine = open_engine()
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     (tmp_path / "segments").rename(tmp_path / "elsewhere")
     with pytest.raises(CallError) as caught:
-        engine.unload(1, 2)
+        engine.layers.unload(1, 2)
     assert caught.value.kind == "out_of_memory"
-    assert engine.ranges == ((0, 1), (2, 4))
+    assert engine.layers.ranges == ((0, 1), (2, 4))
     assert bounds(engine) == []
     (tmp_path / "elsewhere").rename(tmp_path / "segments")
     run(engine, "r", 3, 4, 0, ROWS)
@@ -190,37 +190,37 @@ def test_what_could_not_be_cut_anew_is_loaded_at_its_next_use(
 
 def test_failed_load_leaves_what_was_held(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine()
-    engine.load(0, 1)
+    engine.layers.load(0, 1)
     (tmp_path / "segments").rename(tmp_path / "elsewhere")
     with pytest.raises(CallError) as caught:
-        engine.load(0, 4)
+        engine.layers.load(0, 4)
     assert caught.value.kind == "out_of_memory"
-    assert engine.ranges == ((0, 1),)
+    assert engine.layers.ranges == ((0, 1),)
     run(engine, "r", 0, 1, 0, TOKENS)
 
 
 def test_rows_count_in_every_segment_a_request_uses(open_engine: OpenEngine) -> None:
     """One request with two stages here, as when its origin holds both ends of the pipeline."""
     engine = open_engine()
-    engine.load(0, 1)
-    engine.load(3, 4)
+    engine.layers.load(0, 1)
+    engine.layers.load(3, 4)
     run(engine, "r", 0, 1, 0, TOKENS)
     run(engine, "r", 3, 4, 0, ROWS)
-    assert [segment.n_rows for segment in engine.segments] == [len(TOKENS), len(ROWS)]
+    assert [segment.n_rows for segment in engine.layers.segments] == [len(TOKENS), len(ROWS)]
     engine.release("r")
-    assert [segment.n_rows for segment in engine.segments] == [0, 0]
+    assert [segment.n_rows for segment in engine.layers.segments] == [0, 0]
 
 
 def test_refused_batch_changes_nothing(open_engine: OpenEngine) -> None:
     engine = open_engine(n_ctx=16)
-    engine.load(0, 2)
-    engine.load(2, 4)
+    engine.layers.load(0, 2)
+    engine.layers.load(2, 4)
     run(engine, "a", 0, 4, 0, TOKENS)
     before = run(engine, "a", 0, 4, len(TOKENS), TOKENS[:1])
     with pytest.raises(CallError) as caught:
         run(engine, "b", 0, 4, 0, TOKENS)
     assert caught.value.kind == "context_full"
-    assert [segment.n_rows for segment in engine.segments] == [11, 11]
+    assert [segment.n_rows for segment in engine.layers.segments] == [11, 11]
     np.testing.assert_array_equal(run(engine, "a", 0, 4, len(TOKENS), TOKENS[:1]), before)
 
 
@@ -233,9 +233,9 @@ def test_model_that_runs_whole_takes_token_ids_only(tmp_path: Path) -> None:
     )
     assert engine.rule.cut_alignment == 0
     with pytest.raises(CallError, match="whole") as caught:
-        engine.load(0, 2)
+        engine.layers.load(0, 2)
     assert caught.value.kind == "cannot_cut"
-    engine.load(0, 3)
+    engine.layers.load(0, 3)
     assert np.isfinite(run(engine, "r", 0, 3, 0, TOKENS)).all()
     with pytest.raises(CallError, match="token ids only"):
         run(engine, "rows", 0, 3, 0, np.zeros((2, 64), np.float32))

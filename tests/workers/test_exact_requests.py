@@ -154,7 +154,7 @@ def test_an_answer_goes_on_elsewhere_with_the_same_bits(open_room: OpenRoom) -> 
 def test_a_model_in_parts_gives_the_bits_of_the_whole(open_room: OpenRoom) -> None:
     prompt = prompts()[-1]
     room = open_room(GUIDE, (0, 5), (5, 12), **SETTINGS)
-    assert len(room.handlers._opened().segments) > 1
+    assert len(room.handlers._opened().layers.segments) > 1
     room.generate(prompt, "this", EXACT)
     room.run()
     assert told(room, "this") == alone(open_room, GUIDE, 12, prompt)
@@ -169,10 +169,10 @@ def test_a_cut_while_it_runs_takes_nothing_from_it(open_room: OpenRoom) -> None:
     rows = np.zeros((3, engine.n_embd), np.float32)
     room.call(ipc.Forward, rows, request_id="part", start=4, end=9, position=0, want="hidden")
     room.run()
-    assert len(engine.segments) == 3
+    assert len(engine.layers.segments) == 3
     assert told(room, "this") == alone(open_room, GUIDE, 12, prompt)
     room.call(ipc.ReleaseRequestKv, request_id="part")
-    assert not engine._retired
+    assert not engine.layers.retired
 
 
 def test_unloading_ends_it_with_a_reason(open_room: OpenRoom) -> None:
@@ -197,8 +197,8 @@ def test_its_memory_counts_and_comes_back(open_room: OpenRoom) -> None:
     assert during.work_bytes > before.work_bytes
     room.run()
     assert engine.memory == before
-    assert all(segment.is_idle or segment.n_rows for segment in engine.segments)
-    assert not any(segment.apart_segments for segment in engine.segments)
+    assert all(segment.is_idle or segment.n_rows for segment in engine.layers.segments)
+    assert not any(segment.apart_segments for segment in engine.layers.segments)
 
 
 def test_where_memory_is_short_it_is_refused_and_others_are_not(

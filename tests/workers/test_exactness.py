@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import engine as engine_module
-from swarmllm_workers.engine import repacking
+from swarmllm_workers.engine import loaded_layers, repacking
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
 
@@ -68,7 +67,7 @@ def uncut_logits(path: Path, tokens: np.ndarray, chunking: Sequence[int]) -> np.
 @pytest.fixture(autouse=True)
 def _as_many_parts_as_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a chain's routes are open at once."""
-    monkeypatch.setattr(engine_module, "PARTS_MAX", 1000)
+    monkeypatch.setattr(loaded_layers, "PARTS_MAX", 1000)
 
 
 def open_engine(path: Path, folder: Path, *, native_tap: bool = True, n_slots: int = 2) -> Engine:
@@ -112,12 +111,12 @@ def assert_chains_equal_uncut(path: Path, folder: Path, chunkings: dict[str, lis
         expected = uncut_logits(path, tokens, chunking)
         assert np.isfinite(expected).all()
         assert expected.std() > 0.1
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
         for bounds in ([0, engine.n_layers], *cuts(engine.n_layers, engine.rule.cut_alignment)):
             got = chain_logits(engine, bounds, tokens, chunking)
             assert np.abs(got - expected).max() == 0.0, f"prompt {name}, cut at {bounds}"
-            engine.unload(0, engine.n_layers)
-            engine.load(0, engine.n_layers)
+            engine.layers.unload(0, engine.n_layers)
+            engine.layers.load(0, engine.n_layers)
     engine.close()
 
 
@@ -147,7 +146,7 @@ def test_python_tap_computes_the_same_as_the_native_one(
     results = []
     for native in (True, False):
         engine = open_engine(path, tmp_path, native_tap=native)
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
         tokens = tokens_for(engine.n_vocab)
         results.append(chain_logits(engine, [0, 2, engine.n_layers], tokens, [40]))
         engine.close()
@@ -170,7 +169,7 @@ def test_spans_of_several_requests_in_one_batch_equal_the_uncut_model(
     for bounds in ([0, 4], [0, 1, 3, 4]):
         engine = open_engine(path, tmp_path, n_slots=3)
         for start, end in pairwise(bounds):
-            engine.load(start, end)
+            engine.layers.load(start, end)
         route = engine.route("all", 0, 4)
         assert len(route.segments) == len(bounds) - 1
         rows = []
@@ -193,7 +192,7 @@ def test_what_other_requests_say_does_not_change_a_bit(
     def first_of_three(bounds: Sequence[int], others: int) -> np.ndarray:
         engine = open_engine(make_model(name), tmp_path, n_slots=3)
         for start, end in pairwise(bounds):
-            engine.load(start, end)
+            engine.layers.load(start, end)
         prompts = [np.random.default_rng(seed).integers(0, 256, 24) for seed in (3, others, others + 1)]
         rows = []
         for start, end in [(0, 12), *pairwise(range(12, 25))]:
@@ -214,8 +213,8 @@ def test_what_other_requests_say_does_not_change_a_bit(
 @pytest.mark.slow
 def test_rolling_back_and_repeating_gives_the_same_logits(make_model: MakeModel, tmp_path: Path) -> None:
     engine = open_engine(make_model("qwen2"), tmp_path)
-    engine.load(0, 2)
-    engine.load(2, 4)
+    engine.layers.load(0, 2)
+    engine.layers.load(2, 4)
     tokens = tokens_for(256)
     slot, route = engine.take_slot("r"), engine.route("r", 0, 4)
 

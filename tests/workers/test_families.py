@@ -12,7 +12,7 @@ import pytest
 
 from swarmllm.models.hashing import build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import engine as engine_module
+from swarmllm_workers.engine import loaded_layers
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
@@ -46,7 +46,7 @@ REQUIRED = (
 @pytest.fixture(autouse=True)
 def _as_many_parts_as_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a chain's routes are open at once."""
-    monkeypatch.setattr(engine_module, "PARTS_MAX", 1000)
+    monkeypatch.setattr(loaded_layers, "PARTS_MAX", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,10 @@ def test_family_is_exact_under_every_cut_that_its_rule_allows(
     if len(ways) > 12:  # of the large ones the ends, the middle and the smallest pieces
         ways = [*ways[:2], ways[len(ways) // 2], *ways[-3:]]
     for bounds in ([0, engine.n_layers], *ways):
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
         got = chain_logits(engine, bounds, tokens, CHUNKING)
         assert np.abs(got - expected).max() == 0.0, bounds
-        engine.unload(0, engine.n_layers)
+        engine.layers.unload(0, engine.n_layers)
     engine.close()
 
 
@@ -106,7 +106,7 @@ def test_daemon_and_worker_read_the_same_rule_from_a_file(
 def test_tap_in_python_serves_them_too(name: str, family_file: Callable[[str], Path], tmp_path: Path) -> None:
     path = family_file(name)
     engine = open_engine(path, tmp_path, native_tap=False)
-    engine.load(0, engine.n_layers)
+    engine.layers.load(0, engine.n_layers)
     tokens = tokens_for(engine.n_vocab)
     got = chain_logits(engine, [0, 2, engine.n_layers], tokens, CHUNKING)
     np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
@@ -117,7 +117,7 @@ def in_batches(engine: Engine, bounds: Sequence[int]) -> np.ndarray:
     """Logits of three requests of different lengths that share their forwards, prefill beside decode."""
     tokens = tokens_for(engine.n_vocab)
     for start, end in pairwise(bounds):
-        engine.load(start, end)
+        engine.layers.load(start, end)
     routes = [engine.route("all", start, end) for start, end in pairwise(bounds)]
     rows = []
     for batch in (
@@ -157,8 +157,8 @@ def test_recurrent_state_is_never_rolled_back_by_halves(
     path = family_file(name)
     engine = open_engine(path, tmp_path)
     middle, end = engine.rule.cut_alignment, engine.n_layers
-    engine.load(0, middle)
-    engine.load(middle, end)
+    engine.layers.load(0, middle)
+    engine.layers.load(middle, end)
     tokens = tokens_for(engine.n_vocab)
     expected = uncut_logits(path, tokens, CHUNKING)
     slot, route = engine.take_slot("r"), engine.route("r", 0, end)
@@ -185,7 +185,7 @@ def test_whole_model_takes_rows_as_it_takes_tokens(
 ) -> None:
     """libllama alone would abort, or read several positions for each row."""
     engine = open_engine(family_file(name), tmp_path)
-    engine.load(0, engine.n_layers)
+    engine.layers.load(0, engine.n_layers)
     tokens = tokens_for(engine.n_vocab)
     route = engine.route("r", 0, engine.n_layers)
     assert len(route.segments) == 1
@@ -200,11 +200,11 @@ def test_whole_model_with_wide_inputs_takes_tokens_only(
 ) -> None:
     engine = open_engine(family_file("qwen3-vl"), tmp_path)
     rows = engine.embedding.rows(np.arange(4, dtype=np.int32))
-    engine.load(0, engine.n_layers)
+    engine.layers.load(0, engine.n_layers)
     with pytest.raises(CallError, match="token ids only"):
         engine.run(engine.route("r", 0, engine.n_layers), [Span(0, 0, rows, "logits")])
-    engine.unload(0, engine.n_layers)
-    engine.load(0, 2)
+    engine.layers.unload(0, engine.n_layers)
+    engine.layers.load(0, 2)
     assert engine.run(engine.route("r", 0, 2), [Span(0, 0, rows, "hidden")])[0].shape == rows.shape
     engine.close()
 
@@ -213,9 +213,13 @@ def test_no_segment_has_as_many_layers_as_another_member_of_its_family(tmp_path:
     """libllama takes 27 layers of deepseek2 for V2 Lite, whose tensors are other ones."""
     path = write(tmp_path / "m.gguf", replace(FAMILIES["deepseek-v3"], n_layers=28))
     engine = open_engine(path, tmp_path)
-    engine.load(0, 27)
-    engine.load(27, 28)
-    assert [(segment.start, segment.end) for segment in engine.segments] == [(0, 13), (13, 27), (27, 28)]
+    engine.layers.load(0, 27)
+    engine.layers.load(27, 28)
+    assert [(segment.start, segment.end) for segment in engine.layers.segments] == [
+        (0, 13),
+        (13, 27),
+        (27, 28),
+    ]
     tokens = tokens_for(engine.n_vocab)
     got = chain_logits(engine, [0, 27, 28], tokens, CHUNKING)
     np.testing.assert_array_equal(got, uncut_logits(path, tokens, CHUNKING))
@@ -236,7 +240,7 @@ def test_llama_4_is_exact_beyond_its_chunk_of_8192_rows(tmp_path: Path) -> None:
 
     def logits(cut: list[int]) -> np.ndarray:
         for start, end in pairwise(cut):
-            engine.load(start, end)
+            engine.layers.load(start, end)
         routes = [engine.route("r", start, end) for start, end in pairwise(cut)]
         rows = []
         for start, end in pairwise(bounds):
@@ -245,7 +249,7 @@ def test_llama_4_is_exact_beyond_its_chunk_of_8192_rows(tmp_path: Path) -> None:
                 data = engine.run(route, [Span(0, start, data, "logits")])[0].copy()
             rows.append(data)
         engine.release("r")
-        engine.unload(0, engine.n_layers)
+        engine.layers.unload(0, engine.n_layers)
         return np.array(rows)
 
     np.testing.assert_array_equal(logits([0, 4, 8]), logits([0, 8]))

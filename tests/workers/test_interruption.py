@@ -87,12 +87,12 @@ def test_its_rows_are_gone_and_all_others_stay(
     engine = Engine(make_model(name), tmp_path / "segments", settings)
     try:
         last = engine.n_layers
-        engine.load(0, last)
+        engine.layers.load(0, last)
         run(engine, "other", 0, last, 0, PROMPT[:20])
         expected = run(engine, "whole", 0, last, 0, PROMPT)
         assert asked.n_questions > 20
         n_in_all = asked.n_questions // 2
-        segment = engine.segments[0]
+        segment = engine.layers.segments[0]
         if n_before:
             run(engine, "r", 0, last, 0, PROMPT[:n_before])
         for patience in (0, 1, n_in_all // 2, n_in_all - 5):
@@ -117,7 +117,7 @@ def test_decode_steps_are_never_asked_about(make_model: MakeModel, tmp_path: Pat
     settings = EngineSettings(n_ctx=64, n_slots=1, n_threads=1, is_unwanted=asked.is_unwanted)
     engine = Engine(make_model("llama"), tmp_path / "segments", settings)
     try:
-        engine.load(0, 4)
+        engine.layers.load(0, 4)
         run(engine, "r", 0, 4, 0, PROMPT[:15])
         run(engine, "r", 0, 4, 15, PROMPT[15:16])
         assert asked.n_questions == 0

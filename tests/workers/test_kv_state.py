@@ -36,7 +36,7 @@ def saved(room: Room) -> bytes:
     room.generate(TOKENS % room.handlers._opened().n_vocab, "r", GREEDY)
     room.run()
     engine = room.handlers._opened()
-    (segment,) = engine.segments
+    (segment,) = engine.layers.segments
     (kept,) = engine.prefixes
     assert kept.sequence is not None
     return bytes(segment.save(kept.sequence))

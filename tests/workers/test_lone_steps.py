@@ -356,7 +356,7 @@ def test_a_failure_inside_is_told_and_frees_nothing_that_is_in_use(
         raise RuntimeError("boom")
 
     with monkeypatch.context() as broken:
-        broken.setattr(stage.handlers._opened().segments[0]._context, "decode", fail)
+        broken.setattr(stage.handlers._opened().layers.segments[0]._context, "decode", fail)
         stage.deliver(stage.job("r", 1))
     assert stage.refusals() == [("engine", "RuntimeError: boom")]
 

@@ -42,9 +42,11 @@ def test_prediction_is_what_libllama_takes_or_a_little_more(
         pytest.skip("heads of 16 have no blocks of 32")
     engine = Engine(path, tmp_path / "segments", SETTINGS[name])
     with caplog.at_level(logging.DEBUG):
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
     memory = engine.memory
-    assert memory.weights_bytes == pytest.approx(sum(s.weights_bytes for s in engine.segments), rel=0.01)
+    assert memory.weights_bytes == pytest.approx(
+        sum(s.weights_bytes for s in engine.layers.segments), rel=0.01
+    )
     assert memory.kv_bytes / 2**20 == pytest.approx(said(caplog.text, "KV buffer size"), rel=0.01, abs=0.1)
     work = said(caplog.text, "compute buffer size") + said(caplog.text, "output buffer size")
     assert work <= memory.work_bytes / 2**20 <= 2 * work + 4

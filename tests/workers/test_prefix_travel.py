@@ -224,7 +224,7 @@ def test_rows_that_left_their_cells_still_travel_and_can_be_checked(holder: Room
         if room is asker:
             bring(asker, named, before)
         engine = room.handlers._opened()
-        engine.prefixes.make_room(engine.segments, 1024)
+        engine.prefixes.make_room(engine.layers.segments, 1024)
         assert all(kept.sequence is None for kept in engine.prefixes)
     assert slices(holder, 4) == before
     assert check(asker, TOKENS[: 4 * B], 0, 3).outcome in ("equal", "close")

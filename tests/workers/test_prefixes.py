@@ -113,8 +113,8 @@ def test_kept_rows_go_when_layers_are_unloaded_or_cut(open_room: OpenRoom) -> No
     room.call(ipc.Forward, rows, request_id="f", start=1, end=3, position=0, want="hidden")
     room.run()
     engine = room.handlers._opened()
-    assert len(engine.segments) == 3
-    assert sum(segment.n_rows for segment in engine.segments) == 2
+    assert len(engine.layers.segments) == 3
+    assert sum(segment.n_rows for segment in engine.layers.segments) == 2
     room.generate(prompt, "again")
     room.run()
     assert done(room, "again").n_cached_tokens == 0
@@ -135,7 +135,7 @@ def test_nothing_is_kept_where_it_is_turned_off(open_room: OpenRoom) -> None:  #
         room.generate(np.resize(PROMPT, 3 * B), name)
         room.run()
     assert done(room, "again").n_cached_tokens == 0
-    assert all(segment.n_rows == 0 for segment in room.handlers._opened().segments)
+    assert all(segment.n_rows == 0 for segment in room.handlers._opened().layers.segments)
 
 
 def test_a_prompt_shares_cells_with_a_running_one_to_the_last_token(
@@ -292,7 +292,7 @@ def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  
     assert len(engine.prefixes) == 1
     assert room.handlers.pause_ms() == SLEEP_MAX_MS
     assert len(engine.prefixes) == 0
-    assert all(segment.n_rows == 0 for segment in engine.segments)
+    assert all(segment.n_rows == 0 for segment in engine.layers.segments)
 
 
 def test_rows_that_lack_their_window_are_never_shared_below_where_they_began(open_room: OpenRoom) -> None:  # noqa: F811

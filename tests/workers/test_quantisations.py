@@ -41,7 +41,7 @@ def test_all_types_are_cut_byte_for_byte_and_run_bit_for_bit(
         monkeypatch.setattr(shared_weights, "is_supported", lambda: False)
     engine = open_engine(many_types, tmp_path)
     bounds = [0, *range(1, MANY.n_layers, 6), MANY.n_layers]
-    engine.load(0, engine.n_layers)
+    engine.layers.load(0, engine.n_layers)
     tokens = tokens_for(engine.n_vocab)
     chunking = [1, 39]
     got = chain_logits(engine, bounds, tokens, chunking)

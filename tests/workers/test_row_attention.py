@@ -116,7 +116,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:
     got = []
     ranges = [(0, 5), (5, 12)]
     for engine, (first, last) in zip(engines, ranges, strict=True):
-        engine.load(first, last)
+        engine.layers.load(first, last)
     for start, end in pairwise(bounds):
         data = tokens[start:end]
         for engine, (first, last) in zip(engines, ranges, strict=True):

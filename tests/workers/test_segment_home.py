@@ -188,7 +188,7 @@ def test_an_engine_computes_the_same_while_layers_move(make_model: MakeModel, tm
 
     def logits(path: Path, owns_path: bool) -> list[np.ndarray]:
         engine = Engine(path, tmp_path / FOLDER, EngineSettings(n_ctx=256), owns_path=owns_path)
-        engine.load(0, engine.n_layers)
+        engine.layers.load(0, engine.n_layers)
         seen: list[np.ndarray] = []
 
         def run(request: str, bounds: list[int], position: int, part: np.ndarray) -> None:
@@ -206,9 +206,9 @@ def test_an_engine_computes_the_same_while_layers_move(make_model: MakeModel, tm
         engine.release("first")
         run("second", [0, 2, n], len(tokens), tokens[:1])
         engine.release("second")
-        engine.unload(2, n)
-        engine.unload(0, 2)
-        engine.load(0, n)
+        engine.layers.unload(2, n)
+        engine.layers.unload(0, 2)
+        engine.layers.load(0, n)
         run("third", [0, n], 0, tokens)
         engine.close()
         return seen

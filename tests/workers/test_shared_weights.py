@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from swarmllm_workers.engine import shared_weights
-from swarmllm_workers.engine.engine import PARTS_MAX, Engine
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.loaded_layers import PARTS_MAX
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.segment_file import plan_part
@@ -61,7 +62,7 @@ def n_mappings(path: Path) -> int:
 
 
 def layers_of(engine: Engine) -> list[tuple[int, int]]:
-    return sorted((segment.start, segment.end) for segment in engine.segments)
+    return sorted((segment.start, segment.end) for segment in engine.layers.segments)
 
 
 @pytest.mark.parametrize("cuts", [[4], [1, 11], [3, 6, 9]])
@@ -69,14 +70,14 @@ def test_parts_of_the_guide_have_the_bits_of_the_whole(
     open_engine: OpenEngine, tmp_path: Path, cuts: list[int]
 ) -> None:
     engine = open_engine(GUIDE)
-    engine.load(0, 12)
+    engine.layers.load(0, 12)
     first, second = run(engine, "whole", 0, 12, 0, TOKENS), run(engine, "whole", 0, 12, len(TOKENS), NEXT)
     engine.release("whole")
     bounds = [0, *cuts, 12]
     np.testing.assert_array_equal(through(engine, "parts", bounds, 0, TOKENS), first)
     np.testing.assert_array_equal(through(engine, "parts", bounds, len(TOKENS), NEXT), second)
-    assert len(engine.segments) == len(bounds) - 1
-    assert {segment.path for segment in engine.segments} == {GUIDE}
+    assert len(engine.layers.segments) == len(bounds) - 1
+    assert {segment.path for segment in engine.layers.segments} == {GUIDE}
     assert list((tmp_path / "segments").iterdir()) == []
     # Where all is asked for again, it runs through the parts.
     engine.release("parts")
@@ -92,20 +93,20 @@ def test_parts_of_other_architectures_have_the_bits_of_the_whole(
 ) -> None:
     engine = open_engine(write(tmp_path / "model.gguf", FAMILIES[name]))
     unit = engine.rule.cut_alignment
-    engine.load(0, engine.n_layers)
+    engine.layers.load(0, engine.n_layers)
     expected = run(engine, "whole", 0, engine.n_layers, 0, TOKENS)
     engine.release("whole")
     bounds = [*range(0, engine.n_layers, unit)[:PARTS_MAX], engine.n_layers]
     np.testing.assert_array_equal(through(engine, "parts", bounds, 0, TOKENS), expected)
-    assert len(engine.segments) > 1
-    assert {segment.path for segment in engine.segments} == {engine.source.path}
+    assert len(engine.layers.segments) > 1
+    assert {segment.path for segment in engine.layers.segments} == {engine.source.path}
 
 
 def test_a_part_of_a_part_of_a_segment_file_is_over_that_file(
     open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
 ) -> None:
     engine = open_engine(make_model("llama"))
-    engine.load(1, 4)
+    engine.layers.load(1, 4)
     rows = np.random.default_rng(0).standard_normal((4, engine.n_embd)).astype(np.float32)
     expected = run(engine, "all", 1, 4, 0, rows)
     engine.release("all")
@@ -115,7 +116,7 @@ def test_a_part_of_a_part_of_a_segment_file_is_over_that_file(
     hidden = run(engine, "parts", 2, 3, 0, hidden)
     np.testing.assert_array_equal(run(engine, "parts", 3, 4, 0, hidden), expected)
     assert layers_of(engine) == [(1, 2), (2, 3), (3, 4)]
-    assert {segment.path for segment in engine.segments} == {file}
+    assert {segment.path for segment in engine.layers.segments} == {file}
     assert n_mappings(file) == 1
 
 
@@ -126,23 +127,23 @@ def test_weights_that_parts_share_are_in_memory_and_count_once(
     path.write_bytes(GUIDE.read_bytes())
     engine = open_engine(path)
     n_before = n_mappings(path)
-    engine.load(0, 12)
+    engine.layers.load(0, 12)
     run(engine, "old", 0, 12, 0, TOKENS)
-    weights_bytes, before = engine.weights_bytes, engine.memory
+    weights_bytes, before = engine.layers.weights_bytes, engine.memory
     rows = np.ones((4, engine.n_embd), np.float32)
     run(engine, "new", 4, 8, 0, rows)
     # The old segment stays for its request, with its KV.
     parts = predict(engine.source, 12, [(0, 4), (4, 8), (8, 12)], engine.settings)
-    assert engine.weights_bytes == weights_bytes
+    assert engine.layers.weights_bytes == weights_bytes
     assert engine.memory.weights_bytes == before.weights_bytes
     assert engine.memory.kv_bytes == before.kv_bytes + parts.kv_bytes == 2 * before.kv_bytes
     engine.release("old")
     assert engine.memory.kv_bytes == before.kv_bytes
     assert engine.memory.weights_bytes <= before.weights_bytes * 1.01
-    assert all(segment.is_shared for segment in engine.segments)
+    assert all(segment.is_shared for segment in engine.layers.segments)
     assert n_mappings(path) == n_before + 1
     engine.release("new")
-    engine.unload(0, 12)
+    engine.layers.unload(0, 12)
     assert n_mappings(path) == n_before
 
 
@@ -157,7 +158,7 @@ def test_parts_fit_beside_a_segment_where_only_their_kv_and_work_space_is_allowe
     rows = np.ones((4, probe.n_embd), np.float32)
     for max_bytes, fits in ((needed, True), (needed - 1, False)):
         engine = open_engine(GUIDE, max_bytes=max_bytes)
-        engine.load(0, 12)
+        engine.layers.load(0, 12)
         run(engine, "old", 0, 12, 0, TOKENS)
         if fits:
             run(engine, "new", 6, 12, 0, rows)
@@ -169,14 +170,14 @@ def test_parts_fit_beside_a_segment_where_only_their_kv_and_work_space_is_allowe
 
 def test_parts_of_many_requests_are_few(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(GUIDE)
-    engine.load(0, 12)
+    engine.layers.load(0, 12)
     expected = run(engine, "whole", 0, 12, 0, TOKENS)
     engine.release("whole")
     hidden, most = TOKENS, 0
     for layer in range(12):
         hidden = run(engine, f"part {layer}", layer, layer + 1, 0, hidden)
         engine.release(f"part {layer}")
-        most = max(most, len(engine.segments))
+        most = max(most, len(engine.layers.segments))
     np.testing.assert_array_equal(hidden, expected)
     assert most == 1 + PARTS_MAX
     # The first layers, which were asked for first, are one part again.
@@ -187,7 +188,7 @@ def test_parts_of_many_requests_are_few(open_engine: OpenEngine, tmp_path: Path)
 
 def test_parts_in_which_requests_run_stay(open_engine: OpenEngine) -> None:
     engine = open_engine(GUIDE, n_slots=12)
-    engine.load(0, 12)
+    engine.layers.load(0, 12)
     rows = np.ones((1, engine.n_embd), np.float32)
     for layer in range(PARTS_MAX):
         run(engine, f"r{layer}", layer, layer + 1, 0, rows)
@@ -202,7 +203,7 @@ def test_parts_in_which_requests_run_stay(open_engine: OpenEngine) -> None:
     engine.release("r1")
     engine.release("r2")
     run(engine, "more", 10, 11, 0, rows)
-    assert len(engine.segments) == 1 + PARTS_MAX
+    assert len(engine.layers.segments) == 1 + PARTS_MAX
 
 
 def test_a_container_stays_as_it_is_while_parts_are_mapped_from_it(
@@ -211,14 +212,14 @@ def test_a_container_stays_as_it_is_while_parts_are_mapped_from_it(
     path = tmp_path / "container.gguf"
     path.write_bytes(make_model("llama").read_bytes())
     engine = open_engine(path, owns_path=True)
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     expected = run(engine, "whole", 0, 4, 0, TOKENS)
     engine.release("whole")
     n_blocks = path.stat().st_blocks
     np.testing.assert_array_equal(through(engine, "parts", [0, 1, 4], 0, TOKENS), expected)
-    engine.unload(0, 1)
+    engine.layers.unload(0, 1)
     assert path.stat().st_blocks == n_blocks
-    engine.load(0, 1)
+    engine.layers.load(0, 1)
     engine.release("parts")
     np.testing.assert_array_equal(through(engine, "again", [0, 1, 4], 0, TOKENS), expected)
 
@@ -228,7 +229,7 @@ def test_a_libllama_that_does_not_tell_gets_segment_files(
 ) -> None:
     monkeypatch.setattr("swarmllm_workers.engine.shared_weights.is_supported", lambda: False)
     engine = open_engine(make_model("llama"))
-    engine.load(0, 4)
+    engine.layers.load(0, 4)
     expected = run(engine, "whole", 0, 4, 0, TOKENS)
     engine.release("whole")
     np.testing.assert_array_equal(through(engine, "parts", [0, 1, 4], 0, TOKENS), expected)
@@ -239,7 +240,7 @@ def test_a_file_that_has_gone_is_cut_from_the_original_again(
     open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
 ) -> None:
     engine = open_engine(make_model("llama"))
-    engine.load(1, 4)
+    engine.layers.load(1, 4)
     rows = np.ones((4, engine.n_embd), np.float32)
     expected = run(engine, "all", 1, 4, 0, rows)
     engine.release("all")

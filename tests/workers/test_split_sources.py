@@ -58,9 +58,9 @@ def assert_same_numbers(path: Path, original: Path, folder: Path, all_bounds: li
     assert expected.std() > 0.1
     for bounds in all_bounds:
         for start, end in pairwise(bounds):
-            engine.load(start, end)
+            engine.layers.load(start, end)
         assert np.abs(chain_logits(engine, bounds, tokens, CHUNKING) - expected).max() == 0.0, bounds
-        engine.unload(0, engine.n_layers)
+        engine.layers.unload(0, engine.n_layers)
     engine.close()
 
 
@@ -117,7 +117,7 @@ def test_segment_files_of_parts_are_found_by_the_daemon_and_go_with_a_changed_pa
     catalogue = Catalogue(tmp_path / "catalogue.db")
     entry = catalogue.add(parts[0])
     engine = open_engine(parts[0], tmp_path)
-    engine.load(1, 3)
+    engine.layers.load(1, 3)
     engine.close()
     (copy,) = segments_of(entry, tmp_path / "segments")
     assert (copy.name.start, copy.name.end) == (1, 3)

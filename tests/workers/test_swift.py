@@ -26,7 +26,7 @@ ENDLESS = ipc.Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
 
 
 def ranges(room: Room) -> list[tuple[int, int]]:
-    return [(segment.start, segment.end) for segment in room.handlers._opened().segments]
+    return [(segment.start, segment.end) for segment in room.handlers._opened().layers.segments]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_model_that_cannot_gain_by_pieces_is_in_one_when_its_load_is_over(
     demand(gain_min, math.inf)
     room = open_room(GUIDE, (0, 12), n_ctx=512, **SWIFT)
     assert ranges(room) == [(0, 12)]
-    assert not any(segment.n_rows for segment in room.handlers._opened().segments)
+    assert not any(segment.n_rows for segment in room.handlers._opened().layers.segments)
     room.call(ipc.Unload, start=0, end=12)
     room.call(ipc.Load, start=0, end=12)
     assert ranges(room) == [(0, 12)]
@@ -73,14 +73,14 @@ def test_requests_show_that_it_does_not_pay_and_those_that_run_go_on_where_they_
     room.run(20)
     assert ranges(room) == [(0, 12)]
     engine = room.handlers._opened()
-    assert [(segment.start, segment.end) for segment in engine._retired] == in_pieces
+    assert [(segment.start, segment.end) for segment in engine.layers.retired] == in_pieces
     room.generate(prompts[1], "second", ENDLESS)
     room.run()
     assert done(room, "first").n_guessed > 0
     assert done(room, "second").n_guessed == 0
     for name in ("first", "second"):
         assert room.tokens(name) == plain.tokens(name)
-    assert engine._retired == []
+    assert not engine.layers.retired
 
 
 def test_where_there_is_no_room_for_pieces_or_to_go_back_it_serves_as_it_is(

@@ -1,26 +1,12 @@
-"""One model and the layer ranges of it that this worker holds.
+"""What a worker can do with its model: requests' slots, rows and routes through the layers that it holds.
 
-What is *held* is a set of ranges, what runs is a set of segments that covers them. Usually they are the
-same; they differ after a request asks for a part of a held range: libllama cannot run part of a loaded
-model, so the segment is cut at the request's boundaries, into parts over the same pages of its file
-(`shared_weights.py`). While other requests have rows in it the old one stays until the last of them has left
-("retired"), so nobody's KV is lost. Only so many parts are made (`PARTS_MAX`): for another one, two that
-nobody uses become one again.
-
-What changes the segments takes long, and is an operation (`operation.py`): opening, cutting and closing are
-its parts, which may run beside decode steps; the lists of segments change between two steps. Operations come
-one after the other. Between two parts of one, requests come and go: it looks at the segments anew then.
-
-The whole model as one range is the original file; everything else goes through segment files. Each segment
-has its own KV, and a slot is the same sequence number in all of them.
+Each segment (`loaded_layers.py`) has its own KV, and a slot is the same sequence number in all of them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -36,13 +22,14 @@ from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.exact_segments import SegmentsApart
 from swarmllm_workers.engine.gguf_file import open_source
 from swarmllm_workers.engine.libllama import Model
-from swarmllm_workers.engine.memory import Footprint, Memory, around, weighing
+from swarmllm_workers.engine.loaded_layers import LoadedLayers
+from swarmllm_workers.engine.memory import Footprint, Memory
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
-from swarmllm_workers.engine.ranges import Cuts, Range, Route, find_path, join, merge, subtract
+from swarmllm_workers.engine.ranges import Cuts, Range, Route
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
-from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker
+from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
 from swarmllm_workers.errors import CallError
 
@@ -51,9 +38,6 @@ log = logging.getLogger(__name__)
 TEMPLATES_MAX: Final = 8
 """Compiled chat templates that are kept: the model's own, and those of presets."""
 
-PARTS_MAX: Final = 8
-"""Segments beyond those that held ranges need, made because requests asked for parts of them. Each has a work
-space of its own, and a row that runs through several takes longer."""
 RECEIVED_PART: Final = 4
 """What came in may take this part of what may be kept of what was sent."""
 
@@ -82,9 +66,7 @@ class Engine:
         self.template_source = self.source.text("tokenizer.chat_template")
         self._templates: dict[str, ChatTemplate] = {}
         self.cache_dir = cache_dir
-        self._maker = SegmentMaker(
-            self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path
-        )
+        maker = SegmentMaker(self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path)
         self.footprint = Footprint(self.source, self.name, self.n_layers, settings)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
@@ -94,9 +76,7 @@ class Engine:
         sender says."""
         self.held = HeldRequests(self.release)
         self.root = kept_root(settings.prefix_key, settings.model_id, self.n_layers)
-        self._held: list[Range] = []
-        self._segments: list[Segment] = []
-        self._retired: list[Segment] = []
+        self.layers = LoadedLayers(self.name, self.n_layers, self.cuts, self.footprint, maker, self.prefixes)
         self._n_routes = 0
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
@@ -105,17 +85,9 @@ class Engine:
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 
     @property
-    def ranges(self) -> tuple[Range, ...]:
-        return tuple(self._held)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(self._segments)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Pages that several segments have count once."""
-        return sum(segment.weights_bytes for segment in weighing(self._open))
+    def memory(self) -> Memory:
+        """What the segments take, as predicted."""
+        return self.layers.memory + self.apart.memory
 
     def template(self, source: str = "") -> ChatTemplate:
         """The model's own chat template, or `source`. Raises CallError bad_template."""
@@ -128,90 +100,11 @@ class Engine:
             self._templates = dict([*self._templates.items(), (source, template)][-TEMPLATES_MAX:])
         return template
 
-    def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
-        """`loading`, at once."""
-        complete(self.loading(start, end, progress))
-
-    def loading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
-        """Hold [start, end) too. Raises CallError cannot_cut, bad_model, out_of_memory; holds what it held
-        then."""
-        self.cuts.check(start, end)
-        missing = subtract([(start, end)], self._held)
-        self.footprint.refuse(self.cuts.pieces(missing), self._open)
-        opened = yield partial(self._maker.open_all, self.cuts.pieces(missing), progress)
-        self._segments += opened
-        self._held = merge([*self._held, *missing])
-        yield from self._settling()
-
-    def rearranging(self, skip_ratio: float, progress: LoadProgress | None = None) -> Operation[None]:
-        """Have the whole model, which is held, in one piece (0) or so that guesses can leave out this share
-        of its layers. Rows of running requests stay where they are until those are over. Raises CallError
-        where there is no room for that; then all is as before, loaded again at its next use."""
-        self.prefixes.clear()
-        whole, before, old = [(0, self.n_layers)], self.cuts.skip_ratio, self._segments
-        is_idle = all(segment.is_idle for segment in old)
-        if is_idle:
-            yield from self._closing(old)
-        self.cuts.leave_out(skip_ratio)
-        try:
-            if not is_idle:
-                self.footprint.refuse(self.cuts.pieces(whole), self._open)
-            opened = yield partial(self._maker.open_all, self.cuts.pieces(whole), progress)
-        except CallError:
-            self.cuts.leave_out(before)
-            raise
-        yield from self._retiring(old)
-        self._segments += opened
-        yield from self._settling()
-
-    @property
-    def memory(self) -> Memory:
-        """What the segments take, as predicted."""
-        return self.footprint.of(self._open) + self.apart.memory
-
-    @property
-    def _open(self) -> list[Segment]:
-        return [*self._segments, *self._retired]
-
-    def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
-        """`unloading`, at once."""
-        complete(self.unloading(start, end, progress))
-
-    def unloading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
-        """Hold [start, end) no longer. Rows of running requests in affected segments are lost. What remains
-        of a segment is cut anew; the rest of it stays held when that fails and is loaded at its next
-        use. `progress`: bytes given back and read anew."""
-        if not any(s < end and start < e for s, e in self._held):
-            raise CallError("not_loaded", f"layers {start}:{end} are not held", "start")
-        self.prefixes.clear()
-        remaining = subtract(self._held, [(start, end)])
-        for piece in remaining:
-            self.cuts.check(*piece)
-        affected = [s for s in self._open if s.start < end and start < s.end]
-        pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
-        done_bytes = sum(segment.weights_bytes for segment in affected)
-        again = self.cuts.pieces(pieces)
-        total_bytes = done_bytes + self.footprint.predicted(again).weights_bytes
-        tell = progress or (lambda done, total: None)
-        self._held = remaining
-        yield from self._closing(affected)
-        tell(done_bytes, total_bytes)
-        for piece in again:
-            segment = yield partial(self._maker.open, *piece)
-            self._segments.append(segment)
-            done_bytes += segment.weights_bytes
-            tell(min(done_bytes, total_bytes), total_bytes)
-        yield from self._settling()
-
-    def whole_file(self) -> Path:
-        """The GGUF with everything in it. Nothing may be loaded."""
-        return self._maker.whole_file()
-
     def route(self, request_id: str, start: int, end: int) -> Route:
         """`known_route`, after what has to be cut was cut at once."""
         route = self.known_route(request_id, start, end)
         if route is None:
-            complete(self.cutting(start, end))
+            complete(self.layers.cutting(start, end))
             route = self.known_route(request_id, start, end)
         if route is None:
             raise CallError("engine", f"no segments cover {start}:{end}")
@@ -219,11 +112,11 @@ class Engine:
 
     def known_route(self, request_id: str, start: int, end: int) -> Route | None:
         """The request's segments for exactly [start, end). None where those have to be made first
-        (`cutting`). Raises CallError not_loaded, cannot_cut."""
+        (`LoadedLayers.cutting`). Raises CallError not_loaded, cannot_cut."""
         known = self._routes.get(request_id, {}).get((start, end))
         if known is not None and not known.is_closed:
             return known
-        path = self.find_segments(start, end)
+        path = self.layers.find_segments(start, end)
         if path is None:
             return None
         self._n_routes += 1
@@ -234,25 +127,6 @@ class Engine:
         route = Route(start, end, path)
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
-
-    def find_segments(self, start: int, end: int) -> tuple[Segment, ...] | None:
-        """Those that a request which begins now runs [start, end) in; otherwise as `known_route`."""
-        self.cuts.check(start, end)
-        missing = subtract([(start, end)], self._held)
-        if missing:
-            held = ", ".join(f"{s}:{e}" for s, e in self._held) or "nothing"
-            raise CallError("not_loaded", f"layers {join(missing)} are not loaded (held: {held})", "start")
-        path = find_path(self._segments, start, end)
-        return tuple(path) if path is not None else None
-
-    def cutting(self, start: int, end: int) -> Operation[None]:
-        """Have segments that run exactly [start, end), which is held. Raises as `known_route` and `loading`
-        do."""
-        if self.find_segments(start, end) is not None:
-            return
-        yield from self._filling()
-        if self.find_segments(start, end) is None:
-            yield from self._cutting_at(start, end)
 
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
@@ -277,7 +151,7 @@ class Engine:
         """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
         segments that are about to go."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
-        if route is not None and all(segment in self._segments for segment in route.segments):
+        if route is not None and all(segment in self.layers.segments for segment in route.segments):
             self.prefixes.keep(request_id, route.segments, token_name(self.root, tokens, session))
 
     def full(self, route: Route, n_more: int) -> CallError:
@@ -328,32 +202,31 @@ class Engine:
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
         if (slot := self.slots.get(request_id)) is not None:
-            n_rows = max((segment.lengths[slot] for segment in self._segments), default=0)
+            n_rows = max((segment.lengths[slot] for segment in self.layers.segments), default=0)
             log.debug("request %s ended with %d rows", request_id, n_rows)
         self.held.discard(request_id)
         self.journals.forget(request_id)
         self.received.forget(request_id)
-        self.prefixes.end(request_id, self._segments)
+        self.prefixes.end(request_id, self.layers.segments)
         self.empty(request_id)
         self._routes.pop(request_id, None)
         self.slots.release(request_id)
         self.apart.close(request_id)
-        if idle := [segment for segment in self._retired if segment.is_idle]:
-            self._set_aside(idle)
-            self.begin(self._closing(idle))
+        if idle := self.layers.dismiss_idle():
+            self.begin(self.layers.closing(idle))
 
     def empty(self, request_id: str, length: int = 0) -> None:
         """Free the request's rows from `length` on in every segment; it keeps its slot and its segments."""
         slot = self.slots.get(request_id)
         if slot is not None:
-            for segment in self.apart.of(request_id, self._open):
+            for segment in self.apart.of(request_id, self.layers.open):
                 segment.truncate(slot, length)
 
     def release_if_empty(self, request_id: str) -> None:
         """Free the slot of a request that has no rows anywhere: one whose first forward was refused."""
         slot = self.slots.get(request_id)
         if slot is None or not any(
-            segment.lengths[slot] for segment in self.apart.of(request_id, self._open)
+            segment.lengths[slot] for segment in self.apart.of(request_id, self.layers.open)
         ):
             self.release(request_id)
 
@@ -410,88 +283,8 @@ class Engine:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
 
-    def _filling(self) -> Operation[None]:
-        """Load what is held and has lost its segment, for want of room at the time."""
-        gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
-        if gaps:
-            self.footprint.refuse(self.cuts.pieces(gaps), self._open)
-            opened = yield partial(self._maker.open_all, self.cuts.pieces(gaps))
-            self._segments += opened
-
-    def _cutting_at(self, start: int, end: int) -> Operation[None]:
-        """Replace segments that reach over `start` or `end` by their parts. Raises CallError out_of_memory,
-        having changed nothing, where the parts do not fit beside what stays."""
-        yield from self._joining(start, end)
-        cut = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
-        staying = [segment for segment in self._segments if segment not in cut]
-        missing: list[Range] = []
-        for segment in cut:
-            inside = [boundary for boundary in (start, end) if segment.start < boundary < segment.end]
-            for piece in self.cuts.pieces(pairwise([segment.start, *inside, segment.end])):
-                if find_path(staying, *piece) is None and piece not in missing:
-                    missing.append(piece)
-        idle = [segment for segment in cut if segment.is_idle]
-        sharing = [segment for segment in cut if segment not in idle and self._maker.shares(segment)]
-        self.footprint.refuse(missing, self._open, idle, sharing)
-        self.prefixes.clear()
-        self._retired += [segment for segment in cut if segment not in idle]
-        self._segments = staying
-        yield from self._closing(idle)
-        for piece in missing:
-            segment = yield partial(self._maker.open, *piece, within=around(piece, cut))
-            self._segments.append(segment)
-        yield from self._settling()
-
-    def _joining(self, start: int, end: int) -> Operation[None]:
-        """Join neighbours that nobody uses, those first that were asked for longest ago, until cuts at
-        `start` and `end` make no more parts than there may be. Raises CallError no_room where requests run
-        in all."""
-        n_max = len(self.cuts.pieces(self._held)) + PARTS_MAX
-        while True:
-            n_more = sum(s.start < at < s.end for s in self._segments for at in {start, end})
-            if len(self._segments) + n_more <= n_max:
-                return
-            self.prefixes.clear()
-            pair = self.cuts.unused_neighbours(self._segments, (start, end))
-            if pair is None:
-                raise CallError(
-                    "no_room",
-                    f"requests run in {len(self._segments)} parts of {self.name}; there may be {n_max}",
-                )
-            first, second = pair
-            within = first if (first.start, second.end) != first.file_layers else None
-            yield from self._closing([first, second])
-            joined = yield partial(self._maker.open, first.start, second.end, within=within)
-            self._segments.append(joined)
-
-    def _settling(self) -> Operation[None]:
-        running = [*self._segments, *(each for each in self._retired if self._maker.maps_source(each))]
-        yield partial(self._maker.settle, running)
-
-    def _retiring(self, segments: list[Segment]) -> Operation[None]:
-        """Nobody begins in these any more."""
-        segments = [segment for segment in segments if not segment.is_closed]
-        self._segments = [segment for segment in self._segments if segment not in segments]
-        self._retired += [segment for segment in segments if not segment.is_idle]
-        yield from self._closing([segment for segment in segments if segment.is_idle])
-
-    def _closing(self, segments: list[Segment]) -> Operation[None]:
-        """Nobody finds these any more, and their memory is given back."""
-        self._set_aside(segments)
-        for segment in segments:
-            yield segment.close
-        if any(self._maker.maps_source(segment) for segment in segments) and self._segments:
-            yield from self._settling()
-
-    def _set_aside(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            for each in (segment, *segment.apart_segments):
-                each.is_closed = True
-        self._segments = [segment for segment in self._segments if not segment.is_closed]
-        self._retired = [segment for segment in self._retired if not segment.is_closed]
-
     def close(self) -> None:
-        complete(self._closing(self._open))
+        complete(self.layers.closing(self.layers.open))
         self.vocabulary.grammars.close()
         self._vocabulary_model.close()
 

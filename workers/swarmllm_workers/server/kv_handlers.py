@@ -145,7 +145,7 @@ class PrefixHandlers:
 
     def _look_up(self, message: ipc.LookUpPrefix, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
-        where = engine.find_segments(message.start, message.end)
+        where = engine.layers.find_segments(message.start, message.end)
         found = ipc.PrefixLookedUp(id=message.id, n_blocks=0)
         if where is not None and engine.prefixes.travels(where) and where[0].is_whole:
             found = ipc.PrefixLookedUp(
@@ -171,7 +171,7 @@ class PrefixHandlers:
 
     def _export(self, message: ipc.ExportPrefixSnapshot, payload: memoryview) -> None:
         engine, name = self._engine(), Name(_names(payload), scope=message.scope)
-        where = engine.find_segments(message.start, message.end)
+        where = engine.layers.find_segments(message.start, message.end)
         if message.n_rows:
             rows = None
             if where is not None and message.n_rows * _row_bytes(engine) <= PREFIX_KV_MAX:
@@ -230,7 +230,7 @@ class PrefixHandlers:
 
     def _take(self, message: ipc.ImportPrefixSnapshot, name: Name, snapshot: Snapshot) -> None:
         engine = self._engine()
-        where = engine.find_segments(message.start, message.end)
+        where = engine.layers.find_segments(message.start, message.end)
         if where is None:
             self._after_cutting(message, partial(self._take, message, name, snapshot))
             return
@@ -246,7 +246,7 @@ class PrefixHandlers:
         self._loading.begin(self._cutting(message, again), partial(self._fail, message.id))
 
     def _cutting(self, message: _OfLayers, again: Callable[[], None]) -> Operation[None]:
-        yield from self._engine().cutting(message.start, message.end)
+        yield from self._engine().layers.cutting(message.start, message.end)
         again()
 
 

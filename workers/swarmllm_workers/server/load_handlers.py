@@ -133,8 +133,8 @@ class LoadHandlers:
         guesses = speculation if (message.start, message.end) == (0, engine.n_layers) else None
         if guesses is not None:
             yield from guesses.loading()
-        yield from engine.loading(message.start, message.end, self._progress_of(message.id))
-        paths = [segment.path for segment in engine.segments]
+        yield from engine.layers.loading(message.start, message.end, self._progress_of(message.id))
+        paths = [segment.path for segment in engine.layers.segments]
         if guesses is not None and guesses.settings.draft_path:
             paths.insert(0, Path(guesses.settings.draft_path))
         yield from self._tuning(paths)
@@ -161,9 +161,9 @@ class LoadHandlers:
 
     def _unloading(self, message: ipc.Unload) -> Operation[None]:
         engine = self._opened()
-        yield from engine.unloading(message.start, message.end, self._progress_of(message.id))
+        yield from engine.layers.unloading(message.start, message.end, self._progress_of(message.id))
         self._answer_loaded(message.id)
-        if not engine.ranges:
+        if not engine.layers.ranges:
             self._finish(message.id)
 
     def _check_cuts(self, message: ipc.CheckCuts, _payload: memoryview) -> None:
@@ -174,7 +174,7 @@ class LoadHandlers:
         engine, progress = self._opened(), self._progress_of(message.id)
 
         def check() -> CutVerdict:
-            whole = engine.whole_file()
+            whole = engine.layers.whole_file()
             with mapping(3 * whole.stat().st_size + 2**30):
                 return check_cuts(whole, engine.cache_dir, engine.settings, progress, message.units)
 
@@ -208,7 +208,7 @@ class LoadHandlers:
         self._send(
             ipc.Loaded(
                 id=call_id,
-                ranges=engine.ranges,
+                ranges=engine.layers.ranges,
                 weights_bytes=memory.weights_bytes,
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,

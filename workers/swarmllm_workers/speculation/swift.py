@@ -99,13 +99,13 @@ class SwiftTrial:
     def beginning(self, progress: LoadProgress) -> Operation[None]:
         """The whole model is loaded."""
         engine = self._engine
-        if self._is_over or len(engine.segments) > 1 or engine.segments[0].is_recurrent:
+        if self._is_over or len(engine.layers.segments) > 1 or engine.layers.segments[0].is_recurrent:
             return
         try:
             slot = engine.take_slot(_REQUEST)
             whole_s = self._seconds(self._route(), slot)
-            yield from engine.rearranging(self._skip_ratio, progress)
-            if len(engine.segments) > 1:
+            yield from engine.layers.rearranging(self._skip_ratio, progress)
+            if len(engine.layers.segments) > 1:
                 self._judge_pieces(slot, whole_s)
         except CallError as error:
             log.info("guesses with layers left out were not tried: %s", error.message)
@@ -161,7 +161,7 @@ class SwiftTrial:
             return
         try:
             if self._engine.cuts.skip_ratio:
-                yield from self._engine.rearranging(0.0)
+                yield from self._engine.layers.rearranging(0.0)
                 log.info("guesses with layers left out do not pay here: the model is in one piece again")
             self._is_over = True
         except CallError as error:

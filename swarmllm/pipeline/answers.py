@@ -1,0 +1,60 @@
+"""Answers what other nodes ask of this one: bytes of models, states of stages, rows to check, kept KV."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from swarmllm.pipeline.check.evidence import answer
+from swarmllm.pipeline.prefix.serving import PrefixServing
+from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.inbox import Inbox
+from swarmllm_proto.codec import encode_response
+from swarmllm_proto.file_digests import AnyRequest, AnyResponse, Digests, FetchDigests
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import (
+    FetchPiece,
+    FetchRows,
+    Piece,
+    PrefixKv,
+    PrefixKvFetch,
+    ProbeStage,
+    VisionEncodeRequest,
+    VisionEncodeResponse,
+)
+
+GivePiece = Callable[[FetchPiece], Awaitable[Piece]]
+TellDigests = Callable[[NodeId, FetchDigests], Awaitable[Digests]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    inbox: Inbox
+    sessions: Sessions
+    compute: Compute
+    give_piece: GivePiece | None
+    tell_digests: TellDigests | None
+    prefixes: PrefixServing | None
+
+    async def on_request(self, sender: NodeId, body: bytes) -> bytes:
+        """Raises SwarmLLMError, which the sender is told."""
+        return encode_response(await self._answer(sender, self.inbox.read_request(sender, body)))
+
+    async def _answer(self, sender: NodeId, request: AnyRequest) -> AnyResponse:
+        if isinstance(request, FetchPiece):
+            return await self.give_piece(request) if self.give_piece else Piece(status="absent")
+        if isinstance(request, FetchDigests):
+            unknown = Digests(status="unknown")
+            return await self.tell_digests(sender, request) if self.tell_digests else unknown
+        if isinstance(request, ProbeStage):
+            return self.sessions.state(sender, request.request_id)
+        if isinstance(request, FetchRows):
+            return await answer(self.compute, self.sessions.context_for(sender, request.request_id), request)
+        if isinstance(request, PrefixKvFetch):
+            nothing = PrefixKv(status="absent")
+            return await self.prefixes.answer(sender, request) if self.prefixes else nothing
+        if isinstance(request, VisionEncodeRequest):
+            # Workers have no encoder: the sender is to look elsewhere at once.
+            return VisionEncodeResponse(request_id=request.request_id, error="VisionEncoderUnavailable")
+        return await self.sessions.acknowledge(sender, request)
