@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ServiceManager:
-    """Whoever started this process and waits for word; perhaps nobody."""
+    """The process that started this one and waits for word; perhaps none."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         address = env.get("NOTIFY_SOCKET", "")

@@ -42,8 +42,8 @@ def root_hash(model_id: str, start: int, end: int) -> bytes:
 
 
 def secret_root(secret: bytes, model_id: str, start: int, end: int) -> bytes:
-    """The same for names that only whoever knows the secret (32 bytes) can make: others can compare them, but
-    not try out what they stand for."""
+    """The same for names that only anyone who knows the secret (32 bytes) can make: others can compare them,
+    but not try out what they stand for."""
     return blake3(root_hash(model_id, start, end), key=secret).digest()
 
 

@@ -89,7 +89,7 @@ def encode_ipc(message: AnyDaemonMessage | AnyWorkerMessage, payload: Payload = 
 
 
 def decode_daemon_message(frame: Frame) -> AnyDaemonMessage:
-    """What the worker receives. Raises BadMessage; the payload is checked by whoever decodes it."""
+    """What the worker receives. Raises BadMessage; the payload is checked where it is decoded."""
     try:
         message: AnyDaemonMessage = _daemon_messages.decode(frame.header)
     except _UNREADABLE as error:
@@ -98,7 +98,7 @@ def decode_daemon_message(frame: Frame) -> AnyDaemonMessage:
 
 
 def decode_worker_message(frame: Frame) -> AnyWorkerMessage:
-    """What the daemon receives. Raises BadMessage; the payload is checked by whoever decodes it."""
+    """What the daemon receives. Raises BadMessage; the payload is checked where it is decoded."""
     try:
         message: AnyWorkerMessage = _worker_messages.decode(frame.header)
     except _UNREADABLE as error:

@@ -2,7 +2,7 @@
 
 An *envelope* wraps the node's record with what the routers themselves need: where to reach the node on both
 planes, and which of its envelopes is the newest. A *heartbeat* says only "I live, and my newest envelope is
-this one": it costs a few hundred bytes, and whoever missed the envelope notices and asks for it.
+this one": it costs a few hundred bytes, and a node that missed the envelope notices and asks for it.
 
 On the wire both are MessagePack arrays `[body, signature]`: body is the MessagePack of the struct, signature
 is Ed25519 over a domain prefix and the body. Signing the bytes as sent means no canonical encoding is needed.

@@ -1,9 +1,9 @@
 """What nodes ask each other about a file of which each has fetched a part, as MessagePack maps.
 
-A ModelId covers every tensor, so whoever has fetched only some layers from the web cannot know it. But the
+A ModelId covers every tensor, so anyone who has fetched only some layers from the web cannot know it. But the
 header of the file is the same for all, and with it the list of the tensors: who says of which file it speaks
 needs no names, only places in that list. A node tells what it hashed itself or what a ModelId covers, never
-hearsay, so that whoever says something wrong can be named.
+hearsay, so that a node that says something wrong can be named.
 """
 
 from __future__ import annotations

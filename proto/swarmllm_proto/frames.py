@@ -14,7 +14,7 @@ The payload is received into uninitialised memory of its final size (numpy's, be
 write n zeros first: a hostile length of 512 MiB would cost half a gigabyte of resident memory before its
 first byte). Each byte is copied exactly once, also when a whole frame arrives in one piece: a view into the
 caller's receive buffer would pin it, alias it when it is reused, and place the tensor at an odd address.
-Whoever decrypts need not even copy: `room` is where the plaintext can go at once.
+Code that decrypts need not even copy: `room` is where the plaintext can go at once.
 
 What the frames of a data-plane connection are: their kinds, and the hello that comes first.
 """

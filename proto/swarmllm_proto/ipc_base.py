@@ -105,7 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     json_max: Annotated[int, Meta(ge=1, le=64)] = 1
     """The JSON with what stands around it comes this often at most, at least once."""
     exact: bool = False
-    """The request's rows have the same bits whoever else is there: cells and batches of its own."""
+    """The request's rows have the same bits whatever else runs there: cells and batches of its own."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

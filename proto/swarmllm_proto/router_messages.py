@@ -104,7 +104,7 @@ def encode_neighbour(
 
 
 def decode_neighbour(data: bytes, kind: type[Message]) -> Message:
-    """Raises BadMessage, UnsupportedVersion. The size was limited by whoever read it."""
+    """Raises BadMessage, UnsupportedVersion. The size was limited where it was read."""
     try:
         message: Message = _decoders[kind].decode(data)
     except _UNREADABLE as error:

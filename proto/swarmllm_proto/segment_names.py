@@ -3,8 +3,8 @@ was damaged is told.
 
 Where the layers of a stored model lie: in the container, or in a segment file beside it.
 
-Whoever loads some layers of a container needs them as a segment file, and then their bytes are moved there:
-no layer lies on the disk twice. The segment files themselves say what has moved. One is called
+A node that loads some layers of a container needs them as a segment file, and then their bytes are moved
+there: no layer lies on the disk twice. The segment files themselves say what has moved. One is called
 `segments/v3-4-8.gguf` (layout 3, layers 4 to 7), lies in the container's folder, and is complete as soon as
 it has that name; what it holds of the model is read from there from then on, never from the container.
 

@@ -86,7 +86,7 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fals
 
 
 class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
-    """One model of which a node has bytes on its disk and gives them to whoever asks with FetchPiece."""
+    """One model of which a node has bytes on its disk and gives them to nodes that ask with FetchPiece."""
 
     model_id: ModelId
     name: ShortText

@@ -1,6 +1,6 @@
 """What messages between nodes are made of (see `swarm`): bases, checks, kept KV, broken pipelines, pictures.
 
-Unlike the names in a pipeline's assignment these hashes have no secret in them: whoever has the same model
+Unlike the names in a pipeline's assignment these hashes have no secret in them: anyone who has the same model
 and the same beginning of a prompt makes the same ones, and so finds out who has its KV. It also finds out
 that somebody asked for just that, which is why a node says nothing of the kind unless it was told to.
 """

@@ -85,7 +85,7 @@ def show(data_dir: str | None, as_json: bool) -> None:
     with failures_explained():
         known = network_file(data_dir).read()
     if not known.is_private:
-        _tell(known, as_json, "The open swarm: whoever reaches this node's ports may join.")
+        _tell(known, as_json, "The open swarm: anyone who reaches this node's ports may join.")
         return
     lines = [f"Private swarm {known.network_id}."]
     lines += [f"An older key is accepted until {_moment(key)}." for key in _older(known)]
@@ -183,7 +183,7 @@ def invite(addresses: tuple[str, ...], expires_days: float, data_dir: str | None
         return
     click.echo(text)
     if known.is_private:
-        click.echo("It contains the key: whoever has it can join.", err=True)
+        click.echo("It contains the key: anyone who has it can join.", err=True)
     else:
         click.echo(
             "It is for the open swarm; `swarmllm network create` makes this node's swarm private.", err=True

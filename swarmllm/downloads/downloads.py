@@ -195,7 +195,7 @@ class Downloads:
         token: str | None = None,
         endpoint: str | None = None,
     ) -> Download:
-        """`token` and `endpoint` are those of whoever asks, instead of the node's own: the node's token never
+        """`token` and `endpoint` are those of the caller, instead of the node's own: the node's token never
         goes to an endpoint that somebody else names. One that runs already is not begun twice. Raises
         InvalidRequest, Offline."""
         settings = self._settings_for(token, endpoint)

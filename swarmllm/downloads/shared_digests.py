@@ -1,10 +1,10 @@
 """The swarm works out together which model it is that each has fetched some layers of.
 
 A node that waits asks every connected node what it knows of the file: when its layers are there, when a node
-connects, and now and then, because an answer may have been lost. Whoever waits for the same file is told what
-this node hashed. When all digests are known, the manifest is, and with it the ModelId: the layers become an
-ordinary model of the store, are announced, and can be loaded. Each waiting node comes to that by itself, and
-since what they know is the same, so is the id.
+connects, and now and then, because an answer may have been lost. A node that waits for the same file is told
+what this node hashed. When all digests are known, the manifest is, and with it the ModelId: the layers become
+an ordinary model of the store, are announced, and can be loaded. Each waiting node comes to that by itself,
+and since what they know is the same, so is the id.
 
 A node also answers with the digests of files that its catalogue knows whole.
 """

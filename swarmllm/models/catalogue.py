@@ -279,7 +279,7 @@ class Catalogue:
         return row[0] if row else None
 
     def keep_chunk_lists(self, model_id: ModelId, chunk_lists: Mapping[str, bytes]) -> None:
-        """By the tensors' names; whoever calls has checked them."""
+        """By the tensors' names; the caller has checked them."""
         rows = [(model_id, name, each) for name, each in chunk_lists.items() if len(each) > DIGEST_BYTES]
         with self.database() as database:
             database.executemany("INSERT OR REPLACE INTO chunk_lists VALUES (?, ?, ?)", rows)

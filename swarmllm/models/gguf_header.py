@@ -5,7 +5,7 @@ believes every count it reads (a header of forty bytes can ask for 2^64 strings)
 token of the vocabulary (seconds for a large one), and does not tell where the bytes of a value lie, which
 hashing needs. Here every length is held against what the file can still contain before anything is read,
 large arrays are skipped rather than kept, and tensors are checked to lie inside the file without
-overlapping, so that whoever reads them all reads the file at most once.
+overlapping, so that a reader of all reads the file at most once.
 
 The layout is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. Version 1 (32-bit counts, 2023)
 is refused.

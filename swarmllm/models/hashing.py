@@ -4,7 +4,7 @@ Reads instead of mapping: a mapped file that somebody truncates meanwhile kills 
 Blocking; callers run it in a thread and may raise from `progress` to give up.
 
 A tensor of up to one MiB has the BLAKE3 of its bytes. The digest of a larger one is the BLAKE3 of its *chunk
-list*: the BLAKE3 of each of its MiB, in order, 32 bytes each. So whoever has the list, which the digest
+list*: the BLAKE3 of each of its MiB, in order, 32 bytes each. So anyone who has the list, which the digest
 proves, knows of every MiB that arrives whether it is right before writing it, and who sent it if it is
 not. Which of the two a digest is follows from the tensor's size, and that from its shape and type, which
 the ModelId covers.
@@ -262,7 +262,7 @@ def manifest_of(
     file: BinaryIO, header: GgufHeader, digests: Mapping[str, str], fallback_name: str
 ) -> Manifest:
     """The manifest of the model whose header is in `file`, given each tensor's digest. The tensors' data
-    are not read, so that whoever has only a header can check a ModelId. Raises BadModel."""
+    are not read, so that anyone who has only a header can check a ModelId. Raises BadModel."""
     architecture, n_layers = check_model(header)
     shards = _shards(file, header, n_layers, digests)
     rule = cut_rule(architecture, n_layers, header.number, header.numbers)

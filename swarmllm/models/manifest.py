@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     whole_reason: str
     """Why the model cannot be cut, where cut_alignment is 0."""
     tied_embedding: bool
-    """The head reads the embedding's matrix, so whoever runs the head needs the embedding shard too."""
+    """The head reads the embedding's matrix, so a node that runs the head needs the embedding shard too."""
     size_bytes: Count
     shards: tuple[Shard, ...]
     """header, embedding, layers 0 ..., head."""

@@ -1,6 +1,6 @@
 """Admits the requests of this node's own users in turn: the driver of `scheduling.tiers`.
 
-Event-driven: a turn that ends, however it ends, wakes whoever is next, once; nobody polls. A request that
+Event-driven: a turn that ends, however it ends, wakes the next one, once; nobody polls. A request that
 cannot wait any longer, or cannot wait at all, is refused with the seconds after which it may try again.
 """
 

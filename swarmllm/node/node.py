@@ -363,7 +363,7 @@ class Node:
             self.placing.loaded_by_hand(model_id, loaded)
 
     def holdings_changed(self) -> None:
-        """For the pool: layers came or went, perhaps long after whoever asked for it has left."""
+        """For the pool: layers came or went, perhaps long after the request for it has ended."""
         self._announcer.look()
 
     async def publish(self) -> None:

@@ -6,7 +6,7 @@ never is: both are decided anew at each start. Layers count once they are loaded
 so that a load which takes the machine down is not the first thing it does when it is up again.
 
 A small file of its own and not a table of the catalogue: it is worth little beside what a damaged database
-costs, so one that cannot be read is ignored, and whoever wants to start without it may remove it.
+costs, so one that cannot be read is ignored, and anyone who wants to start without it may remove it.
 
 One model after the other, because each is fitted into the memory that the ones before it have left. What does
 not come back (its file is on a disk that is not there, it does not fit any more) costs the node nothing else:

@@ -1,7 +1,7 @@
 """All requests of one node: the ones its own clients started, and the stages it runs for others.
 
 `generate` opens at the first token, not before: until then a failure is still a plain refusal with a
-status, and one more attempt may be made with whoever is alive now, without any client having seen a
+status, and one more attempt may be made with the nodes that are alive now, without any client having seen a
 character. From then on a stream outlives its pipeline (see `repair.failover`). An attempt that failed is
 cleaned up before the next one starts, under another request id, so that nothing late can be mistaken.
 """
@@ -323,7 +323,7 @@ class Pipelines:
                 " answer included",
                 field=field,
             )
-        # Whoever goes on with this request after a failure has to draw the same random numbers.
+        # A pipeline that goes on with this request after a failure has to draw the same random numbers.
         seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
         max_tokens = min(sampling.max_tokens, limit - n_prompt_tokens)
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)

@@ -8,8 +8,8 @@ layers as its speed and its memory say (`water_fill`); who is left over doubles 
 holders. A node that leaves opens one gap, a node that joins changes nobody's part but its own.
 
 Nobody is given more than it has room for; what its user loaded ("pinned") is counted and never moved; nodes
-that are not trusted are neither counted nor asked. Whoever drops layers keeps the last copy: that is for the
-one who acts on the plan, who alone knows what is ready at that moment.
+that are not trusted are neither counted nor asked. A node that drops layers keeps the last copy: that is for
+the one who acts on the plan, who alone knows what is ready at that moment.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Phase = Literal["decode", "prefill"]
 LEAST_TOKENS: Final = 4
 """A mean over fewer says little."""
 BELIEVED_S: Final = 600.0
-"""Afterwards what the node announces counts again, until the next request: whoever was busy once must not
+"""Afterwards what the node announces counts again, until the next request: a node that was busy once must not
 stay without work."""
 CONTRADICTION: Final = 10.0
 """So many times slower than announced. An honest node announces the average of its own forwards once a

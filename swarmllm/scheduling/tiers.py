@@ -38,7 +38,7 @@ class Caller:
     """On whose behalf a request runs."""
 
     key_id: str = ""
-    """Empty: whoever asks, on a node that asks nobody for a key."""
+    """Empty: anyone, on a node that asks nobody for a key."""
     tier: Tier = "gold"
     rate_limit: int = 0
     """Requests per minute; 0: no limit."""
@@ -102,7 +102,7 @@ class TurnQueue:
         return Moves(started, greedy)
 
     def leave(self, ticket: Ticket) -> Moves:
-        """It has run, or waits no longer; whoever has left already may leave again."""
+        """It has run, or waits no longer; one that has left already may leave again."""
         running = self._running[ticket.caller.tier]
         if ticket in running:
             running.discard(ticket)

@@ -77,7 +77,7 @@ class Reachability:
 @dataclass(frozen=True, slots=True)
 class LinkEnd:
     """One end of a link: a connection to a proven node, of which this end only sends or only receives. To be
-    given to whoever will use it, and closed here."""
+    given to the task that will use it, and closed here."""
 
     connection: socket
     key: bytes = field(repr=False)
@@ -116,7 +116,7 @@ class DhtStatistics:
     n_nodes: int
     """That answer in the DHT, as far as this node knows them."""
     n_records: int
-    """What others announced, kept here for whoever asks."""
+    """What others announced, kept here for nodes that ask."""
     n_announced: int
     """Keys of this node: two for each of its models."""
     n_answered: int

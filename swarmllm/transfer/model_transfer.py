@@ -4,7 +4,7 @@ The catalogue comes first: a name that is known here is the model that is known 
 so. A model is believed by its ModelId alone, which covers all of it; who asked for a name gets the model
 that the connected nodes call so, and is asked for the id where they do not agree.
 
-One fetch per model at a time; whoever wants more of it waits, and then finds most of it there.
+One fetch per model at a time; a caller that wants more of it waits, and then finds most of it there.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ModelTransfer:
         return tuple(sorted(self._registry.files(model_id)))
 
     def announce_far(self, models: Iterable[tuple[ModelId, str]]) -> None:
-        """(ModelId, name) of what this node has for others, whoever and wherever they are."""
+        """(ModelId, name) of what this node has for others, wherever they are."""
         if self._seeker is not None:
             self._seeker.announce(models)
 

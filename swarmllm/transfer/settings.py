@@ -16,7 +16,7 @@ class TransferSettings:
     max_waiting_uploads: int = 32
     """More are told to come back later."""
     upload_wait_s: float = 8.0
-    """Whoever would wait longer for the bandwidth limit is told to come back later."""
+    """A node that would wait longer for the bandwidth limit is told to come back later."""
     lanes_per_holder: int = 4
     """Pieces asked of one node at the same time: hides the round trip."""
     max_holders: int = 8

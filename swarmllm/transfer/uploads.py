@@ -1,7 +1,7 @@
 """Serves pieces of this node's models to other nodes.
 
 Requests come over bulk connections, so the decode of running requests, which has connections of its own,
-never waits behind them; what is bounded here is the disk and the bandwidth. Whoever would wait too long
+never waits behind them; what is bounded here is the disk and the bandwidth. A node that would wait too long
 is told that the node is busy, and asks again or elsewhere: a queue without end would only grow old.
 
 Only what the catalogue knows is given, and only bytes that are what they were when they were hashed.

@@ -121,7 +121,7 @@ class Call:
         try:
             self._on_progress(message.done_bytes, message.total_bytes)
         except Exception:
-            # Whoever watched has gone; the load itself is nobody's to spoil.
+            # The caller that watched has gone; the load itself is nobody's to spoil.
             log.debug("progress is no longer wanted", exc_info=True)
             self._on_progress = None
 

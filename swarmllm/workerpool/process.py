@@ -83,7 +83,7 @@ def describe_exit(status: int | None) -> str:
 
 
 class WorkerProcess:
-    """`connection`: the accepted socket, non-blocking. Whoever gets one of these must `reap` it."""
+    """`connection`: the accepted socket, non-blocking. The caller that gets one of these must `reap` it."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stderr is not None

@@ -135,7 +135,8 @@ class WorkerSettings:
     call_timeout_s: float = 120.0
     """Longest wait for the answer to any other call; a worker that was silent all that time is killed."""
     cancel_timeout_s: float = 5.0
-    """How long whoever leaves a generation early waits until its slot is free (it is freed later anyway)."""
+    """How long a request that leaves a generation early waits until its slot is free (it is freed later
+    anyway)."""
     stop_timeout_s: float = 2.0
     """Between asking a worker to leave and killing it."""
     idle_timeout_s: float = 600.0

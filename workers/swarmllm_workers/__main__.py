@@ -44,7 +44,7 @@ def die_with_parent() -> None:
 
 
 def openmp_settings(n_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What libgomp is told, unless whoever started the daemon knows better."""
+    """What libgomp is told, unless the person who started the daemon knows better."""
     settings = {}
     if not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         settings["GOMP_SPINCOUNT"] = SPIN_COUNT

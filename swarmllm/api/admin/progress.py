@@ -35,7 +35,7 @@ class ProgressStream(Generic[T]):
         self.kind = kind
         self.subject = subject
         self.latest = (0, 0, "")
-        """The last report, for whoever else looks on."""
+        """The last report, for others who look on."""
         self.result: T | None = None
         self.error: SwarmLLMError | None = None
         self._task = task

@@ -1,6 +1,6 @@
 """Builds the JSON schema that forces a tool call (`tool_choice` "required" or a name).
 
-Calls are asked for in the model's own format where its chat template shows which that is, since whoever is
+Calls are asked for in the model's own format where its chat template shows which that is, since anyone who is
 forced into an unknown one writes nonsense in it; otherwise in generic JSON. Every tool's parameters move to
 a definition of their own, with their references pointed there, so that two tools may both have a
 `#/$defs/City`.

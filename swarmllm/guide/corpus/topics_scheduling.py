@@ -118,7 +118,7 @@ TOPICS: tuple[Topic, ...] = (
         "In a boomerang the origin runs the first and last segment.",
         terms=("boomerang", "a boomerang", "the boomerang pipeline", "an encrypted pipeline", "the encrypted pipeline"),
         asks=("how can i hide my prompt from [peers|the other nodes]?", "what does boomerang mean?", "how do i keep my prompts and answers private?"),
-        why="Whoever runs the embedding or the head can read the text, so the origin keeps both.",
+        why="Anyone who runs the embedding or the head can read the text, so the origin keeps both.",
     ),
     Topic(
         "local_embedding", "local embedding privacy",

@@ -1,9 +1,9 @@
 """Plans the repair of a broken pipeline: which stages stay, who replaces the others, who sends them rows.
 
 A stage that is still there has the KV of every row that gave a token, and a journal of what it sent on. So
-whoever takes a dead stage's place need not wait for the whole pipeline to compute everything again: the rows
-that the dead one was given come from the journal of the stage before it. Several dead stages in a row are
-built together, each from the results of the one before. Where a journal is missing, the stage that should
+a node that takes a dead stage's place need not wait for the whole pipeline to compute everything again: the
+rows that the dead one was given come from the journal of the stage before it. Several dead stages in a row
+are built together, each from the results of the one before. Where a journal is missing, the stage that should
 have kept it computes again, too, and so on upstream; at the very top there are always the tokens.
 
 Pure: what the stages say comes in as values.

@@ -5,7 +5,7 @@ Pure: the clock comes in as `now_s`.
 Before its first token nobody has seen anything of a request, so it is tried twice and then refused with a
 status that a client understands. From then on somebody reads along, and a pause is better than an end: the
 stream looks for another pipeline for as long as its patience lasts, at first at once, then at growing
-intervals (whoever drives this also tries when the swarm changes).
+intervals (the caller also tries when the swarm changes).
 
 Nodes that failed are avoided as long as there are others; when there are none they are asked again, because
 a worker that died is started again and a node that was lost may return. What a worker did wrong counts more

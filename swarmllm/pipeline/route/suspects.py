@@ -5,7 +5,7 @@ Pure: the clock comes in as `now_s`.
 Two kinds. *Doubts* are this node's own: a pipeline failed, and which of its nodes is to blame cannot be
 known. They last until the node takes part in an answer that is completed. *Accusations* are hearsay.
 
-Whoever loses a pipeline tells everybody at once (PipelineError), so that the next request of another node
+A node that loses a pipeline tells everybody at once (PipelineError), so that the next request of another node
 does not have to find out by itself. It is hearsay: a suspect is only avoided while there are others, only
 for some seconds, never longer than until it connects anew, and what one node may say of others is bounded.
 """

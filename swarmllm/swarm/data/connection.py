@@ -163,7 +163,7 @@ class Connection:
 
     @property
     def wire(self) -> Wire:
-        """For whoever goes on with it after `link_asked`."""
+        """For the caller that goes on with it after `link_asked`."""
         return self._wire
 
     async def run(self) -> None:
@@ -190,7 +190,7 @@ class Connection:
             self.end("closed here")
 
     def end(self, how: str) -> None:
-        """Now. Whoever waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
+        """Now. A task that waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
         was_alive = self.alive
         self._pass(ConnectionEvent.END)
         if not was_alive:

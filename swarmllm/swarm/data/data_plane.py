@@ -1,17 +1,18 @@
 """The data plane: ordered messages between neighbours, each over one persistent connection.
 
-Which connection? A node sends to a peer on the connection it already has with it, whoever dialled that;
-without one it dials the peer's data addresses, and where none answers it opens a libp2p stream. It stays with
-that connection until it dies. Two nodes that dial each other at the same moment end up with two, and each
-sends on its own at first: nothing has to be agreed on, and order only ever mattered per direction; later they
-turn to one of them (see upgrade). When a sender turns to a new connection, what still arrives on its old
-one is dropped, so order holds across a reconnection as well (messages may be missing, never late).
+Which connection? A node sends to a peer on the connection it already has with it, no matter which side
+dialled it; without one it dials the peer's data addresses, and where none answers it opens a libp2p stream.
+It stays with that connection until it dies. Two nodes that dial each other at the same moment end up with
+two, and each sends on its own at first: nothing has to be agreed on, and order only ever mattered per
+direction; later they turn to one of them (see upgrade). When a sender turns to a new connection, what still
+arrives on its old one is dropped, so order holds across a reconnection as well (messages may be missing,
+never late).
 
 A dialler may ask for a link instead (see links): then the connection, and one direction's key, are
 given away to this node's worker, and the data plane has no more to do with it.
 
-A connection lost unexpectedly is a neighbour lost: messages may be gone, and whoever counted on them should
-learn of it now.
+A connection lost unexpectedly is a neighbour lost: messages may be gone, and callers that counted on them
+should learn of it now.
 """
 
 from __future__ import annotations
@@ -371,7 +372,7 @@ class DataPlane:
 
     async def _take_in(self, stream: trio.SocketStream) -> None:
         if len(self._half_open) >= HANDSHAKES_MAX:
-            # Whoever says nothing must not keep others out.
+            # A peer that says nothing must not keep others out.
             del self._half_open[oldest := next(iter(self._half_open))]
             await trio.aclose_forcefully(oldest)
         self._half_open[stream] = None

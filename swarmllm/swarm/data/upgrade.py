@@ -9,9 +9,9 @@ and the old one is told that it has carried its last message. It ends when neith
 Two nodes that dial each other at the same moment have two direct connections; they turn to the one that the
 smaller node id sends on in the same way.
 
-The dialler's hello says what it wants the link for. Whoever is dialled hands its end to whoever will read
-from it and only then says so; until it has, the dialler sends nothing, so no byte can be on its way to the
-wrong reader.
+The dialler's hello says what it wants the link for. The node that is dialled hands its end to the task that
+will read from it and only then says so; until it has, the dialler sends nothing, so no byte can be on its way
+to the wrong reader.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def ask_for_link(node_id: NodeId, wire: NoiseWire, purpose: str) -> LinkEn
 
 
 async def give_link(node_id: NodeId, wire: NoiseWire, purpose: str, on_link: LinkHandler) -> None:
-    """The part of whoever was dialled; the wire is closed either way."""
+    """The part of the node that was dialled; the wire is closed either way."""
     try:
         end = wire.receiving_end()
         try:

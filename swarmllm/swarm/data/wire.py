@@ -282,7 +282,7 @@ async def shake_hands(
 
     Args:
         expected: the node id that was dialled; None on an accepted connection, where any id may come.
-        gater: whom to accept; None: whoever proves an id.
+        gater: whom to accept; None: any node that proves an id.
 
     Raises HandshakeFailed, also when it takes longer than HANDSHAKE_S.
     """

@@ -1,10 +1,10 @@
 """Whom to dial, when, and which address answers first: the full mesh of a swarm, grown from one address.
 
 Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of.
-Whoever is known and not connected is dialled, with a back-off that doubles and jitters; news of a node (an
-envelope, an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with the
-smaller id dials and the other holds back a moment. `Dialler` decides and `run` acts; the decisions are pure
-and take the time as an argument.
+A peer that is known and not connected is dialled, with a back-off that doubles and jitters; news of a node
+(an envelope, an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with
+the smaller id dials and the other holds back a moment. `Dialler` decides and `run` acts; the decisions are
+pure and take the time as an argument.
 
 A node has several addresses: of every network it is in, of bridges that nobody else reaches, of yesterday.
 py-libp2p dials one of them, and never one of the loopback if there are others. So those are raced here as

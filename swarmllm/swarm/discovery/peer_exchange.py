@@ -2,7 +2,7 @@
 
 Envelopes are forgotten minutes after their writers fall silent; addresses that worked last week are worth
 trying when nobody else is there. They are hearsay: nothing signs them, so they are tried a few times and
-dropped, and whoever answers must prove the node id anyway.
+dropped, and a node that answers must prove the node id anyway.
 """
 
 from __future__ import annotations

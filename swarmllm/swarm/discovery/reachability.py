@@ -1,8 +1,8 @@
 """Can others reach this node? Asked of a peer, which dials back, because nobody can see it from inside.
 
 A peer that is asked tries the addresses of the asker's signed envelope, and only those: TCP, then the Noise
-handshake, so that "reached" means this very node and not whoever answers there. It does so for one asker at
-most every DIAL_BACK_EVERY_S, which is the most it can be used to knock at strangers' doors.
+handshake, so that "reached" means this very node and not another one that answers there. It does so for one
+asker at most every DIAL_BACK_EVERY_S, which is the most it can be used to knock at strangers' doors.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ Receive = Callable[[NodeId, bytes, memoryview], Awaitable[None]]
 
 
 class MemoryLink:
-    """Messages from `sender` to whoever `receive` belongs to."""
+    """Messages from `sender` to the router that `receive` belongs to."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class MemoryLink:
             self.is_acknowledging = False
 
     def close(self) -> None:
-        """What is under way is lost; whoever waits in `send` gets NodeUnreachable."""
+        """What is under way is lost; a task that waits in `send` gets NodeUnreachable."""
         self._closed = True
         self._entrance.close()
         self._exit.close()

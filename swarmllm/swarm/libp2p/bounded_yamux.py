@@ -95,7 +95,7 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
     def end(self, why: str) -> None:
         provoked_by(log, str(self.peer_id)).warning("the connection with %s is ended: %s", self.peer_id, why)
         if self._nursery is not None:
-            # As after the last byte: whoever waits for a stream finds out, and closes what is below.
+            # As after the last byte: a task that waits for a stream finds out, and closes what is below.
             self._nursery.cancel_scope.cancel()
 
     async def _read_data_body(self, length: int) -> bytes:

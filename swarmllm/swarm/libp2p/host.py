@@ -173,7 +173,7 @@ class Host:
             self._swarm.register_notifee(self._watcher)
 
     def detach(self) -> None:
-        """It is down. Whoever was connected is reported as disconnected."""
+        """It is down. A connected peer is reported as disconnected."""
         gone, watcher = self.connected(), self._watcher
         self.libp2p_host = self._swarm = None
         if watcher is not None:
@@ -339,7 +339,7 @@ class Host:
     def surplus(self, node_id: NodeId) -> list[Any]:
         """Connections to a node that are one too many, for this end to close: of two nodes the one with the
         smaller id decides. What goes through no relay stays, of that what it dialled itself, of that the
-        latest, because whoever dials knew of no other."""
+        latest, because the dialling node knew of no other."""
         if self.node_id > node_id:
             return []
         # In the order in which they were made.
@@ -394,7 +394,7 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
             health_initial_delay=5,
             health_warmup_window=0,
             health_check_interval=60,
-            # Starved of processor time for some seconds is not frozen, and whoever counts as connected is
+            # Starved of processor time for some seconds is not frozen, and a node that counts as connected is
             # watched more closely (keepalive.py, control_keepalive.py).
             ping_timeout=20,
             abort_connection_on_ping_failure=True,

@@ -127,7 +127,7 @@ class RequestProtocol:
             exchange.reading.cancel()
 
     def lose(self, node_id: NodeId) -> None:
-        """The node is gone: whoever waits for it need not wait longer."""
+        """The node is gone: a task that waits for it need not wait longer."""
         if (peer := self._peers.get(node_id)) is None:
             return
         waited_for, peer.waited_for = peer.waited_for, set()

@@ -3,7 +3,7 @@ when the keys end that this one replaced.
 
     swarmllm-join-<base64url of MessagePack and 4 bytes of its BLAKE3>
 
-Whoever has the string has the key: it is to be handed over like a password. The end of its validity is a
+Anyone who has the string has the key: it is to be handed over like a password. The end of its validity is a
 promise of the program that reads it, not of mathematics; what takes a leaked key's worth away is a rotation.
 The checksum is there for what copying does to strings, not against anybody.
 """

@@ -1,8 +1,8 @@
 """Decides which connection is closed when there are more than a node has room for: pure.
 
-A new identity costs nothing, so whoever wants to be in the way can come under hundreds of names. If those who
-came first kept their places, a swarm's own members would be left outside; with a limit for each address, so
-would the nodes behind one router. So nobody is refused while there is room, and then the one goes
+A new identity costs nothing, so anyone who wants to be in the way can come under hundreds of names. If those
+who came first kept their places, a swarm's own members would be left outside; with a limit for each address,
+so would the nodes behind one router. So nobody is refused while there is room, and then the one goes
 
 1. of whom this node knows least (see Standing),
 2. of those, one of the network that has most connections here: an attacker has many names and few networks,

@@ -1,7 +1,7 @@
 """Decides which peers are connected, in one place.
 
-A peer counts from the moment its records have been exchanged (so whoever sees it connected also sees its
-record) until the first of
+A peer counts from the moment its records have been exchanged (so a reader that sees it connected also sees
+its record) until the first of
   - its data connection is lost: it died, froze or lost its network, and messages may be missing;
   - it said goodbye;
   - it is the one that gives way where there are too many (see connection_limits);
@@ -123,8 +123,8 @@ class Liveness:
         self._host.watch_peers(self)
 
     async def dial(self, node_id: NodeId, addresses: list[Address]) -> None:
-        """Returns once the node counts as connected, so that whoever limits dials limits all that follows
-        from them. Raises NodeUnreachable, Unanswering."""
+        """Returns once the node counts as connected, so that a caller that limits dials limits all that
+        follows from them. Raises NodeUnreachable, Unanswering."""
         await self._host.dial(node_id, addresses)
         with trio.move_on_after(_DIAL_AND_GREET_S):
             if (greeting := self._greeting(node_id)) is not None:

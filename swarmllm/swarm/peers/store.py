@@ -3,8 +3,8 @@
 One small sqlite file in the data folder, written in a thread, in transactions. It is a memory, not a truth:
 a file that is damaged is set aside and a new one begun, because nothing in it is needed to run.
 
-A network changes less than a daemon restarts: whoever was there yesterday is the best guess today, also when
-the bootstrap node is gone for good.
+A network changes less than a daemon restarts: a peer that was there yesterday is the best guess today, also
+when the bootstrap node is gone for good.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class NoOpinion:
 
 
 def unnoted(node_id: NodeId, deed: Deed, detail: str = "") -> None:
-    """For whoever keeps no book."""
+    """For a node that keeps no book."""
 
 
 class PeerTrust(Protocol):

@@ -102,7 +102,7 @@ class Registry:
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
         self.departures = Departures(parts.departed)
-        """Kept by whoever tells the registry who is connected."""
+        """Kept by the object that tells the registry who is connected."""
 
     def __repr__(self) -> str:
         return f"<Registry records={len(self._announced)} connected={len(self._present)}>"

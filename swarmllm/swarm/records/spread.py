@@ -45,7 +45,7 @@ from swarmllm_proto.identifiers import NodeId
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
-"""After this node published something: whoever missed it learns of it so soon."""
+"""After this node published something: a node that missed it learns of it so soon."""
 HEARTBEAT_MAX_S = 60.0
 """While there is nothing new, of which only those need to hear that have no connection with this node."""
 HEARTBEATS_PER_S = 2.0
@@ -201,7 +201,7 @@ class RecordSpread:
         return node_id
 
     def _fetch_soon(self, node_id: NodeId) -> None:
-        """Get a newer envelope of which a heartbeat told: from its writer, else from whoever is connected."""
+        """Get a newer envelope of which a heartbeat told: from its writer, else from a connected node."""
         connected = self._connected
         if node_id in self._fetching or len(self._fetching) >= _FETCHES_MAX or not connected:
             return

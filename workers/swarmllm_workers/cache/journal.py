@@ -1,10 +1,10 @@
 """Keeps the rows that a running request sent on, so that the next stage can be rebuilt.
 
-A stage that dies takes its KV along. Whoever takes its place needs the rows that the dead one was given, and
-this side of the hop still has them: a journal is the float32 rows that left a range of layers, by position.
-Only one that begins with the request can build a stage again; one that begins later, because its first rows
-were an earlier request's, is there to be checked. One that has gone beyond the bound of all journals together
-is none, and the rows are computed again.
+A stage that dies takes its KV along. The node that takes its place needs the rows that the dead one was
+given, and this side of the hop still has them: a journal is the float32 rows that left a range of layers, by
+position. Only one that begins with the request can build a stage again; one that begins later, because its
+first rows were an earlier request's, is there to be checked. One that has gone beyond the bound of all
+journals together is none, and the rows are computed again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tracks a request's position in its grammar, as its session in the grammar process knows it.
 
-A question whose answer is not there yet raises NotYet: whoever asked does something else and asks again. For
+A question whose answer is not there yet raises NotYet: the caller does something else and asks again. For
 a JSON schema the mask of the next token is found while the model computes. For GBNF libllama takes longer for
 a mask than a model for a step, so it is asked about the one token that was drawn, and for a mask only where
 that one is not allowed.

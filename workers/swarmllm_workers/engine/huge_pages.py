@@ -2,9 +2,9 @@
 
 A decode step reads every weight once. Mapped in pages of 4 KiB, that is a miss of the address translation
 every 4 KiB: a segment took 5 to 8 % longer than the same layers inside the uncut file, which the kernel had
-in pages of 2 MiB. The page cache takes the size from whoever fills it: a write of whole aligned huge pages
-makes huge pages, and so does a first read through a mapping that asks for them. Nothing brings small ones
-together afterwards (most kernels collapse only those of executables and of shared memory).
+in pages of 2 MiB. The page cache takes the size from the process that fills it: a write of whole aligned huge
+pages makes huge pages, and so does a first read through a mapping that asks for them. Nothing brings small
+ones together afterwards (most kernels collapse only those of executables and of shared memory).
 
 Kernels and file systems without large pages for files take all this as ordinary writes and reads.
 """

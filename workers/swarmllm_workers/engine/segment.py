@@ -182,7 +182,7 @@ class Segment:
 
     def apart(self, n_ctx: int) -> Segment:
         """The same layers for one request, with cells and a work space of its own, so that its rows have the
-        same bits whoever else is there. Closed by itself, or with this segment. Raises CallError."""
+        same bits whatever else runs there. Closed by itself, or with this segment. Raises CallError."""
         other = copy(self)
         other._settings = exact_settings(self._settings, n_ctx)
         other._whole, other.apart_segments = self, []

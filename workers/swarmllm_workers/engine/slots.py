@@ -107,7 +107,7 @@ class _Run:
 
 
 class Cells:
-    """Rows per sequence, and cells in all. Pure bookkeeping: whoever tells libllama tells this, too."""
+    """Rows per sequence, and cells in all. Pure bookkeeping: code that tells libllama tells this, too."""
 
     def __init__(self, n_sequences: int) -> None:
         self._pieces: list[list[tuple[_Run, int]]] = [[] for _ in range(n_sequences)]

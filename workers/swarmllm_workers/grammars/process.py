@@ -1,6 +1,6 @@
 """Compile and follow grammars in processes that can be given up.
 
-What a grammar costs is decided by whoever wrote it. So no grammar runs in a worker's own process. This
+What a grammar costs is decided by the person who wrote it. So no grammar runs in a worker's own process. This
 process reads the model's vocabulary once and then waits; for every request it forks a child, which shares the
 vocabulary's memory, talks to the worker by a socket of its own, and ends itself when one answer takes more
 processor time, or the child more memory, than it may have.

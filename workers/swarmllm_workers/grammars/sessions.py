@@ -1,7 +1,7 @@
 """A worker's side of its grammar process: start it, have a child per request, ask and take answers.
 
 Nothing here waits for long: an answer that is not there yet is asked for again later. `fileno` is readable
-when an answer has come, for whoever has nothing else to do.
+when an answer has come, for a thread that has nothing else to do.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ else that arrives by a link is handed to the daemon, which knows more.
 
 Links are a short cut and never needed. Where there is none, or no more, the daemon is asked to send the job
 on its own connection. A link that breaks may have swallowed what was sent last, so each seat keeps that and
-has it sent again the other way, marked; whoever had got it before recognises it by its position and drops it.
-Before that, it closes the link it came by: what is still in there would be late.
+has it sent again the other way, marked; a worker that had got it before recognises it by its position and
+drops it. Before that, it closes the link it came by: what is still in there would be late.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes blocks of KV again that another node gave, and compares.
 
 A block is computed over the rows before it as they came, so every block that is right is right given those:
-whoever chooses which blocks are looked at cannot be told beforehand where a lie would go unseen.
+the node that chooses which blocks are looked at cannot be told beforehand where a lie would go unseen.
 """
 
 from __future__ import annotations

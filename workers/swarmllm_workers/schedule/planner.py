@@ -5,8 +5,8 @@ and `ran`. Works are known by number, in the order of their arrival; what they c
 a `Demand`, made anew for every round, so that the planner never holds a stale idea of a work.
 
 Decode steps go first and all of them go: their readers are waiting. Prompts fill what is left, a chunk per
-work, whoever has waited longest first. A first come, first served order of prompts would give a better mean
-time to the first token, but leaves a short prompt behind a long one.
+work, the one that has waited longest first. A first come, first served order of prompts would give a better
+mean time to the first token, but leaves a short prompt behind a long one.
 
 While anybody reads, a long prompt may neither hold the next token up for long nor take the whole machine. So
 all prompts together get one piece per round, which makes BESIDE rows with the decode steps, and after it
@@ -14,9 +14,9 @@ readers get time of their own, half as long, or less where prompts are more than
 half as long again; with a piece in every batch, readers of the bundled model had a 200th of their speed. Time
 that readers do not need is the prompts'.
 
-KV that runs out is taken from whoever came last, and only from works that can compute it again (a Generate
-has its tokens, a Forward's rows belong to another node). Such a work starts over when there is room; its
-reader sees a pause, not an error. A Forward waits for a while, because other requests' rows go when those
+KV that runs out is taken from the work that came last, and only from works that can compute it again (a
+Generate has its tokens, a Forward's rows belong to another node). Such a work starts over when there is room;
+its reader sees a pause, not an error. A Forward waits for a while, because other requests' rows go when those
 end; a work is refused where waiting cannot help or has not.
 """
 
@@ -225,7 +225,7 @@ class Planner:
         return bool(others - {demand.key})
 
     def postprocess(self, batch: Batch) -> None:
-        """The works of a scheduled batch had their turn, also those that found no room: whoever waits for
+        """The works of a scheduled batch had their turn, also those that found no room: a work that waits for
         room must not keep those out who would make it."""
         self._n_turns += 1
         for share in batch.shares:

@@ -2,7 +2,7 @@
 
 A work tells how many rows it could run, offers a span of as many as it is given, and takes the result; it
 never runs anything itself. Seconds of computing are those of the batch: what the request waited for,
-whoever shared it.
+the work that shared it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Work(Protocol):
     wants_alone: bool
     """Its rows share no batch."""
     is_exact: bool
-    """Its pieces are as long as ever, whoever else is there."""
+    """Its pieces are as long as ever, whatever else runs there."""
     arrived_at: float
     """By `time.perf_counter`."""
 

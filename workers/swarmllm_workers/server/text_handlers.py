@@ -1,7 +1,7 @@
 """Handles tokenizing, detokenizing, chat templates, and embedding rows of tokens.
 
-How long that takes is decided by whoever wrote the text, so it is done beside the decode steps: vocabulary,
-template and embedding do not change.
+How long that takes is decided by the person who wrote the text, so it is done beside the decode steps:
+vocabulary, template and embedding do not change.
 
 Grammars and JSON schemas are checked before a request begins, in processes of their own.
 """

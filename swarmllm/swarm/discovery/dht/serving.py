@@ -125,7 +125,7 @@ class DhtCore:
         return tuple(self.placed(contact) for contact in found if contact.node_id != sender)
 
     def _add(self, sender: NodeId, message: Message, now: float) -> None:
-        """A node speaks for itself alone: whoever names another is not believed."""
+        """A node speaks for itself alone: one that names another is not believed."""
         key = self._key(message)
         for contact in message.providers:
             if contact.node_id == sender:

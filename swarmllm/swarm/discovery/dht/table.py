@@ -3,7 +3,7 @@
 **The table.** Kademlia's k-buckets: one for each length of the prefix that a node shares with this one,
 BUCKET_SIZE nodes in each, so near ones are known well and far ones by sample. Only a node that has answered
 a question gets in, and one that is there keeps its place against newcomers until it fails to answer or has
-not been heard for STALE_S: whoever makes up a thousand ids pushes nobody out.
+not been heard for STALE_S: anyone who makes up a thousand ids pushes nobody out.
 
 **A lookup** asks the PARALLEL nearest known, takes the nearer ones they name, and goes on until the
 N_CLOSEST nearest that answer have all been asked. However many are named, no more than ASKED_MAX are asked
