@@ -23,7 +23,7 @@ HEAD = """# Commands
 
 Written by `python docs/draw_commands.py` from the commands' own help; a test compares. Every command
 prints JSON with `--json` where it has something to print, and ends with 0 done, 1 failed, 2 wrong usage,
-3 no daemon answers, 4 the daemon refused.
+3 no daemon answers, 4 the daemon refused, 5 a newer version is there (`version --check`).
 """
 
 

@@ -41,6 +41,7 @@ COMMANDS = {
     "config": LazyCommand("swarmllm.cli.config", "Show and check the configuration."),
     "key": LazyCommand("swarmllm.cli.key", "Create, list and revoke API keys."),
     "service": LazyCommand("swarmllm.cli.service", "Run the node as a systemd service."),
+    "version": LazyCommand("swarmllm.cli.version", "Show the installed version; compare it with an index's."),
     "completion": LazyCommand("swarmllm.cli.completion", "Print a script for tab completion."),
     "demo": LazyCommand(
         "swarmllm.cli.demo", "Start three nodes here, ask the bundled model, show the route."
@@ -75,6 +76,7 @@ Examples:
 \b
 Exit codes:
   0 done  1 failed  2 wrong usage  3 no daemon answers  4 the daemon refused
+  5 a newer version is there (version --check)
 """
 
 
