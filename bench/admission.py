@@ -85,7 +85,7 @@ PLANNERS: dict[str, Callable[[], Planner]] = {
 
 
 def admit(loop: Loop, planner: Planner, prompt: np.ndarray) -> dict[str, float]:
-    scheduler = loop.handlers._scheduler
+    scheduler = loop.handlers.state.scheduler
     assert scheduler is not None
     scheduler._planner = planner
     readers = ("a", "b")

@@ -305,7 +305,7 @@ def test_a_request_waits_for_its_layers_to_be_cut_and_one_in_the_old_segment_goe
     for call_id in (part, again):
         assert isinstance(room.answer(call_id), ipc.LayerResult)
     assert room.loading.n_waiting == 0, "both waited for the same cut"
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     assert [(each.start, each.end) for each in engine.layers.retired] == [(0, 4)]
     room.call(ipc.CancelRequest, request_id="stream")
     room.finish()
@@ -374,7 +374,7 @@ def test_a_request_that_is_cancelled_while_its_layers_are_cut_leaves_nothing(roo
     assert not room.handlers.has_work
     gate.opened.release(3)
     room.finish()
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     assert len(engine.slots) == 0
     assert len(engine.layers.segments) == 3
 
@@ -408,7 +408,7 @@ def test_a_load_that_fails_is_told_and_the_next_one_is_made(room: Room, gate: Ga
 def test_what_a_load_will_take_is_judged_beside_what_the_one_before_it_took(
     room: Room, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     held: list[int] = []
 
     def refuse(needed: Any, what: str, memory: Any, leaving: Any, settings: Any) -> None:

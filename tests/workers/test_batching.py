@@ -99,7 +99,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def guide_prompts(room: Room) -> list[np.ndarray]:
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     questions = ["What is a pipeline?", "How do I add a model?", "What does a worker do?", "What is a slot?"]
     texts = [engine.template().render([{"role": "user", "content": q}], None) for q in questions]
     return [engine.vocabulary.tokenize(text, is_rendered=True) for text in texts]
@@ -132,7 +132,7 @@ def test_forwards_of_several_requests_share_a_decode_bit_for_bit_as_a_batch_of_t
     room.run()
     assert batches == [[5, 5, 5]]
     shared = [payload for message, payload in room.sent if isinstance(message, ipc.LayerResult)]
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     engine.release("0"), engine.release("1"), engine.release("2")
     route = engine.route("again", 1, 3)
     expected = engine.run(route, [Span(slot, 0, rows[slot], "hidden") for slot in range(3)])
@@ -157,7 +157,7 @@ def test_shared_batches_give_the_same_text_as_lone_ones(open_room: OpenRoom) -> 
 
 def test_batched_logits_equal_lone_ones_to_rounding(open_room: OpenRoom) -> None:
     room = open_room(GUIDE, (0, 12), n_ctx=1024)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     prompts = guide_prompts(room)
     route = engine.route("r", 0, 12)
     alone = [

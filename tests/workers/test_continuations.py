@@ -169,6 +169,6 @@ def test_nothing_is_remembered_where_prompts_are_not_cached(open_room: OpenRoom)
     for _ in range(2):
         _, account = ask(room, prompt, temperature=0.0, max_tokens=2)
     assert account.n_guessed == 0
-    speculation = room.handlers._speculation
+    speculation = room.handlers.state.speculation
     assert speculation is not None
     assert len(speculation.continuations) == 0

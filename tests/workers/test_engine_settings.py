@@ -19,7 +19,7 @@ QUESTION = "What is a pipeline?"
 
 
 def answer(room: Room) -> str:
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     text = engine.template().render([{"role": "user", "content": QUESTION}], None)
     room.generate(engine.vocabulary.tokenize(text, is_rendered=True), "r", ipc.Sampling(temperature=0.0))
     room.run()

@@ -154,7 +154,7 @@ def test_an_answer_goes_on_elsewhere_with_the_same_bits(open_room: OpenRoom) -> 
 def test_a_model_in_parts_gives_the_bits_of_the_whole(open_room: OpenRoom) -> None:
     prompt = prompts()[-1]
     room = open_room(GUIDE, (0, 5), (5, 12), **SETTINGS)
-    assert len(room.handlers._opened().layers.segments) > 1
+    assert len(room.handlers.state.engine().layers.segments) > 1
     room.generate(prompt, "this", EXACT)
     room.run()
     assert told(room, "this") == alone(open_room, GUIDE, 12, prompt)
@@ -163,7 +163,7 @@ def test_a_model_in_parts_gives_the_bits_of_the_whole(open_room: OpenRoom) -> No
 def test_a_cut_while_it_runs_takes_nothing_from_it(open_room: OpenRoom) -> None:
     prompt = prompts()[-1]
     room = open_room(GUIDE, (0, 12), **SETTINGS)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     room.generate(prompt, "this", EXACT)
     room.run(2)
     rows = np.zeros((3, engine.n_embd), np.float32)
@@ -186,7 +186,7 @@ def test_unloading_ends_it_with_a_reason(open_room: OpenRoom) -> None:
 
 def test_its_memory_counts_and_comes_back(open_room: OpenRoom) -> None:
     room = open_room(GUIDE, (0, 12), **SETTINGS)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     before = engine.memory
     room.generate(prompts()[-1], "this", EXACT)
     room.run(2)

@@ -26,16 +26,16 @@ TOKENS = np.random.default_rng(2).integers(0, 250, 100).astype(np.int32)
 def open_family(open_room: OpenRoom, folder: Path, name: str) -> Room:  # noqa: F811
     """The whole of one of the families' models."""
     room = open_room(write(folder / f"{name}.gguf", FAMILIES[name]), n_ctx=1024)
-    room.call(ipc.Load, start=0, end=room.handlers._opened().n_layers)
+    room.call(ipc.Load, start=0, end=room.handlers.state.engine().n_layers)
     assert not room.errors()
     return room
 
 
 def saved(room: Room) -> bytes:
     """The KV of a finished generation's whole blocks."""
-    room.generate(TOKENS % room.handlers._opened().n_vocab, "r", GREEDY)
+    room.generate(TOKENS % room.handlers.state.engine().n_vocab, "r", GREEDY)
     room.run()
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     (segment,) = engine.layers.segments
     (kept,) = engine.prefixes
     assert kept.sequence is not None

@@ -67,7 +67,7 @@ def test_a_worker_tells_the_models_own_distribution(open_room: OpenRoom, changed
     room.generate(PROMPT, "r", sampling)
     room.run()
     first, second = (m for m, _ in room.sent if isinstance(m, ipc.Token))
-    engine = plain.handlers._opened()
+    engine = plain.handlers.state.engine()
     route, slot = engine.route("r", 0, 4), engine.take_slot("r")
     (logits,) = engine.run(route, [Span(slot, 0, PROMPT, "logits")])
     expected = np.log(softmax(logits))

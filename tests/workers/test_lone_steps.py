@@ -184,7 +184,7 @@ def test_a_lone_step_passes_on_what_works_would(
         lone = stage.passed_on()
         assert stage.deliver(stage.job("work", position, position), alone=False) == 1
         assert essence(lone) == essence(stage.passed_on()) != []
-    engine = stage.handlers._opened()
+    engine = stage.handlers.state.engine()
     if start:
         came = [engine.received.read(request_id, start, 1, N_STEPS - 1) for request_id in ("lone", "work")]
         np.testing.assert_array_equal(*came)
@@ -259,7 +259,7 @@ def test_jobs_that_come_together_share_a_batch(stages: MakeStage) -> None:
 def counted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each batch that it runs from now on."""
     batches: list[int] = []
-    engine = stage.handlers._opened()
+    engine = stage.handlers.state.engine()
     run = engine.run
 
     def noted(route: Any, spans: Any) -> Any:
@@ -282,7 +282,7 @@ def test_the_first_stage_runs_as_many_cohorts_as_there_are_stages(
     assert batches == [2, 2]
     apart = essence(stage.passed_on())
     assert len(apart) == 4
-    monkeypatch.setattr(stage.handlers._scheduler, "_cohorts", None)
+    monkeypatch.setattr(stage.handlers.state.scheduler, "_cohorts", None)
     assert stage.deliver(*(stage.job(request_id, 1, seed=7) for request_id in "wxyz")) == 1
     assert batches == [2, 2, 4]
     assert essence(stage.passed_on()) == apart
@@ -356,7 +356,7 @@ def test_a_failure_inside_is_told_and_frees_nothing_that_is_in_use(
         raise RuntimeError("boom")
 
     with monkeypatch.context() as broken:
-        broken.setattr(stage.handlers._opened().layers.segments[0]._context, "decode", fail)
+        broken.setattr(stage.handlers.state.engine().layers.segments[0]._context, "decode", fail)
         stage.deliver(stage.job("r", 1))
     assert stage.refusals() == [("engine", "RuntimeError: boom")]
 

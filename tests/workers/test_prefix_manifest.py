@@ -62,7 +62,7 @@ def test_beginnings_are_told_when_they_come_and_go(open_room: OpenRoom) -> None:
 def test_nothing_is_told_unless_it_is_wanted(open_room: OpenRoom) -> None:  # noqa: F811
     room = open_room("llama", (0, N_LAYERS), n_ctx=512, model_id=MODEL)
     ask(room, "1", 71)
-    assert len(room.handlers._opened().prefixes) == 1
+    assert len(room.handlers.state.engine().prefixes) == 1
     assert told(room) == []
 
 

@@ -133,7 +133,7 @@ def test_logits_over_rows_from_another_worker_are_those_of_a_cold_one_bit_for_bi
     cold = open_room("llama", (0, N_LAYERS), **SETTINGS)
     logits = []
     for room in (asker, cold):
-        engine = room.handlers._opened()
+        engine = room.handlers.state.engine()
         route, slot = engine.route("r", 0, N_LAYERS), engine.take_slot("r")
         n = engine.reuse("r", route, TOKENS)
         for at in range(n, 4 * B, 2 * B):
@@ -208,7 +208,7 @@ def test_wrong_rows_are_found_and_all_that_rests_on_them_is_dropped(
 def test_a_request_that_runs_on_wrong_rows_leaves_nothing_behind(holder: Room, asker: Room) -> None:
     named = names(TOKENS[: 4 * B])
     bring(asker, named, slices(holder, 4))
-    engine = asker.handlers._opened()
+    engine = asker.handlers.state.engine()
     asker.generate(TOKENS, "running")
     asker.handlers.step()
     engine.prefixes.judge(token_name(engine.root, TOKENS[: 4 * B]), is_right=False)
@@ -223,7 +223,7 @@ def test_rows_that_left_their_cells_still_travel_and_can_be_checked(holder: Room
     for room in (holder, asker):
         if room is asker:
             bring(asker, named, before)
-        engine = room.handlers._opened()
+        engine = room.handlers.state.engine()
         engine.prefixes.make_room(engine.layers.segments, 1024)
         assert all(kept.sequence is None for kept in engine.prefixes)
     assert slices(holder, 4) == before
@@ -280,7 +280,7 @@ def test_models_with_windows_or_recurrent_state_take_no_part(
     family: str,
 ) -> None:
     room = open_family(open_room, tmp_path, family)
-    n_layers = room.handlers._opened().n_layers
+    n_layers = room.handlers.state.engine().n_layers
     answer = send(room, LookUpPrefix(id=0, start=0, end=n_layers), names(TOKENS))[0]
     assert (answer.n_blocks, answer.row_bytes, answer.kv_format) == (0, 0, "")
 

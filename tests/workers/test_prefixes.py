@@ -80,7 +80,7 @@ def test_logits_over_reused_rows_are_those_of_a_fresh_worker_bit_for_bit(open_ro
     room.run()
     results = []
     for each in (room, fresh):
-        engine = each.handlers._opened()
+        engine = each.handlers.state.engine()
         route, slot = engine.route("r", 0, 12), engine.take_slot("r")
         n = engine.reuse("r", route, tokens)
         if each is room:
@@ -112,7 +112,7 @@ def test_kept_rows_go_when_layers_are_unloaded_or_cut(open_room: OpenRoom) -> No
     rows = np.zeros((2, 64), np.float32)
     room.call(ipc.Forward, rows, request_id="f", start=1, end=3, position=0, want="hidden")
     room.run()
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     assert len(engine.layers.segments) == 3
     assert sum(segment.n_rows for segment in engine.layers.segments) == 2
     room.generate(prompt, "again")
@@ -135,7 +135,7 @@ def test_nothing_is_kept_where_it_is_turned_off(open_room: OpenRoom) -> None:  #
         room.generate(np.resize(PROMPT, 3 * B), name)
         room.run()
     assert done(room, "again").n_cached_tokens == 0
-    assert all(segment.n_rows == 0 for segment in room.handlers._opened().layers.segments)
+    assert all(segment.n_rows == 0 for segment in room.handlers.state.engine().layers.segments)
 
 
 def test_a_prompt_shares_cells_with_a_running_one_to_the_last_token(
@@ -189,7 +189,7 @@ def test_rows_that_had_to_leave_their_cells_come_back_the_same(
 ) -> None:
     """Through host memory: the logits are those of the cells they were in, to rounding."""
     room = open_family(open_room, tmp_path, family)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     tokens = TOKENS[: 3 * B] % engine.n_vocab
     room.generate(tokens, "kept", GREEDY)
     room.run()
@@ -209,7 +209,7 @@ def test_rows_that_had_to_leave_their_cells_come_back_the_same(
 def test_a_window_that_is_cut_off_is_never_taken_for_the_whole(open_room: OpenRoom) -> None:  # noqa: F811
     """gemma3's bytes hold the last rows of its windowed layers only."""
     room = open_room("gemma3", (0, 12), n_ctx=1024)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     room.generate(TOKENS[: 3 * B], "kept", GREEDY)
     room.run()
     route = engine.route("r", 0, engine.n_layers)
@@ -227,7 +227,7 @@ def test_one_segment_without_its_window_is_enough_to_need_all_rows(
     keys = {**family.keys, "attention.sliding_window_pattern": [True, False, False, True, False]}
     path = write(tmp_path / "olmo-3.gguf", replace(family, keys=keys))
     room = open_room(path, (0, 2), (2, 3), (3, 5), n_ctx=1024)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     tokens = TOKENS % engine.n_vocab
     room.generate(tokens[: 3 * B], "kept", GREEDY)
     room.run()
@@ -241,7 +241,7 @@ def test_one_segment_without_its_window_is_enough_to_need_all_rows(
 
 def test_exporting_one_prefix_leaves_every_other_one_in_its_cells(open_room: OpenRoom) -> None:  # noqa: F811
     room = open_room("llama", (0, 4), n_ctx=1024, n_prefixes=3)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     for i in range(3):
         room.generate(TOKENS[2 * i * B : 2 * (i + 1) * B], str(i), GREEDY)
         room.run()
@@ -260,7 +260,7 @@ def test_exporting_one_prefix_leaves_every_other_one_in_its_cells(open_room: Ope
 
 def test_no_host_memory_means_that_rows_are_dropped(open_room: OpenRoom) -> None:  # noqa: F811
     room = open_room("llama", (0, 4), n_ctx=1024, prefix_max_bytes=0)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     room.generate(TOKENS[: 2 * B], "kept", GREEDY)
     room.run()
     engine.make_room(engine.route("r", 0, 4), 1024)
@@ -275,7 +275,7 @@ def test_nothing_is_kept_of_recurrent_state(
     family: str,
 ) -> None:
     room = open_family(open_room, tmp_path, family)
-    tokens = TOKENS[: 2 * B] % room.handlers._opened().n_vocab
+    tokens = TOKENS[: 2 * B] % room.handlers.state.engine().n_vocab
     for name in ("first", "again"):
         room.call(ipc.Generate, tokens, request_id=name, session_id="talk", sampling=GREEDY)
         room.run()
@@ -288,7 +288,7 @@ def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  
     room = open_room("llama", (0, 4), n_ctx=1024, prefix_ttl_s=0.0)
     room.generate(TOKENS[: 2 * B], "kept", GREEDY)
     room.run()
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     assert len(engine.prefixes) == 1
     assert room.handlers.pause_ms() == SLEEP_MAX_MS
     assert len(engine.prefixes) == 0
@@ -299,7 +299,7 @@ def test_rows_that_lack_their_window_are_never_shared_below_where_they_began(ope
     """gemma3, through host memory and back: neither the running request nor what is kept of it serves a
     prompt that shares less than came back."""
     room = open_room("gemma3", (0, 12), n_ctx=1024)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     tokens = TOKENS[: 5 * B]
     room.generate(tokens[: 3 * B], "kept", GREEDY)
     room.run()
@@ -349,7 +349,7 @@ def test_a_stage_keeps_rows_under_the_names_it_was_given(
 ) -> None:
     """As a chain does it: names, rows, the end; then another request with the same beginning."""
     room = open_room("llama", (0, 2), n_ctx=1024)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     rows = np.random.default_rng(3).standard_normal((3 * B, engine.n_embd)).astype(np.float32)
     stage = {"start": 0, "end": 2}
     assert probe(room, "a", **stage) == 0
@@ -372,7 +372,7 @@ def test_a_stage_keeps_rows_under_the_names_it_was_given(
 
 def test_names_that_come_at_the_end_name_what_was_generated_too(open_room: OpenRoom) -> None:  # noqa: F811
     room = open_room("llama", (0, 2), n_ctx=1024)
-    rows = np.zeros((2 * B + 5, room.handlers._opened().n_embd), np.float32)
+    rows = np.zeros((2 * B + 5, room.handlers.state.engine().n_embd), np.float32)
     stage = {"start": 0, "end": 2}
     assert probe(room, "a", NAMES[:32], **stage) == 0
     forward(room, "a", rows)
@@ -389,7 +389,7 @@ def test_kept_kv_goes_to_another_worker_and_back(
 ) -> None:
     """Narrowed to the blocks that were asked for; what arrives continues as the original does."""
     rooms = [open_family(open_room, tmp_path, family) for _ in range(2)]
-    engines = [room.handlers._opened() for room in rooms]
+    engines = [room.handlers.state.engine() for room in rooms]
     stage = {"start": 0, "end": engines[0].n_layers}
     tokens = TOKENS[: 3 * B + 1] % engines[0].n_vocab
     assert probe(rooms[0], "a", **stage) == 0

@@ -141,7 +141,7 @@ def test_lone_steps_and_works_send_and_keep_the_same_rows(
         sent.append(unpack_rows(lone, n_rows=1, width=N_EMBD))
         assert is_packed(lone) or row_format == "lossless"
     assert not stage.refusals()
-    engine = stage.handlers._engine
+    engine = stage.handlers.state.model
     assert engine is not None
     for request_id in ("r", "s"):
         assert engine.journals.read(request_id, 8, 1, 69).tobytes() == np.concatenate(sent).tobytes()

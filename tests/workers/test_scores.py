@@ -43,7 +43,7 @@ def test_scores_are_those_of_each_rows_logits_and_no_batch_has_more_rows_than_th
     room.run()
     ((message, payload),) = [each for each in room.sent if isinstance(each[0], ipc.LayerResult)]
     assert message.compute_s > 0
-    engine = plain.handlers._opened()
+    engine = plain.handlers.state.engine()
     route, slot = engine.route("r", 0, 4), engine.take_slot("r")
     n_max = route.segments[-1].n_outputs_max
     sizes = [sum(batch) for batch in batches]

@@ -55,7 +55,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def guide_prompt(room: Room, question: str) -> np.ndarray:
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     text = engine.template().render([{"role": "user", "content": question}], None)
     return engine.vocabulary.tokenize(text, is_rendered=True)
 
@@ -103,7 +103,7 @@ def test_random_models_say_the_same_with_guesses(open_room: OpenRoom, model: str
     plain = open_room(model, **settings)
     guessing = open_room(model, ngram_max_size=2, **settings)
     for room in (plain, guessing):
-        room.call(ipc.Load, start=0, end=room.handlers._opened().n_layers)
+        room.call(ipc.Load, start=0, end=room.handlers.state.engine().n_layers)
     rng = np.random.default_rng(3)
     prompts = [np.tile(rng.integers(0, 256, 9).astype(np.int32), 5) for _ in range(4)]
     for temperature in (0.0, 1.0):
@@ -168,7 +168,7 @@ def test_nothing_is_guessed_where_rows_of_a_batch_differ(
 def test_recurrent_models_never_guess(open_room: OpenRoom, tmp_path: Path) -> None:
     path = write(tmp_path / "mamba2.gguf", FAMILIES["mamba-2"])
     room = open_room(path, ngram_max_size=4)
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     room.call(ipc.Load, start=0, end=engine.n_layers)
     answers(room, [np.tile(np.arange(5, dtype=np.int32), 8)], temperature=0.0, max_tokens=20)
     assert done(room, f"request-{room.n_calls - 1}").n_guessed == 0

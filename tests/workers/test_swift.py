@@ -26,7 +26,7 @@ ENDLESS = ipc.Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
 
 
 def ranges(room: Room) -> list[tuple[int, int]]:
-    return [(segment.start, segment.end) for segment in room.handlers._opened().layers.segments]
+    return [(segment.start, segment.end) for segment in room.handlers.state.engine().layers.segments]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_model_that_cannot_gain_by_pieces_is_in_one_when_its_load_is_over(
     demand(gain_min, math.inf)
     room = open_room(GUIDE, (0, 12), n_ctx=512, **SWIFT)
     assert ranges(room) == [(0, 12)]
-    assert not any(segment.n_rows for segment in room.handlers._opened().layers.segments)
+    assert not any(segment.n_rows for segment in room.handlers.state.engine().layers.segments)
     room.call(ipc.Unload, start=0, end=12)
     room.call(ipc.Load, start=0, end=12)
     assert ranges(room) == [(0, 12)]
@@ -72,7 +72,7 @@ def test_requests_show_that_it_does_not_pay_and_those_that_run_go_on_where_they_
     demand(gain_min, math.inf)
     room.run(20)
     assert ranges(room) == [(0, 12)]
-    engine = room.handlers._opened()
+    engine = room.handlers.state.engine()
     assert [(segment.start, segment.end) for segment in engine.layers.retired] == in_pieces
     room.generate(prompts[1], "second", ENDLESS)
     room.run()
@@ -131,6 +131,6 @@ def test_pieces_stay_where_guesses_pay(open_room: OpenRoom, gain_min: pytest.Mon
 @pytest.mark.usefixtures("gain_min")
 def test_recurrent_models_stay_in_one_piece(open_room: OpenRoom, tmp_path: Path) -> None:
     room = open_room(write(tmp_path / "falcon-h1.gguf", FAMILIES["falcon-h1"]), **SWIFT)
-    n_layers = room.handlers._opened().n_layers
+    n_layers = room.handlers.state.engine().n_layers
     room.call(ipc.Load, start=0, end=n_layers)
     assert ranges(room) == [(0, n_layers)]

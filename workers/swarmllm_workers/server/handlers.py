@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from swarmllm_proto import ipc
-from swarmllm_proto.errors import BadMessage, BadTensor
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import decode_tensor, unpack_rows
+from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
@@ -25,17 +24,17 @@ from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
-from swarmllm_workers.schedule.check_work import CheckPrefixWork
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.scheduler import Scheduler
-from swarmllm_workers.schedule.work import ForwardWork, Send, Work
+from swarmllm_workers.schedule.work import ForwardWork, Send
 from swarmllm_workers.server.background import InPlace, Place
 from swarmllm_workers.server.kv_handlers import EndingHandlers, PrefixHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings, speculation_settings
 from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
+from swarmllm_workers.server.worker_state import WorkerState, read_as, read_tensor
 from swarmllm_workers.speculation.speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -66,42 +65,22 @@ class Handlers:
         """`watch`: for links; `take_descriptor`: what came along with the message that is handled. `loading`
         and `parsing`: where layers are made, and where what came from elsewhere is read; here at once where
         there is no such place."""
+        self.state = WorkerState(send, loading or InPlace(), parsing or InPlace())
         self._send = send
         self._read_ahead = read_ahead
         self._take_descriptor = take_descriptor
         self.ring = Ring(send, self._forward_by_link, watch)
         self._arrived_at = 0.0
-        self._engine: Engine | None = None
         self._manifest: PrefixManifest | None = None
-        self._scheduler: Scheduler | None = None
         self._lone_steps: LoneSteps | None = None
         self._cohorts: Cohorts | None = None
         self._polls_at = 0.0
-        self._speculation: Speculation | None = None
-        self._kernels = KernelTuning()
         self._decodings: dict[str, Decoding] = {}
-        self._loading = loading or InPlace()
-        self._parsing = parsing or InPlace()
         self._has_stepped = False
         """Nothing but lone steps has happened since `pause_ms` looked at everything."""
         self._looked_at_s = self._looks_away_s = 0.0
-        self.is_finished = False
-        self.grammars = GrammarHandlers(
-            lambda: self._opened().vocabulary.grammars,
-            send,
-            self._fail,
-            watch,
-        )
-        self._layers = LoadHandlers(
-            self._opened,
-            lambda: self._speculation,
-            lambda: self._kernels,
-            send,
-            self._fail,
-            self._finish,
-            lambda: self.has_work,
-            self._loading,
-        )
+        self.grammars = GrammarHandlers(self.state, watch)
+        self._layers = LoadHandlers(self.state)
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Open: self._open,
             ipc.Forward: self._forward,
@@ -110,23 +89,26 @@ class Handlers:
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.Shutdown: self._shutdown,
-            **TextHandlers(self._opened, self._tokens, send, self._fail, self._parsing).by_type,
+            **TextHandlers(self.state).by_type,
             **self.grammars.by_type,
-            **PrefixHandlers(
-                self._opened, send, self._fail, self._loading, self._parsing, self._check_prefix
-            ).by_type,
-            **EndingHandlers(lambda: self._engine, send, self._works_of, self._stop).by_type,
+            **PrefixHandlers(self.state).by_type,
+            **EndingHandlers(self.state, self._stop).by_type,
             **self._layers.by_type,
         }
 
     @property
     def is_full(self) -> bool:
         """No further message is to be handled now: too many wait for the thread that reads them."""
-        return self._parsing.n_waiting > 1 and self._parsing.n_bytes_waiting > PARSING_BYTES_MAX
+        parsing = self.state.parsing
+        return parsing.n_waiting > 1 and parsing.n_bytes_waiting > PARSING_BYTES_MAX
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_work
+        return self.state.has_work
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_finished
 
     def handle(self, message: Any, payload: memoryview) -> None:
         self._arrived_at = time.perf_counter()
@@ -134,21 +116,21 @@ class Handlers:
         try:
             self._handlers[type(message)](message, payload)
         except Exception as error:
-            self._answer_error(message.id, getattr(message, "request_id", ""), error)
+            self.state.fail(message.id, error, getattr(message, "request_id", ""))
 
     def pause_ms(self) -> int | None:
         """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
         self._polls_at = time.perf_counter()
-        if self._scheduler is not None and self._scheduler.has_work:
+        if self.state.scheduler is not None and self.state.scheduler.has_work:
             self._tell_prefixes()
             self._has_stepped = False
             self.grammars.pause_ms()
-            if self._scheduler.is_parked:
+            if self.state.scheduler.is_parked:
                 return PARKED_MS
-            return STARVED_MS if self._scheduler.is_starved else 0
-        if self._engine is None:
+            return STARVED_MS if self.state.scheduler.is_starved else 0
+        if self.state.model is None:
             return None
         now_s = time.monotonic()
         if self._has_stepped and now_s < self._looked_at_s + self._looks_away_s:
@@ -156,7 +138,7 @@ class Handlers:
             return int((self._looked_at_s + self._looks_away_s - now_s) * 1000) + 1
         self._has_stepped = False
         self._layers.tidy()
-        until_s = self._engine.expire()
+        until_s = self.state.model.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
         if (grammars_ms := self.grammars.pause_ms()) is not None:
@@ -167,53 +149,17 @@ class Handlers:
         return min(sleeps_ms)
 
     def _tell_prefixes(self) -> None:
-        if self._manifest is not None and self._engine is not None:
-            self._manifest.tell(self._engine.prefixes)
+        if self._manifest is not None and self.state.model is not None:
+            self._manifest.tell(self.state.model.prefixes)
 
     def step(self) -> None:
         """One round of the works in progress."""
-        if self._scheduler is not None and self._speculation is not None:
-            self._scheduler.step()
-            self._speculation.settle(is_idle=not self._scheduler.has_work)
-
-    def _fail(self, call_id: int, error: Exception) -> None:
-        self._answer_error(call_id, "", error)
-
-    def _answer_work(self, work: Work, error: Exception) -> None:
-        self._answer_error(work.call_id, work.request_id, error)
-
-    def _answer_error(self, call_id: int, request_id: str, error: Exception) -> None:
-        if isinstance(error, CallError):
-            self._send(
-                ipc.Error(
-                    id=call_id,
-                    kind=error.kind,
-                    message=error.message,
-                    field=error.field,
-                    request_id=request_id,
-                )
-            )
-        elif isinstance(error, MemoryError):
-            self._send(
-                ipc.Error(id=call_id, kind="out_of_memory", message="out of memory", request_id=request_id)
-            )
-        else:
-            log.exception("call %d failed", call_id)
-            text = f"{type(error).__name__}: {error}"[:300]
-            self._send(ipc.Error(id=call_id, kind="engine", message=text, request_id=request_id))
-
-    def _running(self) -> Scheduler:
-        self._opened()
-        assert self._scheduler is not None
-        return self._scheduler
-
-    def _opened(self) -> Engine:
-        if self._engine is None:
-            raise CallError("bad_message", "no model is open: Open comes first", "type")
-        return self._engine
+        if self.state.scheduler is not None and self.state.speculation is not None:
+            self.state.scheduler.step()
+            self.state.speculation.settle(is_idle=not self.state.scheduler.has_work)
 
     def _open(self, message: ipc.Open, _payload: memoryview) -> None:
-        if self._engine is not None:
+        if self.state.model is not None:
             raise CallError("bad_message", "a model is open already", "type")
         engine = Engine(
             Path(message.path),
@@ -221,22 +167,22 @@ class Handlers:
             engine_settings(message, self._read_ahead),
             owns_path=message.owns_path,
         )
-        engine.begin = partial(self._loading.begin, fail=_log_failure)
-        self._engine = engine
+        engine.begin = partial(self.state.loading.begin, fail=_log_failure)
+        self.state.model = engine
         self.grammars.open(engine.n_vocab)
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
         self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
-        self._speculation = Speculation(engine, speculation_settings(message))
+        self.state.speculation = Speculation(engine, speculation_settings(message))
         kept_in = Path(message.kernel_timings) if message.kernel_timings else None
-        self._kernels = KernelTuning(message.kernels, kept_in)
+        self.state.kernels = KernelTuning(message.kernels, kept_in)
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
         )
         if message.continuous_batching:
             self._cohorts = Cohorts(engine.n_layers)
         self._lone_steps = LoneSteps(engine, self._decodings, self.ring, self._cohorts)
-        self._scheduler = Scheduler(
-            engine, planner, self._answer_work, self._read_ahead, self._cohorts, self.ring
+        self.state.scheduler = Scheduler(
+            engine, planner, self.state.fail_work, self._read_ahead, self._cohorts, self.ring
         )
         self._send(
             ipc.Opened(
@@ -255,11 +201,12 @@ class Handlers:
         )
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
-        data = self._tensor(payload)
+        data = read_tensor(payload)
         self._check_forward(message, message.position, data)
         seat = self.ring.seat_of(message)
         if seat is None:
-            work = ForwardWork(message, message.position, data, self._opened(), self._decodings, self._send)
+            engine = self.state.engine()
+            work = ForwardWork(message, message.position, data, engine, self._decodings, self._send)
         elif message.resent and message.position < seat.expected:
             self._send(ipc.Done(id=message.id))
             return
@@ -270,7 +217,7 @@ class Handlers:
                 message,
                 message.position,
                 data,
-                self._opened(),
+                self.state.engine(),
                 self._decodings,
                 self._send,
                 self.ring,
@@ -278,7 +225,7 @@ class Handlers:
                 since,
                 message.timings,
             )
-        self._running().add(work)
+        self.state.running().add(work)
 
     def _forward_by_link(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
@@ -290,15 +237,15 @@ class Handlers:
                     self._has_stepped = True
                     return
             except Exception as error:
-                self._opened().release_if_empty(job.request_id)
-                self._answer_error(0, job.request_id, error)
+                self.state.engine().release_if_empty(job.request_id)
+                self.state.fail(0, error, job.request_id)
                 return
-        engine = self._opened()
+        engine = self.state.engine()
         data = np.array([job.token], np.int32) if job.step == "embed" else self._rows(payload, job.n_tokens)
         self._check_forward(seat.forward, job.position, data)
         if len(data) != job.n_tokens:
             raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
-        self._running().add(
+        self.state.running().add(
             RingWork(
                 seat.forward,
                 job.position,
@@ -317,14 +264,14 @@ class Handlers:
 
     def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
-        engine = self._opened()
+        engine = self.state.engine()
         _refuse_exact(message.sampling)
         if data.dtype == np.int32:
             if message.start != 0:
                 raise CallError(
                     "bad_tensor", "token ids enter at layer 0, hidden states everywhere else", "payload"
                 )
-            self._check_tokens(data)
+            self.state.check_tokens(data)
         else:
             self._check_hidden(data, engine.n_embd)
         if len(data) == 0:
@@ -365,46 +312,37 @@ class Handlers:
         self._send(ipc.Done(id=message.id))
 
     def _take_seat(self, message: ipc.TakeSeat, _payload: memoryview) -> None:
-        if message.end > self._opened().n_layers:
-            raise CallError("bad_message", f"the model has {self._opened().n_layers} layers", "end")
-        if (message.sampling is not None) != (message.end == self._opened().n_layers):
+        if message.end > self.state.engine().n_layers:
+            raise CallError("bad_message", f"the model has {self.state.engine().n_layers} layers", "end")
+        if (message.sampling is not None) != (message.end == self.state.engine().n_layers):
             raise CallError("bad_message", "the last stage samples, and no other", "sampling")
         _refuse_exact(message.sampling)
         self.ring.take_seat(message)
         self._send(ipc.Done(id=message.id))
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
-        engine = self._opened()
-        tokens = self._tokens(payload)
+        engine = self.state.engine()
+        tokens = self.state.tokens(payload)
         if len(tokens) == 0:
             raise CallError("bad_tensor", "the prompt has no tokens", "payload")
         if message.n_generated >= len(tokens):
             raise CallError(
                 "bad_message", f"{message.n_generated} generated tokens of {len(tokens)}", "n_generated"
             )
-        if self._running().of_request(message.request_id):
+        if self.state.running().of_request(message.request_id):
             raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
         engine.release(message.request_id)
-        self._running().add(GenerateWork(message, tokens, engine, self._send, self._speculation))
-
-    def _check_prefix(self, message: ipc.CheckPrefix, payload: memoryview) -> None:
-        tokens = self._tokens(payload)
-        if self._running().of_request(message.request_id):
-            raise CallError("bad_message", f"request {message.request_id} is running", "request_id")
-        self._running().add(CheckPrefixWork(message, tokens, self._opened(), self._send))
-
-    def _works_of(self, request_id: str) -> list[Work]:
-        return self._scheduler.of_request(request_id) if self._scheduler is not None else []
+        self.state.running().add(GenerateWork(message, tokens, engine, self._send, self.state.speculation))
 
     def _stop(self, request_id: str) -> None:
         """Nothing of it runs, comes by links or is sampled any more; its rows stay."""
-        for work in self._works_of(request_id):
+        for work in self.state.works_of(request_id):
             try:
                 work.cancel()
             except CallError as error:
-                self._answer_work(work, error)
-        if self._scheduler is not None:
-            self._scheduler.sweep()
+                self.state.fail_work(work, error)
+        if self.state.scheduler is not None:
+            self.state.scheduler.sweep()
         if (decoding := self._decodings.pop(request_id, None)) is not None:
             decoding.close()
         self.ring.leave(request_id)
@@ -412,38 +350,12 @@ class Handlers:
             self._cohorts.forget(request_id)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
-        self._finish(message.id)
-
-    def _finish(self, call_id: int) -> None:
-        self._send(ipc.Bye(id=call_id))
-        self.is_finished = True
-
-    def _tensor(self, payload: memoryview) -> np.ndarray:
-        return self._decoded(lambda: decode_tensor(payload, field="payload"))
+        self.state.finish(message.id)
 
     def _rows(self, payload: memoryview, n_rows: int) -> np.ndarray:
         """As they come from another node."""
-        width = self._opened().n_embd
-        return self._decoded(lambda: unpack_rows(payload, n_rows=n_rows, width=width, field="payload"))
-
-    def _decoded(self, decode: Callable[[], np.ndarray]) -> np.ndarray:
-        try:
-            return decode()
-        except BadTensor as error:
-            raise CallError("bad_tensor", error.reason, error.field) from None
-        except BadMessage as error:
-            raise CallError("bad_message", error.reason, error.field) from None
-
-    def _tokens(self, payload: memoryview) -> np.ndarray:
-        """i32 [n], every id inside the vocabulary."""
-        tokens = self._tensor(payload)
-        self._check_tokens(tokens)
-        return tokens
-
-    def _check_tokens(self, tokens: np.ndarray) -> None:
-        if tokens.dtype != np.int32 or tokens.ndim != 1:
-            raise CallError("bad_tensor", "token ids are i32 [n]", "payload")
-        self._opened().embedding.check(tokens)
+        width = self.state.engine().n_embd
+        return read_as(lambda: unpack_rows(payload, n_rows=n_rows, width=width, field="payload"))
 
     def _check_hidden(self, data: np.ndarray, n_embd: int) -> None:
         if data.dtype != np.float32 or data.ndim != 2:
@@ -456,10 +368,7 @@ class Handlers:
 
     def close(self) -> None:
         self.ring.close()
-        if self._speculation is not None:
-            self._speculation.close()
-        if self._engine is not None:
-            self._engine.close()
+        self.state.close()
 
 
 def _refuse_exact(sampling: ipc.Sampling | None) -> None:

@@ -24,8 +24,8 @@ from swarmllm_workers.engine.kv_state import BadState, join_states
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.work import Work
-from swarmllm_workers.server.background import Place
+from swarmllm_workers.schedule.check_work import CheckPrefixWork
+from swarmllm_workers.server.worker_state import WorkerState
 
 _OfLayers: TypeAlias = ipc.PrefixFetchProbe | ipc.ExportPrefixSnapshot | ipc.ImportPrefixSnapshot
 
@@ -34,17 +34,9 @@ class EndingHandlers:
     """How requests end: cancelled, released, or held for another one that goes on with what they leave.
     Without state: what is held is the engine's."""
 
-    def __init__(
-        self,
-        engine: Callable[[], Engine | None],
-        send: Callable[..., None],
-        works_of: Callable[[str], list[Work]],
-        stop: Callable[[str], None],
-    ) -> None:
+    def __init__(self, state: WorkerState, stop: Callable[[str], None]) -> None:
         """`stop` ends all that happens of a request; its rows stay."""
-        self._opened = engine
-        self._send = send
-        self._works_of = works_of
+        self._state = state
         self._stop = stop
 
     @property
@@ -61,25 +53,25 @@ class EndingHandlers:
         self._free(message)
 
     def _release(self, message: ipc.ReleaseRequestKv, _payload: memoryview) -> None:
-        self._refuse_running(message.request_id)
+        self._state.refuse_running(message.request_id)
         self._free(message)
 
     def _free(self, message: ipc.CancelRequest | ipc.ReleaseRequestKv) -> None:
         self._stop(message.request_id)
-        if (engine := self._opened()) is not None:
+        if (engine := self._state.model) is not None:
             engine.release(message.request_id)
-        self._send(ipc.Done(id=message.id))
+        self._state.send(ipc.Done(id=message.id))
 
     def _hold(self, message: ipc.HoldRequest, _payload: memoryview) -> None:
-        engine = self._engine()
+        engine = self._state.engine()
         self._stop(message.request_id)
         if engine.slots.get(message.request_id) is not None:
             engine.held.add(message.request_id, message.hold_s)
-        self._send(ipc.Done(id=message.id))
+        self._state.send(ipc.Done(id=message.id))
 
     def _resume(self, message: ipc.ResumeRequest, _payload: memoryview) -> None:
-        engine = self._engine()
-        self._refuse_running(message.request_id)
+        engine = self._state.engine()
+        self._state.refuse_running(message.request_id)
         if engine.slots.get(message.request_id) is not None:
             raise CallError("bad_message", f"request {message.request_id} has rows", "request_id")
         if message.resumes in engine.held:
@@ -91,47 +83,23 @@ class EndingHandlers:
             )
             for start, end in message.ranges
         )
-        self._send(ipc.Resumed(id=message.id, kept=kept))
+        self._state.send(ipc.Resumed(id=message.id, kept=kept))
 
     def _read_journal(self, message: ipc.ReadJournal, _payload: memoryview) -> None:
-        engine = self._engine()
+        engine = self._state.engine()
         # A boundary between two stages that are both here has the same rows in either.
         is_sent = engine.journals.has(message.request_id, message.end)
         journals = engine.journals if is_sent else engine.received
         rows = journals.read(message.request_id, message.end, message.position, message.n_rows)
-        self._send(ipc.LayerResult(id=message.id, request_id=message.request_id), encode_tensor(rows))
-
-    def _engine(self) -> Engine:
-        if (engine := self._opened()) is None:
-            raise CallError("bad_message", "no model is open: Open comes first", "type")
-        return engine
-
-    def _refuse_running(self, request_id: str) -> None:
-        if self._works_of(request_id):
-            raise CallError("bad_message", "the request is running: cancel it", "request_id")
+        self._state.send(ipc.LayerResult(id=message.id, request_id=message.request_id), encode_tensor(rows))
 
 
 class PrefixHandlers:
     """Kept prefixes: name, export, import. Without state: what is kept is the engine's. What is in cells is
     read between two decode steps, a segment at a time; bytes are checked beside the steps."""
 
-    def __init__(
-        self,
-        engine: Callable[[], Engine],
-        send: Callable[..., None],
-        fail: Callable[[int, Exception], None],
-        loading: Place,
-        checking: Place,
-        check: Callable[[ipc.CheckPrefix, memoryview], None],
-    ) -> None:
-        """`fail`: answer a call with an error. `loading`: where layers are cut. `check`: begins to compute
-        again what came from another node."""
-        self._engine = engine
-        self._send = send
-        self._fail = fail
-        self._loading = loading
-        self._checking = checking
-        self._check = check
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
 
     @property
     def by_type(self) -> dict[type, Callable[[Any, memoryview], None]]:
@@ -143,8 +111,14 @@ class PrefixHandlers:
             ipc.CheckPrefix: self._check,
         }
 
+    def _check(self, message: ipc.CheckPrefix, payload: memoryview) -> None:
+        """Compute blocks of what came from another node again."""
+        tokens = self._state.tokens(payload)
+        self._state.refuse_running(message.request_id)
+        self._state.running().add(CheckPrefixWork(message, tokens, self._state.engine(), self._state.send))
+
     def _look_up(self, message: ipc.LookUpPrefix, payload: memoryview) -> None:
-        engine, name = self._engine(), Name(_names(payload), scope=message.scope)
+        engine, name = self._state.engine(), Name(_names(payload), scope=message.scope)
         where = engine.layers.find_segments(message.start, message.end)
         found = ipc.PrefixLookedUp(id=message.id, n_blocks=0)
         if where is not None and engine.prefixes.travels(where) and where[0].is_whole:
@@ -154,10 +128,10 @@ class PrefixHandlers:
                 row_bytes=_row_bytes(engine),
                 kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
             )
-        self._send(found)
+        self._state.send(found)
 
     def _probe(self, message: ipc.PrefixFetchProbe, payload: memoryview) -> None:
-        engine, name = self._engine(), Name(_names(payload), scope=message.scope)
+        engine, name = self._state.engine(), Name(_names(payload), scope=message.scope)
         route = engine.known_route(message.request_id, message.start, message.end)
         if route is None:
             self._after_cutting(message, partial(self._probe, message, payload))
@@ -167,54 +141,58 @@ class PrefixHandlers:
         except CallError:
             engine.release_if_empty(message.request_id)
             raise
-        self._send(ipc.PrefixFetchResult(id=message.id, n_blocks=n_rows // BLOCK_TOKENS))
+        self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=n_rows // BLOCK_TOKENS))
 
     def _export(self, message: ipc.ExportPrefixSnapshot, payload: memoryview) -> None:
-        engine, name = self._engine(), Name(_names(payload), scope=message.scope)
+        engine, name = self._state.engine(), Name(_names(payload), scope=message.scope)
         where = engine.layers.find_segments(message.start, message.end)
         if message.n_rows:
             rows = None
             if where is not None and message.n_rows * _row_bytes(engine) <= PREFIX_KV_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
-            self._checking.begin(self._sending(message, name, rows), partial(self._fail, message.id))
+            self._state.parsing.begin(
+                self._sending(message, name, rows), partial(self._state.fail, message.id)
+            )
         elif where is None:
             self._after_cutting(message, partial(self._export, message, payload))
         else:
-            self._checking.begin(self._exporting(message, where, name), partial(self._fail, message.id))
+            self._state.parsing.begin(
+                self._exporting(message, where, name), partial(self._state.fail, message.id)
+            )
 
     def _sending(self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None) -> Operation[None]:
         if not rows:
-            self._send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
+            self._state.send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return
         digest = yield partial(_digest, [rows])
         response = ipc.PrefixSnapshotResponse(
             id=message.id, n_blocks=len(name.hashes), sizes=(len(rows),), digest=digest
         )
-        self._send(response, [rows])
+        self._state.send(response, [rows])
 
     def _exporting(
         self, message: ipc.ExportPrefixSnapshot, where: tuple[Segment, ...], name: Name
     ) -> Operation[None]:
-        found = yield from self._engine().prefixes.exporting(where, name)
+        found = yield from self._state.engine().prefixes.exporting(where, name)
         if found is None:
-            self._send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
+            self._state.send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return
         n_blocks, states = found
         digest = yield partial(_digest, states)
         response = ipc.PrefixSnapshotResponse(
             id=message.id, n_blocks=n_blocks, sizes=tuple(map(len, states)), digest=digest
         )
-        self._send(response, list(states))
+        self._state.send(response, list(states))
 
     def _import(self, message: ipc.ImportPrefixSnapshot, payload: memoryview) -> None:
-        self._engine()
+        self._state.engine()
         n_names = message.n_blocks * NAME_SIZE
         names, data = _names(payload[:n_names]), payload[n_names:]
         if len(names) != message.n_blocks or len(data) != sum(message.sizes):
             raise CallError("bad_message", "the payload is not as long as is said", "sizes")
         name = Name(names, scope=message.scope)
-        fail = partial(self._fail, message.id)
-        self._checking.begin(self._importing(message, name, data), fail, len(data))
+        fail = partial(self._state.fail, message.id)
+        self._state.parsing.begin(self._importing(message, name, data), fail, len(data))
 
     def _importing(self, message: ipc.ImportPrefixSnapshot, name: Name, data: memoryview) -> Operation[None]:
         ends = accumulate(message.sizes, initial=0)
@@ -229,7 +207,7 @@ class PrefixHandlers:
         self._take(message, name, snapshot)
 
     def _take(self, message: ipc.ImportPrefixSnapshot, name: Name, snapshot: Snapshot) -> None:
-        engine = self._engine()
+        engine = self._state.engine()
         where = engine.layers.find_segments(message.start, message.end)
         if where is None:
             self._after_cutting(message, partial(self._take, message, name, snapshot))
@@ -239,14 +217,14 @@ class PrefixHandlers:
             is_taken = keep(where, name, snapshot)
         except BadState as error:
             raise _no_kv(error) from None
-        self._send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
+        self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
 
     def _after_cutting(self, message: _OfLayers, again: Callable[[], None]) -> None:
         """Call `again` when there are segments for the message's layers."""
-        self._loading.begin(self._cutting(message, again), partial(self._fail, message.id))
+        self._state.loading.begin(self._cutting(message, again), partial(self._state.fail, message.id))
 
     def _cutting(self, message: _OfLayers, again: Callable[[], None]) -> Operation[None]:
-        yield from self._engine().layers.cutting(message.start, message.end)
+        yield from self._state.engine().layers.cutting(message.start, message.end)
         again()
 
 

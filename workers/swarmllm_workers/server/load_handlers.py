@@ -15,16 +15,13 @@ from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
-from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.schedule.work import Send
-from swarmllm_workers.server.background import Place
 from swarmllm_workers.server.read_ahead import ReadAhead
-from swarmllm_workers.speculation.speculation import Speculation, SpeculationSettings
+from swarmllm_workers.server.worker_state import WorkerState
+from swarmllm_workers.speculation.speculation import SpeculationSettings
 
 SEQUENCES_MAX: Final = 256
 """libllama's limit."""
@@ -83,27 +80,8 @@ REASON_MAX: Final = 500
 
 
 class LoadHandlers:
-    def __init__(
-        self,
-        opened: Callable[[], Engine],
-        speculation: Callable[[], Speculation | None],
-        kernels: Callable[[], KernelTuning],
-        send: Send,
-        fail: Callable[[int, Exception], None],
-        finish: Callable[[int], None],
-        is_busy: Callable[[], bool],
-        place: Place,
-    ) -> None:
-        """`fail`: answer a call with an error. `finish`: say goodbye to a call, and leave. `is_busy`: whether
-        requests run."""
-        self._opened = opened
-        self._speculation = speculation
-        self._kernels = kernels
-        self._send = send
-        self._fail = fail
-        self._finish = finish
-        self._is_busy = is_busy
-        self._place = place
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
         self._unmeasured: list[Path] = []
         """Files whose products are to be timed when nobody decodes."""
         self._has_loaded = False
@@ -115,9 +93,9 @@ class LoadHandlers:
 
     def tidy(self) -> None:
         """Nobody decodes: do what was left for such a moment."""
-        if self._unmeasured and not self._place.n_waiting:
+        if self._unmeasured and not self._state.loading.n_waiting:
             paths, self._unmeasured = self._unmeasured, []
-            self._place.begin(self._tuning(paths), partial(self._fail, 0))
+            self._state.loading.begin(self._tuning(paths), partial(self._state.fail, 0))
         if self._has_loaded:
             self._has_loaded = False
             # What lives as long as the worker need not be looked through between two tokens.
@@ -125,11 +103,11 @@ class LoadHandlers:
             gc.freeze()
 
     def _load(self, message: ipc.Load, _payload: memoryview) -> None:
-        self._opened()
-        self._place.begin(self._loading(message), partial(self._fail, message.id))
+        self._state.engine()
+        self._state.loading.begin(self._loading(message), partial(self._state.fail, message.id))
 
     def _loading(self, message: ipc.Load) -> Operation[None]:
-        engine, speculation = self._opened(), self._speculation()
+        engine, speculation = self._state.engine(), self._state.speculation
         guesses = speculation if (message.start, message.end) == (0, engine.n_layers) else None
         if guesses is not None:
             yield from guesses.loading()
@@ -145,33 +123,35 @@ class LoadHandlers:
 
     def _tuning(self, paths: list[Path]) -> Operation[None]:
         """Measuring has the processor's caches and all products to itself: not beside decode steps."""
-        kernels = self._kernels()
+        kernels = self._state.kernels
         if not kernels.is_on:
             return
         sources = yield partial(kernels.read, paths)
-        is_known = kernels.tune(sources, self._opened().settings.n_threads, measures=not self._is_busy())
+        is_known = kernels.tune(
+            sources, self._state.engine().settings.n_threads, measures=not self._state.has_work
+        )
         for source in sources:
             source.close()
         if not is_known:
             self._unmeasured = paths
 
     def _unload(self, message: ipc.Unload, _payload: memoryview) -> None:
-        self._opened()
-        self._place.begin(self._unloading(message), partial(self._fail, message.id))
+        self._state.engine()
+        self._state.loading.begin(self._unloading(message), partial(self._state.fail, message.id))
 
     def _unloading(self, message: ipc.Unload) -> Operation[None]:
-        engine = self._opened()
+        engine = self._state.engine()
         yield from engine.layers.unloading(message.start, message.end, self._progress_of(message.id))
         self._answer_loaded(message.id)
         if not engine.layers.ranges:
-            self._finish(message.id)
+            self._state.finish(message.id)
 
     def _check_cuts(self, message: ipc.CheckCuts, _payload: memoryview) -> None:
-        self._opened()
-        self._place.begin(self._checking_cuts(message), partial(self._fail, message.id))
+        self._state.engine()
+        self._state.loading.begin(self._checking_cuts(message), partial(self._state.fail, message.id))
 
     def _checking_cuts(self, message: ipc.CheckCuts) -> Operation[None]:
-        engine, progress = self._opened(), self._progress_of(message.id)
+        engine, progress = self._state.engine(), self._progress_of(message.id)
 
         def check() -> CutVerdict:
             whole = engine.layers.whole_file()
@@ -179,7 +159,7 @@ class LoadHandlers:
                 return check_cuts(whole, engine.cache_dir, engine.settings, progress, message.units)
 
         verdict = yield check
-        self._send(
+        self._state.send(
             ipc.CutsChecked(
                 id=message.id, cut_alignment=verdict.unit, whole_reason=verdict.reason[:REASON_MAX]
             )
@@ -194,24 +174,24 @@ class LoadHandlers:
             now = time.monotonic()
             if now - told_at >= PROGRESS_INTERVAL_S or done >= total:
                 told_at = now
-                self._place.tell(
-                    partial(self._send, ipc.Progress(id=call_id, done_bytes=done, total_bytes=total))
+                self._state.loading.tell(
+                    partial(self._state.send, ipc.Progress(id=call_id, done_bytes=done, total_bytes=total))
                 )
 
         return tell
 
     def _answer_loaded(self, call_id: int) -> None:
-        engine, speculation = self._opened(), self._speculation()
+        engine, speculation = self._state.engine(), self._state.speculation
         memory = engine.memory
         if speculation is not None:
             memory += speculation.memory
-        self._send(
+        self._state.send(
             ipc.Loaded(
                 id=call_id,
                 ranges=engine.layers.ranges,
                 weights_bytes=memory.weights_bytes,
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,
-                kernels=self._kernels().choices,
+                kernels=self._state.kernels.choices,
             )
         )

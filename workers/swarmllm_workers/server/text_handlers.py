@@ -19,11 +19,11 @@ from swarmllm_proto import ipc
 from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.grammar import spec_of
-from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.grammars.sessions import COMPILE_S, GrammarSession, GrammarSessions
-from swarmllm_workers.server.background import Place
+from swarmllm_workers.ring.ring import Watch
+from swarmllm_workers.server.worker_state import WorkerState
 
 EMBED_ROWS_MAX: Final = 65536
 AT_ONCE_MAX: Final = 16
@@ -51,20 +51,8 @@ def _encode(array: np.ndarray) -> Any:
 
 
 class TextHandlers:
-    def __init__(
-        self,
-        opened: Callable[[], Engine],
-        tokens: Callable[[memoryview], np.ndarray],
-        send: Callable[..., None],
-        fail: Callable[[int, Exception], None],
-        place: Place,
-    ) -> None:
-        """`tokens`: i32 [n] from a payload, checked. `fail`: answer a call with an error."""
-        self._opened = opened
-        self._read_tokens = tokens
-        self._send = send
-        self._fail = fail
-        self._place = place
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.Tokenize: self._tokenize,
             ipc.ApplyTemplate: self._apply_template,
@@ -73,7 +61,7 @@ class TextHandlers:
         }
 
     def _tokenize(self, message: ipc.Tokenize, _payload: memoryview) -> None:
-        engine = self._opened()
+        engine = self._state.engine()
         if (message.text is None) == (message.messages is None):
             raise CallError("bad_message", "either text or messages, not both", "text")
 
@@ -86,7 +74,7 @@ class TextHandlers:
         self._answer(ipc.Tokens(id=message.id), tokens, _n_characters(message))
 
     def _apply_template(self, message: ipc.ApplyTemplate, _payload: memoryview) -> None:
-        engine = self._opened()
+        engine = self._state.engine()
 
         def text() -> Any:
             rendered = engine.template(message.template).render(
@@ -98,29 +86,31 @@ class TextHandlers:
         self._answer(ipc.Text(id=message.id), text, _n_characters(message))
 
     def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
-        piece, tokens = self._opened().vocabulary.full_piece, self._read_tokens(payload)
+        piece, tokens = self._state.engine().vocabulary.full_piece, self._state.tokens(payload)
         answer = ipc.Text(id=message.id)
         self._answer(answer, lambda: [b"".join(map(piece, tokens.tolist()))], tokens.nbytes)
 
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
-        engine, tokens = self._opened(), self._read_tokens(payload)
+        engine, tokens = self._state.engine(), self._state.tokens(payload)
         n_max = embed_rows_max(engine.n_embd)
         if len(tokens) > n_max:
             raise CallError("bad_tensor", f"{len(tokens)} tokens, at most {n_max}", "payload")
         answer = ipc.LayerResult(id=message.id)
         if len(tokens) <= AT_ONCE_MAX:
-            self._send(answer, encode_tensor(engine.embedding.rows(tokens)))
+            self._state.send(answer, encode_tensor(engine.embedding.rows(tokens)))
         else:
             n_bytes = 4 * engine.n_embd * len(tokens)
             self._answer(answer, lambda: _encode(engine.embedding.rows(tokens)), n_bytes)
 
     def _answer(self, answer: Any, payload: Callable[[], Any], n_bytes: int) -> None:
         """When its payload is there. `n_bytes`: what that takes, or what it is made of."""
-        self._place.begin(self._answering(answer, payload), partial(self._fail, answer.id), n_bytes)
+        self._state.parsing.begin(
+            self._answering(answer, payload), partial(self._state.fail, answer.id), n_bytes
+        )
 
     def _answering(self, answer: Any, payload: Callable[[], Any]) -> Operation[None]:
         found = yield payload
-        self._send(answer, found)
+        self._state.send(answer, found)
 
 
 LOOK_MS: Final = 100
@@ -128,23 +118,17 @@ LOOK_MS: Final = 100
 
 
 class GrammarHandlers:
-    def __init__(
-        self,
-        sessions: Callable[[], GrammarSessions],
-        send: Callable[..., None],
-        fail: Callable[[int, Exception], None],
-        watch: Callable[[int, int], None],
-    ) -> None:
-        """`sessions` raises CallError while no model is open. `fail`: answer a call with an error."""
-        self._sessions = sessions
-        self._send = send
-        self._fail = fail
+    def __init__(self, state: WorkerState, watch: Watch) -> None:
+        self._state = state
         self._watch = watch
         self._checks: dict[int, GrammarSession] = {}
         """By call."""
         self.by_type: dict[type, Callable[[Any, memoryview], None]] = {ipc.CheckGrammar: self._check}
         self.descriptor = -1
         """Readable when the grammar process has said something; to be answered by `receive`."""
+
+    def _sessions(self) -> GrammarSessions:
+        return self._state.engine().vocabulary.grammars
 
     def open(self, n_vocab: int) -> None:
         """A model of so many tokens is open."""
@@ -166,7 +150,7 @@ class GrammarHandlers:
     def _check(self, message: ipc.CheckGrammar, _payload: memoryview) -> None:
         spec = spec_of(message.sampling)
         if spec is None:
-            self._send(ipc.Done(id=message.id))
+            self._state.send(ipc.Done(id=message.id))
             return
         self._checks[message.id] = self._sessions().open(spec, COMPILE_S)
 
@@ -176,9 +160,9 @@ class GrammarHandlers:
                 session.check()
             except CallError as error:
                 del self._checks[call_id]
-                self._fail(call_id, error)
+                self._state.fail(call_id, error)
             else:
                 if session.is_compiled:
                     del self._checks[call_id]
                     session.close()
-                    self._send(ipc.Done(id=call_id))
+                    self._state.send(ipc.Done(id=call_id))
