@@ -70,7 +70,9 @@ def add(place: Place, dice: random.Random) -> None:
 
 
 def take_in(place: Place, dice: random.Random) -> None:
+    # A new file each time: killed before it had removed the last one, the store still shares its bytes.
     incoming = place.folder / "incoming.gguf"
+    incoming.unlink(missing_ok=True)
     shutil.copyfile(GUIDE_PATH, incoming)
     place.store.remove(place.store.take_in(incoming, "tiny"))
 
