@@ -7,7 +7,8 @@ A node has eight places for requests of others. N members behave badly: they hol
 then, assign and never give a job, ask for many places at once, or give every request a new identity. One
 honest member asks for one answer after the other, each of which takes five seconds of a place. It asks again
 five seconds after it was refused, or when it had to give its place up. Its fair share is the time of all
-places, divided by the number of members.
+places, divided by the number of members. Members with a new identity each time are newcomers, the other bad
+ones have earned trust. All newcomers count as one; the honest member is measured as one of either kind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from swarmllm.pipeline.stage.capacity import Shares, StagePlace
+from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.identifiers import NodeId
 
@@ -31,7 +32,8 @@ BEGAN_BEFORE_S = 30.0
 """So long the others have had all places when the honest member comes."""
 IDLE_S = 120.0
 """After which a request without a job is ended anyway."""
-KINDS = ("hold a place", "hold all places", "assign and give no job", "a new identity each time")
+NEW = "a new identity each time"
+KINDS = ("hold a place", "hold all places", "assign and give no job", NEW)
 COUNTS = (1, 7, 8, 10, 100)
 ME = node_id_named("me")
 
@@ -48,13 +50,17 @@ class Outcome:
 class Places:
     """A node's, all of them for one model."""
 
-    shares: Shares = field(default_factory=lambda: Shares(CAPACITY))
+    newcomers: set[NodeId]
+    """Those of them that hold places or ask for one."""
+    shares: OriginShares = field(default_factory=lambda: OriginShares(CAPACITY))
     taken: dict[str, StagePlace] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=itertools.count)
 
     def ask(self, origin: NodeId, now_s: float, *, has_begun: bool = True) -> str | None:
         """The request's id; None: refused."""
-        admission = self.shares.ask(origin, self.taken.values(), now_s)
+        admission = self.shares.ask(
+            origin, self.taken.values(), now_s, lambda each: each not in self.newcomers
+        )
         if not admission.is_granted:
             return None
         if admission.instead_of is not None:
@@ -64,8 +70,9 @@ class Places:
         return request_id
 
 
-def run(kind: str, n_others: int, seconds: float, seed: int) -> Outcome:
-    rng, places, outcome = random.Random(seed), Places(), Outcome()
+def run(kind: str, n_others: int, seconds: float, seed: int, *, has_earned: bool = True) -> Outcome:
+    """`has_earned`: the honest member has, in whatever it did before."""
+    rng, places, outcome = random.Random(seed), Places(set() if has_earned else {ME}), Outcome()
     others = [node_id_named(f"{kind} {number}") for number in range(n_others)]
     mine, ends_s, next_s = "", 0.0, BEGAN_BEFORE_S
     for step in range(int(seconds / STEP_S)):
@@ -75,7 +82,10 @@ def run(kind: str, n_others: int, seconds: float, seed: int) -> Outcome:
                 del places.taken[request_id]
         rng.shuffle(others)
         for index, other in enumerate(others):
-            asker = node_id_named(f"new {step} {index}") if kind == "a new identity each time" else other
+            asker = other
+            if kind == NEW:
+                asker = node_id_named(f"new {step} {index}")
+                places.newcomers.add(asker)
             for _ in range(1 if kind != "hold all places" else CAPACITY):
                 places.ask(asker, now_s + rng.random() * STEP_S, has_begun=kind != "assign and give no job")
         if mine and mine not in places.taken:
@@ -92,8 +102,9 @@ def run(kind: str, n_others: int, seconds: float, seed: int) -> Outcome:
     return outcome
 
 
-def fair_share(n_others: int, seconds: float) -> float:
+def fair_share(kind: str, n_others: int, seconds: float, *, has_earned: bool = True) -> float:
     """Answers; no more than one member can ask for one after the other."""
+    n_others = 1 if kind == NEW and has_earned else n_others
     asked_s = seconds - BEGAN_BEFORE_S
     return min(asked_s, asked_s * CAPACITY / (n_others + 1)) / ANSWER_S
 
@@ -105,10 +116,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of the simulated clock")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    print("| the others | how many | fair share | answers | refused | begun again |")
-    print("|---|---|---|---|---|---|")
-    for kind, n_others in itertools.product(KINDS, COUNTS):
-        outcomes = [run(kind, n_others, arguments.seconds, seed) for seed in range(arguments.seeds)]
+    print("| the honest member | the others | how many | fair share | answers | refused | begun again |")
+    print("|---|---|---|---|---|---|---|")
+    for has_earned, kind, n_others in itertools.product((True, False), KINDS, COUNTS):
+        if not has_earned and kind != NEW:
+            continue
+        outcomes = [
+            run(kind, n_others, arguments.seconds, seed, has_earned=has_earned)
+            for seed in range(arguments.seeds)
+        ]
         cells = [
             f"{statistics.median(figures):g}"
             for figures in (
@@ -117,8 +133,9 @@ def main() -> None:
                 [each.n_given_up for each in outcomes],
             )
         ]
-        fair = fair_share(n_others, arguments.seconds)
-        print(f"| {kind} | {n_others} | {fair:.0f} | {' | '.join(cells)} |", flush=True)
+        fair = fair_share(kind, n_others, arguments.seconds, has_earned=has_earned)
+        me = "has earned trust" if has_earned else "is a newcomer"
+        print(f"| {me} | {kind} | {n_others} | {fair:.0f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

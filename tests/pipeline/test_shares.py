@@ -16,12 +16,22 @@ from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.arithmetic import FakePool, uncut
-from bench.place_shares import KINDS, fair_share, run
+from bench.place_shares import KINDS, NEW, fair_share, run
+from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, KEPT_OF, TURN_S, WANT_S, Shares, StagePlace
+from swarmllm.pipeline.stage.capacity import (
+    FIRST_JOB_S,
+    KEPT_OF,
+    SHORTEST_TURN_S,
+    TURN_S,
+    WANT_S,
+    OriginShares,
+    Shares,
+    StagePlace,
+)
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
-from swarmllm.swarm.peers.trust import NEUTRAL
+from swarmllm.swarm.peers.trust import NEUTRAL, Deed
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, Stage
@@ -219,7 +229,7 @@ def test_a_place_that_becomes_free_goes_to_the_waiting_origin_that_has_used_leas
 def test_members_that_hold_places_leave_an_honest_one_its_share(kind: str, n_others: int) -> None:
     outcome = run(kind, n_others, 300.0, seed=1)
     # It waits for the first turn to end.
-    assert outcome.n_answers >= 0.85 * fair_share(n_others, 300.0 - TURN_S)
+    assert outcome.n_answers >= 0.85 * fair_share(kind, n_others, 300.0 - TURN_S)
     assert outcome.n_given_up == 0
 
 
@@ -255,6 +265,115 @@ def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
             taken[str(i)] = StagePlace(str(i), origin, now_s, begins)
         assert len(taken) <= capacity
         assert sum(Counter(place.origin for place in taken.values()).values()) == len(taken)
+
+
+ASKED = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 20)), max_size=80)
+
+
+@given(st.integers(1, 8), ASKED)
+def test_origins_that_have_all_earned_nothing_share_as_if_all_had(
+    capacity: int, asked: list[tuple[str, bool, float]]
+) -> None:
+    plain, shares, now_s = Shares(capacity), OriginShares(capacity), 0.0
+    taken: dict[str, StagePlace] = {}
+    for i, (name, begins, pause_s) in enumerate(asked):
+        now_s, origin = now_s + pause_s, node_id_named(name)
+        admission = shares.ask(origin, taken.values(), now_s, lambda each: False)
+        assert admission == plain.ask(origin, taken.values(), now_s)
+        taken.pop(admission.instead_of or "", None)
+        if admission.is_granted:
+            taken[str(i)] = StagePlace(str(i), origin, now_s, begins)
+
+
+@given(st.integers(2, 8), ASKED)
+def test_newcomers_together_keep_no_more_than_one_origin_that_has_earned_trust(
+    capacity: int, asked: list[tuple[str, bool, float]]
+) -> None:
+    shares, taken, now_s, earned = OriginShares(capacity), dict[str, StagePlace](), 0.0, node_id_named("a")
+    for i, (name, begins, pause_s) in enumerate(asked):
+        now_s += pause_s
+        # Every newcomer has an identity of its own.
+        origin = earned if name == "a" else node_id_named(f"new {i}")
+        before = list(taken.values())
+        admission = shares.ask(origin, before, now_s, lambda each: each == earned)
+        if admission.instead_of is not None:
+            lost = taken.pop(admission.instead_of)
+            assert not lost.has_begun or now_s - lost.assigned_s >= SHORTEST_TURN_S
+        if admission.is_granted:
+            taken[str(i)] = StagePlace(str(i), origin, now_s, begins)
+        assert len(taken) <= capacity
+        if origin == earned and not admission.is_granted:
+            of_newcomers = [place for place in before if place.origin != earned]
+            has_its_share = len(before) - len(of_newcomers) >= capacity // 2
+            assert has_its_share or all(now_s - place.assigned_s < TURN_S for place in of_newcomers)
+
+
+def test_a_newcomer_takes_its_place_from_newcomers_where_these_have_their_share() -> None:
+    shares, members = OriginShares(4), {node_id_named("a"), node_id_named("b")}
+    taken = [
+        StagePlace("a", node_id_named("a"), 0.0, has_begun=True),
+        StagePlace("b", node_id_named("b"), 0.0, has_begun=True),
+        *(StagePlace(f"new{n}", node_id_named("x"), float(n), has_begun=True) for n in range(2)),
+    ]
+    asked = node_id_named("y"), taken
+    assert not shares.ask(*asked, TURN_S - 1, members.__contains__).is_granted
+    assert shares.ask(*asked, TURN_S, members.__contains__).instead_of == "new0"
+    # One who has earned trust and holds nothing takes it from them before it takes it from its like.
+    waiting = node_id_named("c")
+    assert shares.ask(waiting, taken, TURN_S, {*members, waiting}.__contains__).instead_of == "new0"
+
+
+@pytest.mark.parametrize("n_others", [1, 8])
+def test_new_identities_do_not_keep_out_a_member_that_has_earned_trust(n_others: int) -> None:
+    outcome = run(NEW, n_others, 300.0, seed=1)
+    assert outcome.n_answers >= 0.85 * fair_share(NEW, n_others, 300.0 - TURN_S)
+
+
+def test_newcomers_do_not_pass_on_among_themselves_what_another_waits_for() -> None:
+    member, late = node_id_named("a"), node_id_named("late")
+    taken = [StagePlace(f"{n}", node_id_named(f"new{n}"), 0.0, has_begun=True) for n in range(4)]
+    for is_awaited in (False, True):
+        shares = OriginShares(4)
+        if is_awaited:
+            assert not shares.ask(member, taken, 30.0, member.__eq__).is_granted
+        # Their turn is shorter than what another origin has to wait for a place above their share.
+        assert shares.ask(late, taken, TURN_S - 1, member.__eq__).is_granted is not is_awaited
+    assert shares.ask(member, taken, TURN_S, member.__eq__).instead_of == "0"
+
+
+async def test_a_member_that_has_earned_trust_is_served_beside_new_identities(
+    patient_clock: MockClock,
+) -> None:
+    """They take every place, and a new one asks again and again."""
+    strangers = [node_id_named(f"stranger{n}") for n in range(60)]
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12")}
+    pools |= {stranger: FakePool() for stranger in strangers}
+    row = np.ones((1, 4), np.float32)
+    async with open_swarm(pools) as swarm:
+        for _ in range(11):
+            swarm[M].trust.note(A, Deed.SERVED)
+
+        async def keep_out() -> None:
+            for n, stranger in enumerate(strangers):
+                if n >= 20:
+                    await trio.sleep(5)
+                if await assign_and_be_silent(swarm, request_id=f"{n}", origin=stranger):
+                    job = LayerForward(
+                        request_id=f"{n}", step="layer", stage=1, position=0, n_tokens=1, prefill_left=0
+                    )
+                    await swarm[stranger].router.send(M, *encode_job(job, encode_tensor(row)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_out)
+            n_answered = 0
+            for _ in range(30):
+                await trio.sleep(5)
+                try:
+                    n_answered += await ask(swarm) == await uncut(PROMPT, 6)
+                except SwarmLLMError:
+                    continue
+            assert n_answered >= 15
+            nursery.cancel_scope.cancel()
 
 
 async def test_what_a_node_puts_into_its_own_queue_leaves_the_part_of_others_free() -> None:

@@ -22,14 +22,14 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, Shares, StagePlace, held_here
+from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, OriginShares, StagePlace, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
+from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, NoOpinion
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
@@ -68,7 +68,7 @@ class Sessions:
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
-    _shares: dict[str | None, Shares] = field(default_factory=dict)
+    _shares: dict[str | None, OriginShares] = field(default_factory=dict)
     """By model; None: of all together."""
     _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
     _served: ServedBook = field(default_factory=ServedBook)
@@ -272,13 +272,15 @@ class Sessions:
 
     def _make_room(self, origin: NodeId, model_id: ModelId | None, capacity: int) -> bool:
         """For one more request, of any model or of this one."""
-        shares = self._shares.setdefault(model_id, Shares(capacity))
+        shares = self._shares.setdefault(model_id, OriginShares(capacity))
         places = [
             StagePlace(session.context.request_id, session.view.origin, session.assigned_s, session.has_begun)
             for session in self.all_running()
             if self._is_of_others(session, model_id)
         ]
-        admission = shares.ask(origin, places, trio.current_time())
+        admission = shares.ask(
+            origin, places, trio.current_time(), lambda each: self.trust.score(each) >= EARNED_MIN
+        )
         if admission.instead_of is not None:
             session = self.by_request[admission.instead_of]
             why = "it has had its turn" if session.has_begun else "no job has come"

@@ -16,13 +16,17 @@ keep its place for ever.
 Where more origins want places than there are, they take turns. What each has used, in seconds of a place, is
 added up and fades. A place goes to the one that has used least among those that wait and have none, and a
 running request of an origin that has used more gives way after a turn, which is shorter, the more there are.
+
+An identity costs nothing, so `OriginShares` counts all origins that have earned no trust as one: together
+they get what one origin gets that has. Among themselves they share that in the same way, but none takes the
+place of another while they have more than their share and somebody waits for it: it would never grow old.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from swarmllm.pipeline.request import RequestContext
@@ -44,6 +48,8 @@ KEPT_OF = 4
 """Of fewer places none stays empty: one of three is too much for an origin that may not come again."""
 WANT_S = 30.0
 WANTING_MAX = 256
+NEWCOMERS = NodeId("newcomers")
+"""Stands for all origins that have earned no trust; no node has such an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +150,8 @@ class Shares:
         self._add_up(taken, now_s)
         self._wanting = {each: until_s for each, until_s in self._wanting.items() if until_s > now_s}
         self._served = {each: until_s for each, until_s in self._served.items() if until_s > now_s}
-        fair = max(1, self.capacity // len({*held, *self._wanting, *self._served, origin}))
-        others = (each for each in self._wanting if each != origin)
-        if held[origin] >= fair and any(held[each] < fair for each in others):
+        fair = self._fair(origin, held)
+        if held[origin] >= fair and self._is_awaited(origin, held, fair):
             return StageAdmission(is_granted=False)
         n_free = self.capacity - len(taken)
         is_kept = self.capacity >= KEPT_OF and any(not held[each] for each in self._served if each != origin)
@@ -173,6 +178,19 @@ class Shares:
             ),
         )
         return self._granted(origin, now_s, chosen.request_id)
+
+    def owes(self, origin: NodeId, places: Iterable[StagePlace]) -> bool:
+        """Whether it has more than its share while another one waits for its own."""
+        held = Counter(place.origin for place in places)
+        fair = self._fair(origin, held)
+        return held[origin] > fair and self._is_awaited(origin, held, fair)
+
+    def _fair(self, origin: NodeId, held: Counter[NodeId]) -> int:
+        return max(1, self.capacity // len({*held, *self._wanting, *self._served, origin}))
+
+    def _is_awaited(self, origin: NodeId, held: Counter[NodeId], fair: int) -> bool:
+        """Another one was turned away, and has less than its share."""
+        return any(held[each] < fair for each in self._wanting if each != origin)
 
     def _add_up(self, taken: Sequence[StagePlace], now_s: float) -> None:
         passed_s = max(0.0, now_s - self._used_until_s)
@@ -225,6 +243,46 @@ class Shares:
         if len(self._served) < WANTING_MAX or origin in self._served:
             self._served[origin] = now_s + WANT_S
         return StageAdmission(is_granted=True, instead_of=instead_of)
+
+
+@dataclass(slots=True)
+class OriginShares:
+    """Of `capacity` places, among origins that have earned trust and one party of all the others."""
+
+    capacity: int
+    _parties: Shares = field(init=False)
+    _newcomers: Shares = field(init=False)
+    """Among themselves; its capacity is what they may have now."""
+
+    def __post_init__(self) -> None:
+        self._parties, self._newcomers = Shares(self.capacity), Shares(self.capacity)
+
+    def ask(
+        self,
+        origin: NodeId,
+        places: Iterable[StagePlace],
+        now_s: float,
+        has_earned: Callable[[NodeId], bool],
+    ) -> StageAdmission:
+        """`places`: those that are taken. `has_earned`: whether a node has shown that it is worth trust."""
+        taken = list(places)
+        of_newcomers = [place for place in taken if not has_earned(place.origin)]
+        ids = {place.request_id for place in of_newcomers}
+        by_party = [replace(each, origin=NEWCOMERS) if each.request_id in ids else each for each in taken]
+        if has_earned(origin):
+            return self._parties.ask(origin, by_party, now_s)
+        for_all = self._parties.ask(NEWCOMERS, by_party, now_s)
+        takes_from_others = for_all.is_granted and for_all.instead_of not in {None, *ids}
+        # Without a place more they can only take one from another newcomer.
+        self._newcomers.capacity = len(of_newcomers) + takes_from_others
+        if for_all.is_granted and for_all.instead_of is None:
+            self._newcomers.capacity = self.capacity - (len(taken) - len(of_newcomers))
+        if not self._newcomers.capacity or self._parties.owes(NEWCOMERS, by_party):
+            return StageAdmission(is_granted=False)
+        own = self._newcomers.ask(origin, of_newcomers, now_s)
+        if own.is_granted and own.instead_of is None:
+            return for_all
+        return own
 
 
 def _may_be_given_up(place: StagePlace, now_s: float, *, is_for_share: bool) -> bool:

@@ -30,6 +30,9 @@ WORK_MIN: Final = 0.25
 CONNECTION_MIN: Final = 0.05
 """Below it, a node gets no connection. Five breaches of the protocol bring a stranger there; the drift to
 NEUTRAL takes it back after about half a day."""
+EARNED_MIN: Final = 0.55
+"""From it on, a node has shown more than an identity that was made a moment ago: a stranger has it after
+eleven answers in which its layers took part."""
 KEPT_DEEDS: Final = 20
 """Of each node, for the explanation."""
 NODES_MAX: Final = 4096
