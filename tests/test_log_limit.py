@@ -30,6 +30,14 @@ def test_the_key_that_was_silent_longest_makes_room() -> None:
     assert limit.admit("a", 1.0, is_provoked=False) == 0
 
 
+def test_what_a_forgotten_key_left_out_is_told_and_nothing_of_one_that_left_out_nothing() -> None:
+    limit = LogLimit(own=Rate(1, 0.01), keys_max=2)
+    for key, n_lines in (("a", 5), ("b", 1), ("c", 1), ("d", 1)):
+        for _ in range(n_lines):
+            limit.admit(key, 0.0, is_provoked=False)
+    assert [(each.key, each.n_lines) for each in limit.due(0.0)] == [("a", 4)]
+
+
 def test_one_peer_leaves_the_lines_of_another_alone() -> None:
     limit = LogLimit(provoked=Rate(3, 0.1))
     for _ in range(1000):

@@ -136,6 +136,15 @@ def test_users_without_a_key_are_others_too(other: str) -> None:
     assert (queue.n_running(), queue.n_waiting()) == (1, 1)
 
 
+def test_users_without_a_key_leave_no_turn_to_others() -> None:
+    """They are many, and not one that has all turns."""
+    queue = TurnQueue(dict.fromkeys(TIERS, 2), 99)
+    queue.leave(queue.submit(Ticket(Caller("key"))).started[0])
+    for _ in range(2):
+        queue.submit(Ticket(Caller("")))
+    assert (queue.n_running(), queue.n_waiting()) == (2, 0)
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_keys_of_a_tier_are_served_in_turn(keys: list[int]) -> None:
     """Between two turns of a key, no other key that waited all the time has more than one."""

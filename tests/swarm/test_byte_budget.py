@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -96,6 +97,27 @@ def test_what_one_grant_absorbs_is_released_once() -> None:
     assert budget.held("peer", BudgetKind.JOBS) == 7
     second.release()
     assert budget.n_bytes == 0
+
+
+def test_what_is_not_held_any_more_or_in_another_budget_is_not_absorbed() -> None:
+    budget, other = ByteBudget(SMALL), ByteBudget(SMALL)
+    grants = [each.reserve("peer", BudgetKind.JOBS, 5) for each in (budget, budget, other)]
+    grant, released, elsewhere = (grant for grant in grants if grant is not None)
+    released.release()
+    for each in (released, elsewhere):
+        grant.absorb(each)
+        assert grant.n_bytes == 5
+    grant.release()
+    assert (budget.n_bytes, other.n_bytes) == (0, 5)
+
+
+def test_nothing_may_be_reserved_of_a_full_budget_and_less_than_nothing_never() -> None:
+    budget = ByteBudget(SMALL)
+    assert budget.reserve("peer", BudgetKind.JOBS, SMALL[BudgetKind.JOBS].per_peer) is not None
+    assert budget.reserve("peer", BudgetKind.JOBS, 1) is None
+    assert budget.reserve("peer", BudgetKind.JOBS, 0) is not None
+    with pytest.raises(ValueError, match="-1 bytes"):
+        budget.reserve("peer", BudgetKind.JOBS, -1)
 
 
 def test_the_largest_request_and_message_fit() -> None:
