@@ -175,6 +175,10 @@ def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
     )
     assert assemble(question).stages == stages("a 0:2", "b 2:10", "a 10:12")
     assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
+    of_some = Constraints(private_models=frozenset({"guide"}))
+    assert assemble(replace(question, constraints=of_some)).stages == stages("a 0:2", "b 2:10", "a 10:12")
+    other = replace(question, constraints=of_some, model_name="other")
+    assert assemble(other).stages == stages("c 0:12")
     # Of a node that holds everything the middle is used, and home runs all that it holds of the ends.
     everything = replace(question, holders=held(a="0:2 9:12", c="0:12"))
     assert assemble(everything).stages == stages("a 0:2", "c 2:9", "a 9:12")
