@@ -78,7 +78,9 @@ def test_keys_are_bounded_and_every_line_is_written_or_counted(
         n_provoked += is_provoked and verdict is not None
         n_told += verdict or 0
         assert len(limit) <= keys_max
-    n_told += sum(each.n_lines for each in limit.due(now + 10 * SUMMARY_S))
+    due = limit.due(now + 10 * SUMMARY_S)
+    assert all(each.n_lines > 0 for each in due)
+    n_told += sum(each.n_lines for each in due)
     assert n_written + limit.n_left_out == len(lines)
     assert n_told <= limit.n_left_out
     assert n_provoked <= 4 + now * 1.0 + 1e-6

@@ -15,8 +15,10 @@ from swarmllm.swarm.byte_budget import (
     ByteBudget,
     Grant,
     Limit,
+    largest_slow,
     reserve_within,
 )
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import KIB, MIB, REQUEST_MAX, SWARM_PAYLOAD_MAX
 
 SMALL = {kind: Limit(60, 100) for kind in BudgetKind}
@@ -143,3 +145,22 @@ async def test_who_waits_gets_what_is_released(autojump_clock: object) -> None:
     assert await reserve_within(budget, "peer", BudgetKind.JOBS, 61, 1e9) is None
     grant.release()
     assert await reserve_within(budget, "peer", BudgetKind.JOBS, 60, 1.0)
+
+
+class Payload:
+    """What receives a payload."""
+
+    def __init__(self, node_id: str, n_bytes: int, *, is_slow: bool) -> None:
+        self.node_id, self.n_reserved_bytes, self.is_slow = NodeId(node_id), n_bytes, is_slow
+
+    def give_way(self) -> None:
+        raise AssertionError("nobody asked it to")
+
+
+def test_of_slow_payloads_the_largest_of_another_node_gives_way() -> None:
+    quick = Payload("a", 90, is_slow=False)
+    own, idle = Payload("me", 80, is_slow=True), Payload("b", 0, is_slow=True)
+    small, large = Payload("c", 1, is_slow=True), Payload("d", 2, is_slow=True)
+    assert largest_slow([quick, own, idle, small, large], NodeId("me")) is large
+    assert largest_slow([large, small], NodeId("me")) is large
+    assert largest_slow([quick, own, idle], NodeId("me")) is None

@@ -187,3 +187,14 @@ def test_a_damaged_key_file_is_an_error_and_no_open_door(tmp_path: Path) -> None
             file.read()
     file.remove()
     assert file.read() == OPEN_SWARM
+
+
+def test_no_byte_of_an_invitation_can_be_changed() -> None:
+    text = to_text(invitation(private_network(bytes(range(32))), (ADDRESS,), NOW + 1))
+    encoded = text.removeprefix(PREFIX)
+    content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    for at in range(len(content)):
+        for bit in (0, 3):
+            changed = content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+            with pytest.raises(InvalidRequest, match="damaged"):
+                from_text(PREFIX + base64.urlsafe_b64encode(changed).decode().rstrip("="), NOW)
