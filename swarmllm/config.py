@@ -222,6 +222,12 @@ class InferenceTable:
         256, "Host memory in MiB per worker for what stages sent on, for repairs and checks; 0 keeps none."
     )
     failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
+    hedge: Annotated[float, Meta(ge=0, le=1)] = _setting(
+        0.05,
+        "Where a pipeline is far slower than planned, another one starts beside it, and the first to give "
+        "the next token keeps the request. This part of the work of this node's requests may be done again "
+        "for that; 0: nothing is.",
+    )
     check_rate: Annotated[float, Meta(ge=0, le=1)] = _setting(
         0.0625,
         "Part of the requests of fully trusted nodes whose results are computed again; of strangers five "
@@ -237,10 +243,6 @@ class InferenceTable:
     encrypted_pipeline: bool = _setting(
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",
-    )
-    encrypted_models: tuple[str, ...] = _setting(
-        (),
-        "Models that run like that where encrypted_pipeline is false, each by its own name (no further one).",
     )
     local_embedding_privacy: bool = _setting(
         False, "Never send a prompt's token ids to a peer, not even to one that runs the whole model."

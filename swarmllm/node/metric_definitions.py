@@ -184,6 +184,14 @@ RECOVERIES = Definition(
     "counter",
     "Times that a stream went on over another pipeline after its own had broken.",
 )
+HEDGES = Definition(
+    "swarmllm_standbys_total",
+    "counter",
+    "Pipelines that were started beside one that was far slower than planned.",
+)
+HEDGES_WON = Definition(
+    "swarmllm_standbys_won_total", "counter", "Of these, those that gave the next token first."
+)
 REBUILT = Definition(
     "swarmllm_streams_rebuilt_total",
     "counter",

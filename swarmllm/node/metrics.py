@@ -147,6 +147,8 @@ class _NodeState(Collector):
             (metric.RETRIES, pipelines.retries),
             (metric.RECOVERIES, pipelines.recoveries),
             (metric.REBUILT, pipelines.rebuilt),
+            (metric.HEDGES, pipelines.hedges),
+            (metric.HEDGES_WON, pipelines.hedges_won),
             (metric.BY_LINK, pipelines.jobs_by_link),
             (metric.REPEATS, pipelines.repeats),
             (metric.BAD, pipelines.messages_bad),

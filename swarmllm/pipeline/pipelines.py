@@ -9,7 +9,6 @@ cleaned up before the next one starts, under another request id, so that nothing
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline, SwarmLLMError
+from swarmllm.errors import InvalidRequest, NoPipeline, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
@@ -27,11 +26,13 @@ from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
-from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
+from swarmllm.pipeline.repair.hedge import HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
+from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id, request_context
 from swarmllm.pipeline.route.assembly import Affinity, Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
@@ -154,6 +155,15 @@ class Pipelines:
             self._checker,
             self._prefixes,
         )
+        self._standbys = Standbys(
+            node_id,
+            self._attempts,
+            self._requests,
+            self,
+            self._counts,
+            HedgeBudget(settings.hedge),
+            judged_after_s=settings.ack_timeout_s,
+        )
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self.stages_for
         )
@@ -199,6 +209,7 @@ class Pipelines:
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)
+            self._standbys.start_soon = partial(spawn, nursery, "request")
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
             try:
@@ -313,28 +324,17 @@ class Pipelines:
         self._inbox.take(sender, header, payload)
 
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
-        if not n_prompt_tokens:
-            raise InvalidRequest("the prompt has no tokens", field=field)
         n_ctx = self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
-        limit = min(n_ctx, entry.manifest.context_length or n_ctx)
-        if n_prompt_tokens >= limit:
-            raise ContextFull(
-                f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"
-                " answer included",
-                field=field,
-            )
-        # A pipeline that goes on with this request after a failure has to draw the same random numbers.
-        seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
-        max_tokens = min(sampling.max_tokens, limit - n_prompt_tokens)
-        return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
+        return fit(n_prompt_tokens, sampling, entry, n_ctx, field)
 
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
-        source = Failover(request, self)
+        source = Failover(request, self, self._standbys)
         try:
             yield source
         finally:
+            self._standbys.served(request)
             self._counts.recoveries += request.recovery.n_recoveries
             self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
@@ -362,8 +362,7 @@ class Pipelines:
             self._counts.retries += 1
         context = request_context(assignment, request.entry, self._node_id)
         self._requests.attempts(request, replace(context, session=conversation))
-        pace = Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
-        async with self._attempts.open(request, assignment, pace) as source:
+        async with self._attempts.open(request, assignment, self.pace(request, assembly)) as source:
             # What the others have left, and this one has not taken over, is let go of.
             self._let_go(request.tried[:-1])
             del request.tried[:-1]
@@ -373,6 +372,16 @@ class Pipelines:
                 if begins_stream:
                     self._measure(source, assembly, model_id)
             learn(self._observations, source, assembly.ways_s)
+
+    def pace(self, request: OriginRequest, assembly: Assembly) -> Pace:
+        return Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
+
+    async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:
+        """Raises NoPipeline (see `standbys.Routes`)."""
+        return await self._assemble(request, suspected=suspected, n_prompt_tokens=len(request.rows))
+
+    def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
+        self._affinity.remember(request.entry.model_id, request.conversation, assembly.stages)
 
     async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
         if self._n_changes == request.n_changes:
@@ -402,10 +411,12 @@ class Pipelines:
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
         suspected: Collection[NodeId] = (),
+        n_prompt_tokens: int | None = None,
     ) -> Assembly:
         """Without those who may fail, as far as there are others. Raises NoPipeline."""
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        entry, size = request.entry, RequestSize(len(request.tokens), n_output, request.sampling.exact)
+        n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
+        entry, size = request.entry, RequestSize(n_prompt, n_output, request.sampling.exact)
         load = self._load(entry, size, n_asking=1)
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
         suspects = dict.fromkeys(

@@ -19,6 +19,8 @@ class PipelineSettings:
     """Longest wait for the next sign of a request: of a token at the origin, of a job at a stage."""
     failover_timeout_s: float = 60.0
     """How long a stream whose pipeline broke may look for another one; 0: it ends."""
+    hedge: float = 0.05
+    """The part of the work of this node's requests that may be done again by standbys; 0: none is started."""
     constraints: Constraints = field(default_factory=Constraints)
     """What no route may do."""
     shares_prefixes: bool = True

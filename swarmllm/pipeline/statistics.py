@@ -19,6 +19,10 @@ class PipelineStatistics:
     """Streams that went on over another pipeline."""
     rebuilt: int = 0
     """Of those, the ones of which only the lost stages were computed again."""
+    hedges: int = 0
+    """Standbys that were started beside a slow pipeline."""
+    hedges_won: int = 0
+    """Of those, the ones that gave the next token first."""
     repeats: int = 0
     """Jobs repeated after damage."""
     segments_served: int = 0

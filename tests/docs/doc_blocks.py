@@ -75,8 +75,6 @@ class Machine:
             "SWARMLLM_API_PORT": "0",
             "SWARMLLM_INFERENCE_N_THREADS": "1",
         }
-        self.enter: tuple[str, ...] = ()
-        """Words before every command."""
 
     @property
     def data_dir(self) -> Path:
@@ -85,7 +83,7 @@ class Machine:
     def start(self, command: str) -> subprocess.Popen[bytes]:
         with (self.home / "daemon.log").open("wb") as log:
             return subprocess.Popen(
-                [*self.enter, "sh", "-c", f"exec {command}"],
+                ["sh", "-c", f"exec {command}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -95,7 +93,7 @@ class Machine:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*self.enter, *command],
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

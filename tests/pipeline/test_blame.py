@@ -260,7 +260,7 @@ async def test_a_retry_does_without_the_nodes_of_this_requests_pipeline_before_o
     """Nobody can know which of the two other stages is to blame. The honest holder of the same layers is
     doubted more, because of earlier pipelines: without it the retry would have the liar again."""
     pools = {LIAR: FakePool("0:4"), M: FakePool("0:4"), A: FakePool("4:8"), H: FakePool("8:12")}
-    async with open_swarm(pools) as swarm:
+    async with open_swarm(pools, settings=PipelineSettings(hedge=0.0)) as swarm:
         node = swarm[LIAR]
         real = node.pipelines.on_request
 

@@ -156,7 +156,7 @@ class Attempts:
                 self._suspects.doubt(doubted, trio.current_time())
             raise
         finally:
-            request.chain = None
+            self._requests.closed(chain)
             judge(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
@@ -250,6 +250,10 @@ class Attempts:
             if is_worth and chain.n_due == n_due:
                 chain.blamed.doubted = suspected
                 chain.fail(DeadlineExceeded("the pipeline is far slower than planned"))
+
+    def doubt(self, node_ids: Iterable[NodeId]) -> None:
+        """The next routes do without these where they can."""
+        self._suspects.doubt(sorted(node_ids), trio.current_time())
 
     def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
         if self._start_soon is None:

@@ -116,6 +116,7 @@ class Chain:
         self._look_after_s = look_after_s
         self._watch = watch
         self._heard_s = 0.0
+        self._looked_s = 0.0
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
@@ -251,15 +252,26 @@ class Chain:
         await self._wait(lambda: bool(self._buffer))
         return self._buffer.popleft()
 
-    async def _wait(self, is_there: Callable[[], bool]) -> None:
+    async def next_by(self, until_s: float) -> tuple[SampledToken, bytes] | None:
+        """None: it has not come by then, by trio's clock. It is None later while stages are asked."""
+        is_there = await self._wait(lambda: bool(self._buffer), until_s)
+        return self._buffer.popleft() if is_there else None
+
+    async def _wait(self, is_there: Callable[[], bool], until_s: float = float("inf")) -> bool:
         while not is_there():
             if self.failure is not None:
                 raise self.failure
             look_after_s = min(self._look_after_s, SLOW_LOOK_S) if self.is_slow else self._look_after_s
-            with trio.move_on_after(look_after_s) as patience:
+            # The reader may stop waiting and begin anew; the silence goes on.
+            look_s = max(self._heard_s, self._looked_s) + look_after_s
+            with trio.CancelScope(deadline=min(look_s, until_s)) as patience:
                 await self._reader.park()
-            if patience.cancelled_caught:
+            if patience.cancelled_caught and look_s <= until_s:
+                self._looked_s = trio.current_time()
                 await self._silent()
+            elif patience.cancelled_caught:
+                return False
+        return True
 
     @property
     def began_s(self) -> float:

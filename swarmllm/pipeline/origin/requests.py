@@ -7,14 +7,17 @@ state of its chain (see `lifecycle`).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 
+from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import REQUEST_LIFECYCLE, RequestEvent, RequestState
@@ -75,6 +78,22 @@ class OriginRequest:
         """The event happens. Raises UnknownTransition where it cannot."""
         self.state = REQUEST_LIFECYCLE.after(self.state, event)
 
+    def beside(self) -> OriginRequest:
+        """The same request for an attempt at a standby, while the latest attempt goes on."""
+        return OriginRequest(
+            self.id,
+            self.entry,
+            self.tokens,
+            self.sampling,
+            self.recovery,
+            is_exact=self.is_exact,
+            was_rounded=self.was_rounded,
+            known_as=further_id(self.id),
+            generated=self.generated,
+            n_attempts=self.n_attempts + 1,
+            n_changes=self.n_changes,
+        )
+
     @property
     def held(self) -> HeldCapacity | None:
         """By it on this node; None: no route yet, or others run all of it."""
@@ -127,11 +146,33 @@ class OriginRequests:
 
     @contextmanager
     def under_way(self, request: OriginRequest) -> Iterator[None]:
-        self._by_id[request.known_as] = request
+        self.add(request)
         try:
             yield
         finally:
-            del self._by_id[request.known_as]
+            self.remove(request)
+
+    def add(self, request: OriginRequest) -> None:
+        self._by_id[request.known_as] = request
+
+    def remove(self, request: OriginRequest) -> None:
+        del self._by_id[request.known_as]
+
+    def exchange(self, one: OriginRequest, other: OriginRequest) -> None:
+        """Each has the other's latest attempt from now on."""
+        one.known_as, other.known_as = other.known_as, one.known_as
+        one.context, other.context = other.context, one.context
+        one.chain, other.chain = other.chain, one.chain
+        one.tried, other.tried = other.tried, one.tried
+        one.was_rounded, other.was_rounded = other.was_rounded, one.was_rounded
+        self.add(one)
+        self.add(other)
+
+    def closed(self, chain: Chain) -> None:
+        """This attempt is over."""
+        request = self._by_id.get(chain.context.request_id)
+        if request is not None and request.chain is chain:
+            request.chain = None
 
     def attempts(self, request: OriginRequest, context: RequestContext) -> None:
         """Other nodes know it under this attempt's id from now on."""
@@ -146,3 +187,21 @@ class OriginRequests:
 
     def chains(self) -> list[Chain]:
         return [request.chain for request in self if request.chain is not None]
+
+
+def fit(n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, n_ctx: int, field: str) -> Sampling:
+    """With a seed, and with no more tokens than there is room for in `n_ctx` cells. Raises InvalidRequest and
+    ContextFull for the prompt, which is the request's `field`."""
+    if not n_prompt_tokens:
+        raise InvalidRequest("the prompt has no tokens", field=field)
+    limit = min(n_ctx, entry.manifest.context_length or n_ctx)
+    if n_prompt_tokens >= limit:
+        raise ContextFull(
+            f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"
+            " answer included",
+            field=field,
+        )
+    # A pipeline that goes on with this request after a failure has to draw the same random numbers.
+    seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
+    max_tokens = min(sampling.max_tokens, limit - n_prompt_tokens)
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)

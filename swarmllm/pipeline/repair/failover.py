@@ -27,6 +27,8 @@ from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageRe
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
+from swarmllm.pipeline.repair.hedge import Hedge
+from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.stage.compute import SampledToken
 
 log = logging.getLogger(__name__)
@@ -46,10 +48,12 @@ class Opener(Protocol):
 class Failover:
     """A Source; `aclose` it."""
 
-    def __init__(self, request: OriginRequest, opener: Opener) -> None:
+    def __init__(self, request: OriginRequest, opener: Opener, standbys: Standbys | None = None) -> None:
         self._request = request
         self._opener = opener
         self._recovery = request.recovery
+        self._standbys = standbys
+        self._hedge = None if standbys is None else Hedge(standbys.budget)
         self._source: TokenSource | None = None
         """The pipeline at work, or the one that broke last."""
         self._closing: AsyncExitStack | None = None
@@ -70,8 +74,7 @@ class Failover:
             try:
                 if self._request.state in WITHOUT_PIPELINE:
                     await self._open()
-                assert self._source is not None
-                token, piece = await self._source.next()
+                token, piece = await self._read()
             except SwarmLLMError as error:
                 if self._request.state is RequestState.DECODE:
                     self._broken_s = trio.current_time()
@@ -89,6 +92,16 @@ class Failover:
                 continue
             self._count(token)
             return token, piece
+
+    async def _read(self) -> tuple[SampledToken, bytes]:
+        assert self._source is not None
+        if self._standbys is None or self._hedge is None or self._closing is None:
+            return await self._source.next()
+        read = await self._standbys.next(self._request, self._hedge, self._source, self._closing)
+        if read.closing is not None:
+            self._source, self._closing = read.source, read.closing
+            self._has_changed = bool(self._request.generated)
+        return read.token
 
     async def aclose(self) -> None:
         self._request.passes(RequestEvent.END)
