@@ -246,7 +246,10 @@ class Attempts:
             chain.fail(found.error)
         elif chain.pace is not None:
             suspected = found.waits_for or chain.node_ids - {self._router.node_id}
-            is_worth = await chain.pace.is_worth_changing(chain.waited_s, suspected)
+            waited_s = chain.pace.waited_s(
+                chain.account.n_decoded, chain.decode_s, chain.silent_s, chain.has_begun
+            )
+            is_worth = await chain.pace.is_worth_changing(waited_s, suspected)
             if is_worth and chain.n_due == n_due:
                 chain.blamed.doubted = suspected
                 chain.fail(DeadlineExceeded("the pipeline is far slower than planned"))

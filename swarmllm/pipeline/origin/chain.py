@@ -23,7 +23,7 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import ComputeStep, Job
-from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport
+from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport, described
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
     Blamed,
@@ -41,7 +41,7 @@ from swarmllm.pipeline.origin.output import (
 from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
-from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, Pace
 from swarmllm.pipeline.request import OriginMessage, RequestContext
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
@@ -58,8 +58,6 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
-SLOW_LOOK_S = 0.25
-"""A token of a pipeline that is too slow is looked for as soon."""
 MAX_REPEATS = 3
 """Damaged jobs that one request survives; more means that something is broken, not unlucky."""
 
@@ -121,6 +119,7 @@ class Chain:
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
         self._names = nicknames
+        self._described = described(stages, self._name)
         self._session: Session | None = None
         self._feeding: Feeding | None = None
         """While stages are built again."""
@@ -296,21 +295,12 @@ class Chain:
         """Whether tokens come far more slowly than was planned."""
         return self.pace is not None and self.pace.is_slow(self.account.n_decoded, self.decode_s)
 
-    @property
-    def waited_s(self) -> float:
-        """How long a pipeline as slow as this has kept the client waiting; 0 while it is as planned."""
-        if self.pace is None:
-            return 0.0
-        if self.is_slow:
-            return self.decode_s + self.silent_s
-        return self.silent_s if self.pace.is_late(self.silent_s, self.has_begun) else 0.0
-
     async def _silent(self) -> None:
         if self.silent_s < self._silence_timeout_s:
             await self._watch.look(self)
             return
         self.fail(
-            DeadlineExceeded(f"the pipeline {self._described()} was silent for {self._silence_timeout_s:g} s")
+            DeadlineExceeded(f"the pipeline {self._described} was silent for {self._silence_timeout_s:g} s")
         )
 
     def next_chunk(self) -> Chunk | None:
@@ -383,7 +373,7 @@ class Chain:
             self.blame(node_id)
             self.fail(
                 NodeUnreachable(
-                    f"node {self._name(node_id)} disconnected from the pipeline {self._described()}"
+                    f"node {self._name(node_id)} disconnected from the pipeline {self._described}"
                 )
             )
 
@@ -501,11 +491,6 @@ class Chain:
         if not self._is_feeding and may_embed:
             self._is_feeding = True
             self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
-
-    def _described(self) -> str:
-        return " -> ".join(
-            f"{stage.start}:{stage.end}@{self._name(stage.node_id)}" for stage in self.context.view.stages
-        )
 
     def _name(self, node_id: NodeId) -> str:
         nickname = self._names.get(node_id, "")

@@ -10,7 +10,7 @@ of one node is none.
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -169,6 +169,10 @@ class StageAccount:
             return [0.0] * len(is_hop)
         share_s = max(0.0, decode_s - sum(self.busy_s)) / self.n_decoded / sum(is_hop)
         return [share_s * hop for hop in is_hop]
+
+
+def described(stages: Sequence[Stage], name: Callable[[NodeId], str]) -> str:
+    return " -> ".join(f"{stage.start}:{stage.end}@{name(stage.node_id)}" for stage in stages)
 
 
 class Guesses(NamedTuple):

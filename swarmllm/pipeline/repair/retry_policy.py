@@ -57,6 +57,8 @@ SLOW_TOKEN_S = 1.0
 """A token within this time is never slow."""
 SLOW_TOKENS = 3
 """A mean over fewer says little."""
+SLOW_LOOK_S = 0.25
+"""A token of a pipeline that is too slow is looked for as soon."""
 SILENT_S = 10.0
 """Nor is a silence up to this."""
 
@@ -168,6 +170,12 @@ class Pace:
     def is_late(self, silent_s: float, has_begun: bool) -> bool:
         """Nothing has come for `silent_s`."""
         return silent_s > max(SILENT_S, SLOW * (self.token_s if has_begun else self.first_s))
+
+    def waited_s(self, n_tokens: int, decode_s: float, silent_s: float, has_begun: bool) -> float:
+        """How long a pipeline as slow as this has kept the client waiting; 0 while it is as planned."""
+        if self.is_slow(n_tokens, decode_s):
+            return decode_s + silent_s
+        return silent_s if self.is_late(silent_s, has_begun) else 0.0
 
     async def is_worth_changing(self, waited_s: float, suspected: Collection[NodeId]) -> bool:
         if waited_s <= 0 or self.elsewhere_s is None:
