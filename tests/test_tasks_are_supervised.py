@@ -22,6 +22,7 @@ WAITED_FOR = {
     "downloads/shared_digests.py": {"_ask_around", "run"},
     "pipeline/origin/assignment.py": {"assign"},
     "pipeline/repair/probing.py": {"probe"},
+    "pipeline/repair/standbys.py": {"_race"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/dialler.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
