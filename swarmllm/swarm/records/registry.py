@@ -273,23 +273,13 @@ class Registry:
             node_id
             for node_id in node_ids
             if (announced := find(node_id)) is not None
-            and announced.record is not None
-            and node_id != self._node_id
             and announced.is_distrusted == self._may_work(node_id)
         ]
         for node_id in changed:
             self._place(node_id)
 
     def _settle_all(self) -> None:
-        changed = [
-            node_id
-            for node_id, announced in self._present.items()
-            if announced.record is not None
-            and node_id != self._node_id
-            and announced.is_distrusted == self._may_work(node_id)
-        ]
-        for node_id in changed:
-            self._place(node_id)
+        self._settle(self._present)
 
     def _settle_for(self, model_id: ModelId) -> None:
         """For one model: only its announcers can leave it, and only a distrusted node can enter."""
