@@ -17,6 +17,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -220,10 +221,9 @@ class NoiseWire:
                 pass
             except OSError as error:
                 raise WireClosed(f"lost ({error.strerror})") from None
-            try:
+            # Closed here while it waited: that is said above.
+            with suppress(trio.ClosedResourceError, OSError, ValueError):
                 await trio.lowlevel.wait_readable(self._descriptor)
-            except (trio.ClosedResourceError, OSError, ValueError):
-                raise WireClosed("closed here") from None
         if n_bytes == 0:
             raise WireClosed("ended by the peer")
         self._end += n_bytes
@@ -247,12 +247,9 @@ class NoiseWire:
     async def _flush(self) -> None:
         self._send_leftover()
         while self._leftover:
-            if self._closed:
-                raise WireClosed("closed here")
-            try:
+            # Closed here while it waited: that is what sending says.
+            with suppress(trio.ClosedResourceError, OSError, ValueError):
                 await trio.lowlevel.wait_writable(self._descriptor)
-            except (trio.ClosedResourceError, OSError, ValueError):
-                raise WireClosed("closed here") from None
             self._send_leftover()
 
 
