@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.stage.session_queue import Put, RelayedJob, SessionQueue
 from swarmllm.swarm.byte_budget import (
     AT_ONCE_BYTES,
@@ -361,3 +361,123 @@ async def test_a_stream_is_reset_where_its_request_was_not_answered(
         with contextlib.suppress(trio.TooSlowError):
             await host.handler(node_id_named("peer"), stream)
         assert stream.was_reset is not is_whole
+
+
+async def test_a_peer_has_so_many_requests_answered_at_a_time_and_the_next_is_told_that_it_is_busy(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A long one is not even read. Once others are answered, there is room again."""
+    host, release = FakeHost(), trio.Event()
+
+    async def answer_later(_sender: str, _kind: int, body: bytes) -> bytes:
+        await release.wait()
+        return body
+
+    peers: Parts[PeerRequests] = Parts.alone()
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer_later, peers=peers)  # type: ignore[arg-type]
+        streams = [Whole(10) for _ in range(EXCHANGES_PER_PEER)]
+        for stream in streams:
+            nursery.start_soon(host.handler, "peer", stream)
+        await wait_all_tasks_blocked()
+        assert all(stream.written == b"" for stream in streams)
+        late, long, other = Whole(10), Whole(MIB), Whole(10)
+        await host.handler("peer", late)
+        assert (late.written, late.was_reset) == ((1).to_bytes(4, "little") + bytes((2,)), False)
+        Whole.n_read = 0
+        with pytest.raises(RemoteError, match="too many"):
+            await host.handler("peer", long)
+        assert (long.written, long.was_reset, Whole.n_read) == (b"", True, 0)
+        nursery.start_soon(host.handler, "other", other)
+        release.set()
+        await wait_all_tasks_blocked()
+        again = Whole(10)
+        await host.handler("peer", again)
+        for stream in [*streams, other, again]:
+            assert stream.written == (11).to_bytes(4, "little") + bytes(11)
+            assert not stream.was_reset
+    assert not len(peers)
+
+
+async def test_a_request_for_which_there_is_no_room_is_read_to_its_end() -> None:
+    """Else its writer would never come to read that this node is busy."""
+    host, budget = FakeHost(), ByteBudget({kind: Limit(MIB, MIB) for kind in BudgetKind})
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer, budget=budget)  # type: ignore[arg-type]
+        Whole.n_read = 0
+        stream = Whole(2 * MIB)
+        await host.handler("honest", stream)
+        assert Whole.n_read == 2 * MIB + 1
+        assert stream.written == (1).to_bytes(4, "little") + bytes((2,))
+
+
+class Replying(FakeHost):
+    """Another node, which answers every request so."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        super().__init__()
+        self.pieces = list(pieces)
+        self.asked: list[tuple[bytes, bytes]] = []
+        """What came with the first message of each stream, and after it."""
+        self.ends: list[str] = []
+
+    async def open_stream(self, _node_id: str, _protocol: str, first: bytes = b"") -> Any:
+        host, left = self, list(self.pieces)
+
+        class Stream:
+            async def read(self, n: int) -> bytes:
+                await trio.lowlevel.checkpoint()
+                piece, rest = (left[0][:n], left[0][n:]) if left else (b"", b"")
+                left[:1] = [rest] if rest else []
+                return piece
+
+            async def write(self, data: bytes) -> None:
+                host.asked[-1] = (first, data)
+
+            async def close(self) -> None:
+                host.ends.append("closed")
+
+            async def reset(self) -> None:
+                host.ends.append("reset")
+
+        self.asked.append((first, b""))
+        return Stream()
+
+
+def reply(status: int, content: bytes) -> bytes:
+    return (1 + len(content)).to_bytes(4, "little") + bytes((status,)) + content
+
+
+@pytest.mark.parametrize(
+    ("pieces", "outcome"),
+    [
+        ([reply(0, b"yes")], b"yes"),
+        ([reply(0, b"")], b""),
+        ([reply(0, b"yes")[:3], reply(0, b"yes")[3:5], reply(0, b"yes")[5:]], b"yes"),
+        ([reply(1, b"not you")], "not you"),
+        ([reply(2, b"")], "it is busy"),
+        ([reply(0, b"yes")[:-1]], "lost"),
+        ([], "ended early"),
+        ([(0).to_bytes(4, "little")], "announced"),
+        ([(REQUEST_MAX + 2).to_bytes(4, "little")], "announced"),
+    ],
+)
+async def test_what_a_node_answers_is_taken_or_refused_and_the_stream_ended_accordingly(
+    pieces: list[bytes], outcome: bytes | str
+) -> None:
+    host = Replying(*pieces)
+    async with trio.open_nursery() as nursery:
+        requests = RequestProtocol(host, nursery, answer)  # type: ignore[arg-type]
+        for size in (5, MIB):
+            if isinstance(outcome, bytes):
+                assert await requests.request(NodeId("peer"), 7, bytes(size), timeout_s=60) == outcome
+            else:
+                with pytest.raises((RemoteError, NodeUnreachable)) as refused:
+                    await requests.request(NodeId("peer"), 7, bytes(size), timeout_s=60)
+                assert outcome in refused.value.message or outcome == "lost"
+            first, more = host.asked[-1]
+            assert first + more == (1 + size).to_bytes(4, "little") + bytes((7,)) + bytes(size)
+            assert bool(more) is (size == MIB), "a short one opens the stream"
+        await wait_all_tasks_blocked()
+    is_whole = isinstance(outcome, bytes) or outcome in ("not you", "it is busy")
+    assert host.ends == ["closed" if is_whole else "reset"] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,15 +21,17 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
+from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.records.envelope_book import EXPIRY_S, Digest, EnvelopeBook, VerifyOnce
 from swarmllm.swarm.records.exchange import RecordExchange
+from swarmllm.swarm.records.spread import _FETCHES_MAX as FETCHES_MAX
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
     HEARTBEAT_S,
     RecordSpread,
     heartbeat_interval_s,
 )
-from swarmllm_proto.envelope import ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
+from swarmllm_proto.envelope import ADDRESSES_MAX, ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import RECORD_MAX
@@ -439,3 +442,100 @@ def test_nobody_is_asked_for_ones_own_envelope_nor_for_one_that_is_too_old() -> 
         Digest(THIRD.node_id, 2000, 1, EXPIRY_S - 1),
     ]
     assert reader.lacking(digests, now=0.0) == {THIRD.node_id: EXPIRY_S - 1}
+
+
+class Asked:
+    """In the place of other nodes, which answer when they are let."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.let = trio.Event()
+
+    async def __call__(self, node_id: str, _kind: int, _body: bytes) -> bytes:
+        self.sources.append(node_id)
+        await self.let.wait()
+        raise NodeUnreachable("it is gone")
+
+
+def heartbeat(writer: Identity, sequence: int = 9) -> bytes:
+    told = Heartbeat(node_id=writer.node_id, started_at_ms=1000, sequence=sequence, beat=1)
+    return seal(told, writer.sign)
+
+
+async def test_a_heartbeat_that_tells_of_news_has_it_fetched_once_at_a_time_and_so_many_at_once() -> None:
+    asked, connected = Asked(), set[NodeId]()
+    writers = [new_identity(number) for number in range(10, 10 + 2 * FETCHES_MAX)]
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME, verify, 1, nursery, ChangeFeed(), ask=asked, connected=connected, listener=Listener()
+        )
+        # Nobody is there who could be asked.
+        spread.receive(HEALTH, heartbeat(OTHER))
+        await trio.testing.wait_all_tasks_blocked()
+        assert asked.sources == []
+        connected.update((OTHER.node_id, THIRD.node_id))
+        spread.receive(HEALTH, heartbeat(ME))
+        for _ in range(3):
+            spread.receive(HEALTH, heartbeat(OTHER))
+        await trio.testing.wait_all_tasks_blocked()
+        assert asked.sources == [OTHER.node_id], "its writer, where that is connected"
+        for writer in writers:
+            spread.receive(HEALTH, heartbeat(writer))
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(asked.sources) == FETCHES_MAX
+        assert set(asked.sources) <= connected
+        asked.let.set()
+        await trio.testing.wait_all_tasks_blocked()
+        spread.receive(HEALTH, heartbeat(OTHER))
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(asked.sources) == FETCHES_MAX + 1
+        # What is known already is fetched from nobody.
+        spread.take(envelope(OTHER, sequence=9), {})
+        spread.receive(HEALTH, heartbeat(OTHER))
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(asked.sources) == FETCHES_MAX + 1
+
+
+async def test_a_node_is_found_through_its_latest_relays_and_no_others() -> None:
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME, verify, 1, nursery, ChangeFeed(), ask=no_answer, connected=(), listener=Listener()
+        )
+        own = tuple(f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, ADDRESSES_MAX + 1))
+        spread.begin(HeardGossip(), own, ())
+        circuits = [f"/ip4/192.0.2.9/tcp/1/p2p/{each.node_id}/p2p-circuit" for each in (OTHER, THIRD)]
+        before = spread.own.sequence
+        await spread.reach_through((circuits[0],))
+        assert spread.own.addresses == (*own[: ADDRESSES_MAX - 1], circuits[0])
+        await spread.reach_through((circuits[1],))
+        assert spread.own.addresses == (*own[: ADDRESSES_MAX - 1], circuits[1])
+        await spread.reach_through(())
+        assert spread.own.addresses == own[: ADDRESSES_MAX - 1]
+        assert spread.own.sequence == before + 3
+        sealed = spread.envelope(ME.node_id)
+        assert sealed is not None
+        assert sealed.addresses == spread.own.addresses
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("topic", [MODELS, HEALTH])
+async def test_what_is_forged_is_not_passed_on_and_what_is_old_or_of_another_version_is_nobodys_fault(
+    topic: str,
+) -> None:
+    deeds: list[tuple[str, Deed]] = []
+    parts: Any = (ME, verify, 1, None, ChangeFeed())
+    spread = RecordSpread(
+        *parts,
+        ask=no_answer,
+        connected=(),
+        listener=Listener(),
+        note=lambda node_id, deed, _detail="": deeds.append((node_id, deed)),
+    )
+    for sequence, verdict in ((5, True), (4, None if topic == MODELS else True)):
+        sealed = envelope(OTHER, sequence) if topic == MODELS else heartbeat(OTHER, sequence)
+        assert spread.validate(topic, sealed) is verdict
+        if sequence == 5 and topic == MODELS:
+            spread.take(sealed, {})
+            assert spread.validate(topic, sealed) is True
+    assert spread.validate(topic, b"noise") is False
+    assert deeds == []
