@@ -272,8 +272,7 @@ class Registry:
         changed = [
             node_id
             for node_id in node_ids
-            if (announced := find(node_id)) is not None
-            and announced.is_distrusted == self._may_work(node_id)
+            if (announced := find(node_id)) is not None and announced.is_distrusted == self._may_work(node_id)
         ]
         for node_id in changed:
             self._place(node_id)
