@@ -254,6 +254,14 @@ def test_a_reader_whose_next_step_is_on_its_way_counts_for_a_while() -> None:
     assert seen == [BESIDE] * READING + [128]
 
 
+def test_readers_that_fill_more_than_half_a_tile_get_another_one_beside_them() -> None:
+    for n_readers, n_rows in ((BESIDE // 2, BESIDE), (BESIDE // 2 + 1, BESIDE // 2 + 1 + BESIDE)):
+        (batch,) = Planner().schedule([*map(decode, range(n_readers)), prompt(999, 5000)])
+        assert batch.n_rows == n_rows
+
+
 def test_chunk_must_leave_room_in_a_batch() -> None:
-    with pytest.raises(ValueError, match="chunk"):
-        Planner(capacity=8, chunk=8)
+    for chunk in (0, 8):
+        with pytest.raises(ValueError, match="chunk"):
+            Planner(capacity=8, chunk=chunk)
+    assert Planner(capacity=8, chunk=1).schedule([prompt(1, 9)])[0].shares == (Share(1, 1),)
