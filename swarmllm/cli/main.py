@@ -32,7 +32,7 @@ COMMANDS = {
     "invite": LazyCommand("swarmllm.cli.network", "Make a string with which others can join."),
     "join": LazyCommand("swarmllm.cli.network", "Join the swarm that an invitation is for."),
     "network": LazyCommand("swarmllm.cli.network", "Make the swarm private; change its key."),
-    "models": LazyCommand("swarmllm.cli.models", "List, add, fetch, load, check and remove models."),
+    "models": LazyCommand("swarmllm.cli.models", "List, find, add, fetch, load, check and remove models."),
     "share": LazyCommand("swarmllm.cli.share", "Share a model out over the nodes of the swarm."),
     "unshare": LazyCommand("swarmllm.cli.share", "End sharing a model; the nodes drop their parts."),
     "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),

@@ -21,17 +21,18 @@ from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.cli.presets import alias, create, preset
-from swarmllm.cli.pull import pull
+from swarmllm.cli.pull import pull, search
 
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
 ID_SHOWN = 12
 
 
 @click.group(
-    short_help="List, add, fetch, load, check and remove models.",
+    short_help="List, find, add, fetch, load, check and remove models.",
     epilog="""\b
 Examples:
   swarmllm models list
+  swarmllm models search qwen
   swarmllm models pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
   swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
   swarmllm models load qwen --layers 0:12
@@ -42,7 +43,7 @@ Examples:
 """,
 )
 def models() -> None:
-    """List, add, fetch, load, check and remove models.
+    """List, find, add, fetch, load, check and remove models.
 
     A model is one GGUF file, or the parts of one. `add` makes it known to the node, `load` makes some or all
     of its layers ready to run and tells the swarm. What the node does not have of a model, `load` fetches
@@ -51,6 +52,7 @@ def models() -> None:
 
 
 models.add_command(pull)
+models.add_command(search)
 models.add_command(alias)
 models.add_command(preset)
 models.add_command(create)

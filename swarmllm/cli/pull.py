@@ -1,4 +1,4 @@
-"""`swarmllm models pull`: a model from the web. The node fetches it; this command starts it and looks on."""
+"""`swarmllm models pull` and `models search`: models from the web. The node asks for them; these look on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from swarmllm.cli.client import Client, CommandFailed
-from swarmllm.cli.display import duration, make_console, print_json, safe, size
+from swarmllm.cli.display import duration, make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 
 PATH = "/api/admin/downloads"
+SEARCH_PATH = "/api/admin/models/search"
 LOOK_EVERY_S = 0.3
 RUNNING = ("waiting", "fetching", "checking")
 
@@ -71,6 +72,57 @@ def pull(
         )
     else:
         click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+
+
+@click.command(
+    short_help="Find models on the hub, and what fits in this swarm.",
+    epilog="""\b
+Examples:
+  swarmllm models search qwen
+  swarmllm models search "llama 70b"
+""",
+)
+@click.argument("term")
+@json_option
+@api_option
+def search(term: str, as_json: bool, api_url: str) -> None:
+    """Find models on the hub: repositories with GGUF files, the most fetched first, and whether they fit.
+
+    Of each repository the node looks at one file, Q4_K_M where there is one, and reads its header and nothing
+    else of it. A model fits when the nodes that accept what this node shares have room for all of its layers;
+    the speed is expected of one request. Share one out with: swarmllm share SOURCE
+
+    HF_TOKEN and HF_ENDPOINT are passed on from this command's environment, else the node's own count.
+    """
+    with Client(api_url) as client:
+        answer = client.post(SEARCH_PATH, {"term": term, **hub_of_environment()})
+    if as_json:
+        print_json(answer)
+    elif answer["models"]:
+        rows = [
+            (each["source"], "-" if (n := each["download_bytes"]) is None else size(n), fits(each))
+            for each in answer["models"]
+        ]
+        make_console().print(table(("source", "size", "fits in this swarm"), rows, right=("size",)))
+    else:
+        click.echo(safe(f"The hub has no model with GGUF files for {term!r}."))
+
+
+def fits(model: dict[str, Any]) -> str:
+    """Whether the swarm could hold a model that was found, in words."""
+    if model["fits"] is None:
+        return f"not known: {model['problem']}"
+    if not model["fits"]:
+        return f"no: {model['problem']}"
+    n_nodes, speed = model["n_nodes"], model["tokens_per_s"]
+    over = f"over {n_nodes} nodes" if n_nodes > 1 else "on one node"
+    if speed is None:
+        return f"yes, {over}"
+    return (
+        f"yes, {over}, about {speed:.0f} tokens/s"
+        if speed >= 10
+        else f"yes, {over}, about {speed:.1f} tokens/s"
+    )
 
 
 def fetch(client: Client, source: str, name: str | None, *, show: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import trio
 
 from swarmllm.downloads.fetch_layers import FetchLayers, LayerFetch, check_same_file
 from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
+from swarmllm.downloads.hub_search import FoundModel, search_hub
 from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.shared_digests import SharedDigests
@@ -229,6 +230,15 @@ class Downloads:
         _check_online(settings)
         async with self._headers:
             return await read_published(parsed, settings)
+
+    async def search(
+        self, term: str, *, token: str | None = None, endpoint: str | None = None
+    ) -> tuple[FoundModel, ...]:
+        """Models of the hub that `term` finds, from their headers alone. Raises InvalidRequest, Offline,
+        DownloadError."""
+        settings = self._settings_for(token, endpoint)
+        _check_online(settings)
+        return await search_hub(term, settings, self._headers)
 
     def _settings_for(self, token: str | None, endpoint: str | None) -> DownloadSettings:
         settings = self._settings

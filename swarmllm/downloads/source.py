@@ -12,9 +12,9 @@ What can go wrong between this node and a web server is an error from here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import msgspec
 
@@ -77,14 +77,16 @@ class DownloadSource:
     """The token is for this address."""
 
 
-class _Sibling(msgspec.Struct):
+class Sibling(msgspec.Struct):
+    """A file of a repository, as Hugging Face names it."""
+
     rfilename: str
 
 
 class _Listing(msgspec.Struct):
     """What Hugging Face says about a repository, as far as it matters here."""
 
-    siblings: list[_Sibling] = []
+    siblings: list[Sibling] = []
 
 
 def parse_source(text: str, endpoint: str) -> DownloadSource:
@@ -138,6 +140,19 @@ def listing_url(endpoint: str, repo: str) -> str:
     return f"{endpoint}/api/models/{repo}"
 
 
+def search_url(endpoint: str, term: str, limit: int) -> str:
+    """Repositories with GGUFs, the most fetched first, with the names of their files."""
+    query = {
+        "search": term,
+        "filter": "gguf",
+        "sort": "downloads",
+        "direction": -1,
+        "limit": limit,
+        "full": "true",
+    }
+    return f"{endpoint}/api/models?{urlencode(query)}"
+
+
 def listed_files(answer: bytes, url: str) -> list[str]:
     """The names in what `listing_url` answered. Raises DownloadError."""
     try:
@@ -146,12 +161,15 @@ def listed_files(answer: bytes, url: str) -> list[str]:
         raise DownloadError(f"{url}: the answer is not a list of files") from None
 
 
+def model_files(names: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUFs with a language model among the files of a repository: first part -> all parts."""
+    return by_model(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+
+
 def choose_file(repo: str, names: list[str], wanted: str) -> str:
     """The one GGUF that is meant, or the first of its parts. Raises InvalidRequest that lists what there
     is."""
-    there = by_model(
-        name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()
-    )
+    there = model_files(names)
     fitting = [
         first for first, files in there.items() if any(wanted.lower() in file.lower() for file in files)
     ]

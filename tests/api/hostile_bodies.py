@@ -69,6 +69,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/admin/downloads": {"source": "https://127.0.0.1/x.gguf", "layers": "0:4"},
     "/api/admin/shares": {"model": "guide"},
     "/api/admin/shares/plan": {"source": "hf:org", "hf_token": "x"},
+    "/api/admin/models/search": {"term": "x", "hf_endpoint": "https://127.0.0.1", "hf_token": "x"},
     "/api/admin/models/{name}/load": {"layers": "0:4"},
     "/api/admin/models/{name}/unload": {"layers": "0:4"},
     "/api/admin/models/{name}/pin": {"pinned": True},

@@ -23,6 +23,12 @@ STEP = 4
 """Every place gets a quarter of the values, the next place the next quarter."""
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub is asked whatever a body says: an answer of 502 would be the hub's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 async def complaint(stand: Stand, operation: Operation, data: bytes) -> str | None:
     """What is wrong with the answer."""
     path = operation.path.replace("{name}", "guide")

@@ -10,7 +10,7 @@ from fake_node import FakeNode
 
 from swarmllm.cli import pull as pull_module
 from swarmllm.cli.main import main
-from swarmllm.cli.pull import PATH, pace
+from swarmllm.cli.pull import PATH, SEARCH_PATH, pace
 
 SOURCE = "hf:org/repo:Q8_0"
 
@@ -93,3 +93,34 @@ def test_the_pace_is_rate_and_time_left() -> None:
     assert pace(download("fetching")) == "100 B/s, 2.0 s left"
     assert pace(download("fetching", bytes_per_s=0)) == ""
     assert pace(download("fetching", trouble="the server is busy")) == "the server is busy; trying again"
+
+
+FOUND = {"source": "hf:o/r:x.gguf", "download_bytes": 4_100_000_000, "fits": True, "n_nodes": 3} | {
+    "tokens_per_s": 9.04,
+    "problem": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "4.1 GB  yes, over 3 nodes, about 9.0 tokens/s"),
+        ({"n_nodes": 1, "tokens_per_s": 31.4}, "yes, on one node, about 31 tokens/s"),
+        ({"fits": False, "problem": "it takes too much"}, "no: it takes too much"),
+        ({"fits": None, "download_bytes": None, "problem": "no \x1b[31mfile"}, "not known: no \\x1b[31mfile"),
+    ],
+)
+def test_search_says_what_fits(node: FakeNode, changes: dict[str, Any], shown: str) -> None:
+    node.on("POST", SEARCH_PATH, {"models": [FOUND | changes]})
+    env = {"HF_TOKEN": "t", "HF_ENDPOINT": None}
+    result = CliRunner().invoke(main, ["models", "search", "big one", "--api", node.url], env=env)
+    assert result.exit_code == 0, result.output
+    assert "hf:o/r:x.gguf" in result.stdout
+    assert shown in result.stdout
+    assert node.bodies(SEARCH_PATH) == [{"term": "big one", "hf_token": "t", "hf_endpoint": None}]
+
+
+def test_search_without_results_says_so(node: FakeNode) -> None:
+    node.on("POST", SEARCH_PATH, {"models": []})
+    result = CliRunner().invoke(main, ["models", "search", "nothing", "--api", node.url])
+    assert (result.exit_code, result.stdout) == (0, "The hub has no model with GGUF files for 'nothing'.\n")

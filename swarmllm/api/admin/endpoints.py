@@ -29,18 +29,28 @@ from swarmllm.api.admin.node_json import (
     stats_json,
 )
 from swarmllm.api.admin.progress import ProgressStream
-from swarmllm.api.admin.shares import shares_json
+from swarmllm.api.admin.shares import found_json, shares_json
 from swarmllm.api.http.context import current_config, current_node, current_works
 from swarmllm.api.http.errors import error_object, read_body
 from swarmllm.api.http.json import encode, encoded
 from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.openai.schema import AddModel, AliasModel, LoadModel, PinModel, StartDownload, UnloadModel
+from swarmllm.api.openai.schema import (
+    AddModel,
+    AliasModel,
+    LoadModel,
+    PinModel,
+    SearchModels,
+    StartDownload,
+    UnloadModel,
+)
 from swarmllm.config import as_dict
 from swarmllm.downloads import DownloadView
 from swarmllm.downloads.downloads import ENDED
-from swarmllm.errors import InvalidRequest
+from swarmllm.downloads.hub_search import FoundModel
+from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.models.presets import Preset
-from swarmllm.node import ModelView
+from swarmllm.node import ModelView, Node
+from swarmllm.node.share_plan import SharePlan
 from swarmllm.workerpool import LoadOptions
 
 FOLDER = Path(__file__).parent / "dashboard"
@@ -202,6 +212,24 @@ async def add() -> Response:
             from_thread=True,
         )
     )
+
+
+@admin.post("/models/search")
+async def search() -> Response:
+    """On the hub, from the headers of what it finds: nothing else is fetched."""
+    body = await read_body(SearchModels)
+    node = current_node()
+    found = await node.downloads.search(body.term, token=body.hf_token, endpoint=body.hf_endpoint)
+    return _json({"models": [found_json(*(await _planned(node, each))) for each in found]})
+
+
+async def _planned(node: Node, found: FoundModel) -> tuple[FoundModel, SharePlan | None]:
+    if found.published is None:
+        return found, None
+    try:
+        return found, await node.sharing.plan_of(found.published.layout)
+    except BadModel as error:
+        return replace(found, published=None, problem=error.message), None
 
 
 @admin.get("/models/<name>/status")

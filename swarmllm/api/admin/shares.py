@@ -9,6 +9,7 @@ from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import PlanPublished, ShareModel
+from swarmllm.downloads.hub_search import FoundModel
 from swarmllm.node import Node
 from swarmllm.node.share_plan import SharePlan
 from swarmllm.node.sharing import ShareView, no_room
@@ -60,6 +61,42 @@ async def plan_published() -> Response:
 async def unshare(name: str) -> Response:
     node = current_node()
     return _json(_share_json(node, await node.sharing.unshare(name)))
+
+
+def found_json(found: FoundModel, plan: SharePlan | None) -> Json:
+    """One result of a search; `plan` None: of a model whose header is not known, or has no layers."""
+    model: Json = {
+        "repo": found.repo,
+        "source": found.source,
+        "files": found.files,
+        "n_downloads": found.n_downloads,
+        "name": "",
+        "download_bytes": None,
+        "size_bytes": None,
+        "n_layers": None,
+        "fits": None,
+        "n_nodes": 0,
+        "tokens_per_s": None,
+        "problem": found.problem,
+    }
+    if found.published is None or plan is None:
+        return model
+    name, layout = found.published.name, found.published.layout
+    model |= {
+        "name": name,
+        "download_bytes": found.published.file_bytes,
+        "size_bytes": plan.size_bytes,
+        "n_layers": layout.n_layers,
+    }
+    # Where an architecture can be cut that this node does not know is tried when the file is here.
+    if layout.architecture not in ARCHITECTURES and not plan.is_complete:
+        return model | {"problem": "where it can be cut is known when it is here"}
+    return model | {
+        "fits": plan.is_complete,
+        "n_nodes": sum(bool(part.layers) for part in plan.parts),
+        "tokens_per_s": plan.tokens_per_s,
+        "problem": "" if plan.is_complete else no_room(name, plan),
+    }
 
 
 def shares_json(node: Node) -> list[Json]:

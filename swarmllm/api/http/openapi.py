@@ -32,6 +32,7 @@ from swarmllm.api.openai.schema import (
     LoadModel,
     PinModel,
     PlanPublished,
+    SearchModels,
     ShareModel,
     StartDownload,
     UnloadModel,
@@ -138,6 +139,12 @@ OPERATIONS = (
     Operation("get", "/api/admin/config", "Its settings"),
     Operation("get", "/api/admin/models", "Its models, and those of the swarm"),
     Operation("post", "/api/admin/models", "Make a GGUF file known", AddModel, (LINES,)),
+    Operation(
+        "post",
+        "/api/admin/models/search",
+        "Models of the hub, and whether they fit in this swarm",
+        SearchModels,
+    ),
     Operation("get", "/api/admin/models/{name}/status", "Who holds which layers"),
     Operation(
         "post",

@@ -371,6 +371,14 @@ class PlanPublished(Body, frozen=True):
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
 
 
+class SearchModels(Body, frozen=True):
+    """POST /api/admin/models/search; the hub's fields mean what they mean in `StartDownload`."""
+
+    term: Annotated[str, Meta(min_length=1, max_length=200)]
+    hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
+    hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+
+
 class AliasModel(Body, frozen=True):
     """POST /api/admin/models/{model}/alias."""
 
