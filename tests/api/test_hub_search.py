@@ -12,9 +12,11 @@ import trio
 from api_fakes import serve_node
 from shelf import Shelf, open_shelf
 from split_gguf import split_gguf
+from trio.testing import MockClock
 
 from swarmllm.downloads import DownloadSettings, hub_search
 from swarmllm.downloads.hub_search import FILES_MAX, READS_MAX, FoundModel, found_in
+from swarmllm.downloads.remote import Remote
 from swarmllm.downloads.source import DownloadError, Offline, search_url
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.gguf_header import parse_header
@@ -102,7 +104,7 @@ async def test_the_api_tells_sizes_and_whether_it_fits_from_headers_alone(
 
 
 async def test_headers_that_do_not_come_in_time_are_told(
-    tmp_path: Path, shelf: Shelf, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shelf: Shelf, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: object) -> None:
         await trio.sleep_forever()
@@ -113,11 +115,11 @@ async def test_headers_that_do_not_come_in_time_are_told(
     async def listing(self: object) -> bytes:
         return b""
 
-    monkeypatch.setattr(hub_search.Remote, "listing", listing)
+    monkeypatch.setattr(Remote, "listing", listing)
     (late,) = await hub_search.search_hub("x", DownloadSettings(), trio.CapacityLimiter(1))
     assert late.published is None
     assert "within 30 s" in late.problem
-    monkeypatch.setattr(hub_search.Remote, "listing", never)
+    monkeypatch.setattr(Remote, "listing", never)
     with pytest.raises(DownloadError, match="within 30 s"):
         await hub_search.search_hub("x", DownloadSettings(), trio.CapacityLimiter(1))
 
