@@ -8,7 +8,6 @@ files; what has not come when the time is over is told as such.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -21,6 +20,7 @@ from swarmllm.downloads.remote import Remote, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import DownloadError, Sibling, model_files, parse_source, search_url
 from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.transfer.fetch import share_out
 
 READS_MAX = 8
 """Repositories that are shown."""
@@ -96,6 +96,15 @@ async def search_hub(
     """In the order of the hub. `limiter`: how many headers are read at once. Raises DownloadError."""
     settings = replace(settings, max_failures=min(settings.max_failures, MAX_FAILURES))
     url, found = search_url(settings.endpoint, term, READS_MAX), list[FoundModel]()
+
+    async def look(at: int) -> None:
+        source = parse_source(found[at].source, settings.endpoint)
+        try:
+            async with limiter:
+                found[at] = replace(found[at], published=await read_published(source, settings))
+        except SwarmLLMError as error:
+            found[at] = replace(found[at], problem=error.message)
+
     is_listed = False
     with trio.move_on_after(TIMEOUT_S):
         async with open_http(settings) as http:
@@ -103,29 +112,10 @@ async def search_hub(
             raw = await RetrySchedule(settings).keep_trying(listing)
         found = await trio.to_thread.run_sync(found_in, raw, url)
         is_listed = True
-        async with trio.open_nursery() as nursery:
-            for at, each in enumerate(found):
-                nursery.start_soon(_look, found, at, _reading(each, settings, limiter))
+        await share_out(READS_MAX, list(range(len(found))), look)
     if not is_listed:
         raise DownloadError(f"{settings.endpoint} has not answered within {TIMEOUT_S:g} s")
     late = f"its header was not here within {TIMEOUT_S:g} s"
     return tuple(
         each if each.published is not None or each.problem else replace(each, problem=late) for each in found
     )
-
-
-def _reading(
-    model: FoundModel, settings: DownloadSettings, limiter: trio.CapacityLimiter
-) -> Callable[[], Awaitable[PublishedModel]]:
-    async def read() -> PublishedModel:
-        async with limiter:
-            return await read_published(parse_source(model.source, settings.endpoint), settings)
-
-    return read
-
-
-async def _look(found: list[FoundModel], at: int, read: Callable[[], Awaitable[PublishedModel]]) -> None:
-    try:
-        found[at] = replace(found[at], published=await read())
-    except SwarmLLMError as error:
-        found[at] = replace(found[at], problem=error.message)
