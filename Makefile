@@ -16,13 +16,20 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 	@$(BOOTSTRAP)
 	@$(BIN)/swarmllm demo
 
-# Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown.
+# Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Tests
+# of one part run beside those of others, and those of whole swarms alone.
+PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15
+PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
+
 test:  ## install what the tests need, then lint, type check and run every test
 	@$(BOOTSTRAP) --extra test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR
+	failed=0; \
+	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile $(PARTS) || failed=1; \
+	$(PYTEST) tests/dashboard tests/test_*.py || failed=1; \
+	exit $$failed
 
 compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	@$(BOOTSTRAP) --extra test

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import queue
 import resource
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,15 +39,13 @@ IMPORTED_BEFORE = (
 OURS = (*PRODUCT, "bench", "tests")
 MEASURE_S = 60.0
 """Of one test file. Tests that have not begun by then are not run for any change."""
-RUN_S = 15.0
-"""So much of tests is run for a change, by what they took unchanged; the nearest files first."""
+RUN_S = 30.0
+"""So much of tests is run for a change, by what they took unchanged, while their lines were recorded."""
+NEAREST_S = 15.0
+"""Of these, of the nearest files that have any; the rest is for the quickest tests of all files."""
 FILE_S = 5.0
 """Of these, of one file."""
-FILES_MAX = 6
-"""So many files are run for a change."""
-FILES_LOOKED_AT_MAX = 8
-"""In so many of the nearest files tests are looked for that run the changed line."""
-PROCESSOR_MAX_S = int(3 * RUN_S)
+PROCESSOR_MAX_S = 45
 """Of a run: an endless loop need not wait for the deadline, which leaves room for other programs."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
@@ -82,42 +82,27 @@ class MutantRuns:
             for package, folder in PRODUCT.items()
             for path in sorted((source / folder / package).rglob("*.py"))
         ]
-        self._digest = b"".join(hashlib.blake2b((source / x).read_bytes()).digest() for x in self._paths)
+        self._digests = {x: _digest((source / x).read_bytes()) for x in self._paths}
         self._known = Path(tempfile.gettempdir()) / "swarmllm-mutants-known"
-        """What test files run of a product, by the content of both."""
+        """What test files run, by the content of the test file."""
         self._known.mkdir(mode=0o700, exist_ok=True)
         for name in IMPORTED_BEFORE:
             import_module(name)
 
     def judge(self, path: str, module: str, mutation: Mutation) -> Run:
-        """Runs the nearest tests that run the changed line of the module (at `path` in the tree) until one
-        fails. `passed` also where no test runs the line."""
+        """Runs tests that run the changed line of the module (at `path` in the tree) until one fails.
+        `passed` also where no test runs the line."""
         copy = self._copies.get()
         try:
-            left_s, n_files = RUN_S, 0
-            for test in self._tests.nearest(module)[:FILES_LOOKED_AT_MAX]:
-                chosen = self._chosen(copy, test, path, mutation, left_s)
-                if not chosen:
-                    continue
-                run = self._run_changed(copy, path, mutation, chosen)
-                left_s -= sum(x.took_s for x in chosen)
-                n_files += 1
-                if run.status != "passed" or n_files == FILES_MAX or left_s <= 0:
-                    return run
-            return Run("passed", RUN_S - left_s)
+            last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
+            found = [
+                [x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)]
+                for test in self._tests.nearest(module)
+            ]
+            chosen = choice(found)
+            return self._run_changed(copy, path, mutation, chosen) if chosen else Run("passed", 0)
         finally:
             self._copies.put(copy)
-
-    def _chosen(self, copy: Path, test: str, path: str, mutation: Mutation, left_s: float) -> list[TestRun]:
-        """The quickest tests of a file that run the changed line."""
-        last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
-        found = [x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)]
-        chosen, sum_s = [], 0.0
-        for each in sorted(found, key=lambda x: x.took_s):
-            if sum_s + each.took_s <= (min(left_s, FILE_S) if chosen else left_s):
-                chosen.append(each)
-                sum_s += each.took_s
-        return chosen
 
     def _run_changed(self, copy: Path, path: str, mutation: Mutation, chosen: list[TestRun]) -> Run:
         file = copy / path
@@ -126,18 +111,21 @@ class MutantRuns:
         # Else bytecode of the unchanged file of the same second would be run.
         os.utime(file, (times.st_atime, times.st_mtime + 10))
         try:
-            deadline_s = 40 + 6 * sum(x.took_s for x in chosen)
+            deadline_s = 40 + 4 * sum(x.took_s for x in chosen)
             return _run(copy, [x.test for x in chosen], deadline_s, self._work)
         finally:
             file.write_text(source)
             os.utime(file, (times.st_atime, times.st_mtime))
 
     def _runs_of(self, test: str, copy: Path) -> list[TestRun]:
-        """What the tests of a file that pass over the unchanged tree run."""
+        """What the tests of a file that pass over the unchanged tree run. Recorded again once a product file
+        that they run has changed."""
         if test not in self._measured:
-            content = hashlib.blake2b(self._digest + (copy / test).read_bytes(), digest_size=16)
-            output = self._known / f"{content.hexdigest()}.jsonl"
-            if not output.exists():
+            output = self._known / f"{_digest(test.encode() + (copy / test).read_bytes())}.jsonl"
+            seen = output.with_suffix(".json")
+            if not seen.exists() or any(
+                self._digests.get(x) != of for x, of in json.loads(seen.read_text()).items()
+            ):
                 unfinished = self._work / f"{copy.name}.lines"
                 unfinished.unlink(missing_ok=True)
                 unfinished.touch()
@@ -145,8 +133,33 @@ class MutantRuns:
                 run = _run(copy, [test], 1.5 * MEASURE_S, self._work, recorder)
                 print(f"{test}: {run.status} in {run.took_s:.0f} s", flush=True)
                 shutil.move(unfinished, output)
+                files = sorted({path for each in recorded(output) for path in each.lines})
+                seen.write_text(json.dumps({x: self._digests[x] for x in files}))
             self._measured[test] = recorded(output)
         return self._measured[test]
+
+
+def choice(files: Sequence[Sequence[TestRun]]) -> list[TestRun]:
+    """Which of the tests that run a line are run, file by file: of the nearest files, which come first, the
+    quickest ones, and then the quickest of all that are left. At least one, however long it takes."""
+    quickest = [sorted(file, key=lambda x: x.took_s) for file in files]
+    chosen, sum_s = set[str](), 0.0
+    for file in quickest:
+        file_s = 0.0
+        for each in file:
+            if sum_s + each.took_s <= NEAREST_S and file_s + each.took_s <= FILE_S:
+                chosen.add(each.test)
+                sum_s, file_s = sum_s + each.took_s, file_s + each.took_s
+    left = sorted((x for file in quickest for x in file if x.test not in chosen), key=lambda x: x.took_s)
+    for each in left:
+        if sum_s + each.took_s <= RUN_S or not chosen:
+            chosen.add(each.test)
+            sum_s += each.took_s
+    return [x for file in quickest for x in file if x.test in chosen]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _run(

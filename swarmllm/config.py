@@ -244,6 +244,10 @@ class InferenceTable:
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",
     )
+    encrypted_models: tuple[str, ...] = _setting(
+        (),
+        "Models that run like that where encrypted_pipeline is false, each by its own name (no further one).",
+    )
     local_embedding_privacy: bool = _setting(
         False, "Never send a prompt's token ids to a peer, not even to one that runs the whole model."
     )

@@ -29,8 +29,9 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
+from swarmllm.daemon_settings import pipeline_settings, swarm_settings, travel_settings, worker_settings
 from swarmllm.downloads import SharedDigests
-from swarmllm.errors import ConfigError, InvalidRequest, SwarmLLMError
+from swarmllm.errors import SwarmLLMError
 from swarmllm.keys import KeyFile
 from swarmllm.log_output import set_up_logging
 from swarmllm.loop_watchdog import LoopWatchdog
@@ -38,8 +39,6 @@ from swarmllm.models import Catalogue
 from swarmllm.node import Node
 from swarmllm.node.data_dir import (
     DOWNLOADS,
-    KERNEL_TIMINGS,
-    SEGMENTS,
     open_catalogue,
     open_store,
     prepare_data_dir,
@@ -48,25 +47,20 @@ from swarmllm.node.data_dir import (
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.node.share_book import open_share_book
 from swarmllm.pipeline.pipelines import Pipelines
-from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
-from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
-from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.sd_notify import ServiceManager
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.membership.network_key import Network, NetworkFile
-from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 from swarmllm.swarm.records.registry import Registry, follow_router
-from swarmllm.swarm.settings import SwarmSettings
-from swarmllm.transfer import ModelTransfer, TransferSettings
-from swarmllm.workerpool import WorkerPool, WorkerSettings
-from swarmllm_proto.identifiers import NodeId, parse_ip
+from swarmllm.transfer import ModelTransfer
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.identifiers import NodeId
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -215,6 +209,10 @@ async def _open_rooms(
         )
         gathering = SharedDigests(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
         await supervise_started(nursery, "digest gathering", gathering.run)
+        known = {entry.name for entry in await trio.to_thread.run_sync(catalogue.list)}
+        for name in config.inference.encrypted_models:
+            if name not in known:
+                log.warning("inference.encrypted_models: no model here has the name %s yet", name)
         links = StageLinks(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
@@ -280,121 +278,6 @@ async def _open_rooms(
                 log.info("stopping")
                 file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()
-
-
-def travel_settings(config: Config) -> TransferSettings:
-    return TransferSettings(
-        share=config.store.share,
-        upload_bytes_s=config.store.upload_mib_s * 2**20,
-        max_uploads=config.store.max_uploads,
-    )
-
-
-def shares_prefixes(config: Config, network: Network) -> bool:
-    """Whether kept KV is announced, given and fetched."""
-    wanted = config.inference.share_prefix_cache_with_peers
-    is_wanted = network.is_private if wanted == "auto" else wanted == "on"
-    return is_wanted and config.inference.prefix_cache_enabled
-
-
-def worker_settings(config: Config, data_dir: Path, network: Network) -> WorkerSettings:
-    inference = config.inference
-    return WorkerSettings(
-        cache_dir=data_dir / SEGMENTS,
-        store_dir=data_dir / "models",
-        n_ctx=config.inference.n_ctx,
-        n_slots=config.inference.n_slots,
-        n_threads=config.n_threads,
-        log_level="debug" if config.node.log_level == "debug" else "warning",
-        use_mmap=config.resources.use_mmap,
-        n_gpu_layers=config.resources.n_gpu_layers,
-        continuous_batching=config.inference.continuous_batching,
-        prefill_chunk_tokens=inference.prefill_chunk_tokens,
-        n_prefixes=inference.prefix_cache_max_entries if inference.prefix_cache_enabled else 0,
-        prefix_max_bytes=inference.prefix_cache_max_mb * 2**20,
-        journal_max_bytes=inference.journal_max_mb * 2**20,
-        prefix_min_tokens=inference.prefix_cache_min_tokens,
-        prefix_ttl_s=inference.kv_cache_ttl_secs,
-        session_ttl_s=inference.session_timeout_seconds,
-        tell_prefixes=shares_prefixes(config, network),
-        prefix_key=network.prefix_key,
-        max_model_bytes=int(config.resources.max_model_gib * 2**30),
-        kv_type=inference.kv_type,
-        flash_attention=inference.flash_attention,
-        kernels=inference.kernels,
-        kernel_timings=data_dir / KERNEL_TIMINGS,
-        use_mlock=config.resources.use_mlock,
-        ngram_max_size=inference.ngram_max_size if inference.ngram_lookup_enabled else 0,
-        ngram_num_pred_tokens=inference.ngram_num_pred_tokens,
-        uses_draft_model=inference.speculative_decoding,
-        draft_model=_file(inference.speculative_draft_model),
-        speculative_gamma=inference.speculative_gamma,
-        swift_gamma=inference.swift_gamma if inference.swift_self_speculative else 0,
-        swift_skip_ratio=inference.swift_skip_ratio,
-    )
-
-
-def _file(name: str) -> Path | None:
-    return Path(name).expanduser().absolute() if name else None
-
-
-def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
-    network = config.network
-    return SwarmSettings(
-        data_dir=data_dir,
-        listen_host=_ip(network.listen_host, "network.listen_host"),
-        libp2p_port=network.libp2p_port,
-        data_port=network.data_port,
-        bootstrap=network.bootstrap,
-        max_peers=network.max_peers,
-        mdns=network.mdns,
-        announce=tuple(_ip(text, "network.announce") for text in network.announce),
-        dht=network.dht,
-        relay=network.relay,
-        relay_service=network.relay_service,
-        hole_punching=network.hole_punching,
-        strangers_mib=config.resources.strangers_mib,
-        lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
-    )
-
-
-def _ip(text: str, field: str) -> str:
-    try:
-        return str(parse_ip(text))
-    except ValueError:
-        raise ConfigError(f"{field}: {text[:100]!r} is not an IP address.", field=field) from None
-
-
-def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
-    inference = config.inference
-    return PipelineSettings(
-        prefill_chunk_tokens=inference.prefill_chunk_tokens,
-        shares_prefixes=inference.prefix_cache_enabled,
-        ack_timeout_s=inference.rr_ack_timeout_s,
-        silence_timeout_s=inference.first_token_timeout_s,
-        failover_timeout_s=inference.failover_timeout_s,
-        prefix_fetch=PrefixFetchSettings(
-            shares_prefixes(config, network),
-            inference.cross_node_prefix_timeout_s,
-            inference.cross_node_prefix_network_timeout_s,
-            inference.cross_node_prefix_serving_timeout_s,
-        ),
-        check_rate=inference.check_rate,
-        hedge=inference.hedge,
-        local_embedding_privacy=inference.local_embedding_privacy,
-        activation_compression=inference.activation_compression,
-        n_ctx=inference.n_ctx,
-        exact=inference.exact,
-        max_requests_per_model=inference.n_slots,
-        constraints=Constraints(inference.encrypted_pipeline, _pins(inference.pins)),
-    )
-
-
-def _pins(texts: tuple[str, ...]) -> tuple[Pin, ...]:
-    try:
-        return tuple(Pin.parse(text) for text in texts)
-    except InvalidRequest as error:
-        raise ConfigError(f"inference.pins: {error.message}", field="inference.pins") from None
 
 
 def write_whereabouts(file: Path, whereabouts: DaemonInfo) -> None:

@@ -15,7 +15,7 @@ from swarmllm import __version__
 from swarmllm.config import TABLES, Config, NetworkTable, as_dict, default_data_dir, keys_of
 from swarmllm.config_reference import reference
 from swarmllm.config_sources import load_config
-from swarmllm.daemon import swarm_settings
+from swarmllm.daemon_settings import swarm_settings
 from swarmllm.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"

@@ -26,6 +26,7 @@ LAYERS = (
     "swarmllm.__main__",
     "swarmllm.cli",
     "swarmllm.daemon",
+    "swarmllm.daemon_settings",
     "swarmllm.reloading",
     "swarmllm.api",
     "swarmllm.node",

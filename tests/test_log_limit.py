@@ -30,6 +30,14 @@ def test_the_key_that_was_silent_longest_makes_room() -> None:
     assert limit.admit("a", 1.0, is_provoked=False) == 0
 
 
+def test_what_a_forgotten_key_left_out_is_told_and_nothing_of_one_that_left_out_nothing() -> None:
+    limit = LogLimit(own=Rate(1, 0.01), keys_max=2)
+    for key, n_lines in (("a", 5), ("b", 1), ("c", 1), ("d", 1)):
+        for _ in range(n_lines):
+            limit.admit(key, 0.0, is_provoked=False)
+    assert [(each.key, each.n_lines) for each in limit.due(0.0)] == [("a", 4)]
+
+
 def test_one_peer_leaves_the_lines_of_another_alone() -> None:
     limit = LogLimit(provoked=Rate(3, 0.1))
     for _ in range(1000):
@@ -70,7 +78,9 @@ def test_keys_are_bounded_and_every_line_is_written_or_counted(
         n_provoked += is_provoked and verdict is not None
         n_told += verdict or 0
         assert len(limit) <= keys_max
-    n_told += sum(each.n_lines for each in limit.due(now + 10 * SUMMARY_S))
+    due = limit.due(now + 10 * SUMMARY_S)
+    assert all(each.n_lines > 0 for each in due)
+    n_told += sum(each.n_lines for each in due)
     assert n_written + limit.n_left_out == len(lines)
     assert n_told <= limit.n_left_out
     assert n_provoked <= 4 + now * 1.0 + 1e-6

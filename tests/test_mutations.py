@@ -9,8 +9,12 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from bench.mutant_coverage import TestRun as RecordedTest
 from bench.mutant_coverage import recorded
+from bench.mutant_runs import FILE_S, NEAREST_S, RUN_S, choice
 from bench.mutant_tests import test_map as map_of_tests
 from bench.mutants import Verdict, drawn_mutants, report
 from bench.mutations import Mutation, mutations, sampled
@@ -99,6 +103,28 @@ def test_the_nearest_tests_come_first_and_none_starts_a_process() -> None:
     assert nearest[0] == "tests/swarm/test_byte_budget.py"
     assert "tests/swarm/test_router_contract.py" in tests.nearest("swarmllm.swarm.libp2p_router")
     assert "tests/workers/test_worker_process.py" not in tests.tests
+
+
+seconds = st.integers(0, int(6 * RUN_S)).map(lambda quarters: quarters / 4)
+
+
+@given(st.lists(st.lists(seconds, max_size=8), max_size=12))
+def test_the_nearest_quick_tests_are_run_and_then_the_quickest_of_all(files: list[list[float]]) -> None:
+    runs = [
+        [RecordedTest(f"{i}::{j}", took_s, {}) for j, took_s in enumerate(file)]
+        for i, file in enumerate(files)
+    ]
+    chosen = choice(runs)
+    names = [x.test for x in chosen]
+    assert len(set(names)) == len(names)
+    assert bool(chosen) == any(files)
+    assert [int(x.partition("::")[0]) for x in names] == sorted(int(x.partition("::")[0]) for x in names)
+    assert sum(x.took_s for x in chosen) <= RUN_S or len(chosen) == 1
+    left = [x for file in runs for x in file if x not in chosen]
+    spare_s = RUN_S - sum(x.took_s for x in chosen)
+    assert all(x.took_s > spare_s for x in left)
+    if runs and runs[0] and sum(files[0]) <= min(FILE_S, NEAREST_S):
+        assert all(x in chosen for x in runs[0]), "of the nearest file all"
 
 
 def test_a_hang_counts_as_noticed_and_is_listed_apart() -> None:

@@ -62,8 +62,14 @@ def path(as_json: bool) -> None:
 @json_option
 def check(file: Path | None, as_json: bool) -> None:
     """Say whether FILE, by default the configuration file, can be used together with the environment."""
+    from swarmllm.daemon_settings import check_settings
+
     checked = file or default_config_file(os.environ)
-    _load(file)
+    settings = _load(file)
+    try:
+        check_settings(settings)
+    except ConfigError as error:
+        raise WrongUsage(error.message) from None
     if as_json:
         print_json({"path": str(checked), "ok": True})
     else:

@@ -59,7 +59,7 @@ def version(check: bool, index: str | None, as_json: bool) -> None:
     """
     shown: dict[str, Any] = {"version": __version__, "python": platform.python_version()}
     if not check:
-        print_json(shown) if as_json else click.echo(f"swarmllm {__version__}, Python {shown['python']}")
+        print_json(shown) if as_json else click.echo(f"SwarmLLM {__version__}, Python {shown['python']}")
         return
     if not index:
         raise WrongUsage(
@@ -70,9 +70,9 @@ def version(check: bool, index: str | None, as_json: bool) -> None:
     if as_json:
         print_json(shown | {"newest": str(newest), "is_newest": newest <= _installed()})
     elif newest <= _installed():
-        click.echo(f"swarmllm {__version__} is the newest: the index has {newest}.")
+        click.echo(f"SwarmLLM {__version__} is the newest: the index has {newest}.")
     else:
-        click.echo(f"swarmllm {__version__} is installed, and {newest} is there. See docs/upgrading.md.")
+        click.echo(f"SwarmLLM {__version__} is installed, and {newest} is there. See docs/upgrading.md.")
     if newest > _installed():
         click.get_current_context().exit(EXIT_OUTDATED)
 

@@ -44,7 +44,10 @@ class Pin:
 @dataclass(frozen=True, slots=True)
 class Constraints:
     is_private: bool = False
+    """Of every model."""
     pins: tuple[Pin, ...] = ()
+    private_models: frozenset[str] = frozenset()
+    """Their names here: private also where not every model is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ def permitted(
 ) -> tuple[dict[NodeId, list[LayerRange]], tuple[Refusal, ...]]:
     """(what is left of `holders`, what was taken away and why)"""
     pins = [pin for pin in constraints.pins if pin.model == model]
-    ends = _ends_at_home(holders.get(origin, ()), n_layers) if constraints.is_private else ()
+    is_private = constraints.is_private or model in constraints.private_models
+    ends = _ends_at_home(holders.get(origin, ()), n_layers) if is_private else ()
     left: dict[NodeId, list[LayerRange]] = {}
     refused: list[Refusal] = []
     for node_id, ranges in holders.items():

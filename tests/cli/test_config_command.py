@@ -89,3 +89,21 @@ def test_completion_completes_commands_and_options(tmp_path: Path) -> None:
     assert complete("swarmllm ", 1) == set(COMMANDS)
     assert complete("swarmllm models ", 2) >= {"list", "add", "load", "unload"}
     assert "--json" in complete("swarmllm status --", 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("network", "listen_host", "nowhere"),
+        ("inference", "pins", ["guide:0:4"]),
+        ("inference", "encrypted_models", ["Two words"]),
+    ],
+)
+def test_what_the_daemon_would_refuse_cannot_be_used(
+    tmp_path: Path, table: str, key: str, value: object
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"[{table}]\n{key} = {json.dumps(value)}\n")
+    refused = run(tmp_path, "config", "check", str(file))
+    assert refused.exit_code == client.EXIT_USAGE
+    assert f"{table}.{key}: " in refused.stderr

@@ -44,7 +44,7 @@ def ask(index: Shelf | None, *arguments: str, **env: str) -> Result:
 def test_nothing_is_asked_without_check(index: Shelf) -> None:
     result = ask(index)
     assert result.exit_code == 0
-    assert result.output.startswith(f"swarmllm {__version__}, Python 3.")
+    assert result.output.startswith(f"SwarmLLM {__version__}, Python 3.")
     assert json.loads(ask(index, "--json").output)["version"] == __version__
     assert index.asked == []
 
@@ -61,7 +61,7 @@ def test_the_index_that_pip_and_uv_are_told_of_is_asked(index: Shelf, variable: 
     result = ask(None, "--check", **{variable: f"{index.url}/simple/"})
     assert (result.exit_code, result.output) == (
         0,
-        f"swarmllm {__version__} is the newest: the index has {__version__}.\n",
+        f"SwarmLLM {__version__} is the newest: the index has {__version__}.\n",
     )
     assert [asked.path for asked in index.asked] == [PAGE]
 
@@ -83,7 +83,7 @@ def test_a_newer_version_is_exit_code_5(index: Shelf) -> None:
     put(index, wheel("9.10.0"), wheel("9.9.1"), wheel("0.0.1"))
     result = ask(index, "--check")
     assert result.exit_code == EXIT_OUTDATED
-    assert f"swarmllm {__version__} is installed, and 9.10.0 is there" in result.output
+    assert f"SwarmLLM {__version__} is installed, and 9.10.0 is there" in result.output
     result = ask(index, "--check", "--json")
     assert result.exit_code == EXIT_OUTDATED
     shown = json.loads(result.output)

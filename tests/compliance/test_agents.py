@@ -11,7 +11,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,7 @@ def judge(proxy: Proxy, path: str) -> None:
     assert SECRET in json.dumps((said.get("input") or said["messages"])[-1])
 
 
-def test_codex(node: DaemonProcess, tmp_path: Path) -> None:
+def test_codex(node: DaemonProcess, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     call = ForcedCall(("exec_command", "shell_command"), {"cmd": COMMAND, "command": COMMAND})
     with forcing_proxy(node.url, call) as proxy:
         (tmp_path / "codex").mkdir()
@@ -100,13 +100,16 @@ def test_codex(node: DaemonProcess, tmp_path: Path) -> None:
         options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         shown = run(tmp_path, "codex", "exec", *options, QUESTION)
     assert SECRET in shown
+    record_property("requests of codex answered, all with 200, at least 2", len(proxy.exchanges))
     judge(proxy, "/v1/responses")
     for exchange in proxy.exchanges:
         kinds = [event["type"] for event in exchange.events()]
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
 
 
-def test_opencode(node: DaemonProcess, tmp_path: Path) -> None:
+def test_opencode(
+    node: DaemonProcess, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     call = ForcedCall(("bash",), {"command": COMMAND, "description": "Read a.txt"})
     with forcing_proxy(node.url, call) as proxy:
         provider = {
@@ -122,6 +125,7 @@ def test_opencode(node: DaemonProcess, tmp_path: Path) -> None:
         (tmp_path / "opencode.json").write_text(json.dumps(settings | chosen))
         shown = run(tmp_path, "opencode", "run", "--model", f"swarm/{MODEL}", QUESTION)
     assert SECRET in shown
+    record_property("requests of opencode answered, all with 200, at least 2", len(proxy.exchanges))
     judge(proxy, "/v1/chat/completions")
     for exchange in proxy.exchanges:
         assert exchange.answer.endswith("data: [DONE]\n\n")

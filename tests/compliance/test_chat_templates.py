@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def rendered_here(template: str, conversation: dict[str, Any]) -> str | None:
         return None
 
 
-def test_templates_of_the_collection_render_as_transformers_renders_them() -> None:
+def test_templates_of_the_collection_render_as_transformers_renders_them(
+    record_property: Callable[[str, object], None],
+) -> None:
     asked = json.dumps({"tokens": TOKENS, "conversations": CONVERSATIONS})
     done = subprocess.run(
         [FOREIGN / "bin" / "python", SCRIPT, folder()],
@@ -107,5 +110,11 @@ def test_templates_of_the_collection_render_as_transformers_renders_them() -> No
                 wrong.append(
                     f"{path.stem}, conversation {i}: {'refused' if found is None else 'another text'}"
                 )
+    record_property(f"chat templates of llama.cpp, at least {TEMPLATES_MIN}", len(theirs))
+    record_property(
+        f"renderings as transformers renders, of {sum(counts.values()) + len(wrong)}, at least {EQUAL_MIN}",
+        counts["equal"],
+    )
+    record_property("renderings that transformers refuses", counts["refused there"])
     assert not wrong
     assert counts["equal"] >= EQUAL_MIN, counts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +76,9 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Walks:
     return Walks(Vocabulary(Model(path, vocab_only=True), GgufFile(path)))
 
 
-def test_what_is_accepted_of_the_suite_is_never_broken(walks: Walks) -> None:
+def test_what_is_accepted_of_the_suite_is_never_broken(
+    walks: Walks, record_property: Callable[[str, object], None]
+) -> None:
     folder = suite_folder()
     groups, registry = read_groups(folder), read_registry(folder)
     counts: Counter[str] = Counter()
@@ -100,6 +103,11 @@ def test_what_is_accepted_of_the_suite_is_never_broken(walks: Walks) -> None:
             counts["valid taken"] += case["valid"] and is_taken
             if is_taken and not case["valid"]:
                 broken.append(f"{where}: takes {text}")
+    record_property(
+        f"JSON schemas of the suite refused, of {len(groups)}, at most {REFUSED_MAX}", counts["refused"]
+    )
+    record_property(f"valid instances of the suite taken, at least {VALID_MIN}", counts["valid taken"])
+    record_property("invalid instances taken or written, at most 0", len(broken))
     assert len(groups) >= 380
     assert not broken
     assert counts["refused"] <= REFUSED_MAX, counts

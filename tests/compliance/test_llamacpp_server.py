@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
@@ -72,7 +73,7 @@ def test_no_file_of_the_suite_is_forgotten() -> None:
     assert {path.stem for path in (folder() / "unit").glob("test_*.py")} == known
 
 
-def test_tests_of_llamacpps_server(tmp_path: Path) -> None:
+def test_tests_of_llamacpps_server(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     program = tmp_path / "llama-server"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SHIM}" "$@"\n')
     program.chmod(0o755)
@@ -102,4 +103,7 @@ def test_tests_of_llamacpps_server(tmp_path: Path) -> None:
     assert report.exists(), (done.stdout + done.stderr)[-4000:]
     cases = list(ElementTree.parse(report).iter("testcase"))
     passed = [case for case in cases if not any(case.find(kind) is not None for kind in ENDS)]
+    record_property(
+        f"tests of llama.cpp's server passed, of {len(cases)}, at least {PASSED_MIN}", len(passed)
+    )
     assert len(passed) >= PASSED_MIN, done.stdout[-8000:]

@@ -75,6 +75,8 @@ class Machine:
             "SWARMLLM_API_PORT": "0",
             "SWARMLLM_INFERENCE_N_THREADS": "1",
         }
+        self.enter: tuple[str, ...] = ()
+        """Words before every command."""
 
     @property
     def data_dir(self) -> Path:
@@ -83,7 +85,7 @@ class Machine:
     def start(self, command: str) -> subprocess.Popen[bytes]:
         with (self.home / "daemon.log").open("wb") as log:
             return subprocess.Popen(
-                ["sh", "-c", f"exec {command}"],
+                [*self.enter, "sh", "-c", f"exec {command}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -93,7 +95,7 @@ class Machine:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command,
+            [*self.enter, *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

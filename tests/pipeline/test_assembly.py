@@ -14,11 +14,12 @@ from bench.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm.pipeline.route.assembly import Question, assemble, plan_route
+from swarmllm.pipeline.route.assembly import Affinity, Question, assemble, plan_route
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.route import RouteStage
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
@@ -78,6 +79,15 @@ def test_a_refusal_lists_sixteen_ranges_and_counts_the_others(n_pairs: int, list
         assemble(ask(held(a=" ".join(ranges)), 12))
     assert f"{listed} respect its cuts (every 12 layers)" in str(refused.value)
     assert str(refused.value).count(":", str(refused.value).index("held ranges")) == min(12 + n_pairs, 16)
+
+
+def test_a_client_that_names_no_conversation_is_not_remembered() -> None:
+    affinity, model_id = Affinity(), ModelId("ab" * 32)
+    for session in ("", "one"):
+        affinity.remember(model_id, session, stages("a 0:12"))
+    assert affinity.previous(model_id, "") == ()
+    assert affinity.previous(model_id, "one") == stages("a 0:12")
+    assert affinity.previous(ModelId("cd" * 32), "one") == ()
 
 
 HALVES = held(a="0:6", b="6:12", c="6:12")
@@ -165,6 +175,10 @@ def test_step_7_a_private_pipeline_begins_and_ends_at_home() -> None:
     )
     assert assemble(question).stages == stages("a 0:2", "b 2:10", "a 10:12")
     assert assemble(replace(question, constraints=Constraints())).stages == stages("c 0:12")
+    of_some = Constraints(private_models=frozenset({"guide"}))
+    assert assemble(replace(question, constraints=of_some)).stages == stages("a 0:2", "b 2:10", "a 10:12")
+    other = replace(question, constraints=of_some, model_name="other")
+    assert assemble(other).stages == stages("c 0:12")
     # Of a node that holds everything the middle is used, and home runs all that it holds of the ends.
     everything = replace(question, holders=held(a="0:2 9:12", c="0:12"))
     assert assemble(everything).stages == stages("a 0:2", "c 2:9", "a 9:12")

@@ -13,12 +13,14 @@ from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
-from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size
+from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size, prefill_here_s
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
 from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.scheduling.route import RouteStage
+from swarmllm.scheduling.speeds import MachineSpeed, Observations, roofline
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import NodeCapability, ObservedLatency
 
 from .fakes import open_swarm
 from .test_assembly import ask, held, stages
@@ -81,6 +83,37 @@ def test_the_size_of_a_layer_is_their_mean(n_layers: int) -> None:
     manifest: Manifest = replace(fake_entry().manifest, shards=(*layers, head))
     expected = sum(100 * (i + 1) for i in range(n_layers)) / n_layers if n_layers else 0.0
     assert _layer_size(manifest) == (expected, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "factor"),
+    [((), 1.0), ((4.0,), 4.0), ((2.0, 3.0, 9.0), 3.0), ((0.25, 0.5), 1.0), ((2.0, 0.0, 4.0), 3.0)],
+)
+def test_a_prompt_takes_as_much_longer_than_it_could_as_it_does_elsewhere(
+    factors: tuple[float, ...], factor: float
+) -> None:
+    """0: a node that says nothing of the model. No node is believed to be quicker than it could be."""
+    layer = Shard(kind="layer", index=0, size_bytes=1000, blake3=DIGEST, tensors=())
+    manifest: Manifest = replace(fake_entry().manifest, shards=(layer,))
+    model_id, observations = manifest.model_id, Observations()
+    assert prefill_here_s(model_id, manifest, observations) is None
+    least_s = roofline(MachineSpeed(1e6, 1e9), *_layer_size(manifest)).prefill_s
+    assert least_s is not None
+    others = [
+        NodeCapability(
+            memory_bytes_per_s=1e6,
+            flops=1e9,
+            observed_latencies=(ObservedLatency(model_id=model_id, decode_s=1.0, prefill_s=least_s * each),)
+            if each
+            else (),
+        )
+        for each in factors
+    ]
+    observations.machine = MachineSpeed(2e6, 2e9)
+    expected_s = factor * least_s / 2 * manifest.n_layers
+    assert prefill_here_s(model_id, manifest, observations, others) == pytest.approx(expected_s)
+    observations.observe(model_id, "prefill", 6.0, 2, 3)
+    assert prefill_here_s(model_id, manifest, observations, others) == pytest.approx(manifest.n_layers)
 
 
 class Recording(FakePool):

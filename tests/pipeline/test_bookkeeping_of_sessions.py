@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any, Unpack
+
 import numpy as np
 import pytest
+import trio
 from node_ids import A, B, C
+from trio.testing import MockClock
 
 from bench.arithmetic import FakePool
 from swarmllm.errors import RemoteError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.pipeline.stage.session import Session as StageSession
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
+from swarmllm.workerpool.ring import NO_RING, RingHint
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import LayerForward, PrefillProgress, Stage
+from swarmllm_proto.swarm import LayerForward, PipelineError, PrefillProgress, Stage
 from swarmllm_proto.tensors import tensor_bytes
 
 from .test_chain_lifecycle import NobodyWaits, Session
@@ -22,6 +30,14 @@ from .test_links import MODEL
 
 N_EMBD = 4
 N_PROMPT = 20
+
+
+async def refuse(sender: str, body: bytes) -> bytes:
+    raise AssertionError("nothing is asked for")
+
+
+async def ignore(sender: str, header: bytes, payload: memoryview) -> None:
+    pass
 
 
 def context(here: str, *nodes: str) -> RequestContext:
@@ -79,3 +95,81 @@ async def test_rows_that_never_left_are_the_doing_of_any_stage_on_the_way(nodes:
     assert "broke the protocol" in chain.failure.message
     assert chain.blamed.doubted == (frozenset({B, C}) if B in nodes else frozenset())
     assert chain.blamed.culprit == (None if B in nodes else C)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.n_tokens: list[int] = []
+
+    def hold(self, session: StageSession) -> None:
+        raise AssertionError("nothing of it is kept")
+
+    def close(self, session: StageSession) -> None:
+        pass
+
+    def computed(self, session: StageSession, n_tokens: int) -> None:
+        self.n_tokens.append(n_tokens)
+
+
+class Hints(FakePool):
+    """Remembers what the worker was told of links, by position."""
+
+    def __init__(self, *ranges: str) -> None:
+        super().__init__(*ranges)
+        self.hints: dict[int, RingHint] = {}
+
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> Any:
+        self.hints[call["position"]] = call.get("ring", NO_RING)
+        return await super().forward(model, **call)
+
+
+def rows_for(position: int, n_tokens: int) -> tuple[LayerForward, memoryview]:
+    left = max(0, N_PROMPT - position - n_tokens)
+    message = LayerForward(
+        request_id="r", step="layer", stage=1, position=position, n_tokens=n_tokens, prefill_left=left
+    )
+    return message, memoryview(tensor_bytes(np.ones((n_tokens, N_EMBD), np.float32)))
+
+
+@pytest.mark.parametrize("nodes", [(A, B, C), (A, B)], ids=["in the middle", "the last"])
+async def test_what_a_stage_computed_of_the_answer_is_counted_and_a_prompt_keeps_off_the_links(
+    autojump_clock: MockClock, nodes: tuple[str, ...]
+) -> None:
+    """The last stage says the first token, and its worker may pass that on by a link."""
+    owner, pool = Owner(), Hints("1:2")
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        for each in (A, C):
+            network.add(each).serve(refuse, ignore)
+        session = StageSession(context(B, *nodes), pool, network.add(B), silence_timeout_s=9.0, owner=owner)
+        await trio.sleep(1)  # They meet.
+        nursery.start_soon(session.run)
+        for position, n_tokens in ((0, 12), (12, N_PROMPT - 12), (N_PROMPT, 1), (N_PROMPT + 1, 1)):
+            assert session.arrive(A, *rows_for(position, n_tokens))
+            await trio.sleep(1)
+        session.stop()
+    assert owner.n_tokens == [1, 1]
+    is_last = nodes[-1] == B
+    is_by_link = {position: hint != NO_RING for position, hint in pool.hints.items()}
+    assert is_by_link == {0: False, 12: is_last, N_PROMPT: True, N_PROMPT + 1: True}
+
+
+@pytest.mark.parametrize("lost", [C, A, "stranger"])
+async def test_a_stage_tells_the_origin_which_neighbour_is_gone(autojump_clock: MockClock, lost: str) -> None:
+    """And nobody, where it is the origin itself that is gone."""
+    told: list[PipelineError] = []
+
+    async def listen(sender: str, header: bytes, payload: memoryview) -> None:
+        message = decode_job(header, payload)
+        assert isinstance(message, PipelineError)
+        told.append(message)
+
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        network.add(A).serve(refuse, listen)
+        session = StageSession(context(B, A, B, C), FakePool("1:2"), network.add(B), silence_timeout_s=9.0)
+        await trio.sleep(1)
+        nursery.start_soon(session.run)
+        session.lost(lost)
+        await trio.sleep(1)
+        assert session.done.is_set() is (lost != "stranger")
+        session.stop()
+    assert [f"node {C} disconnected" in each.message for each in told] == [True] * (lost == C)

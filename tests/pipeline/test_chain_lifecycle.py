@@ -61,7 +61,7 @@ class NobodyWaits:
         pass
 
 
-def a_chain(watch: Watch | None = None) -> Chain:
+def a_chain(watch: Watch | None = None, silence_timeout_s: float = 1) -> Chain:
     stages = (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12))
     context = RequestContext(
         "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView(A, A, stages, True)
@@ -70,7 +70,7 @@ def a_chain(watch: Watch | None = None) -> Chain:
         context,
         np.ones(8, np.int32),
         chunk_tokens=4,
-        silence_timeout_s=1,
+        silence_timeout_s=silence_timeout_s,
         look_after_s=5,
         watch=watch or NobodyWaits(),
         nicknames={A: "", B: ""},
@@ -103,6 +103,33 @@ async def test_a_silence_is_looked_into_until_it_has_lasted_too_long(
     await chain._silent()
     assert looked_for == [chain] * is_looked_for
     assert (chain.failure is None) is is_looked_for
+    chain.close()
+
+
+async def test_rows_of_the_prompt_that_were_computed_are_a_sign_of_life(autojump_clock: MockClock) -> None:
+    """Before the first token nothing else comes: its reader looks after the pipeline only where they stay
+    away."""
+    looked_s: list[float] = []
+
+    class Looking(NobodyWaits):
+        async def look(self, chain: Chain) -> None:
+            looked_s.append(trio.current_time())
+
+    chain = a_chain(Looking(), silence_timeout_s=60.0)
+    chain.start(Session())  # type: ignore[arg-type]
+    began_s = trio.current_time()
+    assert chain.began_s == began_s
+    while chain.next_chunk() is not None:
+        pass
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(chain.next)
+        for position in (4, 8):
+            await trio.sleep(4.0)
+            chain.receive(B, PrefillProgress(request_id="r", position=position), b"")
+        assert (chain.silent_s, chain.began_s, looked_s) == (0.0, began_s, [])
+        await trio.sleep(11.0)
+        assert looked_s == [began_s + 13.0, began_s + 18.0]
+        nursery.cancel_scope.cancel()
     chain.close()
 
 

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,14 +22,15 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.links import RETRY_S, StageLinks
+from swarmllm.pipeline.stage.links import RETRY_S, LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.session import Session
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm.workerpool.ring import RingCalls
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, Turned
 from swarmllm_proto.swarm import Stage, StreamingToken
 
 from .fakes import open_swarm
@@ -222,6 +224,25 @@ async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: 
         session.turned(0, 0, running=False)
         with trio.fail_after(3 * silence_s):
             await session.done.wait()
+
+
+async def test_what_jobs_by_links_took_counts_as_this_nodes_speed() -> None:
+    async with InMemoryNetwork() as network:
+        session = Session(context(A, B), FakePool("0:1"), network.add(A), silence_timeout_s=10)
+        sessions: Any = SimpleNamespace(running={"r": session}.get)
+        links, observations = NoStageLinks(), Observations()
+        tell = LinkNotices(links, sessions, observations, lambda *_: None)
+
+        def turned(request_id: str, stage: int, n_jobs: int) -> float | None:
+            message = Turned(request_id=request_id, stage=stage, n_jobs=n_jobs, compute_s=0.6, running=True)
+            tell(MODEL.model_id, message, memoryview(b""))
+            return observations.latency(MODEL.model_id).decode_s
+
+        assert turned("another", 0, 30) is None
+        assert turned("r", 2, 30) is None, "there is no such stage"
+        assert turned("r", 0, 0) is None
+        assert turned("r", 0, 30) == pytest.approx(0.02)
+        assert (session.n_jobs, links.n_jobs) == (30, 90)
 
 
 async def test_only_nodes_of_the_request_are_sent_what_a_worker_says() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_ids import A, C, D, E
+from node_ids import A, C, D, E, node_id_named
 
 from bench.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
@@ -17,7 +17,11 @@ from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin
+from swarmllm.scheduling.cost import NodeSpeed
+from swarmllm.scheduling.route import RouteStage
+from swarmllm_proto.identifiers import NodeId
 
 from .fakes import open_swarm
 from .test_assembly import ask, held, stages
@@ -183,3 +187,40 @@ async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another
         assert await choose(replace(BROKEN, standbys=(None, E, None))) == [A, E, C]
         nobody_stays = Assembly(stages("b 0:6", "f 6:12"), (None, None))
         assert await choose(nobody_stays) == [A, D, C]
+
+
+SECONDS = st.lists(st.floats(0.0001, 0.02), min_size=4, max_size=4)
+
+
+@settings(max_examples=40)
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_the_holder_that_makes_the_route_shortest_takes_the_place_of_a_dead_stage(
+    from_a_s: list[float], to_f_s: list[float], to_g_s: list[float], layer_s: list[float]
+) -> None:
+    """The ways from and to the two stages beside it count, and no other."""
+    able = [node_id_named(letter) for letter in "bcde"]
+    f, g = map(node_id_named, "fg")
+    question = ask(held(a="0:3", b="3:6", c="3:6", d="3:6", e="3:6", f="6:9", g="9:12"))
+    known = replace(
+        question.inputs,
+        speeds={
+            **question.inputs.speeds,
+            **{each: NodeSpeed(own_s / 10, own_s / 100) for each, own_s in zip(able, layer_s, strict=True)},
+        },
+        origin_rtt_s={**question.inputs.origin_rtt_s, **dict(zip(able, from_a_s, strict=True))},
+        pair_rtt_s={
+            (each, there): seconds
+            for there, all_s in ((f, to_f_s), (g, to_g_s))
+            for each, seconds in zip(able, all_s, strict=True)
+        },
+    )
+
+    def route(node_id: NodeId) -> list[RouteStage]:
+        pairs = ((A, (0, 3)), (node_id, (3, 6)), (f, (6, 9)), (g, (9, 12)))
+        return [RouteStage(each, LayerRange(*layers)) for each, layers in pairs]
+
+    broken = Assembly(stages("a 0:3", "h 3:6", "f 6:9", "g 9:12"), (None,) * 4)
+    repaired = repair_route(replace(question, inputs=known), broken)
+    assert repaired is not None
+    costs_s = {each: route_cost_s(route(each), known) for each in able}
+    assert costs_s[repaired.stages[1].node_id] == pytest.approx(min(costs_s.values()))

@@ -136,6 +136,15 @@ def test_users_without_a_key_are_others_too(other: str) -> None:
     assert (queue.n_running(), queue.n_waiting()) == (1, 1)
 
 
+def test_users_without_a_key_leave_no_turn_to_others() -> None:
+    """They are many, and not one that has all turns."""
+    queue = TurnQueue(dict.fromkeys(TIERS, 2), 99)
+    queue.leave(queue.submit(Ticket(Caller("key"))).started[0])
+    for _ in range(2):
+        queue.submit(Ticket(Caller("")))
+    assert (queue.n_running(), queue.n_waiting()) == (2, 0)
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_keys_of_a_tier_are_served_in_turn(keys: list[int]) -> None:
     """Between two turns of a key, no other key that waited all the time has more than one."""
@@ -167,3 +176,43 @@ def test_no_more_requests_pass_than_the_rate_allows(rate_limit: int, gaps_s: lis
             passed.append(now_s)
     for n, then_s in enumerate(passed):
         assert n < rate_limit + rate_limit * then_s / 60 + 1e-6
+
+
+def test_of_users_that_wait_as_much_none_gives_way_and_never_one_of_a_higher_tier() -> None:
+    queue = TurnQueue(dict.fromkeys(TIERS, 1), 2)
+    queue.submit(Ticket(Caller("first", "gold")))
+    for _ in range(2):
+        queue.submit(Ticket(Caller("high", "gold")))
+    with pytest.raises(Full):
+        queue.submit(Ticket(Caller("low", "bronze")))
+    assert (queue.n_waiting("gold"), queue.n_waiting("bronze"), queue.n_waiting()) == (2, 0, 2)
+    level = TurnQueue(dict.fromkeys(TIERS, 1), 1)
+    for _ in range(2):
+        level.submit(Ticket(Caller("one")))
+    with pytest.raises(Full):
+        level.submit(Ticket(Caller("other")))
+
+
+def test_one_that_waits_and_leaves_starts_nobody_and_takes_no_place() -> None:
+    queue = TurnQueue(dict.fromkeys(TIERS, 1), 9)
+    running, leaving, next_one = (Ticket(Caller(name)) for name in ("a", "b", "c"))
+    for ticket in (running, leaving, next_one):
+        queue.submit(ticket)
+    tier = running.caller.tier
+    assert (queue.n_running(tier), queue.n_waiting(tier)) == (1, 2)
+    assert queue.leave(leaving) == Moves()
+    assert queue.leave(leaving) == Moves()
+    assert queue.leave(running).started == (next_one,)
+    assert queue.leave(running) == Moves()
+    assert (queue.n_running(), queue.n_waiting()) == (1, 0)
+
+
+def test_the_rate_says_when_the_next_request_may_come_and_keys_have_buckets_of_their_own() -> None:
+    limits, caller = RateLimits(), Caller("key", rate_limit=2)
+    assert [limits.wait_s(caller, 100.0) for _ in range(2)] == [0.0, 0.0]
+    assert limits.wait_s(caller, 100.0) == 30.0
+    assert limits.wait_s(caller, 115.0) == pytest.approx(15.0)
+    assert limits.wait_s(Caller("other", rate_limit=2), 115.0) == 0.0
+    assert limits.wait_s(caller, 130.0) == 0.0
+    # After a long time it is full, and not more than that.
+    assert [limits.wait_s(caller, 9999.0) for _ in range(3)] == [0.0, 0.0, 30.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -14,8 +15,10 @@ from swarmllm.swarm.byte_budget import (
     ByteBudget,
     Grant,
     Limit,
+    largest_slow,
     reserve_within,
 )
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import KIB, MIB, REQUEST_MAX, SWARM_PAYLOAD_MAX
 
 SMALL = {kind: Limit(60, 100) for kind in BudgetKind}
@@ -98,6 +101,27 @@ def test_what_one_grant_absorbs_is_released_once() -> None:
     assert budget.n_bytes == 0
 
 
+def test_what_is_not_held_any_more_or_in_another_budget_is_not_absorbed() -> None:
+    budget, other = ByteBudget(SMALL), ByteBudget(SMALL)
+    grants = [each.reserve("peer", BudgetKind.JOBS, 5) for each in (budget, budget, other)]
+    grant, released, elsewhere = (grant for grant in grants if grant is not None)
+    released.release()
+    for each in (released, elsewhere):
+        grant.absorb(each)
+        assert grant.n_bytes == 5
+    grant.release()
+    assert (budget.n_bytes, other.n_bytes) == (0, 5)
+
+
+def test_nothing_may_be_reserved_of_a_full_budget_and_less_than_nothing_never() -> None:
+    budget = ByteBudget(SMALL)
+    assert budget.reserve("peer", BudgetKind.JOBS, SMALL[BudgetKind.JOBS].per_peer) is not None
+    assert budget.reserve("peer", BudgetKind.JOBS, 1) is None
+    assert budget.reserve("peer", BudgetKind.JOBS, 0) is not None
+    with pytest.raises(ValueError, match="-1 bytes"):
+        budget.reserve("peer", BudgetKind.JOBS, -1)
+
+
 def test_the_largest_request_and_message_fit() -> None:
     budget = ByteBudget()
     assert budget.reserve("peer", BudgetKind.MESSAGES, SWARM_PAYLOAD_MAX)
@@ -121,3 +145,22 @@ async def test_who_waits_gets_what_is_released(autojump_clock: object) -> None:
     assert await reserve_within(budget, "peer", BudgetKind.JOBS, 61, 1e9) is None
     grant.release()
     assert await reserve_within(budget, "peer", BudgetKind.JOBS, 60, 1.0)
+
+
+class Payload:
+    """What receives a payload."""
+
+    def __init__(self, node_id: str, n_bytes: int, *, is_slow: bool) -> None:
+        self.node_id, self.n_reserved_bytes, self.is_slow = NodeId(node_id), n_bytes, is_slow
+
+    def give_way(self) -> None:
+        raise AssertionError("nobody asked it to")
+
+
+def test_of_slow_payloads_the_largest_of_another_node_gives_way() -> None:
+    quick = Payload("a", 90, is_slow=False)
+    own, idle = Payload("me", 80, is_slow=True), Payload("b", 0, is_slow=True)
+    small, large = Payload("c", 1, is_slow=True), Payload("d", 2, is_slow=True)
+    assert largest_slow([quick, own, idle, small, large], NodeId("me")) is large
+    assert largest_slow([large, small], NodeId("me")) is large
+    assert largest_slow([quick, own, idle], NodeId("me")) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import stat
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.errors import ConfigError, InvalidRequest
-from swarmllm.swarm.membership.invitation import PREFIX, accept, from_text, invitation, to_text
+from swarmllm.swarm.membership.invitation import PREFIX, _check, accept, from_text, invitation, to_text
 from swarmllm.swarm.membership.network_key import (
     OPEN_SWARM,
     NetworkFile,
@@ -58,6 +59,14 @@ def test_any_other_text_is_refused_with_an_error_of_ours(text: str) -> None:
         from_text(text, NOW)
     with pytest.raises(InvalidRequest):
         from_text(PREFIX + text, NOW)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"\x93\x01\x02\x03"])
+def test_what_is_whole_and_no_invitation_is_refused_as_damaged(body: bytes) -> None:
+    content = base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
+    for text in (PREFIX + content, PREFIX + content + "!", PREFIX + "A"):
+        with pytest.raises(InvalidRequest, match="damaged"):
+            from_text(text, NOW)
 
 
 def test_an_invitation_ends() -> None:
@@ -162,6 +171,14 @@ def test_keys_are_private_on_disk_and_never_shown(tmp_path: Path) -> None:
     assert secret.hex() not in shown
 
 
+def test_a_network_may_be_left_twice(tmp_path: Path) -> None:
+    file = NetworkFile(tmp_path)
+    file.change(lambda _: private_network(new_secret()))
+    for _ in range(2):
+        file.remove()
+        assert file.read() == OPEN_SWARM
+
+
 def test_a_damaged_key_file_is_an_error_and_no_open_door(tmp_path: Path) -> None:
     file = NetworkFile(tmp_path)
     for content in (b"", b"{", b'{"network_id": "x"}', b'{"keys": [{"secret": "c2hvcnQ="}]}', b"\xff"):
@@ -170,3 +187,14 @@ def test_a_damaged_key_file_is_an_error_and_no_open_door(tmp_path: Path) -> None
             file.read()
     file.remove()
     assert file.read() == OPEN_SWARM
+
+
+def test_no_byte_of_an_invitation_can_be_changed() -> None:
+    text = to_text(invitation(private_network(bytes(range(32))), (ADDRESS,), NOW + 1))
+    encoded = text.removeprefix(PREFIX)
+    content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    for at in range(len(content)):
+        for bit in (0, 3):
+            changed = content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+            with pytest.raises(InvalidRequest, match="damaged"):
+                from_text(PREFIX + base64.urlsafe_b64encode(changed).decode().rstrip("="), NOW)

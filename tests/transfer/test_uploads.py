@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from gguf_parts import write_gguf
+from gguf_parts import tensors, write_gguf
 
 from swarmllm.models import Catalogue, CatalogueEntry
 from swarmllm.transfer.settings import TransferSettings
-from swarmllm.transfer.uploads import Uploads
+from swarmllm.transfer.uploads import REMEMBER_S, REMEMBERED_MODELS, Uploads
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece
 
@@ -112,3 +114,58 @@ async def test_only_bytes_that_are_given_use_up_the_bandwidth(
         assert (await uploads.answer(request)).status == "ok"
     assert (await uploads.answer(tensor_request(entry, "none", 0, PIECE_MAX))).status == "absent"
     assert trio.current_time() - began_s < 1.0
+
+
+class CountedCatalogue(Catalogue):
+    """Notes which models are read from it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.read: list[str] = []
+
+    def get(self, *model: Any, **more: Any) -> CatalogueEntry:
+        self.read.append(model[0])
+        return super().get(*model, **more)
+
+
+async def test_a_model_is_read_again_after_a_while_or_once_it_is_forgotten(
+    tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    counted = CountedCatalogue(tmp_path / "counted.sqlite")
+    entry = counted.add(write_gguf(tmp_path / "model.gguf"), "tiny")
+    uploads = Uploads(counted, TransferSettings())
+
+    async def n_reads() -> int:
+        counted.read.clear()
+        for _ in range(2):
+            assert (await uploads.answer(tensor_request(entry, "output.weight"))).status == "ok"
+        return len(counted.read)
+
+    assert await n_reads() == 1
+    mock_clock.jump(REMEMBER_S)
+    assert await n_reads() == 0
+    mock_clock.jump(REMEMBER_S / 100)
+    assert await n_reads() == 1
+    uploads.forget(entry.model_id)
+    assert await n_reads() == 1
+    uploads.forget(ModelId("ab" * 32))
+
+
+async def test_so_many_models_are_remembered_and_the_oldest_one_makes_room(
+    tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    counted = CountedCatalogue(tmp_path / "counted.sqlite")
+    entries = []
+    for i in range(REMEMBERED_MODELS + 1):
+        data = tensors() | {"output.weight": bytes([i]) * 32}
+        entries.append(counted.add(write_gguf(tmp_path / f"model{i}.gguf", data=data), f"model{i}"))
+    assert len({entry.model_id for entry in entries}) == len(entries)
+    uploads = Uploads(counted, TransferSettings())
+    for i, entry in enumerate(entries):
+        assert (await uploads.answer(tensor_request(entry, "output.weight"))).data == bytes([i]) * 32
+    counted.read.clear()
+    for entry in entries[1:]:
+        await uploads.answer(tensor_request(entry, "output.weight"))
+    assert counted.read == []
+    await uploads.answer(tensor_request(entries[0], "output.weight"))
+    assert counted.read == [entries[0].model_id]

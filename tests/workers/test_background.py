@@ -150,6 +150,31 @@ def test_python_code_is_interrupted_in_any_thread_and_only_there() -> None:
         found.clear()
 
 
+def test_code_can_be_traced_after_bounded_code() -> None:
+    """An exception that is withdrawn although none was set makes CPython 3.11 hang under a trace function."""
+    program = """
+import sys
+from swarmllm_workers.decode.bounded_call import bounded
+with bounded(60):
+    pass
+def count():
+    n = 0
+    while n < 10:
+        n += 1
+    return n
+sys.settrace(lambda *_: sys.gettrace())
+print(count())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=worker_environment(),
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    assert run.stdout == b"10\n"
+
+
 def test_what_another_thread_is_about_to_map_does_not_count_against_bounded_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

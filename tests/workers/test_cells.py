@@ -72,3 +72,21 @@ def test_held_requests_go_in_the_order_in_which_they_were_held_last(monkeypatch:
     held.expire()
     assert released == ["b", "c"]
     assert held.next_expiry_s() == 20.0
+
+
+def test_slots_are_full_until_one_is_released_and_a_renamed_request_keeps_its_slot() -> None:
+    slots = Slots(2)
+    assert not slots.is_full
+    slots.take("a")
+    assert (slots.is_full, len(slots)) == (False, 1)
+    slots.take("b")
+    assert (slots.is_full, len(slots)) == (True, 2)
+    slots.rename("a", "c")
+    slots.rename("unknown", "d")
+    assert [slots.get(each) for each in "abcd"] == [None, 1, 0, None]
+    assert slots.release("a") is None
+    assert slots.is_full
+    assert slots.release("b") == 1
+    assert slots.release("c") == 0
+    assert (slots.is_full, len(slots)) == (False, 0)
+    assert slots.take("e") == 0, "the smallest, whatever the order in which they were released"

@@ -265,3 +265,140 @@ def test_chunk_must_leave_room_in_a_batch() -> None:
         with pytest.raises(ValueError, match="chunk"):
             Planner(capacity=8, chunk=chunk)
     assert Planner(capacity=8, chunk=1).schedule([prompt(1, 9)])[0].shares == (Share(1, 1),)
+
+
+def test_nobody_is_owed_time_for_a_piece_that_ran_while_nobody_read() -> None:
+    plan = Planner()
+    demands = [decode(1), prompt(2, 10_000)]
+    plan.schedule(demands[:1])
+    plan.ran(1, 0, 0.01)
+    for seconds in [0.01] * READING + [100.0]:
+        plan.schedule(demands[1:])
+        plan.ran(0, 1, seconds)
+    plan.schedule(demands)
+    plan.ran(1, 0, 0.1)
+    (batch,) = plan.schedule(demands)
+    assert [share.key for share in batch.shares] == [1, 2]
+
+
+def test_what_readers_had_before_any_prompt_came_is_not_owed_again() -> None:
+    plan = Planner()
+    plan.schedule([decode(1)])
+    plan.ran(1, 0, 0.01)
+    (batch,) = plan.schedule([decode(1), prompt(2, 100)])
+    assert [share.key for share in batch.shares] == [1, 2]
+
+
+def test_readers_are_owed_no_more_than_what_the_latest_piece_took() -> None:
+    """What they did not get of earlier pieces is gone, and so is what they had beyond it."""
+    plan = Planner()
+    demands = [decode(1), prompt(2, 10_000)]
+    plan.schedule(demands)
+    plan.ran(1, 1, 100.0)
+    plan.schedule(demands[1:])
+    plan.ran(0, 1, 1.0)
+    n_alone = 0
+    while len(plan.schedule(demands)[0].shares) == 1:
+        plan.ran(1, 0, 0.125)
+        n_alone += 1
+    assert n_alone == OWED * 1.0 / 0.125
+
+
+def test_where_nothing_is_owed_a_piece_of_a_prompt_runs_in_every_round() -> None:
+    plan = Planner(owes=False)
+    for _ in range(3):
+        (batch,) = plan.schedule([decode(1), prompt(2, 10_000)])
+        assert [share.key for share in batch.shares] == [1, 2]
+        plan.ran(1, 1, 100.0)
+
+
+def test_decode_steps_leave_room_for_a_piece_and_fill_the_batch_without_prompts() -> None:
+    plan = planner()
+    steps = [decode(key) for key in range(2 * CAPACITY)]
+    (batch,) = plan.schedule(steps)
+    assert batch.n_rows == CAPACITY
+    (batch,) = plan.schedule([*steps, prompt(999, 100)])
+    assert batch.shares[-1] == Share(999, CHUNK)
+    assert batch.n_rows == CAPACITY
+
+
+def test_steps_that_are_larger_than_a_batch_may_be_run_alone() -> None:
+    (batch,) = planner().schedule([decode(1, n_rows=CAPACITY + 1), decode(2)])
+    assert batch.shares == (Share(1, CAPACITY + 1),)
+
+
+def test_a_piece_of_so_many_rows_runs_whole_and_one_a_round_beside_readers() -> None:
+    exact = [replace(prompt(key, 100), rows_of_piece=CHUNK - 1) for key in (1, 2)]
+    (batch,) = planner().schedule([*exact, decode(3), decode(4)])
+    assert batch.shares == (Share(3, 1), Share(4, 1), Share(1, CHUNK - 1), Share(2, CHUNK - 1))
+    exact = [replace(each, rows_of_piece=CHUNK + 3) for each in exact]
+    (batch,) = planner().schedule([*exact, decode(3)])
+    assert batch.shares == (Share(3, 1), Share(1, CHUNK + 3))
+    (batch,) = planner().schedule([replace(exact[0], n_rows=2), decode(3)])
+    assert batch.shares == (Share(3, 1), Share(1, 2)), "the last piece has what is left"
+
+
+def test_a_work_that_is_new_goes_before_those_that_had_a_turn() -> None:
+    plan = planner()
+    (batch,) = plan.schedule([prompt(1, 100)])
+    plan.postprocess(batch)
+    (batch,) = plan.schedule([prompt(1, 100), prompt(2, 100), decode(3)])
+    assert [share.key for share in batch.shares] == [3, 2]
+    plan.forget(1)
+    (batch,) = plan.schedule([prompt(1, 100), prompt(2, 100), decode(3)])
+    assert [share.key for share in batch.shares] == [3, 1], "what is forgotten is new"
+
+
+def test_a_work_that_may_wait_is_never_refused() -> None:
+    plan = planner()
+    forward = replace(decode(1), can_restart=False)
+    batch = Batch("a", (Share(1, 1),))
+    assert plan.preempt(batch, [forward], n_free=0) == Fit(Batch("a", ()), refused=(1,))
+    assert plan.preempt(batch, [replace(forward, can_wait=True)], n_free=0) == Fit(Batch("a", ()))
+
+
+def test_a_generation_waits_for_cells_of_another_one_that_ends_by_itself() -> None:
+    plan = planner()
+    young, old = prompt(2, 30), decode(1)
+    batch = Batch("a", (Share(2, CHUNK),))
+    assert plan.preempt(batch, [old, young], n_free=0).refused == ()
+    for other in (replace(old, can_restart=False), replace(old, n_cells=0), replace(old, lane="b")):
+        assert plan.preempt(batch, [other, young], n_free=0).refused == (2,)
+    # One that gets its first cells in this batch will free them, too.
+    both = Batch("a", (Share(1, 1), Share(2, CHUNK)))
+    fit = plan.preempt(both, [replace(old, n_cells=0), young], n_free=1)
+    assert (fit.batch.shares, fit.refused) == ((Share(1, 1),), ())
+
+
+@given(demand_lists(), st.integers(0, 60))
+def test_what_fits_fits_and_only_younger_generations_give_way(demands: list[Demand], n_free: int) -> None:
+    plan = planner()
+    for batch in plan.schedule(demands):
+        known = {demand.key: demand for demand in demands if demand.lane == batch.lane}
+        fit = plan.preempt(batch, demands, n_free)
+        kept = {share.key: share.n_rows for share in fit.batch.shares}
+        freed = {key: known[key].n_cells for key in fit.restarted}
+        assert sum(kept.values()) <= n_free + sum(freed.values())
+        assert all(known[key].can_restart and n_cells for key, n_cells in freed.items())
+        assert not kept.keys() & freed.keys()
+        assert not kept.keys() & set(fit.refused)
+        for key in freed:
+            assert any(x < key or not known[x].can_restart for x in kept), "it gave way to somebody"
+        if sum(share.n_rows for share in batch.shares) <= n_free and all(
+            known[share.key].n_cells or share.n_rows == known[share.key].n_rows for share in batch.shares
+        ):
+            assert fit == Fit(batch)
+
+
+def test_a_work_that_waits_or_gives_way_does_not_hold_up_those_after_it() -> None:
+    plan = planner()
+    waits = Batch("a", (Share(2, CHUNK), Share(1, 1)))
+    assert plan.preempt(waits, [decode(1), prompt(2, 30)], n_free=1).batch.shares == (Share(1, 1),)
+    gives_way = Batch("a", (Share(1, 1), Share(3, 1), Share(2, 1)))
+    fit = plan.preempt(gives_way, [decode(1), decode(2), decode(3)], n_free=0)
+    assert fit == Fit(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
+    # The youngest one runs already in this batch.
+    forward = replace(decode(9), can_restart=False)
+    runs = Batch("a", (Share(3, 1), Share(9, 1)))
+    fit = plan.preempt(runs, [decode(2), decode(3), forward], n_free=1)
+    assert fit == Fit(runs, restarted=(2,))

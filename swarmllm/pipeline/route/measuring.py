@@ -147,7 +147,7 @@ def measure(
     """From the first pipeline of a stream. `announced_s`: what a node says now that a layer takes for a row,
     because an honest one that has become slow has said so meanwhile."""
     n_decoded = source.n_generated - 1
-    if source.shape == "local" or n_decoded < LEAST_TOKENS:
+    if n_decoded < LEAST_TOKENS:
         return
     route = source.route
     stages = [

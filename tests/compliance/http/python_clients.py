@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import anthropic
 import litellm
@@ -13,7 +13,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 URL = os.environ["SWARMLLM_URL"].rstrip("/")
 MODEL = os.environ.get("SWARMLLM_MODEL", "guide")
@@ -29,7 +29,8 @@ def get_weather(city: str) -> str:
 
 class Place(BaseModel):
     where: Literal["here", "there"]
-    how_many: int
+    how_many: Annotated[int, Field(ge=0, le=99)]
+    """Bounded: the guide would write digits until its tokens are used up."""
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import (
@@ -244,3 +246,30 @@ def test_values_are_not_kept() -> None:
     with pytest.raises(BadMessage):
         it.answer(asker, Message(DhtMessageKind.PUT_VALUE, KEY), 0.0)
     assert it.answer(asker, Message(DhtMessageKind.PING), 0.0) == Message(DhtMessageKind.PING)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["next", "answered", "failed"]), st.integers(0, 99)), max_size=300))
+def test_a_lookup_counts_whom_it_has_asked_and_asks_nobody_else_at_once(steps: list[tuple[str, int]]) -> None:
+    lookup = Lookup(place(KEY), ME, contacts(5))
+    asked: list[str] = []
+    under_way: list[str] = []
+    answered: set[str] = set()
+    for step, n in steps:
+        if step == "next":
+            contact = lookup.next()
+            if contact is not None:
+                asked.append(contact.node_id)
+                under_way.append(contact.node_id)
+        elif under_way:
+            node_id = under_way.pop(n % len(under_way))
+            if step == "answered":
+                lookup.answered(node_id, contacts(40, seed=n))
+                answered.add(node_id)
+            else:
+                lookup.failed(node_id)
+        assert lookup.n_asked == len(asked) == len(set(asked)) <= ASKED_MAX
+        assert len(under_way) <= PARALLEL
+        assert {contact.node_id for contact in lookup.closest()} <= answered
+        assert len(lookup.closest()) == min(len(answered), N_CLOSEST)
+        if under_way:
+            assert not lookup.is_over

@@ -73,6 +73,7 @@ class _Alarm:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._is_over = False
+        self._has_rung = False
         self._timer = threading.Timer(seconds, self._interrupt)
         self._timer.daemon = True
         self._timer.start()
@@ -80,6 +81,7 @@ class _Alarm:
     def _interrupt(self) -> None:
         with self._lock:
             if not self._is_over:
+                self._has_rung = True
                 _set_async_exception(self._thread, id(TookTooLong))
 
     def end(self) -> None:
@@ -87,7 +89,10 @@ class _Alarm:
         self._timer.cancel()
         with self._lock:
             self._is_over = True
-        _set_async_exception(self._thread, None)  # what has not arrived yet
+        if self._has_rung:
+            # What has not arrived yet. Not otherwise: the interpreter (3.11) looks for an exception at every
+            # call from then on, and hangs under a trace function.
+            _set_async_exception(self._thread, None)
 
 
 @contextmanager

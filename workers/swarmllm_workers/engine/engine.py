@@ -27,7 +27,7 @@ from swarmllm_workers.engine.memory import Footprint, Memory
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Cuts, Range, Route
-from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
+from swarmllm_workers.engine.segment import EngineSettings, Segment, Span, Want
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
@@ -242,22 +242,20 @@ class Engine:
                 "not_loaded", f"layers {route.start}:{route.end} were unloaded while the request ran", "start"
             )
 
-    def is_next_row(self, route: Route, span: Span) -> bool:
-        """Whether it is one row behind those that the slot has, of a route that is open, so that nothing has
-        to be checked or forgotten."""
-        if len(span.data) != 1:
-            return False
+    def can_step(self, route: Route, slot: int, position: int) -> bool:
+        """Whether a row at `position` is the next of those that the slot has in a route that is open, so that
+        nothing has to be checked or forgotten."""
         for segment in route.segments:  # noqa: SIM110 (as in Route)
-            if not segment.can_step(span.slot, span.position):
+            if not segment.can_step(slot, position):
                 return False
         return True
 
-    def run_next_row(self, route: Route, span: Span) -> list[np.ndarray]:
-        """`run` of a span that `is_next_row` is true of."""
-        row = self.prepare(route.segments[0], span.data)
+    def step(self, route: Route, slot: int, position: int, data: np.ndarray, want: Want) -> np.ndarray:
+        """One row through a route where it `can_step`: what `run` of a span with it gives, sooner."""
+        row = self.prepare(route.segments[0], data)
         for segment in route.segments:
-            row = segment.step(span.slot, span.position, row, span.want)
-        return [row]
+            row = segment.step(slot, position, row, want)
+        return row
 
     def run(self, route: Route, spans: Sequence[Span]) -> list[np.ndarray]:
         """Run spans through a route: `Segment.run` of its segments one after the other, after `check` of

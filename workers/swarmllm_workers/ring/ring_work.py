@@ -155,14 +155,11 @@ class LoneSteps:
         route = engine.known_route(its.request_id, its.start, its.end)
         if route is None:
             return False
-        for segment in route.segments:
-            if not segment.can_step(slot, position):
-                return False
+        if not engine.can_step(route, slot, position):
+            return False
         started = time.perf_counter()
         fed = row
-        row = engine.prepare(route.segments[0], row)
-        for segment in route.segments:
-            row = segment.step(slot, position, row, "hidden" if decoding is None else "logits")
+        row = engine.step(route, slot, position, row, "hidden" if decoding is None else "logits")
         if decoding is None:
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)

@@ -183,7 +183,7 @@ class Scheduler:
             span = work.decode_step(route)
             if span is None:
                 return None
-            is_next_row = self._engine.is_next_row(route, span)
+            is_next_row = len(span.data) == 1 and self._engine.can_step(route, span.slot, span.position)
             if not is_next_row:
                 if len(span.data) > self._engine.prefixes.n_free(route.segments):
                     return None
@@ -383,7 +383,8 @@ class Scheduler:
     def _compute(self, batch: _Batch) -> list[np.ndarray]:
         route, spans = batch.route, batch.spans
         if batch.is_next_row:
-            return self._engine.run_next_row(route, spans[0])
+            span = spans[0]
+            return [self._engine.step(route, span.slot, span.position, span.data, span.want)]
         if self._read_ahead is None or sum(len(span.data) for span in spans) < WATCHED_ROWS_MIN:
             return self._engine.run(route, spans)
         self._read_ahead.begin(work.request_id for work in batch.works)

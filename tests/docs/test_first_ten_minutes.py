@@ -1,0 +1,143 @@
+"""A newcomer's first ten minutes, command by command, on two machines: network namespaces with a cable.
+
+Nothing is set that the page does not set: ports, discovery and folders are the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+from daemon_process import wait_for
+from deadlines import PATIENCE_S
+from doc_blocks import PAGES, Block, Machine, blocks
+
+PAGE: Final = next(page for page in PAGES if page.name == "first-ten-minutes.md")
+STOPS_SECOND: Final = "# first machine, after the second has stopped"
+SHOWN: Final = re.compile(r"^```sh\n(?P<code>.*?)^```\n\n```\n(?P<shown>.*?)^```$", re.DOTALL | re.MULTILINE)
+NAMES: Final = ("first", "second")
+
+pytestmark = pytest.mark.slow
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+class NamespaceMachine(Machine):
+    """A machine with a network of its own, configured by nothing but what is typed."""
+
+    def __init__(self, home: Path, namespace: str) -> None:
+        super().__init__(home)
+        self.environment = {
+            name: value for name, value in self.environment.items() if not name.startswith("SWARMLLM_")
+        }
+        self.enter = ("ip", "netns", "exec", namespace)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    namespaces = {name: f"swarmllm-{os.getpid()}-{name}" for name in NAMES}
+    with ExitStack() as stack:
+        for namespace in namespaces.values():
+            try:
+                ip("netns", "add", namespace)
+            except (OSError, subprocess.CalledProcessError) as error:
+                said = getattr(error, "stderr", b"") or str(error).encode()
+                pytest.skip(f"no network namespaces here: {said.decode().strip()}")
+            stack.callback(ip, "netns", "del", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        first, second = namespaces.values()
+        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        for number, namespace in enumerate(namespaces.values(), 1):
+            ip("-n", namespace, "addr", "add", f"10.87.0.{number}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+        yield {name: NamespaceMachine(tmp_path / name, namespaces[name]) for name in NAMES}
+
+
+def masked(line: str) -> str:
+    """What is the same on every machine and in every run."""
+    line = re.sub(r"…\w{8}\b", "…ID", line)
+    line = re.sub(r"\b[0-9a-f]{12,}\b", "HEX", line)
+    line = re.sub(r"\b\d+\.\d+(\.\d+)?", "N", line)
+    return " ".join(line.split())
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """Lines of the page that were not printed; one that ends in … is the beginning of one."""
+    lines = {masked(line) for line in printed.splitlines()}
+    return [
+        line
+        for line in map(masked, shown.splitlines())
+        if line not in lines
+        and not (line.endswith("…") and any(each.startswith(line[:-1]) for each in lines))
+    ]
+
+
+def typed(machine: Machine, block: Block, shown: str) -> str | None:
+    """What it prints; None where it fails or does not print yet what the page shows."""
+    done = machine.run("sh", "-ec", block.code)
+    print(block, done.stdout, done.stderr, missing(shown, done.stdout))
+    return done.stdout if done.returncode == 0 and not missing(shown, done.stdout) else None
+
+
+def serves(machine: Machine, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, (machine.home / "daemon.log").read_text()
+    try:
+        return bool(json.loads((machine.data_dir / "daemon.json").read_text())["api_url"])
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, Machine]) -> None:
+    shown = {match["code"]: match["shown"] for match in SHOWN.finditer(PAGE.read_text("utf-8"))}
+    daemons: dict[str, subprocess.Popen[bytes]] = {}
+    invitation = ""
+    n_typed = 0
+    with ExitStack() as stack:
+        for block in blocks(PAGE, "sh"):
+            name = block.code.split()[1]
+            machine = machines[name]
+            if block.code.startswith(STOPS_SECOND):
+                daemons["second"].send_signal(signal.SIGINT)
+                assert daemons["second"].wait(PATIENCE_S) == 0
+            if block.commands[0].startswith("swarmllm daemon"):
+                (command,) = block.commands
+                daemons[name] = machine.start(command)
+                stack.callback(stop, daemons[name])
+                wait_for(partial(serves, machine, daemons[name]), PATIENCE_S, f"the daemon of {name}")
+                continue
+            said = shown.get(block.code, "")
+            filled = replace(block, code=block.code.replace("INVITATION", invitation))
+            printed = wait_for(partial(typed, machine, filled, said), PATIENCE_S, str(block))
+            n_typed += 1
+            if "swarmllm invite" in block.commands:
+                (invitation,) = re.findall(r"swarmllm-join-\S+", printed)
+    assert set(daemons) == set(NAMES)
+    assert n_typed == len(list(blocks(PAGE, "sh"))) - len(NAMES)
+    assert len(shown) >= 8
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def test_a_line_that_was_not_printed_is_found() -> None:
+    printed = "kitchen  …npbfYAyD  0:6   5.95\nswarm 0123456789abcdef\nswarmllm-join-abc\n"
+    assert missing("kitchen …ABCDEFGH 0:6 1.25\nswarm ffffffffffffffff\nswarmllm-join-…\n", printed) == []
+    assert missing("kitchen …ABCDEFGH 6:12 1.25\nanother\n", printed) == ["kitchen …ID 6:12 N", "another"]
