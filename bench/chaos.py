@@ -31,7 +31,8 @@ import httpx
 from bench.figures import RESULTS, Figure, machine, table
 from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo import DemoNode, DemoNodes, family
+from swarmllm.cli.demo import DemoNode, DemoNodes
+from swarmllm.operating_system import family
 
 HOLDINGS = {
     "a": ["guide:0:4"],

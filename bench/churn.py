@@ -28,7 +28,8 @@ import httpx
 from bench.figures import RESULTS, machine
 from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo import DemoNode, DemoNodes, family
+from swarmllm.cli.demo import DemoNode, DemoNodes
+from swarmllm.operating_system import family
 
 HOLDINGS = ("0:4", "8:12", "4:8", "8:12", "0:6", "6:12", "4:8", "0:4")
 """The first two are watched. Whoever is missing, somebody else mostly holds the same layers."""

@@ -14,7 +14,8 @@ from typing import Any
 from bench.raw_stream import stream_events
 from bench.streamed import Endpoint
 from swarmllm.cli.client import Client
-from swarmllm.cli.demo import DemoNodes, family
+from swarmllm.cli.demo import DemoNodes
+from swarmllm.operating_system import family
 
 START_TIMEOUT_S = 120.0
 

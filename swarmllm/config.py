@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from swarmllm.operating_system import n_cores
 from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -391,7 +392,7 @@ class Config:
 
     @property
     def n_threads(self) -> int:
-        return self.inference.n_threads or len(os.sched_getaffinity(0))
+        return self.inference.n_threads or n_cores()
 
 
 TABLES: dict[str, type] = {

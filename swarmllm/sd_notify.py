@@ -31,7 +31,8 @@ class ServiceManager:
             return
         message = "\n".join(f"{name}={value}" for name, value in states.items()).encode()
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as speaker:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
+                speaker.setblocking(False)
                 speaker.sendto(message, self._address)
         except OSError as error:
             log.warning("the service manager does not listen: %s", error)

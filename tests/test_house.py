@@ -7,6 +7,7 @@ pass for ever."""
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ LAYERS = (
     "swarmllm.loop_watchdog",
     "swarmllm.supervision",
     "swarmllm.memory_info",
+    "swarmllm.operating_system",
     "swarmllm.database",
     "swarmllm.private_files",
     "swarmllm.log_filter",
@@ -145,6 +147,25 @@ CLI_NEVER_AT_IMPORT = (
     "swarmllm.daemon",
     "swarmllm.swarm",
 )
+SYSTEM = ("swarmllm.operating_system", "swarmllm_workers.operating_system")
+LINUX_ONLY = {
+    r"pidfd_\w+|SO_PEERCRED|prctl|sched_[gs]etaffinity|eventfd\w*|epoll|fdatasync": SYSTEM,
+    r"TCP_USER_TIMEOUT|MSG_CMSG_CLOEXEC|SOCK_(NONBLOCK|CLOEXEC)": SYSTEM,
+    r"madvise|MADV_\w+": ("swarmllm_workers.engine.huge_pages",),
+    r"memfd_create|MFD_\w+": ("swarmllm_workers.engine.shared_weights",),
+    r"inotify\w*|MAP_HUGETLB|splice|landlock\w*": (),
+    r"/?(proc|sys)/.*": (
+        *SYSTEM,
+        "swarmllm.memory_info",
+        "swarmllm_workers.engine.memory",
+        "swarmllm_workers.engine.kernel_tuning",
+        "swarmllm_workers.engine.shared_weights",
+    ),
+    r"systemctl|journalctl": ("swarmllm.cli.service", "swarmllm.cli.logs"),
+    r"NOTIFY_SOCKET|WATCHDOG_USEC|JOURNAL_STREAM": ("swarmllm.sd_notify",),
+}
+"""Name of an attribute, or whole text of a string -> the only modules that use it: one for each matter, with
+something else to do on another system."""
 MAX_LINES = 500
 """A bound against heaps; 400 lines are a reason to look whether a file holds one subject."""
 
@@ -168,6 +189,8 @@ class Module:
     """Names called directly, with their line."""
     classes: tuple[tuple[str, int], ...]
     """Of the module itself, with their line."""
+    words: tuple[tuple[str, int], ...]
+    """Attributes that are looked up, and strings other than docstrings, with their line."""
 
 
 Tree = dict[str, Module]
@@ -209,6 +232,17 @@ def read_imports(
             yield from read_imports(child, package, names, at_import_time and not is_postponed(child))
 
 
+def read_words(parsed: ast.AST) -> Iterator[tuple[str, int]]:
+    said = {id(node.value) for node in ast.walk(parsed) if isinstance(node, ast.Expr)}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.value, node.lineno
+
+
 def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
     """From name -> (path, source). Raises SyntaxError, which names file and line as the rules do."""
     tree: Tree = {}
@@ -222,7 +256,8 @@ def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
         )
         imports = tuple(read_imports(parsed, package, set(sources)))
         classes = tuple((each.name, each.lineno) for each in parsed.body if isinstance(each, ast.ClassDef))
-        tree[name] = Module(name, path, source.count("\n"), imports, calls, classes)
+        words = tuple(read_words(parsed))
+        tree[name] = Module(name, path, source.count("\n"), imports, calls, classes, words)
     return tree
 
 
@@ -339,6 +374,15 @@ def nothing_read_is_run(tree: Tree) -> Iterator[str]:
                 yield f"{module.path}:{line}: {name}() runs what it reads"
 
 
+def what_only_linux_has_is_asked_in_one_place(tree: Tree) -> Iterator[str]:
+    homes = [(re.compile(pattern), modules) for pattern, modules in LINUX_ONLY.items()]
+    for module in tree.values():
+        for word, line in module.words:
+            for pattern, modules in homes:
+                if pattern.fullmatch(word) and module.name not in modules:
+                    yield f"{module.path}:{line}: only {' and '.join(modules) or 'Linux'} may use {word}"
+
+
 def files_are_room_sized(tree: Tree) -> Iterator[str]:
     for module in tree.values():
         if module.n_lines > MAX_LINES:
@@ -379,6 +423,10 @@ BITES: dict[Rule, dict[str, str]] = {
     one_word_names_one_thing: {
         "swarmllm.models.a": "class Plan: ...",
         "swarmllm.scheduling.b": "class Plan: ...",
+    },
+    what_only_linux_has_is_asked_in_one_place: {
+        "swarmllm.node.a": "import os\nos.pidfd_open(1)",
+        "swarmllm.models.b": "from pathlib import Path\nPath(f'/proc/{1}/stat')",
     },
     files_are_room_sized: {"swarmllm.node": "x = 1\n" * (MAX_LINES + 1)},
 }

@@ -14,7 +14,6 @@ itself be killed, the kernel ends them (parent-death signal), and a worker ends 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -41,20 +40,12 @@ from swarmllm.cli.chat_stream import as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed
 from swarmllm.cli.display import make_console, route_table, short_id, summary
 from swarmllm.cli.options import json_option
+from swarmllm.operating_system import ProcessMark, family, is_alive, signal_at_parents_end
 
 STOP_TIMEOUT_S = 15.0
-PR_SET_PDEATHSIG = 1
 INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM})
 ONE_THREAD = {"n_threads": 1}
 """Three workers share this machine, and only one computes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMark:
-    """One process, not the next one to get its number."""
-
-    pid: int
-    started_ticks: int
 
 
 @dataclass
@@ -151,12 +142,12 @@ def _uninterrupted() -> Iterator[None]:
 
 def _launch(folder: Path) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
-    libc = ctypes.CDLL(None)
     parent = os.getpid()
+    ask_for_signal = signal_at_parents_end(signal.SIGTERM)
 
     def end_with_parent() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ask_for_signal()
         if os.getppid() != parent:
             os._exit(1)
 
@@ -205,34 +196,6 @@ def configuration(
 def as_toml(value: object) -> str:
     """Strings, integers, booleans and lists of them, which TOML spells as JSON does but for one character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def mark_of(pid: int) -> ProcessMark | None:
-    """The running process with this pid, or None (a zombie does not run)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else ProcessMark(pid, int(fields[19]))
-
-
-def is_alive(mark: ProcessMark) -> bool:
-    return mark_of(mark.pid) == mark
-
-
-def family(pid: int) -> list[ProcessMark]:
-    """The process and its descendants (a daemon's workers)."""
-    marks: list[ProcessMark] = []
-    pending = [pid]
-    while pending:
-        pid = pending.pop()
-        if mark := mark_of(pid):
-            marks.append(mark)
-        # Every thread of its own: a child belongs to the thread that started it.
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                pending += map(int, children.read_text().split())
-    return marks
 
 
 MODEL = "guide"

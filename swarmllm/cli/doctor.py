@@ -6,7 +6,6 @@ end, so that a test can show a machine that it has not got.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -32,6 +31,7 @@ from swarmllm.config import Config
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 from swarmllm.memory_info import memory_bytes
+from swarmllm.operating_system import cpu_features
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -341,14 +341,6 @@ def open_files_limit() -> int:
     """What a daemon may raise its own to, as it does."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return hard if hard != resource.RLIM_INFINITY else 2**31
-
-
-def cpu_features() -> frozenset[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return frozenset(line.partition(":")[2].split())
-    return frozenset()
 
 
 def build_info() -> dict[str, Any] | None:

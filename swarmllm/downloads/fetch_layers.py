@@ -29,6 +29,7 @@ from swarmllm.models.gguf_header import MAX_HEADER_BYTES
 from swarmllm.models.hashing import TensorHasher
 from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.models.tensor_writer import TensorWriter, pieces
+from swarmllm.operating_system import sync_data
 from swarmllm.transfer.fetch import share_out
 
 Progress = Callable[[int, int], None]
@@ -142,7 +143,7 @@ class FetchLayers:
                             self._retries.progress()
                 except Broken as error:
                     await self._retries.wait(error)
-            await trio.to_thread.run_sync(os.fdatasync, file)
+            await trio.to_thread.run_sync(sync_data, file)
         finally:
             os.close(file)
 
@@ -160,7 +161,7 @@ def _hash_begun(part: Path, tensor: TensorEntry, n_bytes: int, hasher: TensorHas
 def _sync(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.fdatasync(file)
+        sync_data(file)
     finally:
         os.close(file)
 

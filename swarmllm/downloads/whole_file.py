@@ -23,6 +23,7 @@ from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import Broken, DownloadError, FileChanged
 from swarmllm.errors import StoreFull
 from swarmllm.models.tensor_writer import pieces
+from swarmllm.operating_system import sync_data
 from swarmllm.transfer.fetch import share_out
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class WholeFile:
         """What is noted now is on the disk before it is written down."""
         async with self._saving:
             done = list(self._done) if self._facts.has_ranges else []
-            await trio.to_thread.run_sync(os.fdatasync, file)
+            await trio.to_thread.run_sync(sync_data, file)
             await trio.to_thread.run_sync(self._write_state, done)
 
     def _write_state(self, done: list[Span]) -> None:

@@ -44,6 +44,7 @@ from swarmllm.models.manifest import (
     tensor_place,
 )
 from swarmllm.models.model_files import FileState, ModelFiles, PartFile, open_model
+from swarmllm.operating_system import n_cores
 from swarmllm_proto.architectures import cut_rule
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.split_files import split_stem
@@ -127,7 +128,7 @@ class ParallelHashing:
 
     def __init__(self, n_threads: int | None = None) -> None:
         """`n_threads` None: as many as there are processors, at most MAX_THREADS."""
-        self._n_threads = n_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._n_threads = n_threads or min(MAX_THREADS, n_cores())
         self._tensors: dict[str, _Tensor] = {}
         self._lock = threading.Lock()
         self._done_bytes = 0

@@ -14,6 +14,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import CHUNK_BYTES, READ_BYTES, TensorHasher, is_chunk
 from swarmllm.models.manifest import TensorEntry
+from swarmllm.operating_system import sync_data
 
 SAVE_BYTES = 16 * 2**20
 """A kill costs at most this much of each tensor on its way."""
@@ -105,7 +106,7 @@ class TensorWriter:
 
     def _record(self, *, complete: bool) -> None:
         with disk_faults(self._path):
-            os.fdatasync(self._file)
+            sync_data(self._file)
         with self._catalogue.database() as database:
             database.execute(
                 "INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?)",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm.memory_info import memory_bytes
 from swarmllm.node.admission import Admission
+from swarmllm.operating_system import n_cores
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.scheduling.coordinates import TRUSTED_ERROR, Coordinate, moved
 from swarmllm.scheduling.speeds import MAX_MODELS, MachineSpeed, Observations
@@ -80,7 +80,7 @@ def _memory_bytes_per_s() -> float:
 def _flops() -> float:
     matrices = np.ones((N_PRODUCTS, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
     product_s = _best_s(lambda: float((matrices @ matrices)[0, 0, 0]), FLOPS_BUDGET_S) / N_PRODUCTS
-    return len(os.sched_getaffinity(0)) * 2 * PRODUCT_SIZE**3 / product_s
+    return n_cores() * 2 * PRODUCT_SIZE**3 / product_s
 
 
 def _best_s(work: Callable[[], object], budget_s: float) -> float:

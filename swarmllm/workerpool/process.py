@@ -9,7 +9,8 @@ A session of its own, so that Ctrl-C in the terminal reaches the daemon only, wh
 in order. The daemon listens and the worker connects; the kernel's word for who connected (SO_PEERCRED) is
 held against the pid, so another process of this user cannot take the worker's place.
 
-The exit is awaited through a pidfd: it cannot be confused with a later process of the same pid.
+The exit is awaited through a pidfd: it cannot be confused with a later process of the same pid. On other
+systems than Linux it is looked for now and then, and a connection is taken on its word (operating_system).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import os
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import trio
 
+from swarmllm import operating_system
 from swarmllm.errors import WorkerDied
 from swarmllm_proto.errors import without_folders
 
@@ -38,6 +39,8 @@ SOCKET_PATH_MAX = 107
 STDERR_LINES_KEPT = 20
 STDERR_LINE_MAX = 500
 ACCEPT_RETRY_S = 0.1
+EXIT_LOOK_S = 0.05
+"""Where nothing tells of an exit."""
 KILL_TIMEOUT_S = 5.0
 """A process that survives SIGKILL longer than this hangs inside the kernel; nobody here can do anything
 about it."""
@@ -88,7 +91,8 @@ class WorkerProcess:
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stderr is not None
         self._popen = popen
-        self._exit_fd = os.pidfd_open(popen.pid)
+        self._exit_fd = operating_system.exit_descriptor(popen.pid)
+        self._is_released = False
         self._stderr = popen.stderr
         os.set_blocking(self._stderr.fileno(), False)
         self._stderr_line = b""
@@ -113,7 +117,8 @@ class WorkerProcess:
         """Run `command --socket PATH` and wait until that very process has connected. Raises WorkerDied."""
         path = socket_dir / f"worker-{secrets.token_hex(6)}.sock"
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.setblocking(False)
                 await trio.to_thread.run_sync(listener.bind, str(path))
                 listener.listen(4)
                 process = cls._start([*command, "--socket", str(path)])
@@ -186,9 +191,8 @@ class WorkerProcess:
                 await trio.sleep(ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            pid, _, _ = struct.unpack("3i", credentials)
-            if pid == self.pid:
+            pid = operating_system.peer_pid(connection)
+            if pid is None or pid == self.pid:
                 return connection
             log.warning("process %d connected in place of worker %d: refused", pid, self.pid)
             connection.close()
@@ -196,7 +200,10 @@ class WorkerProcess:
     async def wait(self) -> int:
         """Until the process has exited; only one task at a time may wait."""
         while self._popen.poll() is None:
-            await trio.lowlevel.wait_readable(self._exit_fd)
+            if self._exit_fd is None:
+                await trio.sleep(EXIT_LOOK_S)
+            else:
+                await trio.lowlevel.wait_readable(self._exit_fd)
         status: int = self._popen.returncode
         return status
 
@@ -218,12 +225,13 @@ class WorkerProcess:
         self.kill()
         with trio.move_on_after(KILL_TIMEOUT_S):
             await self.wait()
-        if self._exit_fd >= 0:
+        if not self._is_released:
+            self._is_released = True
             self._read_stderr()
             trio.lowlevel.notify_closing(self._stderr.fileno())
             self._stderr.close()
-            os.close(self._exit_fd)
-            self._exit_fd = -1
+            if self._exit_fd is not None:
+                os.close(self._exit_fd)
         if self.connection is not None:
             trio.lowlevel.notify_closing(self.connection.fileno())
             self.connection.close()

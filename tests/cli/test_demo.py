@@ -19,10 +19,11 @@ from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.cli.demo import MODEL, ONE_THREAD, PARTS, configuration, family, is_alive, mark_of
+from swarmllm.cli.demo import MODEL, ONE_THREAD, PARTS, configuration
 from swarmllm.config_sources import load_config
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge
+from swarmllm.operating_system import family, is_alive, mark_of
 
 TIMEOUT_S = 2 * PATIENCE_S
 

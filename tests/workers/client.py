@@ -36,8 +36,12 @@ class Generated(NamedTuple):
     done: ipc.GenerateDone
 
 
-def worker_command(socket_path: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "swarmllm_workers", "--socket", str(socket_path), *arguments]
+PROGRAM = ("-m", "swarmllm_workers")
+
+
+def worker_command(socket_path: Path, *arguments: str, program: Sequence[str] = PROGRAM) -> list[str]:
+    """`program`: what Python runs."""
+    return [sys.executable, *program, "--socket", str(socket_path), *arguments]
 
 
 def worker_environment() -> dict[str, str]:
@@ -46,14 +50,18 @@ def worker_environment() -> dict[str, str]:
 
 
 class Worker:
-    def __init__(self, socket_path: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, socket_path: Path, arguments: Sequence[str] = (), program: Sequence[str] = PROGRAM
+    ) -> None:
         self._cache_dir = socket_path.parent / "segments"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(socket_path))
             listener.listen(1)
             listener.settimeout(DEADLINE_S)
             self.process = subprocess.Popen(
-                worker_command(socket_path, *arguments), env=worker_environment(), stderr=subprocess.DEVNULL
+                worker_command(socket_path, *arguments, program=program),
+                env=worker_environment(),
+                stderr=subprocess.DEVNULL,
             )
             self.socket, _ = listener.accept()
         self.socket.settimeout(DEADLINE_S)

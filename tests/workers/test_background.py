@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def gate() -> Iterator[Gate]:
 def inbox() -> Iterator[ThreadInbox]:
     inbox = ThreadInbox()
     yield inbox
-    os.close(inbox.descriptor)
+    inbox.close()
 
 
 def receive(inbox: ThreadInbox) -> None:
@@ -270,7 +269,7 @@ class Room:
         self.parsing.stop()
         assert not self.loading.is_alive
         self.handlers.close()
-        os.close(self.inbox.descriptor)
+        self.inbox.close()
 
 
 @pytest.fixture

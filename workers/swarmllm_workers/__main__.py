@@ -15,7 +15,6 @@ with it, where one took 18.8. With cores to spare nothing is gained, and the sys
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -25,22 +24,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-PR_SET_PDEATHSIG: Final = 1
+from swarmllm_workers import operating_system
+
 SPIN_COUNT: Final = "1000"
 SWITCH_S: Final = 0.0005
 """How long Python code of another thread may keep a decode step waiting, where it would not let go itself."""
-
-
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, however busy libllama is then.
-
-    The end of the socket tells an idle worker the same; a worker in the middle of a long prefill would
-    notice late.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent == 1 or os.getppid() != parent:
-        sys.exit("the daemon has gone")
 
 
 def openmp_settings(n_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -48,7 +36,7 @@ def openmp_settings(n_threads: int, environment: Mapping[str, str]) -> dict[str,
     settings = {}
     if not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         settings["GOMP_SPINCOUNT"] = SPIN_COUNT
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(operating_system.cores())
     is_chosen = environment.keys() & {"GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"}
     if n_threads == len(cores) > 1 and not is_chosen:
         settings["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
@@ -68,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="what goes to stderr",
     )
     options = parser.parse_args(arguments)
-    die_with_parent()
+    operating_system.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which then closes the socket
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault(
         "GGML_NO_BACKTRACE", "1"
     )  # an abort would start a debugger and outlive its cause by seconds
-    cores = os.sched_getaffinity(0)  # before libgomp keeps this thread to one of them
+    cores = operating_system.cores()  # before libgomp keeps this thread to one of them
     from swarmllm_workers.server.loop import (
         Server,  # after the environment is set: this loads libllama and OpenMP
     )

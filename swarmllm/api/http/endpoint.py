@@ -26,6 +26,7 @@ from swarmllm.config import Config
 from swarmllm.errors import ConfigError
 from swarmllm.keys import KeyFile, KeyRing
 from swarmllm.node import Node
+from swarmllm.operating_system import limit_silence
 from swarmllm.supervision import supervise_started
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _key_id(ring: KeyRing | None, headers: Headers) -> str | None:
 
 
 def _bound_what_waits(listener: socket.socket, limits: HttpLimits) -> None:
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.write_s * 1000))
+    limit_silence(listener, int(limits.write_s * 1000))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
 
 

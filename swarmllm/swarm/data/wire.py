@@ -26,6 +26,7 @@ from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 
+from swarmllm.operating_system import limit_silence
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.router import LinkEnd
@@ -287,7 +288,7 @@ async def shake_hands(
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The kernel's own limit for bytes that nobody acknowledges is a quarter of an hour.
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        limit_silence(stream.socket, _USER_TIMEOUT_MS)
         raw = RawConnection(TrioTCPStream(stream), expected is not None)
         with trio.fail_after(HANDSHAKE_S):
             if expected is None:

@@ -8,17 +8,16 @@ dns6; whatever the name resolves to is tried).
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import re
 import socket
-import struct
 from dataclasses import dataclass
 
 import trio
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.host_names import HostName, parse_host_name
+from swarmllm.operating_system import interface_ips
 from swarmllm_proto.identifiers import NodeId, is_node_id, parse_port
 
 _FORM = re.compile(
@@ -28,7 +27,6 @@ _FORM = re.compile(
 _NAMED_FORM = re.compile(
     r"/dns[46]?/(?P<name>[^/]{1,253})/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<node_id>[0-9A-Za-z]{1,128})"
 )
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +131,5 @@ def announced_ips(listen_host: str, announce: tuple[str, ...]) -> list[str]:
         return list(announce)
     if not ipaddress.ip_address(listen_host).is_unspecified:
         return [listen_host]
-    ips = [ip for ip in _interface_ips() if not is_loopback(ip)]
+    ips = [ip for ip in interface_ips() if not is_loopback(ip)]
     return [*ips, "127.0.0.1"]
-
-
-def _interface_ips() -> list[str]:
-    ips: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # an interface without an IPv4 address
-                continue
-            ips.append(socket.inet_ntoa(answer[20:24]))
-    return ips

@@ -11,7 +11,6 @@ import contextvars
 import logging
 import math
 import os
-import socket
 import weakref
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
@@ -29,6 +28,7 @@ from libp2p.tools.anyio_service import trio_manager, trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
 from swarmllm.log_filter import provoked_by
+from swarmllm.operating_system import limit_silence
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def give_up_on_silent_network(connection: Any) -> None:
     """Bytes that nobody acknowledges keep a connection alive for a quarter of an hour; the kernel ends it
     sooner if told."""
     if (stream := socket_stream(connection)) is not None:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        limit_silence(stream.socket, _USER_TIMEOUT_MS)
 
 
 async def close_hard(connection: Any) -> None:

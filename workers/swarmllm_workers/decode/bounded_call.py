@@ -7,8 +7,9 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
+
+from swarmllm_workers import operating_system
 
 MEMORY_MAX: Final = 512 * 2**20
 """Bytes of address space that the code may add."""
@@ -31,9 +32,11 @@ class _Limit:
 
     def set(self) -> None:
         with self._lock:
+            used = operating_system.address_space_bytes()
+            if used is None:
+                return
             self._before = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + MEMORY_MAX + self._expected_bytes
+            limit = used + MEMORY_MAX + self._expected_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(limit, soft), hard))
 
     def lift(self) -> None:
@@ -98,7 +101,7 @@ class _Alarm:
 @contextmanager
 def bounded(seconds: float) -> Iterator[None]:
     """In one thread at a time: an alarm interrupts the code, a limit on the address space makes it fail with
-    MemoryError."""
+    MemoryError, where the system holds it."""
     try:
         alarm = _Alarm(seconds)  # before the limit: its thread needs memory, too
         try:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from swarmllm_workers import operating_system
+
 HUGE_PAGE: Final = 2 * 2**20
 GAP_MAX: Final = 4096
 """Bytes not written between two that are: more than that stays a hole."""
@@ -88,15 +90,27 @@ def read_in(path: Path) -> None:
     yet. What goes wrong here, libllama meets again and reports."""
     with suppress(OSError), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if size < HUGE_PAGE or not operating_system.IS_LINUX:
             return
         # Python's own mmap keeps all other threads waiting for as long as this takes.
         address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
         if address in (None, MAP_FAILED):
             return
-        libc.madvise(address, size, mmap.MADV_HUGEPAGE)
-        libc.madvise(address, size, POPULATE_READ)
+        want_huge_pages(address, size)
+        populate(address, size)
         libc.munmap(address, size)
+
+
+def want_huge_pages(address: int, size: int) -> None:
+    """For this mapping. Elsewhere than on Linux the system decides."""
+    if operating_system.IS_LINUX:
+        libc.madvise(address, size, mmap.MADV_HUGEPAGE)
+
+
+def populate(address: int, size: int) -> None:
+    """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
+    if operating_system.IS_LINUX:
+        libc.madvise(address, size, POPULATE_READ)
 
 
 libc: Final = ctypes.CDLL(None, use_errno=True)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from swarmllm_workers import operating_system
 
 
 def find_library(name: str) -> Path | None:
@@ -28,9 +31,26 @@ def stand_before_libllama(name: str) -> ctypes.CDLL | None:
 
 def mapped_paths(prefix: str) -> list[Path]:
     """The libraries in use whose file is called so. Found by name among the mapped files, as a wheel holds
-    each three times, and another copy than the one in use has empty tables."""
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return sorted(Path(name) for name in mapped if Path(name).name.startswith(prefix))
+    each three times, and another copy than the one in use has empty tables. Where nobody tells what is
+    mapped, those of libllama's folder are tried."""
+    mapped = operating_system.mapped_files()
+    if mapped is None:
+        mapped = {path for path in _beside_libllama(prefix) if _is_loaded(path)}
+    return sorted(path for path in mapped if path.name.startswith(prefix))
+
+
+def _beside_libllama(prefix: str) -> Iterator[Path]:
+    package = sys.modules.get("llama_cpp")
+    if package is not None and package.__file__ is not None:
+        yield from (Path(package.__file__).parent / "lib").glob(f"{prefix}*")
+
+
+def _is_loaded(path: Path) -> bool:
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True
 
 
 def mapped_libraries(prefix: str) -> list[ctypes.CDLL]:

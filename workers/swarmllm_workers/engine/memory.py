@@ -12,7 +12,6 @@ token, and a model that does not fit crawls.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +22,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.engine import row_attention
 from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.engine.interposing import mapped_libraries
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.ranges import Range, join, merge
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
@@ -221,11 +221,9 @@ def gpu_free_bytes() -> int:
 @cache
 def _ggml() -> ctypes.CDLL | None:
     """The copy of ggml's registry of devices that libllama uses: others know of no device."""
-    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    path = next((name for name in sorted(mapped) if Path(name).name.startswith("libggml.so")), None)
-    if path is None:
+    ggml = next(iter(mapped_libraries("libggml.so")), None)
+    if ggml is None:
         return None
-    ggml = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.argtypes = (ctypes.c_size_t,)
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p

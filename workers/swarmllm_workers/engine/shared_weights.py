@@ -27,7 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from swarmllm_workers.engine.huge_pages import HUGE_PAGE, MAP_FAILED, POPULATE_READ, libc
+from swarmllm_workers import operating_system
+from swarmllm_workers.engine.huge_pages import HUGE_PAGE, MAP_FAILED, libc, populate, want_huge_pages
 from swarmllm_workers.engine.interposing import mapped_libraries
 from swarmllm_workers.errors import CallError
 
@@ -86,7 +87,7 @@ def _functions() -> _Functions | None:
 
 def is_supported() -> bool:
     """With this libllama, on this system."""
-    return hasattr(os, "memfd_create") and _functions() is not None
+    return operating_system.IS_LINUX and _functions() is not None
 
 
 def _tensors(functions: _Functions, handle: int) -> Iterator[int]:
@@ -123,13 +124,12 @@ class _MappedFile:
             self._base = _mapped(None, self._reserved, 0, kind, -1)
             self.address = -(-self._base // HUGE_PAGE) * HUGE_PAGE
             _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            libc.madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
+        want_huge_pages(self.address, self._size)
 
     def read_in(self, offset: int, size: int) -> None:
         """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
         start = offset // _PAGE * _PAGE
-        libc.madvise(self.address + start, offset + size - start, POPULATE_READ)
+        populate(self.address + start, offset + size - start)
 
     def check(self, place: FilePlace) -> None:
         if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
@@ -251,8 +251,7 @@ class Stub:
 
     def _mapped_at(self) -> int:
         inode = os.fstat(self._file).st_ino
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            fields = line.split(maxsplit=5)
+        for fields in operating_system.mappings():
             if len(fields) == 6 and int(fields[4]) == inode and fields[5].startswith("/memfd:layers"):
                 return int(fields[0].partition("-")[0], 16)
         raise CallError("bad_model", "libllama does not map the layers", "path")

@@ -26,7 +26,8 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.errors import CallError
 
-ggml = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+ggml = ctypes.CDLL(str(min((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.[sd]*"))))
+"""`.so`, or `.dylib`."""
 
 _get_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_get_name", ggml))
 _op_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_op_desc", ggml))

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from swarmllm_workers import operating_system
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.grammars.gbnf_matcher import GbnfMatcher, NotFollowed
 from swarmllm_workers.grammars.json_matcher import JsonMatcher, tokenizer_of
@@ -95,9 +96,9 @@ class Preparation:
 
 
 def run_child(descriptor: int, prepare: Preparation) -> None:
-    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = n_pages * resource.getpagesize() + MEMORY_MAX
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    used = operating_system.address_space_bytes()
+    if used is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_MAX, used + MEMORY_MAX))
     Child(prepare.model, Connection(descriptor)).serve(prepare)
 
 

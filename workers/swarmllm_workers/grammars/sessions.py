@@ -7,7 +7,7 @@ when an answer has come, for a thread that has nothing else to do.
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import socket
 import subprocess
 import sys
@@ -171,7 +171,7 @@ class GrammarSessions:
     def __init__(self, path: Path) -> None:
         """`path`: of the model, for its vocabulary."""
         self._path = path
-        self._poll = select.epoll()
+        self._poll = selectors.DefaultSelector()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._sessions: dict[int, GrammarSession] = {}
@@ -199,7 +199,7 @@ class GrammarSessions:
                 own.close()
                 raise CallError("engine", "the process that follows grammars has ended", spec.field) from None
         session = GrammarSession(self, spec, own, compile_s)
-        self._poll.register(session.fileno(), select.EPOLLIN)
+        self._poll.register(session.fileno(), selectors.EVENT_READ)
         self._sessions[session.fileno()] = session
         return session
 
@@ -225,9 +225,9 @@ class GrammarSessions:
 
     def receive(self) -> None:
         """Read what has come for any session, so that `fileno` is not readable any more."""
-        for descriptor, _ in self._poll.poll(0):
-            if descriptor in self._sessions:
-                self._sessions[descriptor].receive()
+        for key, _ in self._poll.select(0):
+            if key.fd in self._sessions:
+                self._sessions[key.fd].receive()
 
     def _stop(self) -> None:
         if self._control is not None:

@@ -10,15 +10,14 @@ one before it left.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol
 
+from swarmllm_workers import operating_system
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.errors import Stopped
 
@@ -69,18 +68,21 @@ class ThreadInbox:
     any."""
 
     def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = operating_system.Wakeup()
+        self.descriptor = self._wakeup.descriptor
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def put(self, call: Callable[[], None]) -> None:
         self._calls.put(call)
-        os.eventfd_write(self.descriptor, 1)
+        self._wakeup.set()
 
     def run(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
+        self._wakeup.clear()
         for _ in range(self._calls.qsize()):
             self._calls.get_nowait()()
+
+    def close(self) -> None:
+        self._wakeup.close()
 
 
 class BackgroundThread:
@@ -148,9 +150,7 @@ class BackgroundThread:
             resume, value = self._waiting[0][0].send, None
 
     def _work(self) -> None:
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        operating_system.settle_thread(self._cores, self._niceness)
         while (part := self._parts.get()) is not None and not self._is_stopping:
             self._inbox.put(self._run(part))
             del part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from swarmllm_proto import ipc
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import unpack_rows
+from swarmllm_workers import operating_system
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
@@ -171,7 +171,7 @@ class Handlers:
         self.state.model = engine
         self.grammars.open(engine.n_vocab)
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
-        self.ring.has_spare_core = engine.settings.n_threads < len(os.sched_getaffinity(0))
+        self.ring.has_spare_core = engine.settings.n_threads < len(operating_system.cores())
         self.state.speculation = Speculation(engine, speculation_settings(message))
         kept_in = Path(message.kernel_timings) if message.kernel_timings else None
         self.state.kernels = KernelTuning(message.kernels, kept_in)

@@ -29,7 +29,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
-from swarmllm_workers import __version__
+from swarmllm_workers import __version__, operating_system
 from swarmllm_workers.engine import runtime_check
 from swarmllm_workers.engine.libllama import engine_version
 from swarmllm_workers.server.background import BackgroundThread, ThreadInbox
@@ -206,13 +206,13 @@ class Server:
 
     def _receive(self) -> bytes:
         """Some bytes, and into `_descriptors` what came with them. Raises BlockingIOError."""
-        data, ancillary, _, _ = self._connection.recvmsg(
-            RECEIVE_SIZE, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary = operating_system.receive(self._connection, RECEIVE_SIZE, _ANCILLARY_SIZE)
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = len(content) - len(content) % _DESCRIPTOR.size
-                self._descriptors += (each for (each,) in _DESCRIPTOR.iter_unpack(content[:whole]))
+                descriptors = [each for (each,) in _DESCRIPTOR.iter_unpack(content[:whole])]
+                operating_system.keep_private(descriptors)
+                self._descriptors += descriptors
         return data
 
     def _read(self) -> bool:

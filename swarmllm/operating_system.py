@@ -1,0 +1,145 @@
+"""What the daemon and the commands ask of Linux alone, each with what is done on another system.
+
+Elsewhere nothing here fails: a function says that it does not know, or does the portable thing, which is
+slower or less strict. IS_LINUX is looked at with each call, so a test can switch the Linux way off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import trio
+
+IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG: Final = 1
+_SIOCGIFADDR: Final = 0x8915
+_SOMEWHERE_ELSE: Final = ("192.0.2.1", 9)
+"""An address of nobody (RFC 5737). Nothing is sent to it."""
+
+
+def n_cores() -> int:
+    """On which this process may run."""
+    return len(os.sched_getaffinity(0)) if IS_LINUX else os.cpu_count() or 1
+
+
+def cpu_features() -> frozenset[str]:
+    """As /proc/cpuinfo calls them; empty where nobody says."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines() if IS_LINUX else ():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def exit_descriptor(pid: int) -> int | None:
+    """Readable once this child has exited, to be closed by the caller. None: it has to be looked at now and
+    then. Raises OSError."""
+    return os.pidfd_open(pid) if IS_LINUX else None
+
+
+def peer_pid(connection: socket.socket) -> int | None:
+    """The process at the other end of a Unix socket; None: nobody says. Raises OSError."""
+    if not IS_LINUX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)
+
+
+def signal_at_parents_end(number: int) -> Callable[[], None]:
+    """What a child calls between fork and exec to get signal `number` when the thread that started it ends.
+    Elsewhere it outlives a parent that is killed."""
+    if not IS_LINUX:
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, number)
+
+
+def limit_silence(stream: socket.socket | trio.socket.SocketType, milliseconds: int) -> None:
+    """End a TCP connection whose bytes nobody acknowledges for so long. Elsewhere the kernel's own limit
+    counts, which may be a quarter of an hour."""
+    if IS_LINUX:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def sync_data(file: int) -> None:
+    """Have the bytes of a file on the disk. Raises OSError."""
+    if IS_LINUX:
+        os.fdatasync(file)
+    else:
+        os.fsync(file)
+
+
+def interface_ips() -> list[str]:
+    """IPv4 addresses of this machine; elsewhere only the one from which it would reach others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return list(_ips_of_interfaces(probe) if IS_LINUX else _ip_of_the_way_out(probe))
+
+
+def _ips_of_interfaces(probe: socket.socket) -> Iterator[str]:
+    for _, name in socket.if_nameindex():
+        request = struct.pack("256s", name.encode()[:15])
+        with suppress(OSError):  # an interface without an IPv4 address
+            yield socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _ip_of_the_way_out(probe: socket.socket) -> Iterator[str]:
+    with suppress(OSError):  # no network
+        probe.connect(_SOMEWHERE_ELSE)
+        yield str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """One process, not the next one to get its number."""
+
+    pid: int
+    started_ticks: int
+    """0: the system does not say."""
+
+
+def mark_of(pid: int) -> ProcessMark | None:
+    """The running process with this pid, or None (on Linux a zombie does not run)."""
+    if not IS_LINUX:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return ProcessMark(pid, 0)
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else ProcessMark(pid, int(fields[19]))
+
+
+def is_alive(mark: ProcessMark) -> bool:
+    return mark_of(mark.pid) == mark
+
+
+def family(pid: int) -> list[ProcessMark]:
+    """The process and its descendants (a daemon's workers); elsewhere only itself."""
+    marks: list[ProcessMark] = []
+    pending = [pid]
+    while pending:
+        pid = pending.pop()
+        if mark := mark_of(pid):
+            marks.append(mark)
+        # Every thread of its own: a child belongs to the thread that started it.
+        for children in Path(f"/proc/{pid}/task").glob("*/children") if IS_LINUX else ():
+            with suppress(OSError):
+                pending += map(int, children.read_text().split())
+    return marks

@@ -1,0 +1,133 @@
+"""What a worker asks of Linux alone, each with what is done on another system.
+
+Elsewhere nothing here fails: a function says that it does not know, or does the portable thing, which is
+slower or less strict. IS_LINUX is looked at with each call, so a test can switch the Linux way off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG: Final = 1
+PARENT_LOOK_S: Final = 0.5
+"""How often the parent is looked for where the kernel tells nobody of its end."""
+
+
+def die_with_parent() -> None:
+    """Kill this process when the thread that started it ends, however busy libllama is then. Elsewhere a
+    thread looks for the parent now and then. Exits at once where the parent has gone before.
+
+    The end of the socket tells an idle worker the same; a worker in the middle of a long prefill would
+    notice late.
+    """
+    parent = os.getppid()
+    if IS_LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_die_after, args=(parent,), name="parent", daemon=True).start()
+    if parent == 1 or os.getppid() != parent:
+        sys.exit("the daemon has gone")
+
+
+def _die_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cores() -> set[int]:
+    """On which this thread may run."""
+    return os.sched_getaffinity(0) if IS_LINUX else set(range(os.cpu_count() or 1))
+
+
+def settle_thread(on: Collection[int], niceness: int) -> None:
+    """Keep this thread to cores, if there are any in `on`, and lower its priority. Elsewhere the system
+    decides both."""
+    if not IS_LINUX:
+        return
+    if on:
+        os.sched_setaffinity(0, on)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def address_space_bytes() -> int | None:
+    """Of this process. None: nobody counts, and a limit on it does not hold."""
+    if not IS_LINUX:
+        return None
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def mappings() -> list[list[str]]:
+    """Of this process, as /proc/self/maps has them: range, access, offset, device, inode and path, where
+    there is one. Empty where nobody says."""
+    if not IS_LINUX:
+        return []
+    return [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+
+
+def mapped_files() -> set[Path] | None:
+    """None: nobody says."""
+    if not IS_LINUX:
+        return None
+    return {Path(fields[5].strip()) for fields in mappings() if len(fields) == 6}
+
+
+class Wakeup:
+    """`descriptor` is readable once `set` was called in any thread, until `clear`."""
+
+    def __init__(self) -> None:
+        if IS_LINUX:
+            self.descriptor = self._writing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.descriptor, self._writing = os.pipe()
+            os.set_blocking(self.descriptor, False)
+            os.set_blocking(self._writing, False)
+        self._is_event = IS_LINUX
+
+    def set(self) -> None:
+        if self._is_event:
+            os.eventfd_write(self._writing, 1)
+        else:
+            with contextlib.suppress(BlockingIOError):  # full of earlier ones
+                os.write(self._writing, b"+")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if self._is_event:
+                os.eventfd_read(self.descriptor)
+                return
+            while os.read(self.descriptor, 4096):
+                pass
+
+    def close(self) -> None:
+        for descriptor in {self.descriptor, self._writing}:
+            os.close(descriptor)
+
+
+def receive(
+    connection: socket.socket, size: int, ancillary_size: int
+) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+    """As `recvmsg`: data and ancillary data. Descriptors in it are not inherited; elsewhere `keep_private`
+    has to see to that. Raises OSError."""
+    flags = socket.MSG_CMSG_CLOEXEC if IS_LINUX else 0
+    data, ancillary, _, _ = connection.recvmsg(size, ancillary_size, flags)
+    return data, ancillary
+
+
+def keep_private(descriptors: Sequence[int]) -> None:
+    """No program that this one starts inherits them."""
+    if not IS_LINUX:
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
