@@ -14,6 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
+from swarmllm.swarm.data import bulk as bulk_module
 from swarmllm.swarm.data.bulk import _HELLO_S as HELLO_S
 from swarmllm.swarm.data.bulk import _NO_WAY_S as NO_WAY_S
 from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkWay
@@ -64,6 +65,7 @@ class Node:
         self.direct: list[Connection] = []
         """What the next dials give."""
         self.streams: list[Connection] = []
+        self.better_streams: list[Connection] = []
         self.n_dialled = 0
         self.there: list[Connection] = []
         self.dial_s = 0.0
@@ -88,7 +90,8 @@ class Node:
         return self.direct.pop(0) if self.direct else None
 
     async def open_bulk_stream(self, _node_id: NodeId, old: Connection | None) -> Connection | None:
-        return self.streams.pop(0) if self.streams and old is None else None
+        streams = self.streams if old is None else self.better_streams
+        return streams.pop(0) if streams else None
 
     async def answer(self, _sender: NodeId, body: bytes) -> bytes:
         await self.let_answer.wait()
@@ -307,3 +310,66 @@ async def test_an_answer_that_nobody_can_get_disturbs_nobody(autojump_clock: Moc
         it.let_answer.set()
         await wait_all_tasks_blocked()
         assert connection.sent == []
+
+
+async def test_a_better_stream_replaces_one_through_a_relay(autojump_clock: MockClock) -> None:
+    async with node() as it:
+        it.streams = [relayed := Connection(A, "relay")]
+        await it.asks()
+        await it.says(relayed, BulkKind.ANSWER, relayed.last_number)
+        await trio.sleep(NO_WAY_S)
+        it.better_streams = [better := Connection(A, "libp2p")]
+        asked = await it.asks()
+        assert relayed.alive, "it is asked there"
+        await it.says(relayed, BulkKind.ANSWER, relayed.last_number, b"!")
+        assert asked.answer == b"!"
+        assert not relayed.alive
+        await it.asks()
+        assert len(better.sent) == 1
+
+
+async def test_a_connection_that_has_ended_is_asked_nothing_more(autojump_clock: MockClock) -> None:
+    async with node() as it:
+        it.direct = [first := Connection(A), second := Connection(A)]
+        await it.asks()
+        first.end("broken, and nobody has said so yet")
+        await it.asks()
+        assert (len(first.sent), len(second.sent)) == (1, 1)
+
+
+async def test_the_others_connection_counts_once_it_asks_there_and_an_idle_one_ends_at_once(
+    autojump_clock: MockClock,
+) -> None:
+    async with node() as it:
+        it.let_answer.set()
+        theirs = Connection(A, dialled=False)
+        it.direct, it.dial_s = [own := Connection(A)], 1.0
+        await it.asks()
+        it.there = [theirs]  # It came while this node dialled.
+        await trio.sleep(2.0)
+        await it.asks()
+        assert (len(own.sent), theirs.sent) == (2, [])
+        for _, number, _ in list(own.sent):
+            await it.says(own, BulkKind.ANSWER, number)
+        assert own.alive
+        await it.says(theirs, BulkKind.ASK, 1, b"abc")
+        assert not own.alive
+        await it.asks()
+        assert theirs.sent[-1][0] == BulkKind.ASK
+        it.loses(own)
+        await it.asks()
+        assert len([kind for kind, _, _ in theirs.sent if kind == BulkKind.ASK]) == 2
+
+
+async def test_of_nodes_that_cannot_be_reached_only_so_many_are_remembered(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_module, "_PEERS_MAX", 3)
+    async with node() as it:
+        it.direct = [connection := Connection(A)]
+        await it.asks()
+        for i in range(10):
+            await it.asks(node_id=NodeId(f"peer{i}"))
+            assert len(it.peers) <= 3
+        await it.asks()
+        assert len(connection.sent) == 2, "one that is in use is kept"

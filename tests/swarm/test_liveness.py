@@ -34,6 +34,9 @@ class Host:
         self.n_of: Counter[NodeId] = Counter()
         self.is_busy = False
         """Whether surplus connections are in use."""
+        self.n_looks = 0
+        """At those."""
+        self.defect: Exception | None = None
         self.closed: list[NodeId] = []
         self.watcher: PeerWatcher | None = None
 
@@ -66,6 +69,9 @@ class Host:
         return [0] * (self.n_of[node_id] - 1)
 
     async def end_idle_surplus(self, node_id: NodeId) -> None:
+        self.n_looks += 1
+        if self.defect is not None:
+            raise self.defect
         if not self.is_busy:
             self.n_of[node_id] = 1
 
@@ -193,6 +199,27 @@ async def test_a_peer_that_does_not_answer_as_a_node_is_let_go_after_some_tries(
         assert len(it.greeted) == min(n_refusals, 5) + 1
         assert it.changes == ([] if is_let_go else [("connected", A)])
         assert it.host.closed == ([A] if is_let_go else [])
+        assert list(it.parts.attempts) == []
+
+
+async def test_a_peer_that_is_slow_has_tries_left_where_others_have_none(autojump_clock: MockClock) -> None:
+    async with node() as it:
+        n_tries = len(liveness_module._GREET_RETRY_S)
+        it.refusals = [NodeUnreachable("no node") for _ in range(n_tries)]
+        it.refusals += [DeadlineExceeded("slow") for _ in range(3)]
+        it.host.open(A)
+        await trio.sleep(60.0)
+        assert it.changes == [("connected", A)]
+        assert len(it.greeted) == n_tries + 4
+
+
+async def test_an_error_of_ours_beside_surplus_connections_ends_them_all(autojump_clock: MockClock) -> None:
+    async with node() as it:
+        it.host.defect = RuntimeError("a defect")
+        for _ in range(2):
+            it.host.open(A)
+        await trio.sleep(20.0)
+        assert (it.host.closed, it.changes) == ([A], [("connected", A), ("disconnected", A)])
         assert list(it.parts.attempts) == []
 
 
@@ -358,6 +385,7 @@ async def test_surplus_connections_end_once_they_are_idle(autojump_clock: MockCl
             it.host.open(A)
         await trio.sleep(20.0)
         assert it.host.n_of[A] == 3
+        assert it.host.n_looks <= 20.0 / liveness_module._SURPLUS_S, "one looks"
         it.host.is_busy = False
         await trio.sleep(2 * liveness_module._SURPLUS_S)
         assert it.host.n_of[A] == 1
