@@ -1,0 +1,91 @@
+"""A new user shares a published model in four parts over three machines, and asks it.
+
+The machines are network namespaces, and the hub is in that of the first. What is typed is what the quickstart
+says, with the names of this model; the nodes only look more often than by default what they should hold.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Final
+
+import pytest
+from daemon_process import wait_for
+from deadlines import PATIENCE_S
+from doc_blocks import PAGES, blocks
+from namespace_machines import NamespaceMachine, namespace_machines
+from other_guide import other_guide
+from shelf import Shelf, open_shelf
+from split_gguf import split_gguf
+
+QUICKSTART: Final = next(page for page in PAGES if page.name == "quickstart.md")
+NAMES: Final = ("first", "second", "third")
+NICKNAMES: Final = ("kitchen", "attic", "garage")
+MODEL: Final = other_guide("P")
+
+pytestmark = pytest.mark.slow
+
+
+def publish(hub: Shelf, folder: Path) -> str:
+    """The name of the first of four parts, on the hub in ORG/REPO."""
+    (folder / "whole.bin").write_bytes(MODEL)
+    parts = split_gguf(folder / "whole.bin", folder, [0, 30, 71], stem="FILE-Q8_0")
+    hub.files["/api/models/ORG/REPO"] = json.dumps(
+        {"siblings": [{"rfilename": part.name} for part in parts]}
+    ).encode()
+    for part in parts:
+        hub.files[f"/ORG/REPO/resolve/main/{part.name}"] = part.read_bytes()
+    return parts[0].name
+
+
+def typed(machine: NamespaceMachine, command: str) -> subprocess.CompletedProcess[str] | None:
+    done = machine.run("sh", "-ec", command)
+    print(machine.namespace, command, done.stdout, done.stderr)
+    return done if done.returncode == 0 else None
+
+
+def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        machines = stack.enter_context(namespace_machines(tmp_path, NAMES))
+        with machines["first"].inside():
+            hub = stack.enter_context(open_shelf())
+        (tmp_path / "hub").mkdir()
+        part = publish(hub, tmp_path / "hub")
+        machines["first"].environment["HF_ENDPOINT"] = hub.url
+        for machine in machines.values():
+            settings = machine.home / ".config" / "swarmllm" / "config.toml"
+            settings.parent.mkdir(parents=True)
+            settings.write_text("[auto_manage]\ninterval_s = 0.5\n")
+        invitation = ""
+        before_share = takewhile(
+            lambda block: not block.commands[0].startswith("swarmllm share"), blocks(QUICKSTART, "sh")
+        )
+        for block in before_share:
+            machine = machines[block.machine]
+            if block.commands[0].startswith("swarmllm daemon"):
+                machine.start_daemon(block.commands[0], stack)
+                continue
+            code = replace(block, code=block.code.replace("INVITATION", invitation)).code
+            done = wait_for(lambda m=machine, c=code: typed(m, c), PATIENCE_S, str(block))
+            if block.commands == ["swarmllm invite"]:
+                invitation = done.stdout.strip()
+
+        # Right after the start, records that say who has room are still on their way.
+        share = f"swarmllm share hf:ORG/REPO:{part} --name big --yes"
+        shared = wait_for(
+            lambda: typed(machines["first"], share), 2 * PATIENCE_S, "the model to be shared out"
+        )
+        assert "big: complete." in shared.stdout
+        assert all(nickname in shared.stdout for nickname in NICKNAMES)
+        assert hub.n_bytes < 1.6 * len(MODEL), "more than one machine has fetched it from the hub"
+
+        ask = 'swarmllm chat --model big --max-tokens 8 "What is a pipeline?" --route'
+        answer = wait_for(lambda: typed(machines["second"], ask), PATIENCE_S, "an answer")
+        route = answer.stdout + answer.stderr
+        assert all(nickname in route for nickname in NICKNAMES), route
+        assert "3 nodes" in route
