@@ -197,10 +197,12 @@ async def test_a_connection_that_the_other_has_dialled_is_as_good(autojump_clock
     async with node() as it:
         stream, unready, dead = Connection(A, "libp2p"), Connection(A, ready=False), Connection(A)
         dead.alive = False
-        it.there = [stream, unready, dead, theirs := Connection(A, dialled=False)]
+        messages = Connection(A)
+        messages.bulk = False
+        it.there = [stream, unready, dead, messages, theirs := Connection(A, dialled=False)]
         await it.asks()
         assert (it.n_dialled, len(theirs.sent)) == (0, 1)
-        assert [*stream.sent, *unready.sent, *dead.sent] == []
+        assert [*stream.sent, *unready.sent, *dead.sent, *messages.sent] == []
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

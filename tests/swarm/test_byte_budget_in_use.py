@@ -411,6 +411,20 @@ async def test_a_request_for_which_there_is_no_room_is_read_to_its_end() -> None
         assert stream.written == (1).to_bytes(4, "little") + bytes((2,))
 
 
+async def test_an_answer_for_which_there_is_no_room_is_not_kept_and_its_asker_told_so() -> None:
+    host, budget = FakeHost(), ByteBudget({kind: Limit(MIB, MIB) for kind in BudgetKind})
+
+    async def answer_at_length(_sender: str, _kind: int, _body: bytes) -> bytes:
+        return bytes(2 * MIB)
+
+    async with trio.open_nursery() as nursery:
+        RequestProtocol(host, nursery, answer_at_length, budget=budget)  # type: ignore[arg-type]
+        stream = Whole(10)
+        await host.handler("honest", stream)
+        assert (stream.written, stream.was_reset) == ((1).to_bytes(4, "little") + bytes((2,)), False)
+    assert budget.n_bytes == 0
+
+
 class Replying(FakeHost):
     """Another node, which answers every request so."""
 

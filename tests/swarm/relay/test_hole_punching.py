@@ -163,6 +163,15 @@ async def test_it_is_tried_so_often_and_nothing_is_lost(autojump_clock: MockCloc
         assert len(a.dials) == 2 * (1 + TRIES)
 
 
+async def test_one_node_is_dialled_by_one_task(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        a, _ = ends(nursery)
+        async with trio.open_nursery() as both:
+            for _ in range(2):
+                both.start_soon(a.punching.punch, B)
+        assert len(a.dials) == 1 + TRIES
+
+
 async def test_an_end_that_is_gone_or_cannot_be_asked_ends_it(autojump_clock: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         a, b = ends(nursery)
@@ -174,8 +183,13 @@ async def test_an_end_that_is_gone_or_cannot_be_asked_ends_it(autojump_clock: Mo
         assert (len(a.dials), a.turned) == (2, [])
 
 
+ASKED = framed(encode_punch(Punch("connect", (SEEN_AT[A],))))
+
+
 @pytest.mark.parametrize(
-    "said", [b"\x01x", framed(encode_punch(Punch("sync"))), b""], ids=["nonsense", "too early", "nothing"]
+    "said",
+    [b"\x01x", framed(encode_punch(Punch("sync"))), ASKED, ASKED + ASKED, b""],
+    ids=["nonsense", "too early", "no moment", "twice", "nothing"],
 )
 async def test_one_that_does_not_keep_to_it_is_dialled_by_nobody(
     autojump_clock: MockClock, said: bytes
