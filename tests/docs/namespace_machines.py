@@ -34,13 +34,7 @@ class NamespaceMachine(Machine):
             name: value for name, value in self.environment.items() if not name.startswith("SWARMLLM_")
         }
         self.namespace = namespace
-        self._inside = ("ip", "netns", "exec", namespace)
-
-    def start(self, command: str) -> subprocess.Popen[bytes]:
-        return super().start(" ".join((*self._inside, command)))
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return super().run(*self._inside, *command)
+        self.enter = ("ip", "netns", "exec", namespace)
 
     def _serves(self, process: subprocess.Popen[bytes]) -> bool:
         assert process.poll() is None, (self.home / "daemon.log").read_text()

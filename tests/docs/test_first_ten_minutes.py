@@ -5,8 +5,6 @@ Nothing is set that the page does not set: ports, discovery and folders are the 
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import subprocess
@@ -21,6 +19,7 @@ import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
 from doc_blocks import PAGES, Block, Machine, blocks
+from namespace_machines import NamespaceMachine, namespace_machines
 
 PAGE: Final = next(page for page in PAGES if page.name == "first-ten-minutes.md")
 STOPS_SECOND: Final = "# first machine, after the second has stopped"
@@ -30,39 +29,10 @@ NAMES: Final = ("first", "second")
 pytestmark = pytest.mark.slow
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-class NamespaceMachine(Machine):
-    """A machine with a network of its own, configured by nothing but what is typed."""
-
-    def __init__(self, home: Path, namespace: str) -> None:
-        super().__init__(home)
-        self.environment = {
-            name: value for name, value in self.environment.items() if not name.startswith("SWARMLLM_")
-        }
-        self.enter = ("ip", "netns", "exec", namespace)
-
-
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
-    namespaces = {name: f"swarmllm-{os.getpid()}-{name}" for name in NAMES}
-    with ExitStack() as stack:
-        for namespace in namespaces.values():
-            try:
-                ip("netns", "add", namespace)
-            except (OSError, subprocess.CalledProcessError) as error:
-                said = getattr(error, "stderr", b"") or str(error).encode()
-                pytest.skip(f"no network namespaces here: {said.decode().strip()}")
-            stack.callback(ip, "netns", "del", namespace)
-            ip("-n", namespace, "link", "set", "lo", "up")
-        first, second = namespaces.values()
-        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
-        for number, namespace in enumerate(namespaces.values(), 1):
-            ip("-n", namespace, "addr", "add", f"10.87.0.{number}/24", "dev", "eth0")
-            ip("-n", namespace, "link", "set", "eth0", "up")
-        yield {name: NamespaceMachine(tmp_path / name, namespaces[name]) for name in NAMES}
+def machines(tmp_path: Path) -> Iterator[dict[str, NamespaceMachine]]:
+    with namespace_machines(tmp_path, NAMES) as machines:
+        yield machines
 
 
 def masked(line: str) -> str:
@@ -91,15 +61,7 @@ def typed(machine: Machine, block: Block, shown: str) -> str | None:
     return done.stdout if done.returncode == 0 and not missing(shown, done.stdout) else None
 
 
-def serves(machine: Machine, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, (machine.home / "daemon.log").read_text()
-    try:
-        return bool(json.loads((machine.data_dir / "daemon.json").read_text())["api_url"])
-    except (FileNotFoundError, ValueError):
-        return False
-
-
-def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, Machine]) -> None:
+def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, NamespaceMachine]) -> None:
     shown = {match["code"]: match["shown"] for match in SHOWN.finditer(PAGE.read_text("utf-8"))}
     daemons: dict[str, subprocess.Popen[bytes]] = {}
     invitation = ""
@@ -113,9 +75,7 @@ def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, Machine]) -> No
                 assert daemons["second"].wait(PATIENCE_S) == 0
             if block.commands[0].startswith("swarmllm daemon"):
                 (command,) = block.commands
-                daemons[name] = machine.start(command)
-                stack.callback(stop, daemons[name])
-                wait_for(partial(serves, machine, daemons[name]), PATIENCE_S, f"the daemon of {name}")
+                daemons[name] = machine.start_daemon(command, stack)
                 continue
             said = shown.get(block.code, "")
             filled = replace(block, code=block.code.replace("INVITATION", invitation))
@@ -126,15 +86,6 @@ def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, Machine]) -> No
     assert set(daemons) == set(NAMES)
     assert n_typed == len(list(blocks(PAGE, "sh"))) - len(NAMES)
     assert len(shown) >= 8
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def test_a_line_that_was_not_printed_is_found() -> None:
