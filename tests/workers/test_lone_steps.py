@@ -370,3 +370,19 @@ def test_after_lone_steps_the_daemon_is_told_in_time(stages: MakeStage) -> None:
         pause_ms = stage.handlers.pause_ms()
         assert pause_ms is not None
         assert pause_ms <= TURNED_INTERVAL_S * 1000 + 1
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (4, 8), (8, 12)])
+def test_the_daemon_is_told_of_every_job_that_came_by_a_link(
+    stages: MakeStage, start: int, end: int, alone: bool
+) -> None:
+    stage = stages(start, end)
+    stage.seat("r")
+    for position in range(1, 5):
+        stage.deliver(stage.job("r", position), alone=alone)
+    stage.handle(ipc.CancelRequest(id=7, request_id="r"))
+    turned = [each for each in stage.said if isinstance(each, ipc.Turned)]
+    assert sum(each.n_jobs for each in turned) == 4
+    assert sum(each.compute_s for each in turned) > 0
+    assert not turned[-1].running
