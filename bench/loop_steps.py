@@ -359,7 +359,7 @@ async def open_bench_node(folder: Path) -> AsyncIterator[tuple[Node, HeardRouter
             router = HeardRouter(identity(1), nursery)
             registry = Registry(router.node_id)
             await nursery.start(follow_router, registry, router)
-            travel = ModelTransfer(
+            transfer = ModelTransfer(
                 router,
                 registry,
                 Store(catalogue, folder / "models"),
@@ -377,9 +377,9 @@ async def open_bench_node(folder: Path) -> AsyncIterator[tuple[Node, HeardRouter
                 pool=pool,
                 catalogue=catalogue,
                 pipelines=pipelines,
-                travel=travel,
+                transfer=transfer,
                 gathering=SharedDigests(
-                    folder / "downloads", router, travel, may_believe=lambda node_id: True
+                    folder / "downloads", router, transfer, may_believe=lambda node_id: True
                 ),
             )
             await nursery.start(node.run)

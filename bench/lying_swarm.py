@@ -344,7 +344,7 @@ async def _start_node(
     registry = Registry(router.node_id, trust.may_work)
     await nursery.start(follow_router, registry, router)
     observations = Observations()
-    travel = ModelTransfer(
+    transfer = ModelTransfer(
         router,
         registry,
         Store(catalogue, folder / "models"),
@@ -353,7 +353,7 @@ async def _start_node(
         on_change=lambda: node.holdings_changed(),
         note=trust.note,
     )
-    gathering = SharedDigests(folder / "downloads", router, travel, may_believe=trust.may_work)
+    gathering = SharedDigests(folder / "downloads", router, transfer, may_believe=trust.may_work)
     await nursery.start(gathering.run)
     pipelines = Pipelines(
         router,
@@ -362,7 +362,7 @@ async def _start_node(
         catalogue,
         router.node_id,
         PipelineSettings(prefill_chunk_tokens=16, check_rate=0.25),
-        give_piece=travel.answer,
+        give_piece=transfer.answer,
         tell_digests=gathering.answer,
         observations=observations,
         trust=trust,
@@ -375,7 +375,7 @@ async def _start_node(
         pool=pool,  # type: ignore[arg-type]
         catalogue=catalogue,
         pipelines=pipelines,
-        travel=travel,
+        transfer=transfer,
         gathering=gathering,
         observations=observations,
         trust=trust,

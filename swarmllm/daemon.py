@@ -29,7 +29,7 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
-from swarmllm.daemon_settings import pipeline_settings, swarm_settings, travel_settings, worker_settings
+from swarmllm.daemon_settings import pipeline_settings, swarm_settings, transfer_settings, worker_settings
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import SwarmLLMError
 from swarmllm.keys import KeyFile
@@ -197,17 +197,17 @@ async def _open_rooms(
         await supervise_started(nursery, "registry", follow_router, registry, router)
         observations = Observations()
         remembered = await trio.to_thread.run_sync(open_remembered_loads, data_dir)
-        travel = ModelTransfer(
+        transfer = ModelTransfer(
             router,
             registry,
             await when_free(open_store, data_dir, catalogue, config.store.quota_gib),
-            travel_settings(config),
+            transfer_settings(config),
             in_use=lambda: {*pool.models(), *(load.model_id for load in remembered.all())},
             on_change=lambda: node.holdings_changed(),
             note=trust.note,
             seeker=router.wide_area,
         )
-        gathering = SharedDigests(data_dir / DOWNLOADS, router, travel, may_believe=trust.may_work)
+        gathering = SharedDigests(data_dir / DOWNLOADS, router, transfer, may_believe=trust.may_work)
         await supervise_started(nursery, "digest gathering", gathering.run)
         known = {entry.name for entry in await trio.to_thread.run_sync(catalogue.list)}
         for name in config.inference.encrypted_models:
@@ -221,7 +221,7 @@ async def _open_rooms(
             catalogue,
             router.node_id,
             pipeline_settings(config, network),
-            give_piece=travel.answer,
+            give_piece=transfer.answer,
             tell_digests=gathering.answer,
             links=links,
             budget=router.budget,
@@ -239,7 +239,7 @@ async def _open_rooms(
             pool=pool,
             catalogue=catalogue,
             pipelines=pipelines,
-            travel=travel,
+            transfer=transfer,
             gathering=gathering,
             observations=observations,
             trust=trust,
@@ -255,7 +255,7 @@ async def _open_rooms(
         def apply(changed: Config) -> None:
             logging.getLogger("swarmllm").setLevel(changed.node.log_level.upper())
             node.configure(changed)
-            travel.configure(travel_settings(changed))
+            transfer.configure(transfer_settings(changed))
 
         async with open_api(node, config, KeyFile(data_dir)) as api_url:
             whereabouts = DaemonInfo(

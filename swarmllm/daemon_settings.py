@@ -26,7 +26,7 @@ def check_settings(config: Config) -> None:
     pipeline_settings(config, OPEN_SWARM)
 
 
-def travel_settings(config: Config) -> TransferSettings:
+def transfer_settings(config: Config) -> TransferSettings:
     return TransferSettings(
         share=config.store.share,
         upload_bytes_s=config.store.upload_mib_s * 2**20,

@@ -1,7 +1,7 @@
 """Starts, continues and lists the downloads of a node.
 
 What a download needs comes from two rooms: `find` knows the models of this node
-and of the swarm, the store behind travel keeps what has come.
+and of the swarm, the store behind the transfer keeps what has come.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Downloads:
     def __init__(
         self,
         folder: Path,
-        travel: ModelTransfer,
+        transfer: ModelTransfer,
         settings: DownloadSettings,
         *,
         gathering: SharedDigests,
@@ -155,7 +155,7 @@ class Downloads:
         """`find`: a model by its name, here or at a connected node; raises ModelNotFound. `examine`: what is
         done with a model whose whole file has come, before it counts as done."""
         self._folder = folder
-        self._travel = travel
+        self._transfer = transfer
         self._settings = settings
         self._find = find
         self._examine = examine
@@ -304,9 +304,9 @@ class Downloads:
         folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.retries(settings), download.progress)
         here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
-        await self._travel.make_room(max(0, facts.size_bytes - here_bytes))
+        await self._transfer.make_room(max(0, facts.size_bytes - here_bytes))
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
-        entry = await self._travel.take_in(whole.part, name)
+        entry = await self._transfer.take_in(whole.part, name)
         await trio.to_thread.run_sync(whole.forget)
         await self.gathering.look(folder)
         if await trio.to_thread.run_sync(folder.exists):
@@ -354,10 +354,10 @@ class Downloads:
             tensors: tuple[TensorEntry, ...],
             progress: Callable[[int, int], None],
         ) -> None:
-            store, retries = self._travel.store, download.retries(settings)
+            store, retries = self._transfer.store, download.retries(settings)
             await LayerFetch(remote, facts, store, wanted, tensors, settings, retries, progress).run()
 
-        return await self._travel.ensure(entry, layers, download.progress, fetch=fetch)
+        return await self._transfer.ensure(entry, layers, download.progress, fetch=fetch)
 
     async def _unknown_parts(
         self,
@@ -391,7 +391,7 @@ class Downloads:
             fetching = FetchLayers(
                 remote, facts, model, settings, download.retries(settings), download.progress
             )
-            await fetching.run(layers, self._travel.make_room)
+            await fetching.run(layers, self._transfer.make_room)
         finally:
             model.is_fetching = False
         download.state = "checking"
@@ -401,7 +401,7 @@ class Downloads:
             download.waits_for = partial(self._waits_for, folder)
             log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for())
             return None
-        return await self._travel.ensure(entry, layers, download.progress)
+        return await self._transfer.ensure(entry, layers, download.progress)
 
     def _waits_for(self, folder: Path) -> str:
         """Empty as soon as it waits no longer."""

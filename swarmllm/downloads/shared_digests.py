@@ -113,7 +113,7 @@ class SharedDigests:
         self,
         folder: Path,
         router: Router,
-        travel: ModelTransfer,
+        transfer: ModelTransfer,
         *,
         may_believe: Callable[[NodeId], bool],
         reask_s: float = REASK_S,
@@ -122,10 +122,10 @@ class SharedDigests:
         count."""
         self._folder = folder
         self._router = router
-        self._travel = travel
+        self._transfer = transfer
         self._may_believe = may_believe
         self._reask_s = reask_s
-        self._known = KnownFiles(travel.store.catalogue)
+        self._known = KnownFiles(transfer.store.catalogue)
         self._waiting: dict[Path, UnidentifiedModel] = {}
         self._settling = trio.Lock()
         self._nursery: trio.Nursery | None = None
@@ -197,7 +197,7 @@ class SharedDigests:
                 if is_heard and model.hear(sender, question.known) and self._nursery is not None:
                     spawn(self._nursery, "model", self._keep, model)
                 return Digests(status="part", known=model.own_runs())
-        if not self._travel.gives:
+        if not self._transfer.gives:
             return _UNKNOWN
         digests = await self._known.digests(question.header, question.size_bytes)
         return Digests(status="whole", known=runs_of(digests)) if digests else _UNKNOWN
@@ -288,7 +288,7 @@ class SharedDigests:
             digests = model.all_digests(here)
             if digests is None:
                 return None
-            model.entry = entry = await self._travel.take_in_parts(
+            model.entry = entry = await self._transfer.take_in_parts(
                 model.part, model.name, digests, model.notes.digests.keys()
             )
             await trio.to_thread.run_sync(model.forget)

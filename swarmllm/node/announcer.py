@@ -110,7 +110,7 @@ class Announcer:
         registry: Registry,
         pool: WorkerPool,
         catalogue: Catalogue,
-        travel: ModelTransfer,
+        transfer: ModelTransfer,
         observations: Observations,
         describe: Callable[[], NodeCapability],
         placing: AutoShardManager,
@@ -121,7 +121,7 @@ class Announcer:
         self._registry = registry
         self._pool = pool
         self._catalogue = catalogue
-        self._travel = travel
+        self._transfer = transfer
         self._observations = observations
         self._describe = describe
         self._placing = placing
@@ -186,7 +186,7 @@ class Announcer:
                 await self._router.publish(encode_record(self._record(holdings, capability)))
                 ready, files, *_ = holdings
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
-                self._travel.announce_far(names.items())
+                self._transfer.announce_far(names.items())
                 self._published, self._capability = holdings, capability
 
     async def _holdings(self) -> Holdings:
@@ -208,7 +208,7 @@ class Announcer:
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        ready, files = within_limits(ready, self._travel.announcements(entries.values()))
+        ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
         return ready, files, kept, self._placing.shares
 
     def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:

@@ -110,7 +110,7 @@ class ModelKeeper:
         self,
         catalogue: Catalogue,
         pool: WorkerPool,
-        travel: ModelTransfer,
+        transfer: ModelTransfer,
         registry: Registry,
         gathering: SharedDigests,
         remembered: RememberedLoads,
@@ -121,7 +121,7 @@ class ModelKeeper:
     ) -> None:
         self._catalogue = catalogue
         self._pool = pool
-        self._travel = travel
+        self._transfer = transfer
         self._registry = registry
         self._gathering = gathering
         self._remembered = remembered
@@ -234,7 +234,7 @@ class ModelKeeper:
     async def verify(self, name_or_id: str, progress: Progress) -> tuple[ModelView, tuple[str, ...]]:
         """Hash what is here of a model; the names of its damaged parts. Raises ModelNotFound, BadModel."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        damaged = await self._travel.verify(entry, progress)
+        damaged = await self._transfer.verify(entry, progress)
         return await self.get(entry.model_id), damaged
 
     async def alias(self, name_or_id: str, name: str) -> ModelView:
@@ -247,7 +247,7 @@ class ModelKeeper:
     async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
         """Whether a model may be removed to make room. Raises ModelNotFound, Conflict (it never is)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        entry = await self._travel.pin(entry, pinned)
+        entry = await self._transfer.pin(entry, pinned)
         return self._view(entry)
 
     async def remove(self, name_or_id: str) -> ModelView:
@@ -265,7 +265,7 @@ class ModelKeeper:
                 f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"
             )
         view = self._view(entry)
-        await self._travel.remove(entry)
+        await self._transfer.remove(entry)
         await self.presets.drop(entry.name, *entry.further_names)
         await self._pool.forget(entry.model_id)
         self._cut_checks.forget(entry.model_id)
@@ -315,7 +315,7 @@ class ModelKeeper:
                     field="model",
                 ) from None
             try:
-                return await self._travel.find(name_or_id, far=far)
+                return await self._transfer.find(name_or_id, far=far)
             except ModelNotFound:
                 # The catalogue's words: it also knows what was meant, perhaps.
                 raise unknown from None
@@ -330,7 +330,7 @@ class ModelKeeper:
         then: Then | None = None,
     ) -> CatalogueEntry:
         """`load` for now only, and without the view; `then` follows, whether or not anybody waits for it."""
-        entry = await self._travel.ensure(entry, layers, fetching)
+        entry = await self._transfer.ensure(entry, layers, fetching)
         if layers != entry.manifest.whole:
             entry = await self._cut_checks.ensure(entry, progress)
             check_layers(entry, layers)

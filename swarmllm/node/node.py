@@ -85,7 +85,7 @@ class Node:
         pool: WorkerPool,
         catalogue: Catalogue,
         pipelines: Pipelines,
-        travel: ModelTransfer,
+        transfer: ModelTransfer,
         gathering: SharedDigests,
         observations: Observations | None = None,
         trust: Trust | None = None,
@@ -111,12 +111,12 @@ class Node:
         self._pool = pool
         self._catalogue = catalogue
         self._pipelines = pipelines
-        self._travel = travel
+        self._transfer = transfer
         remembered = remembered or RememberedLoads()
         self.models = ModelKeeper(
             catalogue,
             pool,
-            travel,
+            transfer,
             registry,
             gathering,
             remembered,
@@ -150,7 +150,7 @@ class Node:
             registry=registry,
             pool=pool,
             find=self.models.find,
-            fetch=travel.ensure,
+            fetch=transfer.ensure,
             load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
             drop=self.models.drop,
             on_change=self.holdings_changed,
@@ -170,7 +170,7 @@ class Node:
             registry=registry,
             pool=pool,
             catalogue=catalogue,
-            travel=travel,
+            transfer=transfer,
             observations=self._observations,
             describe=self._describe,
             placing=self.placing,
@@ -185,7 +185,7 @@ class Node:
         )
         self.downloads = Downloads(
             config.data_dir / DOWNLOADS,
-            travel,
+            transfer,
             from_environment(os.environ, config.downloads),
             gathering=gathering,
             find=self.models.find,
@@ -239,10 +239,10 @@ class Node:
         return self._pool.statistics()
 
     def travel_statistics(self) -> TransferStatistics:
-        return self._travel.statistics()
+        return self._transfer.statistics()
 
     def dht_statistics(self) -> DhtStatistics | None:
-        return self._travel.seeking()
+        return self._transfer.seeking()
 
     async def start(self) -> None:
         """Load what the configuration names, then what was loaded by hand when the daemon ended.
@@ -375,7 +375,7 @@ class Node:
         entry = await self.models.find(model)
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
             await self._pipelines.stages_for(entry)
-            entry = await self._travel.ensure(entry, None, _unseen, origin=True)
+            entry = await self._transfer.ensure(entry, None, _unseen, origin=True)
         return entry
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:

@@ -324,7 +324,7 @@ async def open_node(
         router = network.add(NODE_A)
         registry = Registry(NODE_A)
         await nursery.start(follow_router, registry, router)
-        travel = ModelTransfer(
+        transfer = ModelTransfer(
             router,
             registry,
             Store(catalogue, folder / "models"),
@@ -339,8 +339,8 @@ async def open_node(
             pool=pool,  # type: ignore[arg-type]
             catalogue=catalogue,
             pipelines=pipelines,  # type: ignore[arg-type]
-            travel=travel,
-            gathering=SharedDigests(folder / "downloads", router, travel, may_believe=lambda node_id: True),
+            transfer=transfer,
+            gathering=SharedDigests(folder / "downloads", router, transfer, may_believe=lambda node_id: True),
             remembered=open_remembered_loads(folder),
         )
         pool.failure, pool.refused = pool_failure, refused_models

@@ -95,17 +95,17 @@ async def open_stand(
         raise AssertionError("downloads send no messages")
 
     router = network.add(node_id)
-    travel = ModelTransfer(
+    transfer = ModelTransfer(
         router, Registry(node_id), store, TransferSettings(), in_use=lambda: (), on_change=lambda: None
     )
     gathering = SharedDigests(
         folder / "downloads",
         router,
-        travel,
+        transfer,
         may_believe=lambda other: believes is None or other in believes,
         reask_s=reask_s,
     )
-    downloads = Downloads(folder / "downloads", travel, settings, gathering=gathering, find=find)
+    downloads = Downloads(folder / "downloads", transfer, settings, gathering=gathering, find=find)
     async with trio.open_nursery() as nursery:
         await nursery.start(gathering.run)
         router.serve(on_request, on_message)

@@ -42,8 +42,8 @@ async def test_several_holders_give_one_model_and_nothing_twice(tmp_path: Path) 
         assert taker.store.verify(entry, lambda done, total: None) == ()
         assert seen[-1] == (10 * TENSOR_BYTES, 10 * TENSOR_BYTES)
         assert all(giver.n_asked > 3 for giver in givers)
-        given = sum(giver.travel.statistics().given_bytes for giver in givers)
-        assert given == taker.travel.statistics().fetched_bytes < len(MODEL) + 4096
+        given = sum(giver.transfer.statistics().given_bytes for giver in givers)
+        assert given == taker.transfer.statistics().fetched_bytes < len(MODEL) + 4096
 
 
 async def test_only_what_the_layers_need_is_fetched(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ async def test_only_what_the_layers_need_is_fetched(tmp_path: Path) -> None:
         taker = await world.node(TAKER)
         entry = await taker.get(LayerRange(0, 1))
         assert entry.present == {t.name for t in needed_tensors(entry.manifest, LayerRange(0, 1))}
-        before = taker.travel.statistics().fetched_bytes
-        entry = await taker.travel.ensure(entry, LayerRange(0, 1), lambda done, total: None, origin=True)
-        assert taker.travel.statistics().fetched_bytes == before
-        await taker.travel.ensure(entry, LayerRange(1, 2), lambda done, total: None)
-        assert taker.travel.statistics().fetched_bytes < len(MODEL) + 4096
+        before = taker.transfer.statistics().fetched_bytes
+        entry = await taker.transfer.ensure(entry, LayerRange(0, 1), lambda done, total: None, origin=True)
+        assert taker.transfer.statistics().fetched_bytes == before
+        await taker.transfer.ensure(entry, LayerRange(1, 2), lambda done, total: None)
+        assert taker.transfer.statistics().fetched_bytes < len(MODEL) + 4096
 
 
 async def test_who_has_a_part_gives_that_part(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ async def test_nobody_honest_is_left_and_what_arrived_is_kept(tmp_path: Path) ->
         with pytest.raises(NodeUnreachable, match=r"blk\.1\.") as caught:
             await taker.get()
         assert caught.value.http_status == 503
-        before = taker.travel.statistics().fetched_bytes
+        before = taker.transfer.statistics().fetched_bytes
         giver.twist = None
         assert (await taker.get()).path.read_bytes() == MODEL
-        assert taker.travel.statistics().fetched_bytes - before == 3 * (TENSOR_BYTES + CHUNK_LIST_BYTES)
+        assert taker.transfer.statistics().fetched_bytes - before == 3 * (TENSOR_BYTES + CHUNK_LIST_BYTES)
 
 
 async def test_a_holder_that_disappears_is_replaced_by_another(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_a_holder_that_disappears_is_replaced_by_another(tmp_path: Path) -
         leaving.twist = leave
         taker = await world.node(TAKER)
         assert (await taker.get()).path.read_bytes() == MODEL
-        assert taker.travel.statistics().liars == []
+        assert taker.transfer.statistics().liars == []
 
 
 async def test_a_holder_that_never_answers_does_not_hold_up_the_others(tmp_path: Path) -> None:
@@ -142,18 +142,18 @@ async def test_a_cancelled_fetch_keeps_what_it_has(tmp_path: Path) -> None:
     async with open_world(tmp_path) as world:
         await world.node(A, has_model=True)
         taker = await world.node(TAKER)
-        entry = await taker.travel.find("tiny")
+        entry = await taker.transfer.find("tiny")
         with trio.CancelScope() as scope:
 
             def stop_half_way(done: int, total: int) -> None:
                 if done > total // 2:
                     scope.cancel()
 
-            await taker.travel.ensure(entry, WHOLE, stop_half_way)
+            await taker.transfer.ensure(entry, WHOLE, stop_half_way)
         assert scope.cancelled_caught
-        before = taker.travel.statistics().fetched_bytes
+        before = taker.transfer.statistics().fetched_bytes
         assert (await taker.get()).path.read_bytes() == MODEL
-        assert taker.travel.statistics().fetched_bytes - before < len(MODEL) * 3 // 4
+        assert taker.transfer.statistics().fetched_bytes - before < len(MODEL) * 3 // 4
 
 
 async def test_two_that_want_the_same_fetch_it_once(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_two_that_want_the_same_fetch_it_once(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(taker.get)
             nursery.start_soon(taker.get)
-        assert taker.travel.statistics().fetched_bytes < len(MODEL) + 4096
+        assert taker.transfer.statistics().fetched_bytes < len(MODEL) + 4096
 
 
 async def test_room_is_made_only_of_what_others_have_and_nobody_uses(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ async def test_a_name_that_means_two_models_must_be_told_by_id(tmp_path: Path) -
         await world.settle()
         taker = await world.node(TAKER)
         with pytest.raises(InvalidRequest, match=entry.model_id[:12]):
-            await taker.travel.find("tiny")
-        assert (await taker.travel.find(entry.model_id[:12])).model_id == entry.model_id
+            await taker.transfer.find("tiny")
+        assert (await taker.transfer.find(entry.model_id[:12])).model_id == entry.model_id
         with pytest.raises(ModelNotFound):
-            await taker.travel.find("nothing")
+            await taker.transfer.find("nothing")
 
 
 async def test_who_does_not_share_announces_and_gives_nothing(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ async def test_who_does_not_share_announces_and_gives_nothing(tmp_path: Path) ->
         private = await world.node(A, has_model=True, settings=TransferSettings(share=False))
         taker = await world.node(TAKER)
         with pytest.raises(ModelNotFound):
-            await taker.travel.find("tiny")
+            await taker.transfer.find("tiny")
         model_id = private.store.catalogue.get("tiny").model_id
         request = FetchPiece(model_id=model_id, part="header", size_bytes=1)
-        assert (await private.travel.answer(request)).status == "absent"
+        assert (await private.transfer.answer(request)).status == "absent"

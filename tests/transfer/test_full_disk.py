@@ -47,7 +47,7 @@ async def test_a_disk_that_fills_up_on_the_way(tmp_path: Path) -> None:
             entry = await taker.get()
             assert entry.path.read_bytes() == MODEL
             assert taker.store.verify(entry, lambda done, total: None) == ()
-            fetched = taker.travel.statistics().fetched_bytes
+            fetched = taker.transfer.statistics().fetched_bytes
             assert fetched < 2 * len(MODEL), "what had arrived was not fetched again"
 
 

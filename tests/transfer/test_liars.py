@@ -41,11 +41,11 @@ async def test_a_liar_is_found_out_and_the_others_give_what_it_lied_about(tmp_pa
         entry = await taker.get()
         assert taker.store.verify(entry, lambda done, total: None) == ()
         assert entry.path.read_bytes() == MODEL
-        assert taker.travel.statistics().liars == [A]
+        assert taker.transfer.statistics().liars == [A]
         assert taker.trust.explain(A).counts == {"wrong bytes": 1}
         assert taker.trust.explain(B).counts == {"gave bytes": 10}
         assert not taker.trust.may_work(A)
-        assert taker.travel.sources(entry.model_id) == (B,)
+        assert taker.transfer.sources(entry.model_id) == (B,)
 
 
 @pytest.mark.parametrize("part", ["outline", "header"])
@@ -62,7 +62,7 @@ async def test_a_lie_about_the_model_itself_is_found_before_any_tensor(tmp_path:
         taker = await world.node(TAKER)
         with pytest.raises(RemoteError):
             await taker.get()
-        assert taker.travel.statistics().liars == [A]
+        assert taker.transfer.statistics().liars == [A]
         assert taker.store.catalogue.list() == ()
         await world.node(B, has_model=True)
         assert (await taker.get()).path.read_bytes() == MODEL
@@ -88,13 +88,13 @@ async def test_a_wrong_chunk_is_never_written_and_its_sender_known(tmp_path: Pat
         for tensor in tensors:
             second = tensor.offset + PIECE_MAX
             assert there[second : tensor.offset + tensor.size_bytes] == bytes(4096), "a hole still"
-        before = taker.travel.statistics().fetched_bytes
+        before = taker.transfer.statistics().fetched_bytes
         assert before
         await world.node(B, has_model=True)
         assert (await taker.get()).path.read_bytes() == MODEL
         first = sum(there[t.offset : t.offset + PIECE_MAX] != bytes(PIECE_MAX) for t in tensors)
         assert first
-        anew = taker.travel.statistics().fetched_bytes - before
+        anew = taker.transfer.statistics().fetched_bytes - before
         assert anew <= len(tensors) * (TENSOR_BYTES + CHUNK_LIST_BYTES) - first * PIECE_MAX
 
 
@@ -109,4 +109,4 @@ async def test_a_lie_about_a_chunk_list_is_found_before_any_chunk(tmp_path: Path
         liar.twist = lie
         with pytest.raises(NodeUnreachable, match="wrong chunk list"):
             await taker.get()
-        assert taker.travel.statistics().liars == [A]
+        assert taker.transfer.statistics().liars == [A]

@@ -1,4 +1,4 @@
-"""Nodes over the in-memory router as far as models travel, each with a real catalogue and store."""
+"""Nodes over the in-memory router as far as models transfer, each with a real catalogue and store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODEL = model_bytes()
 
 
 class Node:
-    """One node as far as models travel."""
+    """One node as far as models transfer."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Node:
         self.registry = Registry(node_id, self.trust.may_work)
         self.store = Store(Catalogue(home / "catalogue.sqlite"), home / "models", quota_bytes)
         self.loaded: set[str] = set()
-        self.travel = ModelTransfer(
+        self.transfer = ModelTransfer(
             self.router,
             self.registry,
             self.store,
@@ -80,7 +80,7 @@ class Node:
         assert isinstance(request, FetchPiece)
         self.n_asked += 1
         self.asked.set()
-        piece = await self.travel.answer(request)
+        piece = await self.transfer.answer(request)
         if self.twist is not None:
             piece = await self.twist(request, piece)
         return encode_response(piece)
@@ -91,12 +91,12 @@ class Node:
         return self.store.catalogue.add(path, name)
 
     async def announce(self) -> None:
-        files = self.travel.announcements(self.store.catalogue.list())
+        files = self.transfer.announcements(self.store.catalogue.list())
         await self.router.publish(encode_record(NodeRecord(node_id=self.router.node_id, files=files)))
 
     async def get(self, layers: LayerRange | None = WHOLE, name: str = "tiny", **how: Any) -> CatalogueEntry:
-        entry = await self.travel.find(name)
-        return await self.travel.ensure(entry, layers, how.pop("progress", lambda done, total: None), **how)
+        entry = await self.transfer.find(name)
+        return await self.transfer.ensure(entry, layers, how.pop("progress", lambda done, total: None), **how)
 
 
 class World:

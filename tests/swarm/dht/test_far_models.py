@@ -35,7 +35,7 @@ class Node:
         self.registry = Registry(router.node_id)
         self.folder = folder
         self.store = Store(Catalogue(folder / "catalogue.sqlite"), folder / "models")
-        self.travel = ModelTransfer(
+        self.transfer = ModelTransfer(
             router,
             self.registry,
             self.store,
@@ -49,15 +49,15 @@ class Node:
     async def answer(self, sender: str, body: bytes) -> bytes:
         request = decode_request(body)
         assert isinstance(request, FetchPiece)
-        return encode_response(await self.travel.answer(request))
+        return encode_response(await self.transfer.answer(request))
 
     async def has(self, name: str) -> str:
         path = self.folder / f"{name}.gguf"
         path.write_bytes(gguf_bytes({**LLAMA, "general.name": name}, {n: bytes(4096) for n in NAMES}))
         entry = self.store.catalogue.add(path, name)
-        files = self.travel.announcements(self.store.catalogue.list())
+        files = self.transfer.announcements(self.store.catalogue.list())
         await self.router.publish(encode_record(NodeRecord(node_id=self.router.node_id, files=files)))
-        self.travel.announce_far((each.model_id, each.name) for each in files)
+        self.transfer.announce_far((each.model_id, each.name) for each in files)
         return entry.model_id
 
 
@@ -101,11 +101,11 @@ async def test_it_is_found_fetched_and_its_holder_connected(tmp_path: Path, is_p
                     await trio.sleep(0.05)
                 assert seeker.router.connected() == {middle.router.node_id}
                 with pytest.raises(ModelNotFound):
-                    await seeker.travel.find("rare")
+                    await seeker.transfer.find("rare")
                 with pytest.raises(ModelNotFound):
-                    await seeker.travel.find("nobody has it", far=True)
-                entry = await seeker.travel.find("rare", far=True)
+                    await seeker.transfer.find("nobody has it", far=True)
+                entry = await seeker.transfer.find("rare", far=True)
                 assert entry.model_id == model_id
                 assert holder.router.node_id in seeker.router.connected()
-                entry = await seeker.travel.ensure(entry, entry.manifest.whole, lambda done, total: None)
+                entry = await seeker.transfer.ensure(entry, entry.manifest.whole, lambda done, total: None)
                 assert not entry.absent(entry.manifest.tensors)
