@@ -1,0 +1,177 @@
+"""What it saves that another node has computed the beginning of a prompt: time to first token, and work.
+
+    python -m bench.prefix_travel --rounds 5 [--mbit-s 100 --rtt-ms 20]
+
+Two daemons that share what they keep run the same whole model, the 0.5B shape in Q8_0 with random weights and
+a token per letter. The second is asked a prompt of 672 tokens of which the first has computed 640, against
+one of the same length that nobody has computed, in turns. `--mbit-s` puts a proxy in user space between them,
+which delays and limits what goes each way.
+
+    python -m bench.prefix_travel --nodes 8 --users 64
+
+All nodes get questions of users with one system prompt of 2,000 tokens, one after the other: how many tokens
+of it the swarm computed in all, as a multiple of computing it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import Any
+
+import httpx
+
+from bench.decode import half_billion
+from bench.delay_proxy import delay_proxy
+from bench.figures import RESULTS, Figure, machine, ratios, table
+from bench.remote_generate import free_port
+from bench.swarm_nodes import demo_nodes, wait_for
+from swarmllm.cli.client import Client
+
+N_SHARED, N_PROMPT = 640, 672
+N_SYSTEM, N_QUESTION = 2000, 40
+N_CTX = 4096
+ANSWER_S = 300.0
+SETTLED_S = 7.0
+"""News of what is kept is told every five seconds."""
+
+
+def letters(seed: int, n_tokens: int) -> str:
+    """The bench model has a token per letter."""
+    return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=n_tokens))
+
+
+class Node:
+    def __init__(self, client: Client, name: str) -> None:
+        self.client, self.name = client, name
+        self.model = ""
+
+    def load(self, path: str) -> None:
+        for event in self.client.post_progress("/api/admin/models", {"path": path}):
+            self.model = event.get("model", {}).get("name", self.model)
+        for _ in self.client.post_progress(f"/api/admin/models/{self.model}/load", {}):
+            pass
+
+    def ask(self, prompt: str) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        url = f"{self.client.api_url}/v1/completions"
+        return dict(httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False).raise_for_status().json())
+
+    def first_token(self, prompt: str) -> tuple[float, dict[str, Any]]:
+        """Milliseconds; the answer has one token."""
+        start_s = time.perf_counter()
+        answer = self.ask(prompt)
+        return (time.perf_counter() - start_s) * 1000, answer
+
+    def announced(self, peer: str) -> int:
+        peers = self.client.get("/api/admin/peers")["peers"]
+        return sum(each["announced_prefixes"] for each in peers if each["nickname"] == peer)
+
+
+@contextmanager
+def sharing_swarm(n_nodes: int, rtt_s: float, mbit_s: float, n_threads: int) -> Iterator[list[Node]]:
+    """Nodes that each run the whole model; with `mbit_s` the ways between them lead through the proxy."""
+    path = str(half_billion())
+    with demo_nodes() as nodes, ExitStack() as stack:
+        bootstrap: list[str] = []
+        found: list[Node] = []
+        for index in range(n_nodes):
+            name, settings = f"n{index + 1}", dict[str, Any]()
+            if mbit_s:
+                home, proxy = f"127.0.1.{2 * index + 1}", f"127.0.1.{2 * index + 2}"
+                ports = free_port(home), free_port(home)
+                ways = [((proxy, port), (home, port)) for port in ports]
+                stack.enter_context(delay_proxy(ways, rtt_s / 2, mbit_s * 125_000))
+                settings = {
+                    "listen_host": home,
+                    "announce": [proxy],
+                    "libp2p_port": ports[0],
+                    "data_port": ports[1],
+                }
+            inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
+            node = nodes.start(name, [], bootstrap, inference, settings)
+            told = wait_for(node.announcement, f"{name} to start")
+            if mbit_s:
+                bootstrap = bootstrap or [f"/ip4/{proxy}/tcp/{ports[0]}/p2p/{told['node_id']}"]
+            else:
+                bootstrap = bootstrap or list(told["addresses"])
+            found.append(Node(stack.enter_context(Client(told["api_url"])), name))
+        for each in found:
+            each.load(path)
+        yield found
+
+
+def pair(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[Figure, Figure | None]]:
+    cold = Figure(f"{N_PROMPT} tokens, new", "ms")
+    warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed elsewhere", "ms")
+    first_s = Figure("of that, fetching", "ms")
+    with sharing_swarm(2, rtt_s, mbit_s, n_threads) as (first, second):
+        for index in range(rounds + 1):
+            shared = letters(100 + index, N_SHARED)
+            before = second.announced(first.name)
+            first.ask(shared + "z")
+            wait_for(lambda before=before: second.announced(first.name) > before, "the announcement")
+            cold_ms, _ = second.first_token(letters(1000 + index, N_PROMPT))
+            warm_ms, answer = second.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
+            prefix = answer["swarm"]["prefix"]
+            if prefix is None or prefix["tokens"] != N_SHARED:
+                print(f"round {index}: not fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
+            if index:
+                cold.values.append(cold_ms)
+                warm.values.append(warm_ms)
+                first_s.values.append(prefix["fetch_ms"] if prefix else 0.0)
+    return [(cold, None), (warm, ratios(cold, warm)), (first_s, None)]
+
+
+def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figure, Figure | None]]:
+    work = Figure(
+        f"{n_nodes} nodes, {n_users} users: tokens of the system prompt that were computed", "x once"
+    )
+    with sharing_swarm(n_nodes, 0.0, 0.0, n_threads) as nodes:
+        system, computed = letters(7, N_SYSTEM), 0
+        for user in range(n_users):
+            node = nodes[user % n_nodes]
+            usage = node.ask(system + letters(5000 + user, N_QUESTION))["usage"]
+            cached = min(N_SYSTEM, usage["prompt_tokens_details"]["cached_tokens"])
+            computed += N_SYSTEM - cached
+            if not user:
+                time.sleep(SETTLED_S)
+        work.values.append(computed / N_SYSTEM)
+    return [(work, None)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--mbit-s", type=float, default=0.0)
+    parser.add_argument("--rtt-ms", type=float, default=20.0)
+    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--users", type=int, default=64)
+    arguments = parser.parse_args()
+    if arguments.nodes:
+        rows = system_prompt(arguments.nodes, arguments.users, arguments.threads)
+        name = "prefix-travel-nodes"
+        command = f"python -m bench.prefix_travel --nodes {arguments.nodes} --users {arguments.users}"
+    else:
+        rows = pair(arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads)
+        name = "prefix-travel-far" if arguments.mbit_s else "prefix-travel"
+        command = f"python -m bench.prefix_travel --rounds {arguments.rounds}"
+        if arguments.mbit_s:
+            command += f" --mbit-s {arguments.mbit_s:g} --rtt-ms {arguments.rtt_ms:g}"
+    text = table(rows)
+    print(text)
+    figures = [figure.as_json() for row in rows for figure in row if figure is not None]
+    data = {"machine": machine(), "command": command, "figures": figures}
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
