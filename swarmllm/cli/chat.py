@@ -7,85 +7,18 @@ connection, which stops the computation on every node; the part that was shown s
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field
 
 import click
 from rich.console import Console
 
-from swarmllm.cli.chat_stream import Finished, Message, as_fields, stream_chat
+from swarmllm.cli.chat_session import ChatSession, history_file, line_editing, show_answer
+from swarmllm.cli.chat_stream import as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed, WrongUsage
-from swarmllm.cli.display import WordWrap, make_console, route_table, safe, summary
+from swarmllm.cli.conversation import Conversation
+from swarmllm.cli.display import make_console, route_table, safe, summary
 from swarmllm.cli.options import api_option, json_option
-
-HELP = """  /route   which node ran which layers for the last answer, and how long it took
-  /new     forget the conversation
-  /help    this
-  /quit    leave (Ctrl-D does too); Ctrl-C stops an answer"""
-
-
-@dataclass
-class Conversation:
-    """What has been said, and the settings under which the model answers."""
-
-    client: Client
-    model: str
-    sampling: dict[str, object]
-    system: str | None = None
-    messages: list[Message] = field(default_factory=list)
-    last: Finished | None = None
-
-    def __post_init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.last = None
-
-    def ask(self, question: str, on_thought: Callable[[str], None] = lambda piece: None) -> Iterator[str]:
-        """Pieces of the answer; `last` tells how it went. An answer that was stopped or failed counts as
-        far as it got."""
-        self.messages.append({"role": "user", "content": question})
-        pieces: list[str] = []
-        stream = stream_chat(self.client, self.model, self.messages, on_thought, **self.sampling)
-        try:
-            with closing(stream):
-                for part in stream:
-                    if isinstance(part, Finished):
-                        self.last = part
-                    else:
-                        pieces.append(part)
-                        yield part
-        finally:
-            if pieces:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
-            else:
-                self.messages.pop()
-
-
-def show_answer(conversation: Conversation, question: str, console: Console) -> None:
-    """Stream one answer to the console; a terminal also shows what the model thinks first."""
-    wrap = WordWrap(console.width)
-    end = between = ""
-
-    def think(piece: str) -> None:
-        nonlocal between
-        if console.is_terminal:
-            console.print(safe(piece, newlines=True), style="dim", end="", soft_wrap=True)
-            between = "\n\n"
-
-    try:
-        for piece in conversation.ask(question, think):
-            console.file.write(between)
-            between = ""
-            console.file.write(wrap.feed(safe(piece, newlines=True)))
-            console.file.flush()
-            end = "\n"
-    finally:
-        console.file.write(wrap.finish() + end)
-        console.file.flush()
 
 
 def choose_model(client: Client, wanted: str | None) -> str:
@@ -98,53 +31,6 @@ def choose_model(client: Client, wanted: str | None) -> str:
     if len(names) > 1 and "guide" not in names:
         raise WrongUsage(f"Which model? --model with one of: {', '.join(map(safe, names))}")
     return "guide" if "guide" in names else names[0]
-
-
-def converse(conversation: Conversation, console: Console) -> None:
-    """The interactive loop; returns when the user leaves."""
-    with_line_editing()
-    console.print(
-        f"{safe(conversation.model)} at {conversation.client.api_url}. /help for commands, /quit to leave."
-    )
-    while True:
-        try:
-            line = input("\n› ").strip()
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
-        if line in ("/quit", "/exit"):
-            return
-        if line == "/help":
-            console.print(HELP)
-        elif line == "/new":
-            conversation.forget()
-            console.print("A new conversation.")
-        elif line == "/route":
-            console.print(route_table(conversation.last.route) if conversation.last else "No answer yet.")
-        elif line.startswith("/"):
-            console.print(f"There is no command {safe(line.split()[0])}.\n{HELP}")
-        elif line:
-            answer_in_conversation(conversation, line, console)
-
-
-def answer_in_conversation(conversation: Conversation, question: str, console: Console) -> None:
-    try:
-        show_answer(conversation, question, console)
-        if conversation.last:
-            console.print(summary(conversation.last), style="dim")
-    except KeyboardInterrupt:
-        console.print("Stopped.", style="dim")
-    except CommandFailed as error:
-        console.print(safe(error.message), style="red")
-
-
-def with_line_editing() -> None:
-    """Arrow keys and history for `input`, where Python was built with them."""
-    try:
-        import readline
-    except ImportError:
-        return
-    readline.set_auto_history(True)
 
 
 @click.command(
@@ -165,6 +51,12 @@ Examples:
 @click.option(
     "--route", "show_route", is_flag=True, help="After the answer, show which node ran which layers."
 )
+@click.option(
+    "--history/--no-history",
+    default=True,
+    help="Keep what is typed in a conversation for the arrow keys of the next one, in"
+    " ~/.local/state/swarmllm/chat_history (XDG_STATE_HOME).  [default: history]",
+)
 @json_option
 @api_option
 def chat(
@@ -173,11 +65,12 @@ def chat(
     system: str | None,
     show_route: bool,
     as_json: bool,
+    history: bool,
     api_url: str,
     **sampling: object,
 ) -> None:
     """Talk to a model. With a QUESTION, or text piped in, answer that and leave; both together are one
-    question."""
+    question. In a conversation /help shows the commands: other models, system message, sampling, saving."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     text = "\n\n".join(part for part in (" ".join(question), piped) if part)
     if not text and (as_json or not sys.stdin.isatty()):
@@ -186,7 +79,8 @@ def chat(
     with Client(api_url) as client:
         conversation = Conversation(client, choose_model(client, model), sampling, system)
         if not text:
-            converse(conversation, console)
+            with line_editing(history_file(os.environ) if history else None):
+                ChatSession(conversation, console).run()
             return
         try:
             answer_once(conversation, text, console, show_route=show_route, as_json_object=as_json)

@@ -6,9 +6,11 @@ the thirty-odd keys would bury the few that people type, so the rest are set in 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -18,6 +20,9 @@ from swarmllm.cli.options import config_option
 from swarmllm.config import keys_of
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError, SwarmLLMError
+
+if TYPE_CHECKING:
+    from swarmllm.daemon import DaemonInfo
 
 FLAGS = {
     "--nickname": "node.nickname",
@@ -47,8 +52,36 @@ def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _print_line(whereabouts: msgspec.Struct) -> None:
+def _print_line(whereabouts: DaemonInfo) -> None:
     click.echo(msgspec.json.encode(whereabouts))
+
+
+def _say_where(data_dir: Path, whereabouts: DaemonInfo) -> None:
+    """To a person at a terminal; the log has the node's URL for everybody else."""
+    if sys.stdout.isatty():
+        from swarmllm.swarm.membership.network_key import NetworkFile
+
+        click.echo(next_steps(whereabouts, is_private=NetworkFile(data_dir).read().is_private))
+
+
+def next_steps(whereabouts: DaemonInfo, *, is_private: bool) -> str:
+    """What a person may want to do with a node that has just started."""
+    lines = [
+        f"Dashboard and chat:  {whereabouts.api_url}/",
+        f"OpenAI API:          {whereabouts.api_url}/v1",
+    ]
+    address = next((each for each in whereabouts.addresses if not _is_of_this_machine(each)), None)
+    if address is None:
+        lines.append("Other machines:      cannot reach this node (network.listen_host, network.announce)")
+    elif is_private:
+        lines.append("Other machines:      join with what `swarmllm invite` prints here")
+    else:
+        lines.append(f"Other machines:      swarmllm daemon --bootstrap {address}")
+    return "\n".join(lines)
+
+
+def _is_of_this_machine(address: str) -> bool:
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 @click.command(
@@ -73,7 +106,8 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
 
     Settings come from, later ones winning: built-in defaults, the TOML file, SWARMLLM_<TABLE>_<KEY> in the
     environment, the flags below. Other nodes join this one with --bootstrap and an address that
-    `swarmllm status` shows. SIGHUP makes it read its settings again.
+    `swarmllm status` shows. On a terminal it prints where the dashboard is and how others
+    join. SIGHUP makes it read its settings again.
     """
     given = {name: values[name.partition(".")[2]] for name in FLAGS.values()}
     read = partial(
@@ -96,7 +130,7 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
                 run_daemon,
                 config,
                 reread=read,
-                on_serving=_print_line if as_json else lambda whereabouts: None,
+                on_serving=_print_line if as_json else partial(_say_where, config.data_dir),
             )
         )
     except ConfigError as error:

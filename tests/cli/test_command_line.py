@@ -15,10 +15,12 @@ from click.testing import CliRunner, Result
 from fake_node import FakeNode
 
 from swarmllm.cli import client
-from swarmllm.cli.daemon import FLAGS
+from swarmllm.cli.daemon import FLAGS, next_steps
 from swarmllm.cli.main import COMMANDS, EPILOG, main
 from swarmllm.cli.options import DEFAULT_API_URL, find_api_url
 from swarmllm.config import TABLES, keys_of
+from swarmllm.daemon import DaemonInfo
+from swarmllm_proto.identifiers import NodeId
 
 HEAVY = {"trio", "libp2p", "quart", "numpy", "httpx", "rich", "msgspec", "swarmllm.daemon"}
 QUERIES = (
@@ -171,3 +173,24 @@ def test_daemon_names_the_key_that_is_wrong(tmp_path: Path) -> None:
     assert result.exit_code == client.EXIT_USAGE
     assert "prot" in result.output
     assert "port" in result.output
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_private", "words"),
+    [
+        (("/ip4/127.0.0.1/tcp/1/p2p/N", "/ip4/192.0.2.1/tcp/1/p2p/N"), True, "`swarmllm invite`"),
+        (("/ip4/127.0.0.1/tcp/1/p2p/N", "/ip4/192.0.2.1/tcp/1/p2p/N"), False, "/ip4/192.0.2.1/tcp/1/p2p/N"),
+        (("/ip4/127.0.0.1/tcp/1/p2p/N", "/ip6/::1/tcp/1/p2p/N"), False, "cannot reach this node"),
+        ((), True, "cannot reach this node"),
+    ],
+)
+def test_a_daemon_says_where_its_dashboard_is_and_how_others_join(
+    addresses: tuple[str, ...], is_private: bool, words: str
+) -> None:
+    started = DaemonInfo(
+        pid=1, version="1", api_url="http://127.0.0.1:8800", node_id=NodeId("N"), addresses=addresses
+    )
+    dashboard, api, others = next_steps(started, is_private=is_private).split("\n")
+    assert dashboard.endswith(" http://127.0.0.1:8800/")
+    assert api.endswith(" http://127.0.0.1:8800/v1")
+    assert words in others
