@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from swarmllm.config import TABLES, Config, default_config_file, keys_of
-from swarmllm.errors import ConfigError
+from swarmllm.errors import ConfigError, reason_of
 
 ENV_PREFIX = "SWARMLLM_"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -71,7 +71,7 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> list[Setting]:
             return []
         raise ConfigError(f"There is no configuration file {file}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"Cannot read {file}: {error}") from None
+        raise ConfigError(f"Cannot read {file}: {reason_of(error)}") from None
     found: list[Setting] = []
     for table, keys in tables.items():
         _check_known(table, TABLES, "table", str(file))

@@ -7,6 +7,13 @@ remedies. Each carries the HTTP status and the OpenAI error type it becomes.
 
 from __future__ import annotations
 
+import re
+
+
+def reason_of(error: BaseException) -> str:
+    """What a foreign exception says, without the number that the operating system gives it."""
+    return re.sub(r"\[Errno -?\d+\] ?", "", str(error)) or type(error).__name__
+
 
 class SwarmLLMError(Exception):
     """Base of all. `message` says what happened and, where there is one, what to do next."""

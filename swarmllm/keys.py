@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from swarmllm.errors import ConfigError, Conflict, InvalidRequest
+from swarmllm.errors import ConfigError, Conflict, InvalidRequest, reason_of
 from swarmllm.private_files import locked, write_private
 
 KEY_FILE = "keys.json"
@@ -54,7 +54,7 @@ class KeyFile:
         except FileNotFoundError:
             return ()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"Cannot read the keys in {self.path}: {error}") from None
+            raise ConfigError(f"Cannot read the keys in {self.path}: {reason_of(error)}") from None
 
     def create(
         self, name: str, *, is_admin: bool = False, tier: Tier = "gold", rate_limit: int = 0

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 import httpx
 
-from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.errors import InvalidRequest, SwarmLLMError, reason_of
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -196,7 +196,7 @@ class Client:
         except httpx.TimeoutException:
             raise CommandFailed(f"{self.api_url} did not answer within {ANSWER_TIMEOUT_S:.0f} s.") from None
         except httpx.HTTPError as error:
-            raise CommandFailed(f"The connection to {self.api_url} broke: {error}") from None
+            raise CommandFailed(f"The connection to {self.api_url} broke: {reason_of(error)}") from None
 
 
 def _distrust(error: BaseException | None) -> str | None:

@@ -24,7 +24,7 @@ from swarmllm.cli.client import EXIT_USAGE, CommandFailed, WrongUsage
 from swarmllm.cli.display import print_json
 from swarmllm.cli.options import json_option
 from swarmllm.config_sources import load_config
-from swarmllm.errors import ConfigError
+from swarmllm.errors import ConfigError, reason_of
 
 UNIT_NAME = "swarmllm.service"
 SYSTEM_USER = "swarmllm"
@@ -250,6 +250,6 @@ def call(program: str, *arguments: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMCTL_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CommandFailed(f"{' '.join(command)}: {error}") from None
+        raise CommandFailed(f"{' '.join(command)}: {reason_of(error)}") from None
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -26,7 +26,7 @@ from swarmllm import __version__
 from swarmllm.downloads.digest_book import Span
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.source import Broken, DownloadRefused, FileChanged, ServerBusy, check_url, origin
-from swarmllm.errors import InvalidRequest
+from swarmllm.errors import InvalidRequest, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Remote:
                 # Stricter than `check_url`; also of the redirect in the answer, which httpx looks at unasked.
                 raise _misled(self.url) from None
             except httpx.HTTPError as error:
-                raise Broken(f"{url}: {_words(error)}") from error
+                raise Broken(f"{url}: {reason_of(error)}") from error
             except ValueError:
                 # A host name that the resolver's IDNA encoding refuses is a UnicodeError.
                 raise (
@@ -201,7 +201,7 @@ async def _body(answer: httpx.Response, url: str) -> AsyncGenerator[bytes, None]
         async for data in portions:
             yield data
     except httpx.HTTPError as error:
-        raise Broken(f"{url}: {_words(error)}") from error
+        raise Broken(f"{url}: {reason_of(error)}") from error
     finally:
         await answer.aclose()
         # httpx nests generators; on a closed connection they all come to their end instead of being dropped.
@@ -270,7 +270,3 @@ def _target(url: str, location: str, asked: str) -> str:
 
 def _misled(url: str) -> DownloadRefused:
     return DownloadRefused(f"{url}: the server redirects to a place that is no address")
-
-
-def _words(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__

@@ -29,7 +29,7 @@ from pathlib import Path
 import trio
 
 from swarmllm import operating_system
-from swarmllm.errors import WorkerDied
+from swarmllm.errors import WorkerDied, reason_of
 from swarmllm_proto.errors import without_folders
 
 log = logging.getLogger("swarmllm.worker")
@@ -130,7 +130,7 @@ class WorkerProcess:
                     raise
                 return process
         except OSError as error:
-            raise WorkerDied(f"the worker cannot be started: {error}") from error
+            raise WorkerDied(f"the worker cannot be started: {reason_of(error)}") from error
         finally:
             path.unlink(missing_ok=True)
 

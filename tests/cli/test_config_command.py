@@ -14,6 +14,7 @@ from swarmllm.cli.config import as_toml
 from swarmllm.cli.main import COMMANDS, main
 from swarmllm.config import Config, as_dict
 from swarmllm.config_sources import load_config
+from swarmllm.errors import reason_of
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> Result:
@@ -107,3 +108,24 @@ def test_what_the_daemon_would_refuse_cannot_be_used(
     refused = run(tmp_path, "config", "check", str(file))
     assert refused.exit_code == client.EXIT_USAGE
     assert f"{table}.{key}: " in refused.stderr
+
+
+def test_what_cannot_be_read_is_said_without_a_number(tmp_path: Path) -> None:
+    refused = run(tmp_path, "config", "check", str(tmp_path))
+    assert refused.exit_code == client.EXIT_USAGE
+    assert "Is a directory" in refused.stderr
+    assert "Errno" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "x"), "No such file or directory: 'x'"),
+        (ConnectionError("[Errno 104] Connection reset by peer"), "Connection reset by peer"),
+        (OSError(-2, "Name or service not known"), "Name or service not known"),
+        (ValueError("wrong"), "wrong"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_the_reason_of_a_foreign_error_has_no_number(error: Exception, words: str) -> None:
+    assert reason_of(error) == words

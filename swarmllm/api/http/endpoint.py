@@ -23,7 +23,7 @@ from swarmllm.api.http.exchange import Headers
 from swarmllm.api.http.limits import HttpLimits, limits_for
 from swarmllm.api.http.server import HttpServer
 from swarmllm.config import Config
-from swarmllm.errors import ConfigError
+from swarmllm.errors import ConfigError, reason_of
 from swarmllm.keys import KeyFile, KeyRing
 from swarmllm.node import Node
 from swarmllm.operating_system import limit_silence
@@ -99,7 +99,7 @@ def _prepare(config: Config, keys: KeyFile | None) -> tuple[KeyRing | None, ssl.
             tls.load_cert_chain(api.certfile, api.keyfile, password=_no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"Cannot use api.certfile {api.certfile} with api.keyfile {api.keyfile}: {error}",
+                f"Cannot use api.certfile {api.certfile} with api.keyfile {api.keyfile}: {reason_of(error)}",
                 field="api.certfile",
             ) from None
     elif not is_local:
