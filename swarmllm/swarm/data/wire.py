@@ -17,7 +17,6 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -222,9 +221,10 @@ class NoiseWire:
                 pass
             except OSError as error:
                 raise WireClosed(f"lost ({error.strerror})") from None
-            # Closed here while it waited: that is said above.
-            with suppress(trio.ClosedResourceError, OSError, ValueError):
+            try:
                 await trio.lowlevel.wait_readable(self._descriptor)
+            except (trio.ClosedResourceError, OSError, ValueError):
+                raise WireClosed("closed here") from None
         if n_bytes == 0:
             raise WireClosed("ended by the peer")
         self._end += n_bytes
@@ -248,9 +248,12 @@ class NoiseWire:
     async def _flush(self) -> None:
         self._send_leftover()
         while self._leftover:
-            # Closed here while it waited: that is what sending says.
-            with suppress(trio.ClosedResourceError, OSError, ValueError):
+            if self._closed:
+                raise WireClosed("closed here")
+            try:
                 await trio.lowlevel.wait_writable(self._descriptor)
+            except (trio.ClosedResourceError, OSError, ValueError):
+                raise WireClosed("closed here") from None
             self._send_leftover()
 
 
