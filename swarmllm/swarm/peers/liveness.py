@@ -247,6 +247,9 @@ class Liveness:
 
     def _has_failed(self, node_id: NodeId, error: Exception) -> None:
         """By an error in this file: the peer's connections end, and it is dialled anew."""
+        # A task that fails where it begins has not done this itself.
+        self._greeted(node_id)
+        self._thinned_out(node_id)
         self.drop(node_id, "an error here")
 
     async def _answers_as_a_node(self, node_id: NodeId) -> bool:
