@@ -160,4 +160,4 @@ def test_without_an_address_the_description_has_no_links_that_lead_nowhere(tmp_p
     assert metadata.get_all("Project-URL") is None
     description = metadata.get_payload()
     assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)]+)\)", description))
-    assert "start with the quickstart" in description
+    assert "start with the first ten minutes or the quickstart" in description
