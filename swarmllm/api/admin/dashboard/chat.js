@@ -1,7 +1,8 @@
-// A conversation, and under each answer the way it took.
+// A conversation, and under each answer the way it took; and the conversations that the browser keeps.
 
+import { asJson, asMarkdown, copy, download, erase, matching, messagesOf, readAll, title, write } from "./conversations.js";
 import { h, show } from "./dom.js";
-import { layerText, ms, plural, rate } from "./format.js";
+import { clock, layerText, ms, plural, rate } from "./format.js";
 import { call, pieces } from "./link.js";
 import { markdown } from "./markdown.js";
 import { hops, timeBar } from "./routes.js";
@@ -9,10 +10,63 @@ import { hops, timeBar } from "./routes.js";
 let conversation = begin();
 let running = null;
 let names = null;
+let kept = null; // by id; null until they are read
+let search = "";
+let editing = null; // the question's place
+let copied = null; // the turn's place
+let trouble = "";
+
+const SAMPLING = [ // name, label, bounds
+  ["temperature", "Temperature", { min: 0, max: 2, step: "any" }], ["top_p", "Top p", { min: 0, max: 1, step: "any" }],
+  ["max_tokens", "Longest answer, tokens", { min: 1, step: 1 }], ["seed", "Seed", { min: 0, step: 1 }],
+];
 
 /** `model` is the model that is asked. It is `fixed` once the person chose it or asked it: then only the person changes it. */
 function begin(model = null, fixed = false) {
-  return { turns: [], model, fixed, refused: false };
+  return { id: identifier(), turns: [], model, fixed, refused: false, system: "", sampling: {}, changed: Date.now() };
+}
+
+// crypto.randomUUID is only there for pages by https or from this machine.
+function identifier() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+async function read(again) {
+  kept = new Map();
+  try {
+    for (const each of await readAll()) {
+      if (kept.has(each.id)) continue;
+      const last = each.turns.at(-1);
+      if (last?.role === "assistant" && !last.content && !last.error && !last.swarm) last.error = "The page was closed before the answer came.";
+      kept.set(each.id, { ...each, refused: false });
+    }
+  } catch { trouble = "This browser keeps no conversations: they are gone when the page is closed.";
+  }
+  again();
+}
+
+/** Write it down, unless nothing was asked yet or somebody deleted it. */
+function keep(own, again) {
+  if (!own.turns.length || own.deleted) return;
+  own.changed = Date.now();
+  kept?.set(own.id, own);
+  const { refused, ...record } = own;
+  write(record).catch(() => { trouble = "The browser could not keep this conversation."; again(); });
+}
+
+function open(own, again) {
+  running?.abort();
+  conversation = own;
+  editing = copied = null;
+  again();
+}
+
+function remove(own, again) {
+  own.deleted = true;
+  kept.delete(own.id);
+  erase(own.id).catch(() => { trouble = "The browser could not delete this conversation."; again(); });
+  if (own === conversation) open(begin(own.model, own.fixed), again);
+  else again();
 }
 
 /** The models that can answer: from the event stream, or asked for where the key may not read that. */
@@ -33,13 +87,17 @@ export function renderChat(root, state) {
   const choose = (event) => {
     if (event.target.value === conversation.model) return;
     Object.assign(conversation, { model: event.target.value, fixed: true, refused: false });
+    keep(conversation, again);
     again();
   };
   const again = () => renderChat(root, state);
+  if (kept === null) read(again);
   const log = root.querySelector(".log");
   const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   show(root,
-    h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map(turn) : intro(ready, state)),
+    h("div", { class: "tools", "data-key": "tools" }, history(again), settings(again)),
+    trouble && h("p", { class: "small bad", "data-key": "trouble", role: "status" }, trouble),
+    h("div", { class: "log", "data-key": "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map((each, index) => turn(each, index, root, state)) : intro(ready, state)),
     !ready.length && turns.length > 0 && h("p", { class: "small bad", "data-key": "nobody", role: "status" }, nobody(state), " ", h("a", { href: "#models" }, "Models")),
     h("form", { class: "composer", "data-key": "composer", onsubmit: (event) => { event.preventDefault(); send(root, state); } },
       h("label", { class: "sr", for: "prompt" }, "Message"),
@@ -51,7 +109,7 @@ export function renderChat(root, state) {
           h("label", { class: "sr", for: "model" }, "Model"),
           h("select", { id: "model", disabled: !model, value: model, oninput: choose, onchange: choose },
             (model && !isAvailable ? [model, ...ready] : ready).map((name) => h("option", { value: name, "data-key": name }, ready.includes(name) ? name : `${name} (unavailable)`))),
-          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { running?.abort(); conversation = begin(model, conversation.fixed); again(); } }, "New conversation")),
+          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => open(begin(model, conversation.fixed), again) }, "New conversation")),
         running ? h("button", { type: "button", "data-key": "stop", onclick: () => running?.abort() }, "Stop")
           : h("button", { type: "submit", class: "primary", "data-key": "send", disabled: !model }, "Send"))),
     model && !isAvailable && h("p", { class: "small bad", "data-key": conversation.refused ? "refused" : "unavailable", role: conversation.refused ? "alert" : "status" },
@@ -72,12 +130,94 @@ function nobody(state) {
   return cut ? `No model can answer now: of ${cut.name}, layers ${cut.missing.map(layerText).join(", ")} are missing.` : "No model is complete in the swarm yet.";
 }
 
-function turn(each, index) {
-  return h("article", { class: `turn ${each.role}`, "data-key": `turn-${index}`, "aria-label": each.role === "user" ? "You" : "Answer" },
+/** The conversations that are kept: found by their words, opened, deleted. */
+function history(again) {
+  const all = [...(kept?.values() || [])];
+  const found = matching(all, search);
+  return h("details", { class: "kept", "data-key": "kept" },
+    h("summary", null, `Conversations (${all.length})`),
+    h("label", { class: "sr", for: "search" }, "Search conversations"),
+    h("input", { id: "search", type: "search", autocomplete: "off", placeholder: "Search", oninput: (event) => { search = event.target.value; again(); } }),
+    found.length ? h("ul", null, found.map((each) => h("li", { "data-key": each.id },
+      h("button", { type: "button", class: "plain cut grow", ...(each.id === conversation.id ? { "aria-current": "true" } : {}), onclick: () => open(each, again) }, title(each)),
+      h("span", { class: "muted small when" }, `${new Date(each.changed).toLocaleDateString()} ${clock(each.changed / 1000)}`),
+      h("button", { type: "button", class: "plain", "aria-label": `Delete ${title(each)}`, onclick: () => remove(each, again) }, "Delete"))))
+      : h("p", { class: "muted small" }, all.length ? "None has these words." : "None yet. They stay in this browser."));
+}
+
+/** What this conversation is asked with, and ways to take it along. */
+function settings(again) {
+  const own = conversation;
+  const name = () => `conversation-${new Date(own.changed).toISOString().slice(0, 10)}-${own.id.slice(0, 6)}`;
+  const set = (key) => (event) => {
+    const { value, validity } = event.target;
+    if (!validity.valid) return;
+    if (value === "") delete own.sampling[key];
+    else own.sampling[key] = Number(value);
+    keep(own, again);
+  };
+  return h("details", { class: "settings", "data-key": "settings" },
+    h("summary", null, "Settings"),
+    h("div", { class: "fields", "data-key": own.id },
+      h("label", { for: "system" }, "System prompt"),
+      h("textarea", { id: "system", rows: "2", onchange: () => keep(own, again), oninput: (event) => { own.system = event.target.value; } }, own.system),
+      h("div", { class: "row" }, SAMPLING.map(([key, label, bounds]) => h("label", { "data-key": key }, label,
+        h("input", { type: "number", name: key, placeholder: "default", ...bounds, value: own.sampling[key], onchange: set(key) }))))),
+    h("div", { class: "row" },
+      h("button", { type: "button", disabled: !own.turns.length, onclick: () => download(`${name()}.md`, "text/markdown", asMarkdown(own)) }, "Export Markdown"),
+      h("button", { type: "button", disabled: !own.turns.length, onclick: () => download(`${name()}.json`, "application/json", asJson(own)) }, "Export JSON")));
+}
+
+function turn(each, index, root, state) {
+  const again = () => renderChat(root, state);
+  const { turns } = conversation;
+  const isUser = each.role === "user";
+  if (editing === index) return editor(each, index, root, state);
+  const onCopy = async () => { copied = await copy(each.content) ? index : null; again(); };
+  const isLast = index === turns.length - 1;
+  return h("article", { class: `turn ${each.role}`, "data-key": `turn-${conversation.id}-${index}`, "aria-label": isUser ? "You" : "Answer" },
     each.thought && h("details", { class: "thought", "data-key": "thought" }, h("summary", null, each.content || each.swarm ? "Thoughts" : "Thinking…"), h("div", { class: "text" }, each.thought)),
-    h("div", { class: "text" }, each.role === "user" ? each.content : markdown(each.content)),
+    h("div", { class: "text" }, isUser ? each.content : markdown(each.content)),
     each.error && h("p", { class: "bad", role: "alert" }, each.error),
-    each.swarm && way(each));
+    each.swarm && way(each),
+    !(running && isLast) && h("div", { class: "row acts", "data-key": "acts" },
+      each.content && h("button", { type: "button", class: "plain", "data-key": "copy", "aria-label": isUser ? "Copy the question" : "Copy the answer", onclick: onCopy }, copied === index ? "Copied" : "Copy"),
+      isUser && !running && h("button", { type: "button", class: "plain", "data-key": "edit", "aria-label": "Edit the question in a new conversation", onclick: () => { editing = index; again(); root.querySelector("#edit").focus(); } }, "Edit"),
+      !isUser && isLast && !running && h("button", { type: "button", class: "plain", "data-key": "again", onclick: () => regenerate(root, state) }, "Regenerate")));
+}
+
+/** A question while it is edited. What is asked then begins a conversation of its own, and this one stays as it is. */
+function editor(each, index, root, state) {
+  const again = () => renderChat(root, state);
+  const ask = (event) => {
+    event.preventDefault();
+    const text = root.querySelector("#edit").value.trim();
+    if (!text || running || !isReady(again)) return;
+    const { model, system, sampling, turns } = conversation;
+    open({ ...begin(model, true), system, sampling: { ...sampling }, turns: structuredClone(turns.slice(0, index)) }, again);
+    answer(text, root, state);
+  };
+  return h("form", { class: "composer", "data-key": `edit-${conversation.id}-${index}`, onsubmit: ask },
+    h("label", { class: "sr", for: "edit" }, "Question"),
+    h("textarea", { id: "edit", rows: "3" }, each.content),
+    h("div", { class: "row end" },
+      h("button", { type: "button", class: "plain", onclick: () => { editing = null; again(); } }, "Cancel"),
+      h("button", { type: "submit", class: "primary" }, "Ask in a new conversation")));
+}
+
+function regenerate(root, state) {
+  const again = () => renderChat(root, state);
+  if (running || !isReady(again)) return;
+  const [question] = conversation.turns.splice(-2);
+  answer(question.content, root, state);
+}
+
+/** Whether the conversation's model can answer; where it cannot, the page says so. */
+function isReady(again) {
+  if (names?.includes(conversation.model)) return true;
+  conversation.refused = true;
+  again();
+  return false;
 }
 
 function way({ swarm, finish, tokens }) {
@@ -89,40 +229,46 @@ function way({ swarm, finish, tokens }) {
   return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
 
-async function send(root, state) {
+function send(root, state) {
   const box = root.querySelector("#prompt");
   const text = box.value.trim();
-  const { turns, model } = conversation;
-  const again = () => renderChat(root, state);
-  if (!text || running || !model) return;
-  if (!names?.includes(model)) { conversation.refused = true; again(); return; }
-  conversation.fixed = true;
+  if (!text || running || !conversation.model || !isReady(() => renderChat(root, state))) return;
   box.value = "";
-  const answer = { role: "assistant", content: "" };
-  const messages = turns.filter((each) => each.content && !each.error).map(({ role, content }) => ({ role, content }));
-  turns.push({ role: "user", content: text }, answer);
+  answer(text, root, state);
+}
+
+/** Ask `text` in the conversation that is shown. Another one may be shown before the answer ends. */
+async function answer(text, root, state) {
+  const own = conversation;
+  const again = () => renderChat(root, state);
+  const reply = { role: "assistant", content: "" };
+  own.fixed = true;
+  own.turns.push({ role: "user", content: text }, reply);
+  editing = copied = null;
   running = new AbortController();
+  keep(own, again);
   again();
   try {
-    const body = { model, messages: [...messages, { role: "user", content: text }], stream: true, stream_options: { include_usage: true } };
-    const reply = await call("POST", "v1/chat/completions", body, running.signal);
-    for await (const event of pieces(reply, "\n\n")) {
+    const body = { model: own.model, ...own.sampling, messages: messagesOf(own.system, own.turns), stream: true, stream_options: { include_usage: true } };
+    const stream = await call("POST", "v1/chat/completions", body, running.signal);
+    for await (const event of pieces(stream, "\n\n")) {
       if (!event.startsWith("data: {")) continue;
       const chunk = JSON.parse(event.slice(6));
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
-      if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
-      if (choice?.delta?.reasoning_content) answer.thought = (answer.thought || "") + choice.delta.reasoning_content;
-      if (choice?.delta?.content) answer.content += choice.delta.content;
-      if (choice?.finish_reason) { answer.finish = choice.finish_reason; answer.swarm = chunk.swarm; }
+      if (chunk.usage) reply.tokens = chunk.usage.completion_tokens;
+      if (choice?.delta?.reasoning_content) reply.thought = (reply.thought || "") + choice.delta.reasoning_content;
+      if (choice?.delta?.content) reply.content += choice.delta.content;
+      if (choice?.finish_reason) { reply.finish = choice.finish_reason; reply.swarm = chunk.swarm; }
       again();
     }
   } catch (error) {
-    if (error.name === "AbortError") answer.content += answer.content ? " …" : "(stopped)";
-    else answer.error = error.message;
+    if (error.name === "AbortError") reply.content += reply.content ? " …" : "(stopped)";
+    else reply.error = error.message;
   } finally {
     running = null;
+    keep(own, again);
     again();
-    box.focus();
+    if (document.activeElement === document.body) root.querySelector("#prompt").focus();
   }
 }

@@ -1,6 +1,7 @@
 // What models write, as elements: so much of Markdown as they use. Nothing becomes HTML, so nothing in it can act.
 
 import { h } from "./dom.js";
+import { highlight } from "./highlight.js";
 
 const INLINE = /(`+)(.+?)\1|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])([^*\n]+?)\*/s;
 const FENCE = /^\s*(```|~~~)\s*([\w+#.-]*)\s*$/;
@@ -16,7 +17,7 @@ export function markdown(text) {
     if (fence) {
       const end = lines.findIndex((line, at) => at > i && line.trim() === fence[1]);
       const code = lines.slice(i + 1, end < 0 ? lines.length : end);
-      blocks.push(h("pre", { tabindex: "0", "aria-label": fence[2] ? `Code, ${fence[2]}` : "Code" }, h("code", null, code.join("\n"))));
+      blocks.push(h("pre", { tabindex: "0", "aria-label": fence[2] ? `Code, ${fence[2]}` : "Code" }, h("code", null, highlight(code.join("\n"), fence[2]))));
       i = end < 0 ? lines.length : end + 1;
     } else if (BULLET.test(lines[i])) {
       const first = BULLET.exec(lines[i]);
