@@ -236,6 +236,8 @@ async def test_an_unknown_name_is_refused_at_once() -> None:
     async with trio.open_nursery() as nursery:
         with pytest.raises(LookupError):
             supervise(nursery, "something", fails)
+        with pytest.raises(LookupError, match="'something' is not in the table"):
+            await supervise_started(nursery, "something", fails)
         with pytest.raises(LookupError):
             spawn(nursery, "something", fails)
 

@@ -198,6 +198,9 @@ def test_no_more_nodes_are_listened_to_than_there_is_room_for() -> None:
     for number in range(MAX_ACCUSERS + 1):
         suspects.accuse(f"accuser {number}", f"node {number}", 0.0)
     assert len(suspects.now(0.0)) == MAX_ACCUSERS
+    # When what they said counts no more, others are listened to.
+    suspects.accuse("another", "late", SUSPECT_S)
+    assert suspects.now(SUSPECT_S) == {"late"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.floats(0, 0.2)), max_size=300))

@@ -108,6 +108,21 @@ def test_more_than_is_ever_needed_is_cut() -> None:
     assert len(decoded.closer) == len(decoded.providers) == CONTACTS_MAX
 
 
+def test_the_largest_message_is_read_and_none_that_is_larger() -> None:
+    content = encode(Message(DhtMessageKind.PING, b"key", [], []))
+    # A field that nobody knows is left out, however long it is.
+    padding = MESSAGE_MAX_BYTES - len(content) - 5
+    content += (
+        bytes((0xFA, 0x07))
+        + bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
+        + bytes(padding)
+    )
+    assert len(content) == MESSAGE_MAX_BYTES
+    assert decode(content).key == b"key"
+    with pytest.raises(BadMessage, match="are more than"):
+        decode(content + b"\x00")
+
+
 @pytest.mark.parametrize(
     ("content", "field"),
     [
