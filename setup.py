@@ -75,8 +75,8 @@ setup(
     ext_modules=[
         Extension(
             f"swarmllm_workers._{name}",
-            [f"workers/swarmllm_workers/engine/kernels/{source}.c" for source in (name, *others)],
-            depends=["workers/swarmllm_workers/engine/kernels/k_quants.h"],
+            [f"workers/swarmllm_workers/native/{source}.c" for source in (name, *others)],
+            depends=["workers/swarmllm_workers/native/k_quants.h"],
             # Nothing fused in rows that are rounded: the same bits on every processor.
             extra_compile_args=["-O2", *(("-ffp-contract=off",) if name == "row_codec" else ())],
             optional=True,

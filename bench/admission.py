@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.figures import Figure, publish, ratios
+from bench.common.figures import Figure, publish, ratios
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor

@@ -14,8 +14,8 @@ import time
 
 import numpy as np
 
+from bench.common.figures import Figure, publish, ratios
 from bench.decode import half_billion
-from bench.figures import Figure, publish, ratios
 from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import trio
 
-from bench.figures import Figure, ratios, table, write
+from bench.common.figures import Figure, ratios, table, write
 from bench.swarm_link import ASK_PIECE, BULK_LANES, echo_process, echoing_peer
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 

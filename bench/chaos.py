@@ -28,8 +28,8 @@ from typing import Any
 
 import httpx
 
-from bench.figures import RESULTS, Figure, machine, table
-from bench.swarm_nodes import demo_nodes, wait_for
+from bench.common.figures import RESULTS, Figure, machine, table
+from bench.common.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo import DemoNode, DemoNodes
 from swarmllm.operating_system import family

@@ -25,8 +25,8 @@ from typing import Any
 
 import httpx
 
-from bench.figures import RESULTS, machine
-from bench.swarm_nodes import demo_nodes, wait_for
+from bench.common.figures import RESULTS, machine
+from bench.common.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo import DemoNode, DemoNodes
 from swarmllm.operating_system import family

@@ -28,8 +28,8 @@ from random import Random
 
 import numpy as np
 
-from bench.emulated_steps import step_s
-from bench.figures import Figure, publish, ratios
+from bench.common.emulated_steps import step_s
+from bench.common.figures import Figure, publish, ratios
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.planner import Demand, Planner
 

@@ -20,13 +20,13 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from bench.common.figures import Figure, publish, ratios, threads_suffix
+from bench.common.llama_server import NAME, add_option, llama_server
+from bench.common.q4_k_m import SIX_HUNDRED_MILLION, six_hundred_million
+from bench.common.shapes import HALF_BILLION
+from bench.common.streamed import Endpoint, Together, ask_all, letters
+from bench.common.swarm_nodes import swarm_of
 from bench.decode import half_billion
-from bench.figures import Figure, publish, ratios, threads_suffix
-from bench.llama_server import NAME, add_option, llama_server
-from bench.q4_k_m import SIX_HUNDRED_MILLION, six_hundred_million
-from bench.shapes import HALF_BILLION
-from bench.streamed import Endpoint, Together, ask_all, letters
-from bench.swarm_nodes import swarm_of
 from swarmllm.guide import GUIDE_PATH
 
 N_PROMPT = 8

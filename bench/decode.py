@@ -16,10 +16,10 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.figures import Figure, ratios, table, write
-from bench.shapes import HALF_BILLION, build
-from bench.swarm_nodes import Answer, Swarm, swarm_of
-from bench.uncut import Uncut
+from bench.common.figures import Figure, ratios, table, write
+from bench.common.shapes import HALF_BILLION, build
+from bench.common.swarm_nodes import Answer, Swarm, swarm_of
+from bench.common.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
 
 PROMPT = "What is a pipeline?"

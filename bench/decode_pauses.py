@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.figures import Figure, publish
-from bench.shapes import Shape, build
+from bench.common.figures import Figure, publish
+from bench.common.shapes import Shape, build
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_worker_message, encode_ipc

@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from bench.common.figures import Figure, publish, ratios, threads_suffix
+from bench.common.llama_server import NAME, add_option, llama_server
+from bench.common.shapes import HALF_BILLION
+from bench.common.streamed import Endpoint, ask_all, letters
+from bench.common.swarm_nodes import swarm_of
+from bench.common.uncut import Uncut
 from bench.decode import half_billion
-from bench.figures import Figure, publish, ratios, threads_suffix
-from bench.llama_server import NAME, add_option, llama_server
-from bench.shapes import HALF_BILLION
-from bench.streamed import Endpoint, ask_all, letters
-from bench.swarm_nodes import swarm_of
-from bench.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.pool import WorkerPool

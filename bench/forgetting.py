@@ -23,7 +23,7 @@ from pathlib import Path
 
 import trio
 
-from bench.figures import Figure, table, write
+from bench.common.figures import Figure, table, write
 from swarmllm.swarm.data.keepalive import PING_S
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.records.registry import Registry, follow_router

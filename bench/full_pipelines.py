@@ -15,10 +15,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from bench.emulated_steps import emulating, step_s
-from bench.figures import Figure, publish, ratios
-from bench.streamed import Endpoint, Together, ask_all, letters
-from bench.swarm_nodes import swarm_of
+from bench.common.emulated_steps import emulating, step_s
+from bench.common.figures import Figure, publish, ratios
+from bench.common.streamed import Endpoint, Together, ask_all, letters
+from bench.common.swarm_nodes import swarm_of
 from swarmllm.guide import GUIDE_PATH
 
 N_LAYERS = 12

@@ -19,10 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.decoder_target import Target
-from bench.decoders import all_targets
-from bench.figures import RESULTS, machine
-from bench.hostile_bytes import golden, mutated, noise, reshaped
+from bench.common.figures import RESULTS, machine
+from bench.decoders.hostile_bytes import golden, mutated, noise, reshaped
+from bench.decoders.table import all_targets
+from bench.decoders.target import Target
 
 BLOCKS_GROWTH_MAX = 0.01
 """Of what Python has allocated, between a tenth of the way and the end: caches fill, leaks do not stop."""

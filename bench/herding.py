@@ -15,8 +15,8 @@ import json
 from collections import Counter
 from random import Random
 
-from bench.figures import RESULTS, Figure, machine, ratios, table
-from bench.simulated_swarm import make_manifest
+from bench.common.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.route.inputs import LEAN, Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cheapest import cheapest_route

@@ -22,8 +22,8 @@ import httpx
 import msgspec
 import trio
 
-from bench.figures import Figure, ratios, table, write
-from bench.streamed import cpu_s
+from bench.common.figures import Figure, ratios, table, write
+from bench.common.streamed import cpu_s
 from swarmllm.cli.demo import DemoNodes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange

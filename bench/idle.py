@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.figures import Figure
-from bench.swarm_nodes import demo_nodes, wait_for
+from bench.common.figures import Figure
+from bench.common.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 
 GOAL_PERCENT = 1.0

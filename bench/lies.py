@@ -26,14 +26,14 @@ from typing import Any
 
 import trio
 
-from bench.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine
+from bench.common.patient_clock import patient_clock
 from bench.fuzz import Mark
-from bench.liar import Lie, lies
-from bench.lying_daemons import open_lying_daemons
-from bench.lying_swarm import guide_world, open_lying_swarm
-from bench.patient_clock import patient_clock
-from bench.router_lies import RouterLie, router_lies
-from bench.untruths import drawn
+from bench.lying.daemons import open_lying_daemons
+from bench.lying.liar import Lie, lies
+from bench.lying.router import RouterLie, router_lies
+from bench.lying.swarm import guide_world, open_lying_swarm
+from bench.lying.untruths import drawn
 
 SEED = 20261122
 BATCH = 10

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from bench.common.figures import Figure, ratios, table, write
 from bench.decode import half_billion
-from bench.figures import Figure, ratios, table, write
 from bench.ring import connected
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame

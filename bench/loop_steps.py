@@ -37,7 +37,7 @@ import trio.lowlevel
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
-from bench.figures import machine
+from bench.common.figures import machine
 from swarmllm.api.http.endpoint import open_api
 from swarmllm.config import ApiTable, Config, InferenceTable
 from swarmllm.downloads import SharedDigests

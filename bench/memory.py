@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from bench.common.figures import Figure, publish, ratios
+from bench.common.shapes import HALF_BILLION, build
+from bench.common.uncut import Uncut
 from bench.engine import MIB, held_bytes
-from bench.figures import Figure, publish, ratios
-from bench.shapes import HALF_BILLION, build
-from bench.uncut import Uncut
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.pool import WorkerPool

@@ -1,9 +1,9 @@
 """Do the tests notice a wrong line? `python -m bench.mutants [--n 200] [--seed S] [--only MODULE]`.
 
-Changes one line of the bookkeeping and limits at a time (bench/mutations.py) in a private copy of the tree,
-runs the tests that run this line (bench/mutant_coverage.py) of the test files nearest to it
-(bench/mutant_tests.py), and says which changes no test noticed. A run that hangs past its deadline counts as
-noticed and is listed apart. `--list` only shows what would be changed.
+Changes one line of the bookkeeping and limits at a time (bench/mutation/changes.py) in a private copy of the
+tree, runs the tests that run this line (bench/mutation/coverage.py) of the test files nearest to it
+(bench/mutation/nearest_tests.py), and says which changes no test noticed. A run that hangs past its deadline
+counts as noticed and is listed apart. `--list` only shows what would be changed.
 `--resume` goes on where the last run with this seed stopped; `--survivors` tries those that survived it
 again, to see whether a new test notices them. bench/mutants_equivalent.json has the survivors that change
 nothing one could observe, each with the reason.
@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.figures import RESULTS, machine
-from bench.mutant_runs import MutantRuns
-from bench.mutations import Mutation, mutations, sampled
+from bench.common.figures import RESULTS, machine
+from bench.mutation.changes import Mutation, mutations, sampled
+from bench.mutation.runs import MutantRuns
 
 ROOT = Path(__file__).parent.parent
 RESULT = RESULTS / "mutants.json"

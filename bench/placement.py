@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 
-from bench.figures import Figure, ratios, table, write
+from bench.common.figures import Figure, ratios, table, write
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
 

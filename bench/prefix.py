@@ -16,9 +16,9 @@ import time
 from contextlib import ExitStack
 from random import Random
 
+from bench.common.figures import Figure, publish, ratios
+from bench.common.swarm_nodes import Swarm, swarm_of
 from bench.decode import N_CTX, half_billion
-from bench.figures import Figure, publish, ratios
-from bench.swarm_nodes import Swarm, swarm_of
 
 N_PROMPT = 513
 N_ANSWER = 5

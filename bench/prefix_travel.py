@@ -25,12 +25,13 @@ from typing import Any
 
 import httpx
 
+from bench.common.delay_proxy import delay_proxy
+from bench.common.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.swarm_nodes import demo_nodes, wait_for
 from bench.decode import half_billion
-from bench.delay_proxy import delay_proxy
-from bench.figures import RESULTS, Figure, machine, ratios, table
 from bench.remote_generate import free_port
-from bench.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
+from swarmllm_proto.blocks import BLOCK_TOKENS
 
 N_SHARED, N_PROMPT = 640, 672
 N_SYSTEM, N_QUESTION = 2000, 40
@@ -66,6 +67,13 @@ class Node:
         start_s = time.perf_counter()
         answer = self.ask(prompt)
         return (time.perf_counter() - start_s) * 1000, answer
+
+    def counters(self) -> dict[str, float]:
+        """Of KV that travels, by the last word of the metric's name and its labels; what is not 0."""
+        text = httpx.get(f"{self.client.api_url}/metrics", timeout=ANSWER_S, trust_env=False).text
+        lines = (line for line in text.splitlines() if line.startswith("swarmllm_prefix_"))
+        found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+        return {name.removeprefix("swarmllm_prefix_"): value for name, value in found.items() if value}
 
     def announced(self, peer: str) -> int:
         peers = self.client.get("/api/admin/peers")["peers"]
@@ -135,12 +143,19 @@ def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figu
         system, computed = letters(7, N_SYSTEM), 0
         for user in range(n_users):
             node = nodes[user % n_nodes]
-            usage = node.ask(system + letters(5000 + user, N_QUESTION))["usage"]
-            cached = min(N_SYSTEM, usage["prompt_tokens_details"]["cached_tokens"])
+            answer = node.ask(system + letters(5000 + user, N_QUESTION))
+            cached = min(N_SYSTEM, answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             computed += N_SYSTEM - cached
+            if cached < N_SYSTEM // BLOCK_TOKENS * BLOCK_TOKENS:
+                peers = node.client.get("/api/admin/peers")["peers"]
+                ways = [each["rtt_ms"] for each in peers if each["announced_prefixes"]]
+                ran = [stage["nickname"] for stage in answer["swarm"]["route"]]
+                print(f"user {user} at {node.name}: {cached} cached on {ran}; ms to holders: {ways}")
             if not user:
                 time.sleep(SETTLED_S)
         work.values.append(computed / N_SYSTEM)
+        for node in nodes:
+            print(f"{node.name}: {node.counters()}")
     return [(work, None)]
 
 

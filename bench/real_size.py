@@ -23,8 +23,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from bench.q4_k_m import SEVEN_BILLION, TINY, write_q4_k_m
-from bench.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
+from bench.common.q4_k_m import SEVEN_BILLION, TINY, write_q4_k_m
+from bench.common.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo import DemoNode
 from swarmllm.operating_system import family

@@ -17,7 +17,7 @@ import threading
 from random import Random
 
 from bench.chaos import Chaos, Stream, chaos
-from bench.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.figures import RESULTS, Figure, machine, ratios, table
 
 HOLDINGS = {"a": ["guide:0:4"], "b": ["guide:4:8"], "c": ["guide:8:12"], "d": ["guide:4:8"]}
 N_SENTENCES = 100

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bench.delay_proxy import delay_proxy
-from bench.figures import RESULTS, Figure, machine, ratios, table
-from bench.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
+from bench.common.delay_proxy import delay_proxy
+from bench.common.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 
 PROMPT = "What is a pipeline?"

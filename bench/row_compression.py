@@ -24,11 +24,11 @@ import numpy as np
 import trio
 from gguf import GGUFReader, dequantize
 
-from bench.figures import Figure, ratios, write
-from bench.figures import table as table_of
-from bench.shapes import Shape, build
+from bench.common.figures import Figure, ratios, write
+from bench.common.figures import table as table_of
+from bench.common.shapes import Shape, build
+from bench.common.wan_proxy import Wan
 from bench.wan import node
-from bench.wan_proxy import Wan
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.guide.corpus import heldout
 from swarmllm.models.catalogue import Catalogue

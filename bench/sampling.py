@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from bench.figures import Figure, ratios, table, write
+from bench.common.figures import Figure, ratios, table, write
 from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.decode.sampling import PENALTY_WINDOW, Sampler, step_seed
 from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE

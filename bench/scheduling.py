@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from bench.figures import Figure, ratios, table, write
+from bench.common.figures import Figure, ratios, table, write
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.coordinates import Coordinate

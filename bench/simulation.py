@@ -21,9 +21,9 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
-from bench.figures import RESULTS, machine
-from bench.simulated_network import SimulatedNetwork
-from bench.simulated_swarm import N_SLOTS, SPEAK_S, TICK_S, Figures, SimulatedNode, World, busy
+from bench.common.figures import RESULTS, machine
+from bench.common.simulated_network import SimulatedNetwork
+from bench.common.simulated_swarm import N_SLOTS, SPEAK_S, TICK_S, Figures, SimulatedNode, World, busy
 from swarmllm.errors import SwarmLLMError
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage

@@ -9,7 +9,7 @@
 A batch is one step of so many streams, or, of 64 rows and more, a prompt. Both sides are processes with the
 same model, a random one of 0.5B shape in Q8_0 or of 0.6B in Q4_K_M, and one thread, and take turns; a figure
 of a round is the best of 4 batches, in milliseconds that the processor worked for it, which others on the
-machine disturb least. The worker's way is that of `workers/swarmllm_workers/engine/small_batches.py`.
+machine disturb least. The worker's way is that of `workers/swarmllm_workers/kernels/small_batches.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.common.figures import Figure, publish, ratios
+from bench.common.q4_k_m import six_hundred_million
 from bench.decode import half_billion
-from bench.figures import Figure, publish, ratios
-from bench.q4_k_m import six_hundred_million
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPTS = (64, 512)
@@ -37,9 +37,9 @@ def serve(gguf: str, n_threads: int, side: str) -> None:
     """Answers each number of rows on stdin with milliseconds."""
     if side == "tiles":
         import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
-    from swarmllm_workers.engine import small_batches
-    from swarmllm_workers.engine.kernel_tuning import KernelTuning
     from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
+    from swarmllm_workers.kernels import small_batches
+    from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 
     tuning = KernelTuning("ours" if side == "ours" else "auto")
     model = Model(Path(gguf))  # after the mode is known: it decides whether rows are rearranged

@@ -24,8 +24,8 @@ import numpy as np
 import trio
 from gguf import GGUFReader
 
-from bench.figures import Figure, publish, ratios
-from bench.shapes import HALF_BILLION, build
+from bench.common.figures import Figure, publish, ratios
+from bench.common.shapes import HALF_BILLION, build
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.pool import WorkerPool

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from bench.swarm_nodes import demo_nodes, wait_for
+from bench.common.swarm_nodes import demo_nodes, wait_for
 from swarmllm.cli.client import Client
 
 HOLDINGS = {"a": ["guide:0:6"], "b": ["guide:6:12"]}

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from libp2p.pubsub.pb import rpc_pb2
 
-from bench.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine
 from swarmllm.swarm.byte_budget import LIMITS, TOTAL_MIB, ByteBudget
 from swarmllm.swarm.discovery.dht.messages import Contact
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.figures import Figure, ratios, table, write
-from bench.shapes import HALF_BILLION, build
+from bench.common.figures import Figure, ratios, table, write
+from bench.common.shapes import HALF_BILLION, build
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_workers.engine import segment_file
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.tap import Tap
+from swarmllm_workers.gguf_file import GgufFile
 
 N_LAYERS = HALF_BILLION.n_layers - 1
 N_CTX = 2048

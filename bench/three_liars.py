@@ -28,7 +28,7 @@ import msgspec
 import trio
 
 from bench.cheats import fine_tuned
-from bench.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import trio
 
-from bench.wan_proxy import Wan, relayed
+from bench.common.wan_proxy import Wan, relayed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
 

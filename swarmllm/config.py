@@ -131,7 +131,13 @@ class ApiTable:
     certfile: str = _setting("", "PEM file with the certificate chain; serves HTTPS, needs keyfile.")
     keyfile: str = _setting("", "PEM file with the certificate's private key, not encrypted.")
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = _setting(
-        8 * 2**20, "Largest request body; anything bigger is refused with 413."
+        32 * 2**20,
+        "Largest request body; anything bigger is refused with 413. In it pictures take 4/3 of their size.",
+    )
+    fetch_images: bool = _setting(
+        False,
+        "Fetch pictures that requests name by https addresses, from public addresses only; otherwise "
+        "pictures come in the request.",
     )
     strict: bool = _setting(
         False,
@@ -304,6 +310,11 @@ class StoreTable:
     quota_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
         0.0,
         "Disk space in GiB for models fetched from other nodes or the web; 0 means no limit but the disk.",
+    )
+    segment_cache_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
+        64.0,
+        "Disk space in GiB for copies of layers of this machine's own files, made where only some layers of"
+        " one are loaded; the least recently used go first, none in use goes; 0 means no limit but the disk.",
     )
     share: bool = _setting(
         True,

@@ -272,6 +272,7 @@ async def _open_rooms(
                 supervise(nursery, "first loads", node.start)
                 supervise(nursery, "repeated loads", node.keep_trying)
                 supervise(nursery, "unused models", node.on_demand.run)
+                supervise(nursery, "segment copies", node.tidy_copies)
                 supervise(nursery, "placement", node.placing.run)
                 yield whereabouts, apply, node
             finally:

@@ -7,7 +7,8 @@ from pathlib import Path
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.models.names import check_name
-from swarmllm.node.data_dir import KERNEL_TIMINGS, SEGMENTS
+from swarmllm.models.segment_copies import SEGMENTS
+from swarmllm.node.data_dir import KERNEL_TIMINGS
 from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints, Pin

@@ -11,7 +11,9 @@ import re
 
 
 def reason_of(error: BaseException) -> str:
-    """What a foreign exception says, without the number that the operating system gives it."""
+    """What a foreign exception says, without the number and the path that an OSError also shows."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return re.sub(r"\[Errno -?\d+\] ?", "", str(error)) or type(error).__name__
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 KEYS_MAX: Final = 2048
+FORGOTTEN_MAX: Final = 64
+"""Keys that made room and whose numbers nobody has asked for yet; the first of more are lost."""
 SUMMARY_S: Final = 60.0
 """A key that was silent for so long is listed by `due`, if lines of it were left out."""
 
@@ -83,7 +85,7 @@ class LogLimit:
         self._keys_max = keys_max
         self._lines: OrderedDict[Hashable, _Line] = OrderedDict()
         """By key; the key that was used longest ago comes first."""
-        self._forgotten: deque[LeftOut] = deque(maxlen=64)
+        self._forgotten: deque[LeftOut] = deque(maxlen=FORGOTTEN_MAX)
         self.n_left_out = 0
         """Lines since the start."""
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 import trio
 
+from swarmllm.errors import reason_of
+
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +37,7 @@ class ServiceManager:
                 speaker.setblocking(False)
                 speaker.sendto(message, self._address)
         except OSError as error:
-            log.warning("the service manager does not listen: %s", error)
+            log.warning("the service manager does not listen: %s", reason_of(error))
 
     async def feed_watchdog(self) -> None:
         """Twice as often as asked for; returns at once where there is no watchdog."""

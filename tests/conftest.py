@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from trio.testing import MockClock
 
 import swarmllm_workers  # noqa: F401  (before any test loads libllama: small_batches.py)
-from bench.patient_clock import patient_clock
+from bench.common.patient_clock import patient_clock
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script ignores Ctrl-C, and so would every process that a test starts.

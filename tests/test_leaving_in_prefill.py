@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 
-from bench.shapes import Shape, build
+from bench.common.shapes import Shape, build
 
 pytestmark = pytest.mark.slow
 

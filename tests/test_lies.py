@@ -17,17 +17,17 @@ import msgspec
 import pytest
 import trio
 
-from bench.arithmetic import _Slot
-from bench.liar import TWISTS, Lie
+from bench.common.arithmetic import _Slot
+from bench.common.patient_clock import patient_clock
 from bench.lies import SEED, causes, lie_of, router_lie_of, run
-from bench.lying_swarm import (
+from bench.lying.liar import TWISTS, Lie
+from bench.lying.swarm import (
     Broken,
     LyingSwarm,
     guide_world,
     open_lying_swarm,
 )
-from bench.patient_clock import patient_clock
-from bench.untruths import (
+from bench.lying.untruths import (
     ADDRESSES,
     HONEST,
     INSIDE,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.log_filter import LINE_MAX, LogLimitFilter, provoked_by
-from swarmllm.log_limit import SUMMARY_S, LogLimit, Rate
+from swarmllm.log_limit import FORGOTTEN_MAX, SUMMARY_S, LogLimit, Rate
 
 
 def test_a_burst_is_written_and_the_rest_is_counted() -> None:
@@ -38,6 +38,14 @@ def test_what_a_forgotten_key_left_out_is_told_and_nothing_of_one_that_left_out_
     assert [(each.key, each.n_lines) for each in limit.due(0.0)] == [("a", 4)]
 
 
+def test_of_too_many_forgotten_keys_the_latest_are_told() -> None:
+    limit = LogLimit(own=Rate(1, 0.01), keys_max=1)
+    for n in range(FORGOTTEN_MAX + 3):
+        for _ in range(2):
+            limit.admit(n, 0.0, is_provoked=False)
+    assert [each.key for each in limit.due(0.0)] == list(range(2, FORGOTTEN_MAX + 2))
+
+
 def test_one_peer_leaves_the_lines_of_another_alone() -> None:
     limit = LogLimit(provoked=Rate(3, 0.1))
     for _ in range(1000):
@@ -53,12 +61,12 @@ def test_many_names_share_one_limit() -> None:
 
 
 def test_what_a_silent_key_left_out_is_told_once() -> None:
-    limit = LogLimit(provoked=Rate(1, 0.001))
+    limit, now = LogLimit(provoked=Rate(1, 0.001)), 10 * SUMMARY_S
     for _ in range(8):
-        limit.admit("peer", 0.0, is_provoked=True)
-    assert limit.due(SUMMARY_S / 2) == []
-    assert [each.n_lines for each in limit.due(SUMMARY_S)] == [7]
-    assert limit.due(2 * SUMMARY_S) == []
+        limit.admit("peer", now, is_provoked=True)
+    assert limit.due(now + SUMMARY_S / 2) == []
+    assert [each.n_lines for each in limit.due(now + SUMMARY_S)] == [7]
+    assert limit.due(now + 2 * SUMMARY_S) == []
     assert len(limit) == 0
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.mutant_coverage import TestRun as RecordedTest
-from bench.mutant_coverage import recorded
-from bench.mutant_runs import FILE_S, NEAREST_S, RUN_S, choice
-from bench.mutant_tests import test_map as map_of_tests
 from bench.mutants import Verdict, drawn_mutants, report
-from bench.mutations import Mutation, mutations, sampled
+from bench.mutation.changes import Mutation, mutations, sampled
+from bench.mutation.coverage import TestRun as RecordedTest
+from bench.mutation.coverage import recorded
+from bench.mutation.nearest_tests import test_map as map_of_tests
+from bench.mutation.runs import FILE_S, NEAREST_S, RUN_S, choice
 
 ROOT = Path(__file__).parent.parent
 SOURCE = dedent('''
@@ -145,7 +145,7 @@ def test_the_recorder_tells_which_lines_each_test_that_passes_runs(tmp_path: Pat
         "def test_wrong():\n    assert bounded(9) == 9\n"
     )
     program = (
-        "import sys, pytest; from pathlib import Path; from bench.mutant_coverage import LineRecorder\n"
+        "import sys, pytest; from pathlib import Path; from bench.mutation.coverage import LineRecorder\n"
         "tree = Path(sys.argv[1])\n"
         "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines', 60)\n"
         "pytest.main(['-q', '-p', 'no:cacheprovider', str(tree)], plugins=[recorder])\n"

@@ -111,6 +111,8 @@ def test_a_model_in_four_parts_is_shared_out_over_three_nodes_with_one_command(t
 
         done = wait_for(shared, 2 * PATIENCE_S, "the model to be shared out")
         assert "tokens/s" in done.stdout
+        (kept,) = json.loads((tmp_path / "a" / "shares.json").read_text())["shared"]
+        assert kept["source"] == f"hf:org/repo:{parts[0].name}"
         assert "big: complete." in done.stdout
         assert hub.n_bytes < 1.6 * len(other_guide("S")), "more than one node has fetched it from the hub"
         assert all(held(node) not in ([], ["0:12"]) for node in nodes)

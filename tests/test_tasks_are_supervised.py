@@ -30,6 +30,7 @@ WAITED_FOR = {
     "swarm/discovery/wide_area.py": {"_meet_all"},
     # Both directions or all parts of one connection, session, worker, answer, transfer.
     "api/http/server.py": {"serve", "_accept"},
+    "api/openai/remote_pictures.py": {"fetch_all"},
     "api/output/choices.py": {"_whole"},
     "pipeline/stage/session.py": {"_clean_up"},
     "swarm/data/connection.py": {"run"},

@@ -21,7 +21,7 @@ from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, Unsuppo
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
 from swarmllm_proto.identifiers import MEANINGS
-from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, Scores
+from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, CallId, Scores
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import (
     DIGEST_SIZE,
@@ -62,12 +62,17 @@ class _Versioned(msgspec.Struct, frozen=True):
     v: int = WIRE_VERSION
 
 
+class _Call(msgspec.Struct, frozen=True):
+    id: CallId = 0
+
+
 _SCORE_BYTES_MAX: Final = 1024 + 64
 """Of one TokenLogprob."""
 _LENGTH: Final = Struct("<I")
 
 _json: Final = msgspec.json.Encoder()
 _daemon_messages: Final = msgspec.json.Decoder(AnyDaemonMessage)
+_calls: Final = msgspec.json.Decoder(_Call)
 _worker_messages: Final = msgspec.json.Decoder(AnyWorkerMessage)
 
 _msgpack: Final = msgspec.msgpack.Encoder()
@@ -95,6 +100,15 @@ def decode_daemon_message(frame: Frame) -> AnyDaemonMessage:
     except _UNREADABLE as error:
         raise _bad_message(error) from None
     return message
+
+
+def call_id_of(frame: Frame) -> int:
+    """The id of a daemon's message that is wrong elsewhere, so that its caller learns of it; 0 where even
+    that is unreadable."""
+    try:
+        return _calls.decode(frame.header).id
+    except _UNREADABLE:
+        return 0
 
 
 def decode_worker_message(frame: Frame) -> AnyWorkerMessage:

@@ -64,6 +64,10 @@ def _range_pattern(lowest: str, highest: str) -> str:
 
 NODE_ID_PATTERN: Final = _range_pattern(NODE_ID_LOWEST, NODE_ID_HIGHEST)
 HEX_DIGEST_PATTERN: Final = r"\A[0-9a-f]{64}\Z"
+PUBLISHED_PATTERN: Final = (
+    r"\A(?:hf:[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+    r":(?!.*\.\.)[A-Za-z0-9_.+][A-Za-z0-9_.+/-]{0,300}\.gguf)?\Z"
+)
 
 NodeId = NewType(
     "NodeId",
@@ -73,12 +77,16 @@ ModelId = NewType("ModelId", Annotated[str, Meta(min_length=64, max_length=64, p
 """BLAKE3 of a model's manifest, in hexadecimal."""
 Digest = NewType("Digest", Annotated[str, Meta(min_length=64, max_length=64, pattern=HEX_DIGEST_PATTERN)])
 """BLAKE3, in hexadecimal."""
+PublishedName = NewType("PublishedName", Annotated[str, Meta(max_length=512, pattern=PUBLISHED_PATTERN)])
+"""A file of a repository on a hub, `hf:ORG/REPO:FILE.gguf`; or empty: none."""
+NOT_PUBLISHED: Final = PublishedName("")
 Multiaddr = NewType("Multiaddr", Annotated[str, Meta(min_length=1, max_length=MULTIADDR_MAX)])
 """Protocols and their values, each of them checked by `require_multiaddrs`. Not every one can be dialled."""
 
 MEANINGS: Final = {
     NODE_ID_PATTERN: "is not a node id (base58 of an Ed25519 peer id, 12D3KooW and 44 characters)",
     HEX_DIGEST_PATTERN: "is not 64 hexadecimal digits",
+    PUBLISHED_PATTERN: "is not hf:ORG/REPO:FILE.gguf",
 }
 """Pattern -> what to say of a text that does not match it."""
 

@@ -62,6 +62,14 @@ from swarmllm_proto.ipc_kv import (  # noqa: F401
     ResumeRequest,
 )
 from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
+from swarmllm_proto.ipc_vision import (  # noqa: F401
+    EncodePicture,
+    OpenProjector,
+    PictureEncoded,
+    PictureKind,
+    PicturePart,
+    ProjectorOpened,
+)
 
 KvType = Literal["f16", "q8_0"]
 FlashAttention = Literal["auto", "on", "off"]
@@ -154,6 +162,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """How much a model should think before it answers, for chat templates that can say so."""
 
 
+TextPlace = Literal["whole", "first", "later"]
+
+
 class Tokenize(DaemonMessage, frozen=True, tag=True):
     """`text` as it is, or `messages` (and `tools`) through the model's chat template. Answered by Tokens."""
 
@@ -163,6 +174,9 @@ class Tokenize(DaemonMessage, frozen=True, tag=True):
     effort: Effort | None = None
     template: str = ""
     """A chat template (Jinja) in place of the model's."""
+    place: TextPlace = "whole"
+    """Of `text`: "first" and "later" are pieces of a rendered template between pictures. A beginning-of-text
+    token is added to a first one that has none, and never to a later one."""
 
 
 class CheckGrammar(DaemonMessage, frozen=True, tag=True):
@@ -226,6 +240,10 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     rounded: bool = False
     """Of "hidden": the rows are to be what q8_0 can carry (see `tensors`), in the answer as in what is
     kept of them."""
+    exact_rows: TokenCount = 0
+    """Above 0: the request is exact, and will have at most so many rows. They get cells and batches of their
+    own; prompts run in pieces of EXACT_ROWS, counted from the first, and what follows row by row. Every
+    forward of such a request says so."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -391,6 +409,8 @@ AnyDaemonMessage: TypeAlias = (
     | ImportPrefixSnapshot
     | LookUpPrefix
     | CheckPrefix
+    | OpenProjector
+    | EncodePicture
     | Shutdown
 )
 AnyWorkerMessage: TypeAlias = (
@@ -415,6 +435,8 @@ AnyWorkerMessage: TypeAlias = (
     | PrefixLookedUp
     | PrefixChecked
     | PrefixManifestUpdate
+    | ProjectorOpened
+    | PictureEncoded
     | Error
     | Bye
 )

@@ -34,6 +34,7 @@ ErrorKind = Literal[
     "out_of_memory",
     "too_complex",
     "engine",
+    "bad_picture",
 ]
 STOPS_MAX: Final = 16
 StopIndex = Annotated[int, Meta(ge=0, le=STOPS_MAX - 1)]

@@ -52,6 +52,8 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     """Of the last stage, which samples; null everywhere else."""
     row_format: RowFormat = "f32"
     """How its rows go to the next stage; with "q8_0" they are rounded before they go or are kept."""
+    exact_rows: TokenCount = 0
+    """As in Forward."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

@@ -48,11 +48,24 @@ IMAGE_MAX: Final = 3 * MIB
 IMAGE_ROWS_MAX: Final = 3 * MIB
 """Bytes of what became of it, in one response: 192 rows of f32 x 4096."""
 
+PICTURE_BYTES_MAX: Final = 32 * MIB
+"""The file of a picture, on its way to the process that decodes it."""
+
+PICTURE_PIXELS_MAX: Final = 2**25
+"""33 megapixels, 96 MiB once they are decoded: more than cameras of phones usually give."""
+
+PICTURE_SIDE_MAX: Final = 16384
+"""Pixels on the longer side of a picture."""
+
 CHECKED_ROWS_MAX: Final = 3 * MIB
 """Bytes of rows in one response, for a check of what a stage computed: 192 rows of f32 x 4096."""
 
 PREFIX_KV_MAX: Final = 3 * MIB
 """Bytes of kept KV in one response: 250 rows of a 0.5B model, 50 of a 7B model."""
+
+EXACT_ROWS: Final = 64
+"""Rows of a prompt in one batch, of exact requests. Always as many, counted from the first, on every node:
+some products and attention round otherwise in batches of other sizes."""
 
 LAYERS_MAX: Final = 1024
 """Layers of a model. The deepest in use has 126; plans and routes cost time for each layer that a stranger

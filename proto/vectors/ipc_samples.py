@@ -80,6 +80,13 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
     ("tokenize-by-template", ipc.Tokenize(id=15, messages=MESSAGES, template="{{ messages }}"), b""),
     ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS, effort="none"), b""),
+    ("tokenize-later", ipc.Tokenize(id=16, text=" und?", place="later"), b""),
+    (
+        "open-projector",
+        ipc.OpenProjector(id=1, path="/models/ü.gguf", projector="/models/ü-mmproj.gguf", n_threads=2),
+        b"",
+    ),
+    ("encode-picture", ipc.EncodePicture(id=2, kind="png", width=640, height=480), b"\x89PNG\r\n\x1a\n"),
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
     ("apply-another-template", ipc.ApplyTemplate(id=14, messages=MESSAGES, template="{{ messages }}"), b""),
@@ -123,6 +130,20 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(HIDDEN),
     ),
     (
+        "forward-exact",
+        ipc.Forward(
+            id=15,
+            request_id=REQUEST_ID,
+            start=4,
+            end=8,
+            position=64,
+            want="hidden",
+            n_prompt_tokens=130,
+            exact_rows=386,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
         "forward-scores",
         ipc.Forward(
             id=14,
@@ -139,6 +160,22 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("take-link", ipc.TakeLink(id=14, peer=NODE_B, direction="sending"), bytes(range(40))),
     ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
+    (
+        "take-seat-exact",
+        ipc.TakeSeat(
+            id=17,
+            request_id=REQUEST_ID,
+            stage=0,
+            start=0,
+            end=4,
+            before=NODE_B,
+            after=NODE_B,
+            origin=NODE_A,
+            n_prompt_tokens=130,
+            exact_rows=386,
+        ),
+        b"",
+    ),
     (
         "take-seat",
         ipc.TakeSeat(
@@ -352,6 +389,14 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             fatal=True,
         ),
         b"",
+    ),
+    ("projector-opened", ipc.ProjectorOpened(id=1, n_embd=4096, n_rows=576), b""),
+    (
+        "picture-encoded",
+        ipc.PictureEncoded(
+            id=2, parts=(ipc.PicturePart((49189, 49152)), ipc.PicturePart(n_rows=2)), compute_s=0.5
+        ),
+        tensor_bytes(HIDDEN),
     ),
     ("bye", ipc.Bye(id=12), b""),
 ]

@@ -15,11 +15,12 @@ from common_samples import (
     TOKEN_IDS,
 )
 
-from swarmllm_proto import swarm
+from swarmllm_proto import ipc, swarm
 from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
+from swarmllm_proto.identifiers import PublishedName
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -174,6 +175,28 @@ SHARING_RECORD = swarm.NodeRecord(
     shares=(swarm.SharedModel(model_id=MODEL_ID, name="guide"),),
 )
 
+PUBLISHED_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=11,
+    models=(
+        swarm.ShardAnnounce(
+            model_id=MODEL_ID,
+            name="guide",
+            n_layers=12,
+            ranges=(),
+            loading=((4, 6),),
+            fetched=(2**20, 2**31),
+        ),
+    ),
+    shares=(
+        swarm.SharedModel(
+            model_id=MODEL_ID,
+            name="guide",
+            source=PublishedName("hf:ORG/REPO:FILE-Q4_K_M-00001-of-00004.gguf"),
+        ),
+    ),
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,
@@ -220,6 +243,21 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             generated=(15043, 2**31 - 1),
             prefixes=PREFIXES,
             resumes=("5b1d4c289f3c0a7e", "r"),
+        ),
+    ),
+    (
+        "pipeline-assignment-exact",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(
+                swarm.Stage(node_id=NODE_A, start=0, end=4),
+                swarm.Stage(node_id=NODE_B, start=4, end=12),
+            ),
+            n_prompt_tokens=130,
+            sampling=ipc.Sampling(max_tokens=256, exact=True),
+            n_generated=2,
         ),
     ),
     (

@@ -27,6 +27,7 @@ from swarm_samples import (
     NEIGHBOUR_MESSAGES,
     OUTLINE,
     PACKING_RECORD,
+    PUBLISHED_RECORD,
     RECORD,
     REQUESTS,
     RESPONSES,
@@ -84,6 +85,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
+    yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

@@ -21,6 +21,7 @@ from swarmllm.api.openai.chat import input_tokens, models
 from swarmllm.api.openai.chat_request import chat_call, json_schema, limit_of
 from swarmllm.api.openai.completions import prompts_of
 from swarmllm.api.openai.embeddings import embed
+from swarmllm.api.openai.pictures import RequestPictures, seen_by
 from swarmllm.api.openai.responses import respond
 from swarmllm.api.openai.schema import (
     Body,
@@ -41,10 +42,14 @@ from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_wi
 from swarmllm.api.output.response import EVENT_STREAM, WAITING, Ask, answer
 from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, ModelNotFound, SwarmLLMError
-from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm_proto.ipc import Sampling
 
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=2**20)]
+
+
+MEDIA_MARKER = "<__media__>"
+"""Stands for a picture in a prompt of that server."""
 
 
 class TokenizeRequest(Body, frozen=True):
@@ -72,6 +77,14 @@ class TemplateRequest(Body, frozen=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
 
 
+class PictureText(Body, frozen=True):
+    """A prompt with a MEDIA_MARKER for each picture."""
+
+    prompt_string: Text
+    multimodal_data: Annotated[list[Annotated[str, Meta(max_length=64 * 2**20)]], Meta(max_length=4096)]
+    """In base64, in their order."""
+
+
 class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
     """POST /completion. None everywhere means what absence means."""
 
@@ -82,8 +95,8 @@ class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
 
     model: ModelName = ""
     """"": the only one that can answer."""
-    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
-    """A text, or token ids."""
+    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)] | PictureText
+    """A text, token ids, or a text with pictures."""
     n_predict: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     """-1: until the context is full."""
     max_tokens: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
@@ -157,9 +170,7 @@ text_tools.post("/responses")(respond)
 @text_tools.post("/completions")
 async def completion() -> Response:
     body = await read_request(NativeCompletion)
-    prompt, *others = prompts_of(body.prompt)
-    if others:
-        raise InvalidRequest("one prompt at a time here; /v1/completions takes several.", field="prompt")
+    prompt = await _prompt(body)
     if body.n_predict is not None and body.max_tokens is not None and body.n_predict != body.max_tokens:
         raise InvalidRequest("n_predict and max_tokens disagree; send one.", field="n_predict")
     limit = body.max_tokens if body.n_predict is None else body.n_predict
@@ -174,8 +185,31 @@ async def completion() -> Response:
     if session := session_of(body.session_id):
         prompt = replace(prompt, session=session)
     ask = Ask(body.model, prompt, sampling, limit_of(limit) if limit is not None else preset.max_tokens)
-    reply = NativeReply(body.model, prompt.text or "")
+    shown = body.prompt.prompt_string if isinstance(body.prompt, PictureText) else prompt.text or ""
+    reply = NativeReply(body.model, shown)
     return await answer(ask, reply, stream=bool(body.stream))
+
+
+async def _prompt(body: NativeCompletion) -> Prompt:
+    """Raises InvalidRequest."""
+    if not isinstance(body.prompt, PictureText):
+        prompt, *others = prompts_of(body.prompt)
+        if others:
+            raise InvalidRequest("one prompt at a time here; /v1/completions takes several.", field="prompt")
+        return prompt
+    texts, images = body.prompt.prompt_string.split(MEDIA_MARKER), body.prompt.multimodal_data
+    field = "prompt.multimodal_data"
+    if len(images) != len(texts) - 1:
+        raise InvalidRequest(
+            f"there are {len(images)} pictures, and {len(texts) - 1} times {MEDIA_MARKER} in the prompt.",
+            field=field,
+        )
+    asked = RequestPictures()
+    markers = [asked.add_base64(image, f"{field}[{i}]") for i, image in enumerate(images)]
+    text = "".join(text + marker for text, marker in zip(texts, [*markers, ""], strict=True))
+    if not text:
+        raise InvalidRequest("prompt is empty.", field="prompt")
+    return Prompt(text=text, pictures=await seen_by(body.model, asked, "prompt"), field="prompt")
 
 
 @text_tools.post("/tokenize")
@@ -203,8 +237,11 @@ async def apply_template() -> Response:
     model = await model_or_only_one(body.model)
     call = chat_call(ChatRequest(model=model, messages=body.messages, tools=body.tools))
     call = await call_with_preset(call)
+    pictures = await seen_by(model, call.pictures, "messages")
     texts = current_node().texts
-    return _json({"prompt": await texts.apply_template(model, call.messages, call.tools, call.template)})
+    rendered = await texts.apply_template(model, call.messages, call.tools, call.template)
+    pieces = pictures.split(rendered)
+    return _json({"prompt": "".join(each if isinstance(each, str) else MEDIA_MARKER for each in pieces)})
 
 
 @text_tools.get("/props")
@@ -236,7 +273,7 @@ async def props() -> Response:
             "total_slots": current_node().admission.max_running,
             "model_alias": view.name,
             "model_path": str(view.entry.path),
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": view.takes_pictures, "audio": False},
             "build_info": f"swarmllm {__version__}",
         }
     )

@@ -22,7 +22,7 @@ from urllib.parse import urlencode
 
 import click
 
-from swarmllm.cli.chat import choose_model
+from swarmllm.cli.chat.conversation import choose_model
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed
 from swarmllm.cli.display import kernel_lines, make_console, print_json, safe, table
 from swarmllm.cli.options import api_option, json_option

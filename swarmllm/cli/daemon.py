@@ -23,6 +23,7 @@ from swarmllm.errors import ConfigError, SwarmLLMError
 
 if TYPE_CHECKING:
     from swarmllm.daemon import DaemonInfo
+    from swarmllm.swarm.membership.network_key import Network
 
 FLAGS = {
     "--nickname": "node.nickname",
@@ -61,27 +62,24 @@ def _say_where(data_dir: Path, whereabouts: DaemonInfo) -> None:
     if sys.stdout.isatty():
         from swarmllm.swarm.membership.network_key import NetworkFile
 
-        click.echo(next_steps(whereabouts, is_private=NetworkFile(data_dir).read().is_private))
+        click.echo(next_steps(whereabouts, NetworkFile(data_dir).read()))
 
 
-def next_steps(whereabouts: DaemonInfo, *, is_private: bool) -> str:
+def next_steps(whereabouts: DaemonInfo, network: Network) -> str:
     """What a person may want to do with a node that has just started."""
+    from swarmllm.swarm.membership.invitation import join_command, outward
+
     lines = [
         f"Dashboard and chat:  {whereabouts.api_url}/",
         f"OpenAI API:          {whereabouts.api_url}/v1",
     ]
-    address = next((each for each in whereabouts.addresses if not _is_of_this_machine(each)), None)
-    if address is None:
+    if not outward(whereabouts.addresses):
         lines.append("Other machines:      cannot reach this node (network.listen_host, network.announce)")
-    elif is_private:
+    elif network.is_private:
         lines.append("Other machines:      join with what `swarmllm invite` prints here")
     else:
-        lines.append(f"Other machines:      swarmllm daemon --bootstrap {address}")
+        lines.append(f"Other machines:      {join_command(network, whereabouts.addresses)}")
     return "\n".join(lines)
-
-
-def _is_of_this_machine(address: str) -> bool:
-    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 @click.command(

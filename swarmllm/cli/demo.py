@@ -35,10 +35,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from swarmllm.cli.chat_session import show_answer
-from swarmllm.cli.chat_stream import as_fields
+from swarmllm.cli.chat.conversation import Conversation
+from swarmllm.cli.chat.session import show_answer
+from swarmllm.cli.chat.stream import as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed
-from swarmllm.cli.conversation import Conversation
 from swarmllm.cli.display import make_console, route_table, short_id, summary
 from swarmllm.cli.options import json_option
 from swarmllm.operating_system import ProcessMark, family, is_alive, signal_at_parents_end

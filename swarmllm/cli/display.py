@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarmllm.cli.chat_stream import Finished, ShownStage
+from swarmllm.cli.chat.stream import Finished, ShownStage
 
 UNBOUNDED_WIDTH = 10_000
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.text import Text
@@ -32,6 +32,9 @@ from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.operating_system import cpu_features
+
+if TYPE_CHECKING:
+    from swarmllm.models.segment_copies import CopiesView
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -112,6 +115,21 @@ def check_open_files(limit: int) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", "ok", f"{limit} files may be open")
+
+
+def check_copies(copies: CopiesView) -> Iterator[Finding]:
+    text = f"copies of layers take {_gib(copies.n_bytes)}"
+    if copies.quota_bytes:
+        text += f" of at most {_gib(copies.quota_bytes)} (store.segment_cache_gib)"
+    if copies.quota_bytes and copies.n_bytes > copies.quota_bytes:
+        yield Finding(
+            "disk",
+            "warning",
+            f"{text}; what is in use stays",
+            "unload layers, or set store.segment_cache_gib to more",
+        )
+    elif copies.n_files:
+        yield Finding("disk", "ok", text)
 
 
 def check_disk(data_dir: Path) -> Iterator[Finding]:
@@ -407,11 +425,19 @@ def examine(config_file: Path | None, api_url: str) -> Iterator[Finding]:
     yield from check_memory(*memory_bytes())
     yield from check_open_files(open_files_limit())
     yield from check_disk(config.data_dir)
+    yield from check_copies(segment_copies(config))
     yield from check_build(build_info(), cpu_features(), config.resources.n_gpu_layers)
     if stats is not None:
         yield from check_daemon(stats)
     if stats is None or not stats["peers_connected"]:
         yield from check_bootstrap(config.network.bootstrap)
+
+
+def segment_copies(config: Config) -> CopiesView:
+    # Late: it takes longer to import than most commands take.
+    from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
+
+    return SegmentCopies(config.data_dir / SEGMENTS, config.store.segment_cache_gib).view()
 
 
 def ask_daemon(api_url: str) -> tuple[dict[str, Any] | None, Finding | None]:

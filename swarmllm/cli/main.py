@@ -35,7 +35,7 @@ COMMANDS = {
     "models": LazyCommand("swarmllm.cli.models", "List, find, add, fetch, load, check and remove models."),
     "share": LazyCommand("swarmllm.cli.share", "Share a model out over the nodes of the swarm."),
     "unshare": LazyCommand("swarmllm.cli.share", "End sharing a model; the nodes drop their parts."),
-    "chat": LazyCommand("swarmllm.cli.chat", "Talk to a model, or ask it one question."),
+    "chat": LazyCommand("swarmllm.cli.chat.command", "Talk to a model, or ask it one question."),
     "run": LazyCommand("swarmllm.cli.run", "Answer one prompt; made for pipes."),
     "bench": LazyCommand("swarmllm.cli.bench", "Measure how fast the node answers."),
     "config": LazyCommand("swarmllm.cli.config", "Show and check the configuration."),

@@ -21,7 +21,7 @@ from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.cli.display import make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.cli.presets import alias, create, preset
-from swarmllm.cli.pull import pull, search
+from swarmllm.cli.pull import pull, pulls, search
 
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
 ID_SHOWN = 12
@@ -52,6 +52,7 @@ def models() -> None:
 
 
 models.add_command(pull)
+models.add_command(pulls)
 models.add_command(search)
 models.add_command(alias)
 models.add_command(preset)
@@ -72,6 +73,9 @@ def list_(as_json: bool, api_url: str) -> None:
         make_console().print(table(COLUMNS, rows, right=("layers", "size")))
         if answer["left_out"]:
             click.echo(f"and {answer['left_out']} more that only other nodes have; name one to see it")
+        if (copies := answer.get("copies")) and copies["n_files"]:
+            limit = f" of at most {size(copies['quota_bytes'])}" if copies["quota_bytes"] else ""
+            click.echo(f"Copies of layers take {size(copies['n_bytes'])}{limit} (store.segment_cache_gib).")
     else:
         click.echo("No models. Add one: swarmllm models add PATH.gguf")
 
@@ -83,21 +87,30 @@ Examples:
   swarmllm models add ~/models/qwen2.5-0.5b-instruct-q8_0.gguf --name qwen
   swarmllm models add ~/models/llama-70b-Q4_K_M-00001-of-00004.gguf
   swarmllm models add ~/models/llama-70b-Q4_K_M/
+  swarmllm models add llava-7b-Q4_K_M.gguf --mmproj llava-7b-mmproj-f16.gguf
 """,
 )
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option("--name", help="What to call it.  [default: the name in the file]")
+@click.option(
+    "--mmproj",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Its projector, with which it takes pictures.  [default: the one beside it that is called like it]",
+)
 @json_option
 @api_option
-def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
+def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_url: str) -> None:
     """Make a GGUF file known to the node: it is read and hashed, and stays where it is.
 
     Of a model in parts (NAME-00001-of-00004.gguf), give any part, or their folder; all parts are found by
     their names. A part that is missing is named before anything is read. The model's id is the one that it
     has in one file.
+
+    A projector (mmproj) lets the model take pictures. It is attached to the model and no part of its id;
+    adding the same file again with --mmproj attaches another one.
     """
     with Client(api_url) as client:
-        model = add_file(client, path, name, show=not as_json)
+        model = add_file(client, path, name, mmproj, show=not as_json)
     if as_json:
         print_json(model)
         return
@@ -108,6 +121,8 @@ def add(path: Path, name: str | None, as_json: bool, api_url: str) -> None:
         click.echo(f"The same model is also called {', '.join(map(safe, model['further_names']))}.")
     if model["whole_reason"]:
         click.echo(f"It can only be loaded whole: {safe(model['whole_reason'])}.")
+    if projector := model["projector"]:
+        click.echo(f"It takes pictures, with {safe(projector['path'])}.")
     click.echo(f"Load it: swarmllm models load {safe(model['name'])}")
 
 
@@ -216,6 +231,27 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
         raise CommandFailed(f"{what} of {safe(name)} damaged ({shown}); {remedy}.")
 
 
+@models.command(short_help="Let a model take pictures.")
+@click.argument("name")
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@json_option
+@api_option
+def projector(name: str, path: Path, as_json: bool, api_url: str) -> None:
+    """Let a model that this node knows take pictures, with the projector (mmproj) at PATH.
+
+    The model may have come from other nodes. The file stays where it is, and takes the place of another
+    projector that the model has.
+    """
+    body = {"path": str(path.expanduser().absolute())}
+    with Client(api_url) as client:
+        events = client.post_progress(_path(name, "projector"), body)
+        model = _follow(events, f"hashing {path.name}", show=not as_json)["model"]
+    if as_json:
+        print_json(model)
+        return
+    click.echo(f"{safe(model['name'])}: it takes pictures, with {safe(model['projector']['path'])}.")
+
+
 @models.command(short_help="Keep a fetched model when room is needed.")
 @click.argument("name")
 @json_option
@@ -269,11 +305,16 @@ def rm(name: str, as_json: bool, api_url: str) -> None:
         click.echo(f"{safe(model['name'])}: forgotten; its {files} at {safe(model['path'])}.")
 
 
-def add_file(client: Client, path: Path, name: str | None, *, show: bool) -> dict[str, Any]:
+def add_file(
+    client: Client, path: Path, name: str | None, mmproj: Path | None = None, *, show: bool
+) -> dict[str, Any]:
     """The model, once the node has read and hashed its file; `show`: with a progress bar."""
     # A link stays one: what it leads to may have another name, by which no other part is found.
     path = path.expanduser().absolute()
-    events = client.post_progress("/api/admin/models", {"path": str(path), "name": name})
+    body = {"path": str(path), "name": name}
+    if mmproj is not None:
+        body["mmproj"] = str(mmproj.expanduser().absolute())
+    events = client.post_progress("/api/admin/models", body)
     return dict(_follow(events, f"hashing {path.name}", show=show)["model"])
 
 
@@ -303,6 +344,8 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "file", f"{model['path']} (1 of {n_parts} parts)" if n_parts > 1 else model["path"]
         pinned = " (pinned)" if model["pinned"] else ""
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
+        if projector := model["projector"]:
+            yield "takes pictures", f"with {projector['path']} ({projector['family']})"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(model["loaded"]) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"

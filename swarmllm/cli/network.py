@@ -6,7 +6,6 @@ has written down there. The key itself is never printed: it travels inside invit
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 import time
@@ -171,12 +170,14 @@ def invite(addresses: tuple[str, ...], expires_days: float, data_dir: str | None
     password. When it is out of date, `swarmllm join` refuses it; only `swarmllm network rotate` makes a key
     that got into the wrong hands worthless.
     """
-    from swarmllm.swarm.membership.invitation import invitation, to_text
+    from swarmllm.swarm.membership.invitation import invitation, outward, to_text
 
     with failures_explained():
         file = network_file(data_dir)
         known = file.read()
-        where = addresses or _dialable(_addresses_of_daemon(file.path.parent))
+        own = addresses or _addresses_of_daemon(file.path.parent)
+        # Loopback addresses where there are no others: a swarm on one machine.
+        where = addresses or outward(own) or own
         text = to_text(invitation(known, where, time.time() + expires_days * DAY_S))
     if as_json:
         print_json({"invitation": text, "network_id": known.network_id, "addresses": list(where)})
@@ -227,9 +228,3 @@ def _addresses_of_daemon(data_dir: Path) -> tuple[str, ...]:
         raise InvalidRequest(
             "No daemon runs here to tell its addresses: start it, or name one with --address."
         ) from None
-
-
-def _dialable(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the loopback ones, unless there are no others (a swarm on one machine)."""
-    outward = tuple(a for a in addresses if not ipaddress.ip_address(a.split("/")[2]).is_loopback)
-    return outward or addresses

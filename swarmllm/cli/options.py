@@ -34,6 +34,14 @@ def json_option(command: Command) -> Command:
     )
 
 
+def image_option(command: Command) -> Command:
+    help_text = "A picture that goes with the question (PNG, JPEG, WebP, GIF). May be given several times."
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--image", "images", metavar="FILE", multiple=True, type=kind, help=help_text)(
+        command
+    )
+
+
 def data_dir_option(command: Command) -> Command:
     """Of commands that work on the data folder, daemon or not."""
     help_text = "The node's data folder.  [default: as configured]"

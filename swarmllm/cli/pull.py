@@ -1,15 +1,16 @@
-"""`swarmllm models pull` and `models search`: models from the web. The node asks for them; these look on."""
+"""`swarmllm models pull`, `pulls` and `search`: models from the web, which the node fetches."""
 
 from __future__ import annotations
 
 import os
 import time
 from typing import Any
+from urllib.parse import quote
 
 import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from swarmllm.cli.client import Client, CommandFailed
+from swarmllm.cli.client import Client, CommandFailed, WrongUsage
 from swarmllm.cli.display import duration, make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 
@@ -17,6 +18,7 @@ PATH = "/api/admin/downloads"
 SEARCH_PATH = "/api/admin/models/search"
 LOOK_EVERY_S = 0.3
 RUNNING = ("waiting", "fetching", "checking")
+ALL = "all"
 
 
 @click.command(
@@ -72,6 +74,58 @@ def pull(
         )
     else:
         click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+
+
+@click.command(
+    short_help="Show what is or was fetched; try again what failed, or clear it.",
+    epilog="""\b
+Examples:
+  swarmllm models pulls
+  swarmllm models pulls --retry 3f2a9c01d4e7
+  swarmllm models pulls --clear all
+""",
+)
+@click.option("--retry", "retry_id", metavar="ID", help="Try this one again, as it was asked for.")
+@click.option("--clear", "clear_id", metavar="ID|all", help="Forget this one, or all that have ended.")
+@json_option
+@api_option
+def pulls(retry_id: str | None, clear_id: str | None, as_json: bool, api_url: str) -> None:
+    """Show the downloads of the node since it started, the latest first.
+
+    --retry goes on where a download ended that failed or was cancelled, with the name and the SHA-256 that
+    it was asked for with. --clear takes a download that has ended from the list, and what has arrived of a
+    file that became no model from the disk; models stay.
+    """
+    if retry_id and clear_id:
+        raise WrongUsage("Either --retry or --clear.")
+    with Client(api_url) as client:
+        if retry_id:
+            client.post(f"{PATH}/{quote(retry_id, safe='')}/retry", {})
+        elif clear_id:
+            found = client.get(PATH)["downloads"] if clear_id == ALL else []
+            ended = [each["id"] for each in found if each["state"] not in RUNNING]
+            for each in ended if clear_id == ALL else [clear_id]:
+                client.post(f"{PATH}/{quote(each, safe='')}/clear", {})
+        answer = client.get(PATH)
+    if as_json:
+        print_json(answer)
+    elif answer["downloads"]:
+        rows = [
+            (each["id"], _what(each), each["state"], _how_far(each), each["error"] or pace(each))
+            for each in answer["downloads"]
+        ]
+        make_console().print(table(("id", "source", "state", "arrived", ""), rows, right=("arrived",)))
+    else:
+        click.echo("No downloads.")
+
+
+def _what(download: dict[str, Any]) -> str:
+    return str(download["source"]) + (f" layers {download['layers']}" if download["layers"] else "")
+
+
+def _how_far(download: dict[str, Any]) -> str:
+    total = download["total_bytes"]
+    return f"{size(download['done_bytes'])} of {size(total)}" if total else "-"
 
 
 @click.command(

@@ -43,8 +43,8 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
 
     MODEL is a name that the node knows, a GGUF file (which is added), or hf:ORG/REPO:FILE.gguf or an https
     address. Shows who would take which layers, and asks once. Of a model from the web, that comes from its
-    header, before anything else is fetched; then this node fetches all of it, and the others their layers
-    from this node.
+    header, before anything else is fetched; then this node fetches all of it, and the others their layers,
+    from this node and from their own hub (HF_ENDPOINT) at the same time.
 
     A node accepts what its configuration says (`auto_manage.accept`): by default, in a private swarm, what
     its members share; in the open swarm, nothing. It gives `auto_manage.max_memory_gib` of memory and
@@ -60,10 +60,10 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
         if published:
             body = {"source": model, **hub_of_environment()}
             _agree(client.post(f"{PATH}/plan", body), name, yes=yes, show=not as_json)
-        model = _known(client, model, name, show=not as_json)
+        model, source = _known(client, model, name, show=not as_json)
         plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
         _agree(plan, None, yes=yes or published, show=not (as_json or published))
-        view = client.post(PATH, {"model": plan["model_id"]})
+        view = client.post(PATH, {"model": plan["model_id"], **({"source": source} if source else {})})
         view = _follow(client, view, show=not as_json)
     if as_json:
         print_json(view)
@@ -105,16 +105,17 @@ def _agree(plan: dict[str, Any], name: str | None, *, yes: bool, show: bool) -> 
         raise CommandFailed("Nothing was shared.")
 
 
-def _known(client: Client, model: str, name: str | None, *, show: bool) -> str:
-    """The name of a model that the node knows then."""
+def _known(client: Client, model: str, name: str | None, *, show: bool) -> tuple[str, str]:
+    """The name of a model that the node knows then, and where its file is published (empty: nowhere)."""
     if model.startswith(FROM_THE_WEB):
-        return str(fetch(client, model, name, show=show)["model"])
+        fetched = fetch(client, model, name, show=show)
+        return str(fetched["model"]), str(fetched.get("published", ""))
     path = Path(model).expanduser()
     if path.exists() and (os.sep in model or path.suffix == ".gguf"):
-        return str(add_file(client, path, name, show=show)["name"])
+        return str(add_file(client, path, name, show=show)["name"]), ""
     if name is not None:
         raise WrongUsage(f"--name is for a file or an address, and {model!r} is neither.")
-    return model
+    return model, ""
 
 
 def _show(plan: dict[str, Any]) -> None:
@@ -162,7 +163,7 @@ def _follow(client: Client, view: dict[str, Any], *, show: bool) -> dict[str, An
             task = bar.add_task(safe(view["model"]), total=view["n_layers"], doing="")
             while not view["complete"]:
                 bar.update(
-                    task, completed=view["n_ready"], total=view["n_layers"] or None, doing=_doing(view)
+                    task, completed=view["n_ready"], total=view["n_layers"] or None, doing=doing_text(view)
                 )
                 time.sleep(LOOK_EVERY_S)
                 view = dict(client.get(path))
@@ -172,10 +173,16 @@ def _follow(client: Client, view: dict[str, Any], *, show: bool) -> dict[str, An
     return view
 
 
-def _doing(view: dict[str, Any]) -> str:
-    doing = [
-        f"{_name(each)} fetches {', '.join(each['loading'])}" for each in view["members"] if each["loading"]
-    ]
+def doing_text(view: dict[str, Any]) -> str:
+    """What every member fetches or loads, and how much of it has come."""
+    doing = []
+    for each in view["members"]:
+        layers, total = ", ".join(each["loading"]), each.get("total_bytes", 0)
+        if layers and total:
+            come = f"{size(each['arrived_bytes'])} of {size(total)}"
+            doing.append(f"{_name(each)} fetches {layers}, {come}")
+        elif layers:
+            doing.append(f"{_name(each)} loads {layers}")
     return safe("; ".join(doing) or view["state"])
 
 

@@ -6,18 +6,19 @@ built in: nothing is asked unless somebody types `--check` and says, here or to 
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from swarmllm import __version__
 from swarmllm.cli.client import EXIT_OUTDATED, CommandFailed, WrongUsage, is_http_url
 from swarmllm.cli.display import print_json
 from swarmllm.cli.options import json_option
+from swarmllm.errors import reason_of
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -132,28 +133,39 @@ async def _read(url: str, shown: str) -> bytes:
     except httpx.HTTPError as error:
         if len(content) > ANSWER_MAX_BYTES:
             raise too_much from None
-        raise CommandFailed(f"{shown} cannot be asked: {str(error) or type(error).__name__}.") from None
+        raise CommandFailed(f"{shown} cannot be asked: {reason_of(error)}.") from None
     if len(content) > ANSWER_MAX_BYTES:
         raise too_much
     return bytes(content)
 
 
+class _IndexFile(msgspec.Struct, rename="kebab"):
+    filename: str
+    requires_python: str | None = None
+    yanked: bool | str = False
+    """Withdrawn, or why it is."""
+
+
+class _Page(msgspec.Struct):
+    files: list[_IndexFile]
+
+
 def newest_of(page: bytes, shown: str) -> Version:
     """The newest version on an index's page that can be installed here. Raises CommandFailed."""
     try:
-        files = json.loads(page)["files"]
-        found = [version for file in files if (version := _installable(file)) is not None]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        files = msgspec.json.decode(page, type=_Page).files
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CommandFailed(
             f"{shown} did not answer as an index does (JSON of the simple repository API)."
         ) from None
+    found = [version for file in files if (version := _installable(file)) is not None]
     if not found:
         raise CommandFailed(f"{shown} has no version of {PROJECT} for Python {platform.python_version()}.")
     return max(found)
 
 
-def _installable(file: Any) -> Version | None:
-    """None for what pip would not choose by itself. Raises KeyError, TypeError."""
+def _installable(file: _IndexFile) -> Version | None:
+    """None for what pip would not choose by itself."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
     from packaging.utils import (
         InvalidSdistFilename,
@@ -162,16 +174,14 @@ def _installable(file: Any) -> Version | None:
         parse_wheel_filename,
     )
 
-    name = file["filename"]
-    if not isinstance(name, str):
-        raise TypeError
+    name = file.filename
     try:
         is_wheel = name.endswith(".whl")
         project, found = parse_wheel_filename(name)[:2] if is_wheel else parse_sdist_filename(name)
-        needs = SpecifierSet(file.get("requires-python") or "")
+        needs = SpecifierSet(file.requires_python or "")
     except (InvalidWheelFilename, InvalidSdistFilename, InvalidSpecifier):
         return None
     here = ".".join(map(str, sys.version_info[:3]))
-    if project != PROJECT or file.get("yanked") or found.is_prerelease or not needs.contains(here):
+    if project != PROJECT or file.yanked or found.is_prerelease or not needs.contains(here):
         return None
     return found

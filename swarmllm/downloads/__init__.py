@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from swarmllm.downloads.downloads import Download, Downloads, DownloadView
+from swarmllm.downloads.download import Download, DownloadRequest, DownloadView
+from swarmllm.downloads.downloads import Downloads
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.shared_digests import SharedDigests, WaitingView
 
-__all__ = ["Download", "DownloadSettings", "DownloadView", "Downloads", "SharedDigests", "WaitingView"]
+__all__ = [
+    "Download",
+    "DownloadRequest",
+    "DownloadSettings",
+    "DownloadView",
+    "Downloads",
+    "SharedDigests",
+    "WaitingView",
+]

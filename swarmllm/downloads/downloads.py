@@ -6,28 +6,27 @@ and of the swarm, the store behind the transfer keeps what has come.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-import time
-import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import trio
 
+from swarmllm.downloads.download import ENDED, Download, DownloadRequest, DownloadView
 from swarmllm.downloads.fetch_layers import FetchLayers, LayerFetch, check_same_file
 from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
 from swarmllm.downloads.hub_search import FoundModel, search_hub
+from swarmllm.downloads.published_files import PublishedFiles, published_name
 from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
-from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
+from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.shared_digests import SharedDigests
 from swarmllm.downloads.source import (
     DownloadError,
-    DownloadSource,
     FileChanged,
     Offline,
     check_url,
@@ -43,6 +42,7 @@ from swarmllm.models.model_files import allocated_bytes
 from swarmllm.models.names import check_name, normalise_name
 from swarmllm.supervision import spawn
 from swarmllm.transfer import ModelTransfer
+from swarmllm_proto.identifiers import NOT_PUBLISHED
 
 if TYPE_CHECKING:
     import httpx
@@ -54,91 +54,8 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 20
 """Ended downloads that can still be looked at."""
-RATE_WINDOW_S = 5.0
 HEADERS_AT_ONCE = 2
 """That are read for plans; each may take 256 MiB of memory."""
-
-DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
-ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadView:
-    id: str
-    source: str
-    layers: str | None
-    state: DownloadState
-    done_bytes: int
-    total_bytes: int
-    bytes_per_s: float
-    model: str
-    """The name of the model that it became, or will become."""
-    waits_for: str
-    """What the swarm does not know yet: until then it is no model."""
-    trouble: str
-    """Why it does not get on, while it is tried again."""
-    error: str
-
-
-class Download:
-    """One download; `ended` is set when nothing more will happen."""
-
-    def __init__(self, source: DownloadSource, layers: str | None, name: str, sha256: str) -> None:
-        self.id = uuid.uuid4().hex[:12]
-        self.source = source
-        self.layers = layers
-        self.name = name
-        self.sha256 = sha256
-        self.state: DownloadState = "waiting"
-        self.model = ""
-        self.waits_for: Callable[[], str] = lambda: ""
-        self.trouble = ""
-        self.error = ""
-        self.scope = trio.CancelScope()
-        self.ended = trio.Event()
-        self.done_bytes = self.total_bytes = 0
-        self._history: deque[tuple[float, int]] = deque()
-
-    def retries(self, settings: DownloadSettings) -> RetrySchedule:
-        """For one thing that a server is asked for; what it meets is this download's trouble."""
-        return RetrySchedule(settings, self._meet)
-
-    def _meet(self, trouble: str) -> None:
-        self.trouble = trouble
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        if done_bytes != self.done_bytes:
-            self.trouble = ""
-        self.done_bytes, self.total_bytes = done_bytes, total_bytes
-        if not self._history or now_s - self._history[-1][0] > RATE_WINDOW_S / 20:
-            self._history.append((now_s, done_bytes))
-        while now_s - self._history[0][0] > RATE_WINDOW_S:
-            self._history.popleft()
-
-    def has_failed(self, error: Exception) -> None:
-        """By what nobody expected."""
-        self.state, self.error = "failed", f"internal error ({type(error).__name__}); see the node's log"
-        self.ended.set()
-
-    def view(self) -> DownloadView:
-        rate = 0.0
-        if self.state == "fetching" and len(self._history) > 1:
-            (since_s, before), (now_s, now) = self._history[0], self._history[-1]
-            rate = max(0.0, (now - before) / (now_s - since_s))
-        return DownloadView(
-            id=self.id,
-            source=self.source.text,
-            layers=self.layers,
-            state=self.state,
-            done_bytes=self.done_bytes,
-            total_bytes=self.total_bytes,
-            bytes_per_s=rate,
-            model=self.model,
-            waits_for=self.waits_for(),
-            trouble="" if self.state in ENDED else self.trouble,
-            error=self.error,
-        )
 
 
 class Downloads:
@@ -160,6 +77,7 @@ class Downloads:
         self._find = find
         self._examine = examine
         self.gathering = gathering
+        self.published_files = PublishedFiles(lambda: self._settings)
         self._downloads: dict[str, Download] = {}
         self._turns = trio.CapacityLimiter(settings.max_downloads)
         self._headers = trio.CapacityLimiter(HEADERS_AT_ONCE)
@@ -186,32 +104,21 @@ class Downloads:
             task_status.started()
             await trio.sleep_forever()
 
-    def start(
-        self,
-        source: str,
-        *,
-        layers: str | None = None,
-        name: str | None = None,
-        sha256: str = "",
-        token: str | None = None,
-        endpoint: str | None = None,
-    ) -> Download:
-        """`token` and `endpoint` are those of the caller, instead of the node's own: the node's token never
-        goes to an endpoint that somebody else names. One that runs already is not begun twice. Raises
-        InvalidRequest, Offline."""
-        settings = self._settings_for(token, endpoint)
-        parsed = parse_source(source, settings.endpoint)
-        if layers is not None:
-            LayerRange.parse(layers)
-        if name is not None:
-            check_name(name)
+    def start(self, request: DownloadRequest) -> Download:
+        """One that runs already is not begun twice. Raises InvalidRequest, Offline, Conflict."""
+        settings = self._settings_for(request.token, request.endpoint)
+        parsed = parse_source(request.source, settings.endpoint)
+        if request.layers is not None:
+            LayerRange.parse(request.layers)
+        if request.name is not None:
+            check_name(request.name)
         _check_online(settings)
-        for other in self._downloads.values():
-            if other.state not in ENDED and other.source == parsed:
-                if other.layers == layers:
+        for other in self._running():
+            if other.source == parsed:
+                if other.layers == request.layers:
                     return other
                 raise Conflict("Other layers of this file are being fetched; wait for them.", field="layers")
-        download = Download(parsed, layers, name or "", sha256.lower())
+        download = Download(parsed, request)
         if self._nursery is None:
             raise SwarmLLMError("the node is starting or stopping")
         self._downloads[download.id] = download
@@ -219,6 +126,32 @@ class Downloads:
             del self._downloads[old.id]
         spawn(self._nursery, "download", self._carry, download, settings, failed=download.has_failed)
         return download
+
+    def retry(self, download_id: str) -> Download:
+        """A new download in place of one that failed or was cancelled, asked for in the same way; it goes on
+        where that one ended. Raises ModelNotFound, Conflict, and what `start` raises."""
+        ended = self.get(download_id)
+        if ended.state not in ("failed", "cancelled"):
+            raise Conflict(f"Only what failed or was cancelled is tried again; this one is {ended.state}.")
+        download = self.start(ended.request)
+        del self._downloads[download_id]
+        return download
+
+    async def clear(self, download_id: str) -> DownloadView:
+        """Forget one that has ended, and throw away what has come of a file that became no model. Raises
+        ModelNotFound, Conflict while it runs."""
+        download = self.get(download_id)
+        if download.state not in ENDED:
+            raise Conflict("This download is not over; stop it first.")
+        del self._downloads[download_id]
+        whole = download.whole
+        in_use = {each.whole.part for each in self._downloads.values() if each.whole is not None}
+        if whole is not None and whole.part not in in_use:
+            await trio.to_thread.run_sync(_throw_away, whole)
+        return download.view()
+
+    def _running(self) -> Iterator[Download]:
+        return (each for each in self._downloads.values() if each.state not in ENDED)
 
     async def published(
         self, source: str, *, token: str | None = None, endpoint: str | None = None
@@ -254,10 +187,11 @@ class Downloads:
                 async with self._turns, open_http(settings) as http:
                     download.state = "fetching"
                     entry = await self._fetch(download, settings, http)
-                    download.state = "done"
                     if entry is not None:
                         download.model = entry.name
                         log.info("%s became model %s", download.source.text, entry.name)
+                        download.error = await _follow_up(download, entry)
+                    download.state = "done"
         except SwarmLLMError as error:
             download.state, download.error = "failed", error.message
             log.warning("fetching %s failed: %s", download.source.text, error.message)
@@ -277,6 +211,7 @@ class Downloads:
     ) -> CatalogueEntry | None:
         source = download.source
         url = source.url or await find_address(source, settings, http, download.retries(settings))
+        download.published = published_name(url, settings.endpoint) if source.is_endpoint else NOT_PUBLISHED
         remote = open_remote(http, url, settings.token if source.is_endpoint else "", settings)
         if download.sha256 and isinstance(remote, SplitRemote):
             raise InvalidRequest("A model in parts has a SHA-256 for each; leave it out.", field="sha256")
@@ -303,6 +238,7 @@ class Downloads:
     ) -> CatalogueEntry:
         folder = self._folder_of(remote)
         whole = WholeFile(remote, folder, settings, download.retries(settings), download.progress)
+        download.whole = whole
         here_bytes = await trio.to_thread.run_sync(allocated_bytes, whole.part)
         await self._transfer.make_room(max(0, facts.size_bytes - here_bytes))
         await whole.run(facts, download.sha256, lambda: setattr(download, "state", "checking"))
@@ -311,6 +247,7 @@ class Downloads:
         await self.gathering.look(folder)
         if await trio.to_thread.run_sync(folder.exists):
             await trio.to_thread.run_sync(folder.rmdir)
+        download.whole = None
         return entry if self._examine is None else await self._examine(entry)
 
     async def _parts(
@@ -410,6 +347,23 @@ class Downloads:
 
     def _folder_of(self, remote: FileRemote) -> Path:
         return self._folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+
+
+async def _follow_up(download: Download, entry: CatalogueEntry) -> str:
+    """Why what should be done with the model cannot be done: the model is here all the same."""
+    try:
+        if download.request.then is not None:
+            await download.request.then(entry, download.published)
+    except SwarmLLMError as error:
+        return error.message
+    return ""
+
+
+def _throw_away(whole: WholeFile) -> None:
+    """Blocking. Layers of the same file that wait for their model stay."""
+    whole.forget()
+    with contextlib.suppress(OSError):
+        whole.part.parent.rmdir()
 
 
 def _check_online(settings: DownloadSettings) -> None:

@@ -95,7 +95,8 @@ async def search_hub(
 ) -> tuple[FoundModel, ...]:
     """In the order of the hub. `limiter`: how many headers are read at once. Raises DownloadError."""
     settings = replace(settings, max_failures=min(settings.max_failures, MAX_FAILURES))
-    url, found = search_url(settings.endpoint, term, READS_MAX), list[FoundModel]()
+    url = search_url(settings.endpoint, term, READS_MAX)
+    found: list[FoundModel] = []
 
     async def look(at: int) -> None:
         source = parse_source(found[at].source, settings.endpoint)

@@ -55,10 +55,17 @@ class SplitRemote:
     """The same services as `Remote`."""
 
     def __init__(
-        self, http: httpx.AsyncClient, url: str, token: str, settings: DownloadSettings, name: SplitName
+        self,
+        http: httpx.AsyncClient,
+        url: str,
+        token: str,
+        settings: DownloadSettings,
+        name: SplitName,
+        max_header_bytes: int,
     ) -> None:
-        """`url`: of any part; `name`: that of its file."""
+        """`url`: of any part; `name`: that of its file; `max_header_bytes`: of all parts together."""
         check_count(name)
+        self._max_header_bytes = max_header_bytes
         self._names = name.all()
         urls = [_sibling(url, each) for each in self._names]
         self.url = urls[0]
@@ -136,13 +143,16 @@ class SplitRemote:
 
     async def _header_of(self, part: int) -> PartHeader:
         name, remote, facts = self._names[part], self._remotes[part], self._facts[part]
-        limit = MAX_LATER_HEADER_BYTES if part else MAX_HEADER_BYTES
+        limit = min(MAX_LATER_HEADER_BYTES if part else MAX_HEADER_BYTES, self._max_header_bytes)
         step_bytes = min(self._step_bytes, LATER_STEP_BYTES) if part else self._step_bytes
         while True:
             have = self._starts.get(part, b"")
             want = min(len(have) + max(step_bytes, len(have) // 4), facts.size_bytes)
-            if sum(map(len, self._starts.values())) + want - len(have) > MAX_HEADER_BYTES + self._step_bytes:
-                raise BadModel(f"the headers of the parts are longer than {MAX_HEADER_BYTES} bytes together")
+            n_bytes = sum(map(len, self._starts.values())) + want - len(have)
+            if n_bytes > self._max_header_bytes + self._step_bytes:
+                raise BadModel(
+                    f"the headers of the parts are longer than {self._max_header_bytes} bytes together"
+                )
             async with aclosing(remote.read(len(have), want, facts)) as portions:
                 async for data in portions:
                     have += data
@@ -179,12 +189,18 @@ class SplitRemote:
         return (*pieces, Zeros(self._facts[part].size_bytes - at))
 
 
-def open_remote(http: httpx.AsyncClient, url: str, token: str, settings: DownloadSettings) -> FileRemote:
+def open_remote(
+    http: httpx.AsyncClient,
+    url: str,
+    token: str,
+    settings: DownloadSettings,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+) -> FileRemote:
     """By the name of the file. Raises BadModel for more parts than anybody makes."""
     name = parse_split_name(unquote(urlsplit(url).path).rpartition("/")[2])
-    return (
-        Remote(http, url, token, settings) if name is None else SplitRemote(http, url, token, settings, name)
-    )
+    if name is None:
+        return Remote(http, url, token, settings)
+    return SplitRemote(http, url, token, settings, name, max_header_bytes)
 
 
 def _sibling(url: str, name: SplitName) -> str:

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from swarmllm.downloads.digest_book import HERE, DigestBook, DigestContradiction, runs_of
 from swarmllm.downloads.remote import RemoteFacts
-from swarmllm.errors import BadModel
+from swarmllm.errors import BadModel, reason_of
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, TensorEntry, merge, needed_tensors
 from swarmllm.models.gguf_header import GgufHeader, read_header
 from swarmllm.models.hashing import manifest_of
@@ -216,7 +216,7 @@ def read_waiting(folder: Path) -> UnidentifiedModel | None:
             model.learn_layout()
     except (OSError, msgspec.DecodeError, BadModel, ValueError, RecursionError) as error:
         if (folder / NOTES).exists():
-            log.info("what is in %s cannot be used: %s", folder, error)
+            log.info("what is in %s cannot be used: %s", folder, reason_of(error))
         return None
     return model
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DRAFT_PATH", "GUIDE_PATH"]
+__all__ = ["DRAFT_PATH", "GUIDE_PATH", "GUIDE_TEMPERATURE"]
 
 GUIDE_PATH = Path(__file__).with_name("guide.gguf")
 """The guide: a 12-layer llama chat model of at most 10 MB that answers questions about SwarmLLM."""
 
 DRAFT_PATH = Path(__file__).with_name("guide-draft.gguf")
 """Its draft for speculative decoding: the same tokenizer, one layer."""
+
+GUIDE_TEMPERATURE = 0.3
+"""For requests to the guide that name none. At 1 it mixes two of its answers three times as often
+(docs/guide-model.md)."""

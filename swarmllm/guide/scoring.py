@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .corpus import TOPICS, Sample
+from .corpus.frames import UNKNOWN
+from .corpus.talk import NAME_UNKNOWN, REFUSAL
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -56,6 +58,18 @@ _WORDINGS: dict[str, set[str]] = defaultdict(set)
 for _topic in TOPICS:
     for _text in (_topic.answer, _topic.short):
         _WORDINGS[normalised(_text)] |= {normalised(_topic.answer), normalised(_topic.short)}
+
+
+_TEXTS = {
+    *(normalised(text) for topic in TOPICS for text in (topic.answer, topic.short, topic.why, topic.more)),
+    *(normalised(text) for topic in TOPICS for text in (topic.command, topic.port)),
+    *(normalised(text) for text in (*UNKNOWN.values(), REFUSAL, NAME_UNKNOWN)),
+}
+
+
+def is_learned(answer: str) -> bool:
+    """Whether it is an answer of the corpus, to this question or another: no mixture of several."""
+    return normalised(answer) in _TEXTS
 
 
 def judge(sample: Sample, answer: str) -> Verdict:

@@ -27,12 +27,13 @@ import msgspec
 
 from swarmllm.database import open_database
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, StoreFull
-from swarmllm.models import names
+from swarmllm.models import names, projector
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.hashing import CHUNK_BYTES, DIGEST_BYTES, Progress, hash_model
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, first_file
 from swarmllm.models.names import check_name, normalise_name
+from swarmllm.models.projector import Projector
 from swarmllm.models.verification import is_same_content
 from swarmllm_proto.identifiers import ModelId
 
@@ -77,6 +78,7 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
 ) STRICT
 """,
     names.TABLE,
+    projector.TABLE,
     """
 CREATE TABLE IF NOT EXISTS presets (
     name TEXT PRIMARY KEY,
@@ -93,7 +95,7 @@ CREATE TABLE IF NOT EXISTS parts (
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
 `store.py`). `chunk_lists`: of tensors of more than one chunk (see `hashing`). `parts`: the files of
 models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`. `presets`:
-by name."""
+by name. `projectors`: by model."""
 
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
@@ -216,9 +218,18 @@ class Catalogue:
         entry = self.get(name_or_id)
         with self.database() as database:
             _forget(database, entry.model_id)
-            _forget_chunks(database, entry.model_id)
+            _forget_for_good(database, entry.model_id)
             names.drop_names(database, entry.model_id)
         return entry
+
+    def attach(self, model_id: ModelId, attached: Projector) -> CatalogueEntry:
+        """Let a projector be this model's from now on. Raises ModelNotFound, and BadModel where it does not
+        fit."""
+        entry = self.get(model_id)
+        projector.require_fit(attached, entry.manifest)
+        with self.database() as database:
+            projector.keep(database, model_id, attached)
+        return replace(entry, projector=attached)
 
     def alias(self, name_or_id: str, name: str) -> CatalogueEntry:
         """Let a further name lead to a model. Raises as `get` does, InvalidRequest for what is no name, and
@@ -340,7 +351,11 @@ class Catalogue:
             names.drop_name(database, entry.name)
             _forget(database, entry.model_id)
             _write(database, entry)
-            return replace(entry, further_names=names.further_names(database, entry.model_id))
+            return replace(
+                entry,
+                further_names=names.further_names(database, entry.model_id),
+                projector=projector.of_model(database, entry.model_id),
+            )
 
     def _take_name(self, database: sqlite3.Connection, entry: CatalogueEntry, *, takes_over: bool) -> None:
         """From the other model that has it, which is forgotten with it unless it has another one. Raises
@@ -360,7 +375,7 @@ class Catalogue:
             names.drop_name(database, entry.name)
             return
         _forget(database, row[0])
-        _forget_chunks(database, row[0])
+        _forget_for_good(database, row[0])
         names.drop_names(database, row[0])
 
 
@@ -411,21 +426,24 @@ def _forget(database: sqlite3.Connection, model_id: ModelId) -> None:
         database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))
 
 
-def _forget_chunks(database: sqlite3.Connection, model_id: ModelId) -> None:
+def _forget_for_good(database: sqlite3.Connection, model_id: ModelId) -> None:
+    """What stays where a model is added again."""
     database.execute("DELETE FROM chunk_lists WHERE model_id = ?", (model_id,))
+    projector.drop(database, model_id)
 
 
 def _stored(
     database: sqlite3.Connection, model_id: ModelId
-) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...]]:
-    """(tensors present, pinned, further names, parts)"""
+) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...], Projector | None]:
+    """(tensors present, pinned, further names, parts, projector)"""
     further = names.further_names(database, model_id)
+    attached = projector.of_model(database, model_id)
     row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
     if row is None:
         kept = database.execute("SELECT parts FROM parts WHERE model_id = ?", (model_id,)).fetchone()
-        return None, False, further, _parts_decoder.decode(kept[0]) if kept else ()
+        return None, False, further, _parts_decoder.decode(kept[0]) if kept else (), attached
     rows = database.execute("SELECT name FROM tensors WHERE model_id = ? AND complete", (model_id,))
-    return frozenset(name for (name,) in rows), bool(row[0]), further, ()
+    return frozenset(name for (name,) in rows), bool(row[0]), further, (), attached
 
 
 def _entry(
@@ -434,6 +452,7 @@ def _entry(
     pinned: bool = False,
     further: tuple[str, ...] = (),
     parts: tuple[PartFile, ...] = (),
+    attached: Projector | None = None,
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
     return CatalogueEntry(
@@ -446,4 +465,5 @@ def _entry(
         pinned,
         further,
         parts,
+        attached,
     )

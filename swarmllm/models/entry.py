@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from swarmllm.errors import BadModel
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, joint_state
+from swarmllm.models.projector import Projector
 from swarmllm_proto.identifiers import ModelId
 
 _MIXED = frozenset({"Q3_K", "Q4_K", "Q5_K"})
@@ -76,6 +77,8 @@ class CatalogueEntry:
     """Other names that lead to it."""
     parts: tuple[PartFile, ...] = ()
     """The files of a model that the user has in parts; empty for one file."""
+    projector: Projector | None = None
+    """What makes rows of pictures for it."""
 
     @property
     def modified_s(self) -> float:

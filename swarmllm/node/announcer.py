@@ -200,6 +200,7 @@ class Announcer:
                 ranges=_pairs(held.get(model_id, ())),
                 loading=_pairs(self._placing.loading(model_id)),
                 pinned=_pairs(self._placing.pinned(model_id)),
+                fetched=self._placing.fetched(model_id),
             )
             for model_id in sorted({*held, *self._placing.model_ids})
             if not self._leaves

@@ -30,7 +30,7 @@ from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelSha
 from swarmllm.scheduling.speeds import MAX_MODELS
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import SharedModel
 
 log = logging.getLogger("swarmllm.node")
@@ -68,7 +68,9 @@ class PlacedModel:
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]
 Act = Callable[[CatalogueEntry, LayerRange], Awaitable[object]]
-Fetch = Callable[[CatalogueEntry, LayerRange, Callable[[int, int], None]], Awaitable[object]]
+Sources = tuple[tuple[NodeId, str], ...]
+"""Which nodes say that a model's file is published, and where."""
+Fetch = Callable[[CatalogueEntry, LayerRange, Callable[[int, int], None], Sources], Awaitable[object]]
 
 
 class AutoShardManager:
@@ -101,7 +103,7 @@ class AutoShardManager:
         self._book = book or ShareBook()
         self._to_share = list(settings.share)
         if self._book.shared:
-            self.shares = tuple(SharedModel(model_id=m, name=name) for m, name in self._book.shared.items())
+            self.shares = tuple(self._shared(m, name) for m, name in self._book.shared.items())
         self._accepted = AcceptedShares(
             self.accepts, max(0, min(ACCEPTED_MAX, MAX_MODELS - len(settings.models)))
         )
@@ -202,16 +204,22 @@ class AutoShardManager:
 
     def _set_shares(self, more: dict[ModelId, str]) -> None:
         shares = {share.model_id: share.name for share in self.shares or ()} | more
-        self.shares = tuple(SharedModel(model_id=m, name=name) for m, name in shares.items())[:SHARED_MAX]
+        self.shares = tuple(self._shared(m, name) for m, name in shares.items())[:SHARED_MAX]
         self._on_change()
 
-    async def share(self, entry: CatalogueEntry) -> None:
-        """Ask the others to hold parts of it, now and after each start; this node takes part itself. Raises
-        Conflict (too many are shared)."""
+    def _shared(self, model_id: ModelId, name: str) -> SharedModel:
+        return SharedModel(model_id=model_id, name=name, source=self._book.sources.get(model_id, UNSET))
+
+    async def share(self, entry: CatalogueEntry, source: PublishedName = NOT_PUBLISHED) -> None:
+        """Ask the others to hold parts of it, now and after each start; this node takes part itself.
+        `source`: where its file is published; empty: as said before. Raises Conflict (too many are
+        shared)."""
         shares = {share.model_id for share in self.shares or ()} | self._book.shared.keys()
         if entry.model_id not in shares and len(shares) + len(self._to_share) >= SHARED_MAX:
             raise Conflict(f"this node shares {SHARED_MAX} models already, and not more.", field="model")
         self._book.shared[entry.model_id] = entry.name
+        if source:
+            self._book.sources[entry.model_id] = source
         await self._book.save()
         self._set_shares({entry.model_id: entry.name})
         self._wake.set()
@@ -224,10 +232,22 @@ class AutoShardManager:
         if model_id not in self._book.shared:
             raise Conflict("this node does not share this model.", field="model")
         del self._book.shared[model_id]
+        self._book.sources.pop(model_id, None)
         await self._book.save()
         self.shares = tuple(share for share in self.shares or () if share.model_id != model_id)
         self._on_change()
         self._wake.set()
+
+    def _sources(self, model_id: ModelId) -> Sources:
+        """As the nodes say whose share this node follows."""
+        records = self._registry.working_nodes()
+        return tuple(
+            (node_id, share.source)
+            for node_id in sorted(self._accepted.seen_s.get(model_id, ()))
+            if node_id != self._node_id and node_id in records
+            for share in records[node_id].shares or ()
+            if share.model_id == model_id and share.source
+        )
 
     async def _forget(self, model: PlacedModel) -> None:
         """Drop what was loaded for a share that was withdrawn."""
@@ -270,6 +290,11 @@ class AutoShardManager:
 
     def loading(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         return next((model.loading for model in self.models if model.model_id == model_id), ())
+
+    def fetched(self, model_id: ModelId) -> tuple[int, int] | UnsetType:
+        """(bytes that have come, bytes in all) of what is being fetched; unset: nothing is."""
+        model = next((model for model in self.models if model.model_id == model_id), None)
+        return UNSET if model is None or model.fetching is None else model.arrived
 
     def pinned(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         """Of what is loaded, what was not loaded here."""
@@ -394,7 +419,7 @@ class AutoShardManager:
             try:
                 if self._fetch is not None:
                     model.state = f"fetching {layers}"
-                    await self._fetch(entry, layers, arrived)
+                    await self._fetch(entry, layers, arrived, self._sources(entry.model_id))
             finally:
                 model.fetching = None
         return not model.withdrawn

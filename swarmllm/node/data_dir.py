@@ -10,14 +10,15 @@ from typing import TypeVar
 import trio
 
 from swarmllm.errors import ConfigError, StoreLocked
-from swarmllm.guide import GUIDE_PATH
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
 from swarmllm.models import Catalogue, Store
+from swarmllm.models.presets import Preset, Presets, SamplingDefaults
+from swarmllm.models.segment_copies import SEGMENTS
 
 log = logging.getLogger(__name__)
 
 DOWNLOADS = "downloads"
 """In the data folder: what is on its way from the web."""
-SEGMENTS = "segments"
 KERNEL_TIMINGS = "kernel-timings.json"
 GUIDE_NAME = "guide"
 T = TypeVar("T")
@@ -44,9 +45,14 @@ def prepare_data_dir(data_dir: Path) -> Path:
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:
-    """The models of this node; the bundled guide is always among them."""
+    """The models of this node; the bundled guide is always among them. When it is new here it gets a preset,
+    which is the user's from then on."""
     catalogue = Catalogue(data_dir / "catalogue.sqlite")
+    is_new = all(entry.name != GUIDE_NAME for entry in catalogue.list())
     catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
+    if is_new:
+        preset = Preset(sampling=SamplingDefaults(temperature=GUIDE_TEMPERATURE))
+        Presets(catalogue).put(GUIDE_NAME, preset)
     return catalogue
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import trio
 
 from swarmllm.downloads import SharedDigests
-from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError, WorkerDied
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.manifest import needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
+from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
@@ -181,18 +182,65 @@ class ModelKeeper:
             raise
         return self._view(entry)
 
-    async def add(self, path: Path, name: str | None, progress: Progress, checking: Progress) -> ModelView:
+    async def add(
+        self,
+        path: Path,
+        name: str | None,
+        progress: Progress,
+        checking: Progress,
+        mmproj: Path | None = None,
+    ) -> ModelView:
         """Hashes the file, and tries its cuts where nobody knows them, which `checking` tells of; `progress`
-        is called in a thread. Raises BadModel, InvalidRequest, Conflict."""
+        is called in a thread. `mmproj`: its projector; None: the one that is called like it, if that can be
+        used. Raises BadModel, InvalidRequest, Conflict."""
 
         def report(done_bytes: int, total_bytes: int) -> None:
             trio.from_thread.check_cancelled()
             progress(done_bytes, total_bytes)
 
+        given = None
+        if mmproj is not None:
+            given = await trio.to_thread.run_sync(read_projector, mmproj, report)
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
         entry = await self._cut_checks.ensure(entry, checking)
+        if given is not None:
+            entry = await self._attach(entry, given)
+        elif entry.projector is None:
+            entry = await self._attach_found(entry, report)
         await self._publish()
         return self._view(entry)
+
+    async def attach(self, name_or_id: str, mmproj: Path, progress: Progress) -> ModelView:
+        """Let a model that is known here take pictures with this projector, also one whose file came from
+        other nodes; `progress` is called in a thread. Raises ModelNotFound, BadModel."""
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            trio.from_thread.check_cancelled()
+            progress(done_bytes, total_bytes)
+
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        projector = await trio.to_thread.run_sync(read_projector, mmproj, report)
+        return self._view(await self._attach(entry, projector))
+
+    async def _attach(self, entry: CatalogueEntry, projector: Projector) -> CatalogueEntry:
+        """After a picture has been encoded with it. Raises BadModel."""
+        require_fit(projector, entry.manifest)
+        try:
+            await self._pool.check_projector(ModelFile.of(entry), projector)
+        except WorkerDied as error:
+            file = Path(projector.path).name
+            raise BadModel(f"{file} is damaged: a grey picture ended its process", field="mmproj") from error
+        return await trio.to_thread.run_sync(self._catalogue.attach, entry.model_id, projector)
+
+    async def _attach_found(self, entry: CatalogueEntry, report: Progress) -> CatalogueEntry:
+        """The projector that lies beside the model, where there is one that can be used."""
+        if entry.is_stored or (found := await trio.to_thread.run_sync(found_beside, entry.path)) is None:
+            return entry
+        try:
+            return await self._attach(entry, await trio.to_thread.run_sync(read_projector, found, report))
+        except SwarmLLMError as error:
+            log.warning("%s takes no pictures: %s", entry.name, error.message)
+            return entry
 
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
         """What a load means; makes a model known that only other nodes have.

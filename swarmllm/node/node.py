@@ -23,9 +23,19 @@ import trio
 from swarmllm.config import Config
 from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
-from swarmllm.errors import ConfigError, ModelNotFound, NodeUnreachable, StoreLocked, SwarmLLMError
+from swarmllm.errors import (
+    BadModel,
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    NodeUnreachable,
+    StoreLocked,
+    SwarmLLMError,
+    VisionEncoderUnavailable,
+)
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
+from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
 from swarmllm.node.admission import Admission
 from swarmllm.node.announcer import Announcer
 from swarmllm.node.auto_shard import AutoShardManager
@@ -69,6 +79,8 @@ MAX_TOKENS = 2**20
 JOINING_S = 30.0
 """How long after the start a model that others have is waited for."""
 LOOK_AGAIN_S = 0.25
+TIDY_S = 60.0
+"""Between two looks at copies of layers that nobody may use any more."""
 ENDING_S = 5.0
 """How long requests that are ended before the node stops may take to tell other nodes."""
 T = TypeVar("T")
@@ -98,6 +110,7 @@ class Node:
         key."""
         inference = config.inference
         self.nickname = config.nickname
+        self.copies = SegmentCopies(config.data_dir / SEGMENTS, config.store.segment_cache_gib)
         self.admission = Admission(
             tier_caps(inference.max_concurrent_requests, inference.n_slots),
             inference.max_queued_requests,
@@ -150,7 +163,9 @@ class Node:
             registry=registry,
             pool=pool,
             find=self.models.find,
-            fetch=transfer.ensure,
+            fetch=lambda entry, layers, progress, sources: transfer.ensure(
+                entry, layers, progress, published=self.downloads.published_files.named(sources)
+            ),
             load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
             drop=self.models.drop,
             on_change=self.holdings_changed,
@@ -300,6 +315,17 @@ class Node:
                     self.requests.first_token(request, generation)
                     yield generation
 
+    async def require_sight(self, model: str, field: str) -> None:
+        """For a request with a picture at `field`. Raises ModelNotFound, InvalidRequest where the model takes
+        no pictures, and VisionEncoderUnavailable where its projector is gone."""
+        entry = await self.models.find(model)
+        if entry.projector is None:
+            raise InvalidRequest(f"{entry.name} takes no pictures; send text only.", field=field)
+        try:
+            await trio.to_thread.run_sync(entry.projector.check_file)
+        except BadModel as error:
+            raise VisionEncoderUnavailable(error.message, field=field) from None
+
     @asynccontextmanager
     async def loaded(
         self, entry: CatalogueEntry, name: str, keep_alive_s: float | None = None
@@ -316,6 +342,12 @@ class Node:
         """Right after the start the nodes that hold a model may not be connected yet."""
         joining_until = self.started_at + (JOINING_S if self.config.network.bootstrap else 0)
         return self.config.model.on_demand and time.time() >= joining_until
+
+    async def tidy_copies(self) -> None:
+        """Now and then, until cancelled."""
+        while True:
+            await trio.to_thread.run_sync(self.copies.tidy)
+            await trio.sleep(TIDY_S)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed of holdings, load and speed; started once it knows this node."""

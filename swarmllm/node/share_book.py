@@ -15,9 +15,9 @@ import msgspec
 import trio
 from msgspec import Meta
 
-from swarmllm.errors import ConfigError
+from swarmllm.errors import ConfigError, reason_of
 from swarmllm.private_files import write_private
-from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, PublishedName
 
 log = logging.getLogger("swarmllm.node")
 
@@ -34,6 +34,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 class _Shared(msgspec.Struct, frozen=True):
     model_id: ModelId
     name: Name
+    source: PublishedName = NOT_PUBLISHED
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -47,6 +48,8 @@ class ShareBook:
         """`path` None: nothing outlives the process."""
         self.shared: dict[ModelId, str] = {}
         """Model -> name. Changed by its owner, who calls `save`; so is `fetched`."""
+        self.sources: dict[ModelId, PublishedName] = {}
+        """Of those of `shared` whose file is published: where."""
         self.fetched: dict[ModelId, None] = {}
         """In the order in which they were begun."""
         self._path = path
@@ -58,7 +61,10 @@ class ShareBook:
             return
         with trio.CancelScope(shield=True):
             async with self._saving:
-                shared = tuple(_Shared(model_id, name) for model_id, name in self.shared.items())
+                shared = tuple(
+                    _Shared(model_id, name, self.sources.get(model_id, NOT_PUBLISHED))
+                    for model_id, name in self.shared.items()
+                )
                 content = msgspec.json.encode(_File(VERSION, shared, tuple(self.fetched)[-FETCHED_MAX:]))
                 try:
                     await trio.to_thread.run_sync(write_private, self._path, content + b"\n")
@@ -81,8 +87,9 @@ def open_share_book(data_dir: Path) -> ShareBook:
     except FileNotFoundError:
         return book
     except (OSError, ValueError) as error:
-        log.warning("%s is ignored, so nothing is shared that was shared before: %s", path, error)
+        log.warning("%s is ignored, so nothing is shared that was shared before: %s", path, reason_of(error))
         return book
     book.shared = {each.model_id: each.name for each in read.shared}
+    book.sources = {each.model_id: each.source for each in read.shared if each.source}
     book.fetched = dict.fromkeys(read.fetched)
     return book

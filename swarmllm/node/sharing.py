@@ -16,7 +16,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.swarm.records.registry import Registry
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeRecord
 
 Find = Callable[[str], Awaitable[CatalogueEntry]]
@@ -29,6 +29,9 @@ class ShareMember:
     node_id: NodeId
     ready: tuple[LayerRange, ...]
     loading: tuple[LayerRange, ...]
+    arrived_bytes: int
+    total_bytes: int
+    """Of what it is fetching, as it said last; 0: nothing, or it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,14 @@ class Sharing:
             plan_share, manifest, self._node_id, records, placing.max_pipes, placing.own_room
         )
 
-    async def share(self, name: str) -> ShareView:
-        """Raises what finding it raises, Conflict (too many, or nobody could hold it)."""
+    async def share(self, name: str, source: PublishedName = NOT_PUBLISHED) -> ShareView:
+        """`source`: where its file is published. Raises what finding it raises, Conflict (too many, or nobody
+        could hold it)."""
         entry = await self._find(name)
         _, plan = await self.plan(entry.model_id)
         if not plan.is_complete:
             raise Conflict(no_room(entry.name, plan), field="model")
-        await self._placing.share(entry)
+        await self._placing.share(entry, source)
         return self._view(entry.model_id, entry.name)
 
     async def unshare(self, name_or_id: str) -> ShareView:
@@ -117,7 +121,11 @@ class Sharing:
             for said in record.models:
                 if said.model_id == model_id:
                     ready, loading = (_ranges(pairs) for pairs in (said.ranges, said.loading))
-                    members.append(ShareMember(node_id, ready, loading))
+                    fetched = said.fetched
+                    if node_id == self._node_id:
+                        fetched = self._placing.fetched(model_id)
+                    done, total = fetched or (0, 0)
+                    members.append(ShareMember(node_id, ready, loading, min(done, total), total))
                     n_layers = max(n_layers, said.n_layers)
         placed = next((m for m in self._placing.models if m.shared and m.name == model_id), None)
         if shape := self._placing.shape_of(model_id):

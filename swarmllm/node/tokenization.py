@@ -8,12 +8,15 @@ from typing import Any
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
+from swarmllm.pipeline.origin.pictures import read_pictures
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.ipc import Effort
 
 Messages = list[dict[str, Any]]
 
 ENDING_CHARACTERS = 64
+COUNTED_MAX = 2**24
+"""Tokens with pictures among them, beyond which nobody counts on."""
 QUESTION: Messages = [{"role": "user", "content": "?"}]
 TOOLS: Messages = [
     {
@@ -59,9 +62,11 @@ class Texts:
 
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""
-        file = _file(await self._find(model))
+        entry = await self._find(model)
+        if prompt.pictures:
+            return len((await read_pictures(self._pool, entry, prompt, COUNTED_MAX))[0])
         tokens = await self._pool.tokenize(
-            file,
+            _file(entry),
             text=prompt.text,
             messages=prompt.messages,
             tools=prompt.tools,

@@ -72,6 +72,11 @@ class ModelView:
     """Only some layers of a file are here, and it is not known yet which model they are of; then there is no
     `model_id`."""
 
+    @property
+    def takes_pictures(self) -> bool:
+        """A request to this node may have some."""
+        return self.entry is not None and self.entry.projector is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PeerView:

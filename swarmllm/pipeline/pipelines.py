@@ -25,6 +25,7 @@ from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
+from swarmllm.pipeline.origin.pictures import PictureRows, read_pictures
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
@@ -246,7 +247,10 @@ class Pipelines:
         model = ModelFile.of(entry)
         started_s = trio.current_time()
         await self._pool.check_grammar(model, sampling)
-        if prompt.tokens is None:
+        pictures: PictureRows | None = None
+        if prompt.pictures:
+            tokens, pictures = await self._read_pictures(prompt, entry, sampling)
+        elif prompt.tokens is None:
             tokens = await self._pool.tokenize(
                 model,
                 text=prompt.text,
@@ -287,6 +291,7 @@ class Pipelines:
             RetryPolicy(self._settings.failover_timeout_s),
             prompt.session,
             is_exact=sampling.exact,
+            pictures=pictures,
         )
         with self._requests.under_way(request):
             async with self._open(request) as source:
@@ -301,6 +306,17 @@ class Pipelines:
                     tokenize_s=tokenize_s,
                     prompt=None if scored is None else scored.values,
                 )
+
+    async def _read_pictures(
+        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling
+    ) -> tuple[Tensor, PictureRows]:
+        """Raises InvalidRequest where pictures cannot be combined with what else is asked for, and as
+        `read_pictures` does."""
+        if prompt.top_logprobs is not None:
+            raise InvalidRequest("a prompt with pictures has no log-probabilities", field=prompt.field)
+        if sampling.exact or self._settings.exact:
+            raise InvalidRequest("a prompt with pictures cannot be exact", field="exact")
+        return await read_pictures(self._pool, entry, prompt, self._room_for(entry))
 
     async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
@@ -324,8 +340,11 @@ class Pipelines:
         self._inbox.take(sender, header, payload)
 
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
-        n_ctx = self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
-        return fit(n_prompt_tokens, sampling, entry, n_ctx, field)
+        return fit(n_prompt_tokens, sampling, entry, self._room_for(entry), field)
+
+    def _room_for(self, entry: CatalogueEntry) -> int:
+        """Cells of its context here."""
+        return self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
 
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
@@ -353,9 +372,6 @@ class Pipelines:
         if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
             raise NoPipeline("no other nodes hold these layers")
         self._affinity.remember(model_id, conversation, assembly.stages)
-        is_chain = assembly.node_ids != {self._node_id} and self._settings.local_embedding_privacy
-        if request.sampling.exact and (len(assembly.stages) > 1 or is_chain):
-            raise NoPipeline("exact requests run as a whole on one node, which gets the prompt's tokens")
         assignment = request.assignment(assembly, self._node_id)
         request.tried.append(Attempt(assignment.request_id, assembly))
         if begins_stream and not is_first:
@@ -416,7 +432,7 @@ class Pipelines:
         """Without those who may fail, as far as there are others. Raises NoPipeline."""
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
         n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
-        entry, size = request.entry, RequestSize(n_prompt, n_output, request.sampling.exact)
+        entry, size = request.entry, RequestSize(n_prompt, n_output)
         load = self._load(entry, size, n_asking=1)
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
         suspects = dict.fromkeys(

@@ -15,6 +15,7 @@ from typing import Final, Literal, Protocol
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.output import Chunk
+from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
@@ -70,12 +71,24 @@ class RequestContext:
     """Known at the origin only."""
     row_formats: tuple[RowFormat, ...] = ()
     """How rows come to each stage; empty: all as f32."""
+    n_generated: int = 0
+    """Of an exact request: how many of `n_prompt_tokens` are no prompt, where nobody said which."""
 
     @property
     def n_given_tokens(self) -> int:
         """Rows that come in chunks, before the first token is sampled here. (A stage that is not told what
         was generated before has it counted as prompt.)"""
         return self.n_prompt_tokens + len(self.generated)
+
+    @property
+    def exact_rows(self) -> int:
+        """Rows that an exact request has at most; 0: it is none."""
+        return self.n_prompt_tokens + self.sampling.max_tokens if self.sampling.exact else 0
+
+    @property
+    def n_prompt_rows(self) -> int:
+        """Of which an exact request computes several at a time."""
+        return self.n_prompt_tokens - self.n_generated
 
     def row_format(self, stage: int) -> RowFormat:
         """In which rows come to a stage."""
@@ -98,6 +111,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         wants=assignment.wants,
         scored=assignment.scored or (),
         row_formats=assignment.row_formats or (),
+        n_generated=assignment.n_generated or 0,
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,
@@ -113,6 +127,11 @@ class OriginSide(Protocol):
     @property
     def prompt(self) -> Tensor:
         """i32 [n_prompt_tokens + what had been generated before]."""
+        ...
+
+    @property
+    def pictures(self) -> PictureRows | None:
+        """What of it are no tokens."""
         ...
 
     def next_chunk(self) -> Chunk | None:

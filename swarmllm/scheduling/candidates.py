@@ -60,7 +60,7 @@ def runnable(ranges: Iterable[LayerRange], n_layers: int, cut_alignment: int) ->
             end -= end % cut_alignment
         if start < end:
             aligned.append(layers if (start, end) == (layers.start, layers.end) else LayerRange(start, end))
-    return merge(aligned)
+    return merge(aligned) if len(aligned) > 1 else tuple(aligned)
 
 
 def pieces_of(held: Mapping[NodeId, Iterable[LayerRange]]) -> list[CandidatePiece]:

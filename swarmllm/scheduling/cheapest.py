@@ -147,9 +147,14 @@ class _Search:
         pairs = [(i, next_piece[pieces[i].node_id]) for i in through if pieces[i].node_id in next_piece]
         staying: Indices = np.array([i for i, _ in pairs], np.intp)
         onward: Indices = np.array([i for _, i in pairs], np.intp)
-        to_departing = self._costs.hop(self._node[ending], self._node[all_departing])
-        to_beginning = self._costs.hop(self._node[through], self._node[beginning])
+        to_departing = self._hops(ending, all_departing)
+        to_beginning = self._hops(through, beginning)
         return _Joint(ending, all_departing, to_departing, through, beginning, to_beginning, staying, onward)
+
+    def _hops(self, arriving: Indices, departing: Indices) -> Seconds:
+        if not len(arriving) or not len(departing):
+            return np.empty((len(departing), len(arriving)))
+        return self._costs.hop(self._node[arriving], self._node[departing])
 
     def cheapest(self) -> list[int] | None:
         """Pieces from first to last."""
@@ -171,8 +176,9 @@ class _Search:
         """For each first node: no ring from it costs less. [n_nodes], inf where none reaches the end."""
         onward = np.full(len(self._node), np.inf)
         onward[self._last] = self._compute[self._last] + self._costs.exit[self._node[self._last]]
+        # A piece arrives at one boundary only.
+        least = np.full(len(self._node), np.inf)
         for joint in reversed(self._joints):
-            least = np.full(len(self._node), np.inf)
             if joint.to_departing.size:
                 least[joint.ending] = (joint.to_departing + onward[joint.departing, None]).min(axis=0)
             if joint.to_beginning.size:
@@ -198,9 +204,10 @@ class _Search:
                 _arrive(cost, before, joint.ending, joint.departing, joint.to_departing)
             if joint.to_beginning.size:
                 _arrive(cost, before, joint.through, joint.beginning, joint.to_beginning)
-            stays = cost[joint.staying] <= cost[joint.onward]
-            staying, onward = joint.staying[stays], joint.onward[stays]
-            cost[onward], before[onward] = cost[staying], staying
+            if joint.staying.size:
+                stays = cost[joint.staying] <= cost[joint.onward]
+                staying, onward = joint.staying[stays], joint.onward[stays]
+                cost[onward], before[onward] = cost[staying], staying
             cost[joint.departing] += self._compute[joint.departing]
         nodes = self._node[self._last]
         closing = self._costs.closing(nodes, np.array([first], np.intp))[0]

@@ -188,8 +188,8 @@ class CostTable:
             predicted = np.sqrt((apart * apart).sum(axis=2)) + heights
             rtt = np.where(self._settled[rows] & self._settled[columns], predicted, rtt)
         if self._known.pair_rtt_s:
-            is_measured, measured = self._measured_rtt
-            rtt = np.where(is_measured[rows, columns], measured[rows, columns], rtt)
+            measured = self._measured_rtt[rows, columns]
+            rtt = np.where(np.isfinite(measured), measured, rtt)
         if self._origin >= 0:
             rtt = np.where(rows == self._origin, self._rtt[columns], rtt)
             rtt = np.where(columns == self._origin, self._rtt[rows], rtt)
@@ -202,12 +202,13 @@ class CostTable:
         return self._measured_slowness[receivers[:, None], senders[None, :]]
 
     @cached_property
-    def _measured_rtt(self) -> tuple[NDArray[np.bool_], Seconds]:
+    def _measured_rtt(self) -> Seconds:
+        """[n_nodes, n_nodes], inf where nobody has measured."""
         measured: Seconds = np.full((len(self._index),) * 2, np.inf)
         here, there, rtt = self._between(self._known.pair_rtt_s)
         np.minimum.at(measured, (here, there), rtt)
-        measured = np.minimum(measured, measured.T)
-        return np.isfinite(measured), measured
+        np.minimum.at(measured, (there, here), rtt)
+        return measured
 
     @cached_property
     def _measured_slowness(self) -> Seconds:

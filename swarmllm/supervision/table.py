@@ -105,6 +105,9 @@ TASKS: Final = (
     LongLived(
         "unused models", "restart", "drops what was loaded on demand", "models loaded on demand stay loaded"
     ),
+    LongLived(
+        "segment copies", "restart", "removes copies of layers that nobody uses", "they keep their disk space"
+    ),
     LongLived("placement", "restart", "loads and drops layers by plan", "the layers stay as they are"),
     LongLived("HTTP", "restart", "serves the API on its port", "clients wait or are refused"),
 )

@@ -11,34 +11,31 @@ Several tasks side by side on one piece of work: the first failure ends them all
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableSequence, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableSequence, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 import trio
 
 from swarmllm.errors import (
-    BadModel,
     DeadlineExceeded,
     NodeUnreachable,
     RemoteError,
+    StoreFull,
     SwarmLLMError,
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.hashing import CHUNK_BYTES, chunk_list_bytes, digest_of
-from swarmllm.models.store import MAX_CONTAINER_HEADER_BYTES
 from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
+from swarmllm.transfer.piece_client import HolderBusy, Lie, PieceAbsent, PieceClient
 from swarmllm.transfer.settings import TransferSettings
-from swarmllm_proto.codec import decode_response, encode_request
-from swarmllm_proto.errors import ProtocolError
-from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.limits import OUTLINE_MAX, PIECE_MAX
-from swarmllm_proto.swarm import FetchPiece, Outline, Piece
+from swarmllm_proto.identifiers import NodeId
 
 T = TypeVar("T")
 
@@ -76,100 +73,36 @@ async def share_out(n_lanes: int, pending: MutableSequence[T], act: Callable[[T]
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-_outlines = msgspec.msgpack.Decoder(Outline)
 
 
-class HolderBusy(RemoteError):
-    """It said so for longer than anybody should wait."""
+WEB = NodeId("")
+"""In place of a node id: the hub."""
+OPEN_TIMEOUT_S = 60.0
+"""For finding out whether a hub has the file that a model was made from."""
 
 
-class PieceAbsent(RemoteError):
-    """The holder does not have what it was asked for."""
+class NotTheFile(SwarmLLMError):
+    """What a hub has in a place is not the file of the model."""
 
 
-class Lie(RemoteError):
-    """The holder sent other bytes than the model's."""
+ReadPublished = Callable[[int, int], AsyncGenerator[bytes, None]]
+"""Bytes [start, end) of a file on a hub, in what portions they come."""
 
 
-class PieceClient:
-    """Asks one holder for pieces, patiently while it is busy."""
+@dataclass(frozen=True)
+class PublishedFile:
+    """Where a node says that a hub has the file of a model. Nothing of that is believed."""
 
-    def __init__(
-        self, router: Router, settings: TransferSettings, node_id: NodeId, model_id: ModelId
-    ) -> None:
-        self._router = router
-        self._settings = settings
-        self._node_id = node_id
-        self._model_id = model_id
-        self.n_bytes = 0
-
-    async def piece(self, part: str, offset: int, size_bytes: int, tensor: str = "") -> memoryview:
-        """Raises NotThere, RemoteError (NodeUnreachable, HolderBusy), DeadlineExceeded."""
-        settings = self._settings
-        request = msgspec.convert(
-            {
-                "type": "FetchPiece",
-                "model_id": self._model_id,
-                "part": part,
-                "tensor": tensor,
-                "offset": offset,
-                "size_bytes": size_bytes,
-            },
-            FetchPiece,
-        )
-        pause_s = settings.busy_pause_s
-        waited_s = 0.0
-        while True:
-            piece = await self._ask(request)
-            if piece.status == "absent":
-                raise PieceAbsent(f"node {self._node_id} does not have {tensor or part}")
-            if piece.status == "ok":
-                if len(piece.data) > size_bytes:
-                    raise RemoteError(f"node {self._node_id} sent more than it was asked for")
-                self.n_bytes += len(piece.data)
-                return piece.data
-            if waited_s >= settings.busy_timeout_s:
-                raise HolderBusy(f"node {self._node_id} is busy")
-            await trio.sleep(pause_s)
-            waited_s += pause_s
-            pause_s = min(2 * pause_s, settings.max_busy_pause_s)
-
-    async def whole(self, part: str, max_bytes: int, tensor: str = "") -> bytes:
-        """Raises as `piece` does, RemoteError above `max_bytes`."""
-        data = bytearray()
-        while len(data) <= max_bytes:
-            piece = await self.piece(part, len(data), PIECE_MAX, tensor)
-            data += piece
-            if len(piece) < PIECE_MAX:
-                return bytes(data)
-        raise RemoteError(f"node {self._node_id}: its {part} is larger than {max_bytes} bytes")
-
-    async def _ask(self, request: FetchPiece) -> Piece:
-        body = encode_request(request)
-        answer = await self._router.fetch(self._node_id, body, timeout_s=self._settings.piece_timeout_s)
-        try:
-            response = decode_response(answer)
-        except ProtocolError as error:
-            raise RemoteError(f"node {self._node_id} answered nonsense: {error}") from error
-        if not isinstance(response, Piece):
-            raise RemoteError(f"node {self._node_id} answered something else")
-        return response
-
-
-async def fetch_container(asking: PieceClient, store: Store, model_id: ModelId, name: str) -> CatalogueEntry:
-    """A new container with the header that one holder has. Raises BadModel where that is not the model's,
-    StoreFull, and what asking raises."""
-    raw = await asking.whole("outline", OUTLINE_MAX)
-    try:
-        outline = await trio.to_thread.run_sync(_outlines.decode, raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise BadModel(f"the outline cannot be read: {type(error).__name__}") from None
-    header = await asking.whole("header", min(outline.header_bytes, MAX_CONTAINER_HEADER_BYTES))
-    return await trio.to_thread.run_sync(store.adopt, model_id, name, outline, header)
+    said_by: NodeId
+    text: str
+    open: Callable[[CatalogueEntry], AbstractAsyncContextManager[ReadPublished]]
+    """Raises NotTheFile, and other SwarmLLMErrors where it cannot be had; reading raises RemoteError."""
+    refuse: Callable[[], None] = lambda: None
+    """Called where it is not the file."""
 
 
 class Fetch:
-    """Tensors of one container from some holders. Run it once."""
+    """Tensors of one container from some holders, and from a hub where one has them. Run it once."""
 
     def __init__(
         self,
@@ -181,10 +114,17 @@ class Fetch:
         settings: TransferSettings,
         progress: Progress,
         note: Note = unnoted,
+        published: Sequence[PublishedFile] = (),
     ) -> None:
-        self.plan = FetchPlan(tensors, holders)
+        """`published`: the first of them that has the model's bytes gives some of them."""
+        self.plan = FetchPlan(tensors, [*holders, *([WEB] if published else ())])
+        self._holders = sorted(holders)
+        self._published = published
         self.n_bytes = 0
         """Received, right or wrong."""
+        self._from_nodes_bytes = self._from_hub_bytes = 0
+        """Of tensors."""
+        self._from_hub: dict[FetchTask, trio.CancelScope] = {}
         self._router = router
         self._store = store
         self._entry = entry
@@ -199,11 +139,12 @@ class Fetch:
     async def run(self) -> None:
         """Raises NodeUnreachable where something is left that nobody gives, StoreFull, BadModel; what has
         arrived is kept."""
-        await run_lanes(
+        lanes = [
             partial(self._lane, node_id)
-            for node_id in sorted(self.plan.holders)
+            for node_id in self._holders
             for _ in range(self._settings.lanes_per_holder)
-        )
+        ]
+        await run_lanes([*lanes, *([self._from_web] if self._published else ())])
         if not self.plan.is_done:
             left = self.plan.left
             why = f" ({self._last_failure.message})" if self._last_failure else ""
@@ -214,16 +155,142 @@ class Fetch:
 
     async def _lane(self, node_id: NodeId) -> None:
         asking = PieceClient(self._router, self._settings, node_id, self._entry.model_id)
-        while node_id in self.plan.holders and not self.plan.is_done and not self.plan.is_stuck:
+        while node_id in self.plan.holders and not self._is_over:
             task = self.plan.take(node_id)
             if task is None:
+                self._take_over(node_id)
                 await self._news.wait()
                 continue
             try:
                 await self._tensor(asking, node_id, task)
             finally:
-                self._news.set()
-                self._news = trio.Event()
+                self._tell()
+        self._tell()
+
+    async def _from_web(self) -> None:
+        """Ends when nothing is left, and holds nobody up."""
+        with trio.CancelScope() as scope:
+            await run_lanes([partial(self._cancel_when_over, scope), self._read_published])
+
+    async def _cancel_when_over(self, scope: trio.CancelScope) -> None:
+        while not self._is_over:
+            await self._news.wait()
+        scope.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.plan.is_done or self.plan.is_stuck
+
+    async def _read_published(self) -> None:
+        for published in self._published:
+            try:
+                async with AsyncExitStack() as stack:
+                    with trio.fail_after(OPEN_TIMEOUT_S):
+                        read = await stack.enter_async_context(published.open(self._entry))
+                    await run_lanes([partial(self._web_lane, read)] * self._settings.lanes_per_holder)
+                break
+            except NotTheFile as error:
+                published.refuse()
+                self._last_failure = error
+                provoked_by(log, published.said_by).warning(
+                    "%s is not the file of %s, as node %s says: %s",
+                    published.text,
+                    self._entry.name,
+                    published.said_by,
+                    error.message,
+                )
+            except StoreFull:
+                raise
+            except (SwarmLLMError, trio.TooSlowError) as error:
+                why = error.message if isinstance(error, SwarmLLMError) else "too slow"
+                provoked_by(log, published.said_by).info(
+                    "%s, which node %s names: %s", published.text, published.said_by, why
+                )
+            except Exception:
+                # A mistake of ours, or of a library, in what a hub sent: it costs the hub's help only.
+                provoked_by(log, published.said_by).exception("reading %s failed", published.text)
+        self.plan.gone(WEB)
+        self._tell()
+
+    async def _web_lane(self, read: ReadPublished) -> None:
+        """Raises NotTheFile, and what ends the whole fetch."""
+        while WEB in self.plan.holders and not self._is_over:
+            task = self.plan.take(WEB)
+            if task is None:
+                await self._news.wait()
+                continue
+            scope = self._from_hub[task] = trio.CancelScope()
+            try:
+                with scope:
+                    await self._published_tensor(read, task)
+            except (RemoteError, DeadlineExceeded) as error:
+                self._last_failure = error
+                log.info("fetching %s from the hub: %s", task.tensor.name, error.message)
+                self.plan.failed(task, WEB, self._settings.max_failures)
+            except BaseException:
+                self.plan.put_back(task)
+                raise
+            else:
+                if scope.cancelled_caught:
+                    self.plan.put_back(task)
+                else:
+                    self.plan.arrived(task)
+            finally:
+                del self._from_hub[task]
+                self._tell()
+            if scope.cancelled_caught:
+                # The node that takes it over has its turn first.
+                await self._news.wait()
+
+    def _take_over(self, node_id: NodeId) -> None:
+        """A node that has nothing to do goes on with what a hub gives more slowly than the nodes."""
+        if self._from_hub_bytes < self._from_nodes_bytes:
+            for task, scope in self._from_hub.items():
+                if node_id not in task.not_at and not scope.cancel_called:
+                    scope.cancel()
+                    return
+
+    async def _published_tensor(self, read: ReadPublished, task: FetchTask) -> None:
+        tensor = task.tensor
+        chunk_list = await self._any_chunk_list(tensor)
+        writer = await trio.to_thread.run_sync(self._store.open_tensor, self._entry, tensor, chunk_list)
+        try:
+            self._report(task, writer.n_bytes)
+            chunk = bytearray()
+            end = tensor.offset + tensor.size_bytes
+            async with aclosing(read(tensor.offset + writer.n_bytes, end)) as portions:
+                while writer.n_bytes < tensor.size_bytes:
+                    n_bytes = min(CHUNK_BYTES, tensor.size_bytes - writer.n_bytes)
+                    with trio.move_on_after(self._settings.piece_timeout_s):
+                        while len(chunk) < n_bytes and (portion := await anext(portions, None)):
+                            chunk += portion
+                    if len(chunk) < n_bytes:
+                        raise DeadlineExceeded(f"the hub gave {len(chunk)} of {n_bytes} bytes in time")
+                    self.n_bytes += n_bytes
+                    self._from_hub_bytes += n_bytes
+                    if not await trio.to_thread.run_sync(writer.append_chunk, bytes(chunk[:n_bytes])):
+                        raise NotTheFile(f"it has other bytes of {tensor.name}")
+                    del chunk[:n_bytes]
+                    self._report(task, writer.n_bytes)
+            await trio.to_thread.run_sync(writer.finish)
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(_close, writer)
+
+    async def _any_chunk_list(self, tensor: TensorEntry) -> bytes:
+        """Known here, or from whoever has it. Raises NodeUnreachable."""
+        failure: SwarmLLMError | None = None
+        for node_id in self._holders:
+            if node_id not in self.plan.holders:
+                continue
+            asking = PieceClient(self._router, self._settings, node_id, self._entry.model_id)
+            try:
+                return await self._chunk_list(asking, node_id, tensor)
+            except (RemoteError, DeadlineExceeded) as error:
+                failure = error
+        raise failure or NodeUnreachable(f"nobody is there who could tell what {tensor.name} hashes to")
+
+    def _tell(self) -> None:
         self._news.set()
         self._news = trio.Event()
 
@@ -281,6 +348,7 @@ class Fetch:
             if len(data) != n_bytes:
                 raise RemoteError(f"node {node_id} sent {len(data)} of {n_bytes} bytes")
             self.n_bytes += len(data)
+            self._from_nodes_bytes += len(data)
             if not await trio.to_thread.run_sync(writer.append_chunk, data):
                 raise Lie(f"node {node_id} sent wrong bytes of {tensor.name}")
             task.sources.add(node_id)

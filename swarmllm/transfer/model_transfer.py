@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,8 @@ from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
 from swarmllm.swarm.peers.trust import Deed, Note, unnoted
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Router, Seeker
-from swarmllm.transfer.fetch import Fetch, PieceClient, fetch_container
+from swarmllm.transfer.fetch import Fetch, PublishedFile
+from swarmllm.transfer.piece_client import PieceClient, fetch_container
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -165,9 +167,10 @@ class ModelTransfer:
         *,
         origin: bool = False,
         fetch: Fetching | None = None,
+        published: Sequence[PublishedFile] = (),
     ) -> CatalogueEntry:
         """Fetch what is not here of what running `layers` needs, and, as `origin`, embedding prompts; by
-        `fetch`, else from the connected nodes.
+        `fetch`, else from the connected nodes and beside them from a hub, where one of `published` is right.
 
         Returns the entry as it is then. Raises NodeUnreachable where nobody gives a part, StoreFull,
         BadModel; what has arrived is kept in any case.
@@ -192,7 +195,7 @@ class ModelTransfer:
                 log.info("removed %s to make room", other.name)
                 self._uploads.forget(other.model_id)
             try:
-                await (fetch or self._fetch)(entry, missing, progress)
+                await (fetch or partial(self._fetch, published=published))(entry, missing, progress)
             finally:
                 with trio.CancelScope(shield=True):
                     entry = await trio.to_thread.run_sync(self._store.seal, entry)
@@ -294,7 +297,11 @@ class ModelTransfer:
         raise failure
 
     async def _fetch(
-        self, entry: CatalogueEntry, tensors: tuple[TensorEntry, ...], progress: Progress
+        self,
+        entry: CatalogueEntry,
+        tensors: tuple[TensorEntry, ...],
+        progress: Progress,
+        published: Sequence[PublishedFile],
     ) -> None:
         holders = self._givers(entry) or await self._look_far(entry.model_id, lambda: self._givers(entry))
         if not holders:
@@ -305,7 +312,17 @@ class ModelTransfer:
         # Many have the same: not everybody asks the first ones.
         start = sum(map(ord, self._router.node_id)) % len(holders)
         chosen = (holders[start:] + holders[:start])[: self._settings.max_holders]
-        fetch = Fetch(self._router, self._store, entry, tensors, chosen, self._settings, progress, self._note)
+        fetch = Fetch(
+            self._router,
+            self._store,
+            entry,
+            tensors,
+            chosen,
+            self._settings,
+            progress,
+            self._note,
+            published,
+        )
         try:
             await fetch.run()
         finally:

@@ -29,12 +29,13 @@ _MAPPED: dict[str, type[SwarmLLMError]] = {
     "bad_model": BadModel,
     "cannot_cut": BadModel,
     "bad_template": InvalidRequest,
+    "bad_picture": InvalidRequest,
     "no_slot": Overloaded,
     "no_room": Overloaded,
 }
 """By kind; every other kind is a WorkerError that carries it."""
 
-_FIELDS = {"bad_template": "messages", "context_full": "messages"}
+_FIELDS = {"bad_template": "messages", "bad_picture": "messages", "context_full": "messages"}
 """The field of the caller's request to blame where the worker names none."""
 
 

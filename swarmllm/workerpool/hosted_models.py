@@ -45,6 +45,8 @@ class Hosts:
         self._runtime_dir = runtime_dir
         self._hosted: dict[ModelId, HostedModel] = {}
         self._nursery: trio.Nursery | None = None
+        self.when_idle: list[Callable[[], Awaitable[None]]] = []
+        """Called now and then: workers of another kind may have become idle."""
 
     def __iter__(self) -> Iterator[HostedModel]:
         return iter(tuple(self._hosted.values()))
@@ -80,7 +82,7 @@ class Hosts:
                 self.settings,
                 self.command,
                 self.socket_dir,
-                self._running(),
+                self.nursery(),
                 partial(self._notice, model.model_id),
             )
             self._hosted[model.model_id] = hosted
@@ -105,14 +107,15 @@ class Hosts:
     def background(self, work: Callable[[], Awaitable[T]]) -> Outcome[T]:
         """Work that goes on when those who wait for it leave. Raises WorkerError outside `running`."""
         closed = WorkerDied("the worker pool was closed")
-        return detach(self._running(), "worker", work, closed=closed)
+        return detach(self.nursery(), "worker", work, closed=closed)
 
     def drop_if_empty(self, model_id: ModelId) -> None:
         hosted = self._hosted.get(model_id)
         if hosted is not None and hosted.is_empty:
             del self._hosted[model_id]
 
-    def _running(self) -> trio.Nursery:
+    def nursery(self) -> trio.Nursery:
+        """Of all workers. Raises WorkerError outside `running`."""
         if self._nursery is None:
             raise WorkerError("the worker pool is not running")
         return self._nursery
@@ -133,6 +136,8 @@ class Hosts:
                 if idle_since is not None and trio.current_time() - idle_since >= limit_s:
                     await hosted.stop("was stopped because it was idle")
                 self.drop_if_empty(model_id)
+            for stop_idle in self.when_idle:
+                await stop_idle()
 
     def _prepare_folders(self) -> Path | None:
         """Make the folders; returns one to remove in the end, where sockets need a shorter path."""

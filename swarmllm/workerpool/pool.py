@@ -23,6 +23,7 @@ from swarmllm.errors import SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import TokenStream
 from swarmllm.workerpool.cut_check import CutTrials
+from swarmllm.workerpool.encoders import PictureEncoders
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, Want, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.hosted_models import Hosts
@@ -52,6 +53,7 @@ from swarmllm_proto.ipc import (
     ReleaseRequestKv,
     Sampling,
     Text,
+    TextPlace,
     Token,
     Tokenize,
     Tokens,
@@ -124,7 +126,7 @@ class WorkerPool:
         self.on_notice: Callable[[ModelId, AnyWorkerMessage, memoryview], None] | None = None
         """(model id, message, payload): what a worker says unasked."""
         layers = HeldLayers(hosts, on_change or (lambda: None))
-        self.load, self.unload, self.forget = layers.load, layers.unload, layers.forget
+        self.load, self.unload, self._forget_layers = layers.load, layers.unload, layers.forget
         self.loaded, self.loaded_with, self.models = layers.loaded, layers.loaded_with, layers.models
         self.memory, self.context_sizes = layers.memory, layers.context_sizes
         self.serves_without_file = layers.serves_without_file
@@ -132,6 +134,8 @@ class WorkerPool:
         self.look_up_prefix, self.check_prefix = prefixes.look_up_prefix, prefixes.check_prefix
         self.kept_prefixes, self.name_prefix = prefixes.kept_prefixes, prefixes.name_prefix
         self.export_prefix, self.import_prefix = prefixes.export_prefix, prefixes.import_prefix
+        self._encoders = encoders = PictureEncoders(hosts)
+        self.encode_picture, self.check_projector = encoders.encode_picture, encoders.check_projector
         repairs = Repairs(hosts)
         self.hold, self.resume, self.read_journal = repairs.hold, repairs.resume, repairs.read_journal
 
@@ -143,6 +147,11 @@ class WorkerPool:
         """The pool works inside this block; when it is left, every worker has ended."""
         async with self._hosts.running():
             yield self
+
+    async def forget(self, model_id: ModelId) -> None:
+        """End the model's workers; nothing of it is wanted any more."""
+        await self._forget_layers(model_id)
+        await self._encoders.forget(model_id)
 
     async def info(self, model: ModelFile) -> Opened:
         """What the worker found in the file."""
@@ -160,12 +169,19 @@ class WorkerPool:
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
         template: str = "",
+        place: TextPlace = "whole",
     ) -> TokenIds:
         """i32 [n]. `text` as it is, or `messages` through the chat template (`template`, or the model's).
-        Raises InvalidRequest (template) ..."""
+        `place`: of a `text` that is a piece of a rendered template. Raises InvalidRequest (template) ..."""
         worker = await self._hosts.ready(model)
         message = Tokenize(
-            id=worker.new_id(), text=text, messages=messages, tools=tools, effort=effort, template=template
+            id=worker.new_id(),
+            text=text,
+            messages=messages,
+            tools=tools,
+            effort=effort,
+            template=template,
+            place=place,
         )
         _, payload = await worker.call(message, Tokens, timeout_s=self._settings.call_timeout_s)
         return checked_tensor(payload, "tokens", np.dtype(np.int32), 1)
@@ -224,10 +240,12 @@ class WorkerPool:
         scored: tuple[int, ...] = (),
         ring: RingHint = NO_RING,
         rounded: bool = False,
+        exact_rows: int = 0,
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere. `scored`: with
         "scores", the token that follows each row. `rounded`: hidden states are to be what q8_0 can carry.
+        `exact_rows`: of an exact request, how many rows it has at most.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -249,6 +267,7 @@ class WorkerPool:
             waited_s=ring.waited_s,
             resent=ring.resent,
             rounded=rounded,
+            exact_rows=exact_rows,
         )
         expects = Token if want == "token" else LayerResult
         result, payload = await worker.call(

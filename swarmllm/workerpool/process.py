@@ -187,7 +187,7 @@ class WorkerProcess:
                 continue
             except OSError as error:
                 # Out of file descriptors, most likely; the deadline ends this if it stays so.
-                log.warning("the connection of worker %d cannot be accepted: %s", self.pid, error)
+                log.warning("the connection of worker %d cannot be accepted: %s", self.pid, reason_of(error))
                 await trio.sleep(ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)

@@ -60,9 +60,10 @@ class RingCalls:
         n_prompt_tokens: int,
         sampling: Sampling | None,
         row_format: RowFormat = "f32",
+        exact_rows: int = 0,
     ) -> None:
         """Before any decode job of the stage can come by a link. `sampling`: of the last stage.
-        `row_format`: in which rows go to the next one."""
+        `row_format`: in which rows go to the next one. `exact_rows`: as in `WorkerPool.forward`."""
         worker = self._hosts.worker(model_id)
         if worker is None:
             return
@@ -78,6 +79,7 @@ class RingCalls:
             n_prompt_tokens=n_prompt_tokens,
             sampling=sampling,
             row_format=row_format,
+            exact_rows=exact_rows,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 

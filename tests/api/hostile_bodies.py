@@ -69,10 +69,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/admin/downloads": {"source": "https://127.0.0.1/x.gguf", "layers": "0:4"},
     "/api/admin/shares": {"model": "guide"},
     "/api/admin/shares/plan": {"source": "hf:org", "hf_token": "x"},
+    "/api/admin/invitations": {"expires_days": 7},
     "/api/admin/models/search": {"term": "x", "hf_endpoint": "https://127.0.0.1", "hf_token": "x"},
     "/api/admin/models/{name}/load": {"layers": "0:4"},
     "/api/admin/models/{name}/unload": {"layers": "0:4"},
     "/api/admin/models/{name}/pin": {"pinned": True},
+    "/api/admin/models/{name}/projector": {"path": "/nowhere/mm.gguf"},
     "/api/admin/models/{name}/alias": {"name": "x"},
     "/api/admin/models/{name}/preset": {
         "system": "a",

@@ -176,6 +176,15 @@ async def test_adding_a_model_hashes_it_and_lists_it(tmp_path: Path) -> None:
     assert [model["name"] for model in listed] == ["guide", "small"]
 
 
+async def test_the_list_of_models_says_what_copies_of_layers_take(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        folder = stand.node.config.data_dir / "segments"
+        folder.mkdir(exist_ok=True)
+        (folder / "x.gguf").write_bytes(bytes(8192))
+        copies = (await stand.http.get(MODELS)).json()["copies"]
+    assert copies == {"n_files": 1, "n_bytes": 8192, "quota_bytes": 64 * 2**30}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "field"),
     [

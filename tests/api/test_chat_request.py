@@ -14,11 +14,10 @@ from swarmllm.api.http.errors import decode_body
 from swarmllm.api.openai.chat_request import ChatCall, chat_call
 from swarmllm.api.openai.forced_call import forced
 from swarmllm.api.openai.schema import ChatRequest
-from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
+from swarmllm.errors import InvalidRequest
 
 HELLO: dict[str, Any] = {"model": "guide", "messages": [{"role": "user", "content": "hello"}]}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 def read(body: dict[str, Any]) -> ChatCall:
@@ -92,12 +91,6 @@ def named(tool: str) -> dict[str, Any]:
 )
 def test_a_refusal_names_the_field(body: dict[str, Any], field: str) -> None:
     assert refused_field(body) == field
-
-
-def test_a_picture_needs_a_vision_encoder() -> None:
-    with pytest.raises(VisionEncoderUnavailable) as caught:
-        read(message(role="user", content=[{"type": "text", "text": "What is this?"}, IMAGE]))
-    assert (caught.value.http_status, caught.value.field) == (503, "messages[0].content[1].type")
 
 
 def test_a_forced_call_leaves_the_model_no_choice_but_calls_in_its_own_format() -> None:

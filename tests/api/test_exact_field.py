@@ -13,6 +13,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "guide", "messages": HELLO, "exact": True},
     "/v1/completions": {"model": "guide", "prompt": "hello", "exact": True},
     "/completion": {"model": "guide", "prompt": "hello", "exact": True},
+    "/v1/responses": {"model": "guide", "input": "hello", "exact": True},
     "/v1/messages": {"model": "guide", "messages": HELLO, "max_tokens": 7, "exact": True},
     "/api/chat": {"model": "guide", "messages": HELLO, "stream": False, "options": {"exact": True}},
     "/api/generate": {"model": "guide", "prompt": "hello", "stream": False, "options": {"exact": True}},

@@ -137,3 +137,4 @@ def test_the_longest_waiting_of_the_most_numerous_gives_way() -> None:
     places.begin(crowd[1], "key")
     places.end(crowd[1], "key")
     assert places.enter("192.0.2.4", "newer").evicted is crowd[2]
+    assert len(places) == 4

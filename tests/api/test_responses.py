@@ -169,8 +169,8 @@ def said(part: dict[str, Any]) -> dict[str, Any]:
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input[0].content[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            503,
-            "input[0].content[0].type",
+            400,
+            "input[0].content[0].image_url",
         ),
         ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
         ({"tool_choice": "required"}, 400, "tool_choice"),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from click.testing import CliRunner, Result
-from fake_node import FakeNode, running_fake_node
+from fake_node import CHAT_ANSWER, COMPLETIONS, FakeNode, running_fake_node
 
 from swarmllm.cli.main import main
 
@@ -25,3 +25,11 @@ def run(node: FakeNode) -> Callable[..., Result]:
         )
 
     return invoke
+
+
+@pytest.fixture
+def answering(node: FakeNode) -> FakeNode:
+    """Two models, and the same answer to every question."""
+    node.on("GET", "/v1/models", {"data": [{"id": "guide"}, {"id": "other"}]})
+    node.on("POST", COMPLETIONS, CHAT_ANSWER)
+    return node

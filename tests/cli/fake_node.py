@@ -118,3 +118,36 @@ def running_fake_node() -> Iterator[FakeNode]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+COMPLETIONS = "/v1/chat/completions"
+SWARM = {
+    "shape": "chain",
+    "route": [
+        {
+            "node": f"12D3KooWNode{index}",
+            "nickname": f"node-{index}",
+            "layers": layers,
+            "compute_ms_per_token": 0.5,
+            "overhead_ms_per_token": 0.125,
+            "network_ms_per_token": 0.25,
+            "prefill_ms": 2.0,
+        }
+        for index, layers in enumerate(("0:6", "6:12"), 1)
+    ],
+    "prefill_ms": 5.0,
+    "decode_tokens_per_s": 400.0,
+}
+
+
+def delta(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}], "usage": None}
+
+
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+END = (
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "swarm": SWARM},
+    {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+    b"[DONE]",
+)
+CHAT_ANSWER = [b": waiting\n\n", *sse(ROLE, delta("Two "), delta("wörds."), *END)]

@@ -20,6 +20,7 @@ from swarmllm.cli.main import COMMANDS, EPILOG, main
 from swarmllm.cli.options import DEFAULT_API_URL, find_api_url
 from swarmllm.config import TABLES, keys_of
 from swarmllm.daemon import DaemonInfo
+from swarmllm.swarm.membership.network_key import OPEN_SWARM, private_network
 from swarmllm_proto.identifiers import NodeId
 
 HEAVY = {"trio", "libp2p", "quart", "numpy", "httpx", "rich", "msgspec", "swarmllm.daemon"}
@@ -190,7 +191,8 @@ def test_a_daemon_says_where_its_dashboard_is_and_how_others_join(
     started = DaemonInfo(
         pid=1, version="1", api_url="http://127.0.0.1:8800", node_id=NodeId("N"), addresses=addresses
     )
-    dashboard, api, others = next_steps(started, is_private=is_private).split("\n")
+    network = private_network(bytes(32)) if is_private else OPEN_SWARM
+    dashboard, api, others = next_steps(started, network).split("\n")
     assert dashboard.endswith(" http://127.0.0.1:8800/")
     assert api.endswith(" http://127.0.0.1:8800/v1")
     assert words in others

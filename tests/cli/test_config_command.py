@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_said_without_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (FileNotFoundError(2, "No such file or directory", "x"), "No such file or directory: 'x'"),
+        (FileNotFoundError(2, "No such file or directory", "x"), "No such file or directory"),
         (ConnectionError("[Errno 104] Connection reset by peer"), "Connection reset by peer"),
         (OSError(-2, "Name or service not known"), "Name or service not known"),
         (ValueError("wrong"), "wrong"),

@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.cli.chat_stream import Finished, ShownStage
+from swarmllm.cli.chat.stream import Finished, ShownStage
 from swarmllm.cli.display import duration, make_console, route_table, safe, size, summary, table
 
 

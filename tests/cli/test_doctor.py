@@ -16,6 +16,8 @@ from swarmllm.cli import doctor
 from swarmllm.cli.doctor import Finding
 from swarmllm.cli.main import main
 from swarmllm.config import ApiTable, Config, NetworkTable
+from swarmllm.config_sources import load_config
+from swarmllm.models.segment_copies import CopiesView
 
 GIB = doctor.GIB
 TASK = {
@@ -106,6 +108,19 @@ def test_the_disk_of_a_folder_that_is_not_there_yet_is_judged(
     data_dir.chmod(0o700)
     monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 2**62)
     assert levels(doctor.check_disk(data_dir)) == [("disk", "problem")]
+
+
+def test_copies_of_layers_are_shown_with_their_limit(tmp_path: Path) -> None:
+    assert list(doctor.check_copies(CopiesView(0, 0, GIB))) == []
+    (finding,) = doctor.check_copies(CopiesView(2, GIB // 2, GIB))
+    assert finding.level == "ok"
+    assert finding.message == "copies of layers take 0.5 GiB of at most 1.0 GiB (store.segment_cache_gib)"
+    assert levels(doctor.check_copies(CopiesView(2, 2 * GIB, GIB))) == [("disk", "warning")]
+    assert levels(doctor.check_copies(CopiesView(2, 2 * GIB, 0))) == [("disk", "ok")]
+    (tmp_path / "segments").mkdir()
+    (tmp_path / "segments" / "x.gguf").write_bytes(bytes(4096))
+    config = load_config(env={"SWARMLLM_NODE_DATA_DIR": str(tmp_path)})
+    assert doctor.segment_copies(config).n_files == 1
 
 
 def test_how_libllama_was_built_is_held_against_the_processor() -> None:

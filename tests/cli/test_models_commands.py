@@ -34,6 +34,7 @@ MODEL: dict[str, Any] = {
     "settings": {"n_ctx": 2048, "n_threads": 1, "kv_type": "f16", "use_mmap": True, "use_mlock": False},
     "stored": True,
     "pinned": True,
+    "projector": None,
     "files": {"layers": ["0:4", "6:8"], "embedding": True, "head": False},
     "sources": ["12D3KooWPeer"],
     "n_sources": 3,
@@ -82,9 +83,12 @@ WAITING = MODEL | {
 
 
 def test_models_list_shows_what_is_missing_and_what_is_complete(run: Run, node: FakeNode) -> None:
-    node.on("GET", "/api/admin/models", {"models": [MODEL, FOREIGN, WAITING], "left_out": 7})
-    _, own, foreign, waiting, left_out = run("models", "list").output.splitlines()
+    copies = {"n_files": 2, "n_bytes": 3_000_000, "quota_bytes": 64_000_000_000}
+    answer = {"models": [MODEL, FOREIGN, WAITING], "left_out": 7, "copies": copies}
+    node.on("GET", "/api/admin/models", answer)
+    _, own, foreign, waiting, left_out, taken = run("models", "list").output.splitlines()
     assert "7 more" in left_out
+    assert taken == "Copies of layers take 3.0 MB of at most 64.0 GB (store.segment_cache_gib)."
     for expected in ("guide", "abababababab", "llama", "12", "9.3 MB", "0:4", "layers 4:12 missing"):
         assert expected in own
     assert "far\\x1b[2J" in foreign
@@ -120,6 +124,26 @@ def test_models_for_programs_are_what_the_daemon_said(run: Run, node: FakeNode) 
 
 
 PROGRESS = {"type": "progress", "done_bytes": 1, "total_bytes": 2}
+
+
+EYES = {"path": "/m/mm.gguf", "family": "mlp", "n_embd": 64, "size_bytes": 9, "blake3": "cd" * 32}
+
+
+def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeNode, tmp_path: Path) -> None:
+    model, eyes = tmp_path / "m.gguf", tmp_path / "mm.gguf"
+    model.write_bytes(b"")
+    eyes.write_bytes(b"")
+    result = ndjson(PROGRESS, {"type": "result", "model": MODEL | {"projector": EYES}})
+    node.on("POST", "/api/admin/models", result)
+    node.on("POST", "/api/admin/models/guide/projector", result)
+    added = run("models", "add", str(model), "--mmproj", str(eyes))
+    assert "It takes pictures, with /m/mm.gguf." in added.stdout
+    assert node.bodies("/api/admin/models") == [{"path": str(model), "name": None, "mmproj": str(eyes)}]
+    attached = run("models", "projector", "guide", str(eyes))
+    assert "guide: it takes pictures, with /m/mm.gguf." in attached.stdout
+    assert node.bodies("/api/admin/models/guide/projector") == [{"path": str(eyes)}]
+    node.on("GET", "/api/admin/models/guide/status", MODEL | {"projector": EYES})
+    assert "/m/mm.gguf (mlp)" in run("models", "show", "guide").stdout
 
 
 def test_load_sends_the_layers_and_reports_what_is_held(run: Run, node: FakeNode) -> None:

@@ -95,6 +95,36 @@ def test_the_pace_is_rate_and_time_left() -> None:
     assert pace(download("fetching", trouble="the server is busy")) == "the server is busy; trying again"
 
 
+def pulls(node: FakeNode, *arguments: str) -> Any:
+    return CliRunner().invoke(main, ["models", "pulls", *arguments, "--api", node.url])
+
+
+def test_what_failed_is_shown_and_tried_again(node: FakeNode) -> None:
+    broken = download("failed", error="no \x1b[31msuch file", bytes_per_s=0)
+    node.on("GET", PATH, {"downloads": [broken, download("fetching", id="def", layers="0:4")]})
+    node.on("POST", f"{PATH}/abc/retry", download("waiting", id="new"))
+    result = pulls(node, "--retry", "abc")
+    assert result.exit_code == 0, result.output
+    assert "no \\x1b[31msuch file" in result.stdout
+    assert "50 B of 250 B" in result.stdout
+    assert f"{SOURCE} layers 0:4" in result.stdout
+    assert ("POST", f"{PATH}/abc/retry", {}) in node.requests
+
+
+def test_all_that_have_ended_are_cleared_and_no_others(node: FakeNode) -> None:
+    states = ("waiting", "fetching", "checking", "done", "failed", "cancelled")
+    node.on("GET", PATH, {"downloads": [download(state, id=state) for state in states]})
+    for state in states:
+        node.on("POST", f"{PATH}/{state}/clear", download(state))
+    assert pulls(node, "--clear", "all", "--json").exit_code == 0
+    assert [path for method, path, _ in node.requests if method == "POST"] == [
+        f"{PATH}/{state}/clear" for state in ("done", "failed", "cancelled")
+    ]
+    assert pulls(node, "--clear", "failed", "--retry", "failed").exit_code == 2
+    node.on("GET", PATH, {"downloads": []})
+    assert pulls(node, "--clear", "failed").stdout == "No downloads.\n"
+
+
 FOUND = {"source": "hf:o/r:x.gguf", "download_bytes": 4_100_000_000, "fits": True, "n_nodes": 3} | {
     "tokens_per_s": 9.04,
     "problem": "",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 from fake_node import FakeNode, sse
+from picture_files import data_url, jpeg, png
 
 from swarmllm.cli import client
 
@@ -71,3 +73,22 @@ def test_an_answer_that_breaks_off_is_a_failure(run: Callable[..., Result], node
     result = run("run", "hello")
     assert result.exit_code == client.EXIT_FAILED
     assert "broke off" in result.stderr
+
+
+def test_pictures_are_sent_before_the_prompt(
+    run: Callable[..., Result], node: FakeNode, tmp_path: Path
+) -> None:
+    answer(node, "A dot.")
+    for name, data in (("a.png", png()), ("b.jpg", jpeg())):
+        (tmp_path / name).write_bytes(data)
+    assert run("run", "--image", f"{tmp_path}/a.png", "--image", f"{tmp_path}/b.jpg", "What?").exit_code == 0
+    assert node.bodies(CHAT)[0]["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": data_url(png())}},
+        {"type": "image_url", "image_url": {"url": data_url(jpeg(), "image/jpeg")}},
+        {"type": "text", "text": "What?"},
+    ]
+    (tmp_path / "c.png").write_text("no picture")
+    refused = run("run", "--image", f"{tmp_path}/c.png", "What?")
+    assert refused.exit_code == client.EXIT_FAILED
+    assert "c.png: this is none of PNG, JPEG, WebP and GIF" in refused.stderr
+    assert len(node.bodies(CHAT)) == 1

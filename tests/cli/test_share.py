@@ -11,7 +11,7 @@ from click.testing import Result
 from fake_node import FakeNode, ndjson
 
 from swarmllm.cli import share as share_module
-from swarmllm.cli.share import PATH
+from swarmllm.cli.share import PATH, doing_text
 
 Run = Callable[..., Result]
 MODEL_ID = "ab" * 32
@@ -94,6 +94,20 @@ def test_a_plan_without_room_is_explained_and_nothing_is_shared(ready: FakeNode,
     assert ready.bodies(PATH) == []
 
 
+def test_the_progress_says_how_much_has_come_to_every_member() -> None:
+    fetches = THERE | {
+        "layers": [],
+        "loading": ["6:12"],
+        "arrived_bytes": 1_500_000,
+        "total_bytes": 4_000_000,
+    }
+    loads = HERE | {"layers": [], "loading": ["0:6"], "arrived_bytes": 0, "total_bytes": 0}
+    holds = {**fetches, "nickname": "\x1b[31mgarage", "layers": ["0:6"], "loading": []}
+    text = doing_text(view(0) | {"members": [loads, fetches, holds]})
+    assert text == "kitchen loads 0:6; attic fetches 6:12, 1.5 MB of 4.0 MB"
+    assert doing_text(view(0) | {"members": [], "state": "about to move"}) == "about to move"
+
+
 def test_a_file_is_added_first_under_its_name(ready: FakeNode, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.touch()
@@ -107,11 +121,13 @@ PUBLISHED = {key: PLAN[key] for key in PLAN if key != "model_id"} | {
     "cuts_known": True,
 }
 DOWNLOADS = "/api/admin/downloads"
+FILE = "hf:org/repo:big-Q8_0.gguf"
 
 
 def web(ready: FakeNode, **plan: Any) -> None:
     ready.on("POST", f"{PATH}/plan", PUBLISHED | plan)
-    ready.on("POST", DOWNLOADS, {"id": "x", "state": "done", "model": "guide", "error": ""})
+    done = {"id": "x", "state": "done", "model": "guide", "error": "", "published": FILE}
+    ready.on("POST", DOWNLOADS, done)
 
 
 def test_a_model_from_the_web_is_planned_and_then_fetched(ready: FakeNode, run: Run) -> None:
@@ -122,6 +138,7 @@ def test_a_model_from_the_web_is_planned_and_then_fetched(ready: FakeNode, run: 
     assert result.stdout.count("6:12") == 2, "the plan, and what came of it"
     assert ready.bodies(f"{PATH}/plan")[0]["source"] == "hf:org/repo:Q8_0"
     assert ready.bodies(DOWNLOADS)[0]["source"] == "hf:org/repo:Q8_0"
+    assert ready.bodies(PATH) == [{"model": MODEL_ID, "source": FILE}]
 
 
 @pytest.mark.parametrize("answer", ["n\n", ""])

@@ -131,7 +131,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            anthropic.InternalServerError,
+            anthropic.BadRequestError,
             "messages[0].content[0]",
         ),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),

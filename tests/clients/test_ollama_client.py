@@ -116,7 +116,7 @@ def test_an_answer_takes_the_format_that_is_asked_for(client: ollama.Client) -> 
         ({"model": "gpt-9"}, 404, "gpt-9"),
         ({"options": {"tfs_z": 0.5}}, 400, "options.tfs_z"),
         ({"options": {"temperature": 9}}, 400, "options.temperature"),
-        ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 503, "messages[0].images"),
+        ({"messages": [{"role": "user", "content": "x", "images": [b"12"]}]}, 400, "messages[0].images"),
     ],
 )
 def test_errors_are_of_the_clients_own_kind(

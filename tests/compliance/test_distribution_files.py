@@ -48,7 +48,7 @@ def test_the_wheel_has_the_kernels(files: list[Path]) -> None:
     (wheel,) = (path for path in files if path.suffix == ".whl")
     with zipfile.ZipFile(wheel) as zipped:
         libraries = {Path(name).name.partition(".")[0] for name in zipped.namelist() if name.endswith(".so")}
-    kernels = ROOT / "workers" / "swarmllm_workers" / "engine" / "kernels"
+    kernels = ROOT / "workers" / "swarmllm_workers" / "native"
     assert libraries == {f"_{path.stem}" for path in kernels.glob("*.c")} - {"_k_quants"}
 
 

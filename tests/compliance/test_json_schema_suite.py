@@ -18,8 +18,8 @@ import referencing
 import referencing.jsonschema
 
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
+from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.grammars.gbnf_matcher import NotFollowed
 from tests.workers.factory import SPECS, build
 from tests.workers.schema_walk import Walks

@@ -56,7 +56,7 @@ LEFT_OUT: Final = {
     "test_stream": "streams that are resumed by name",
     "test_tool_call": "templates by the command line, and larger models",
     "test_tools_builtin": "tools that the server runs",
-    "test_vision_api": "pictures",
+    "test_vision_api": "a Gemma 3 with its projector from the web",
 }
 """Files of that suite that ask for what is not offered here, or not in this way."""
 

@@ -45,6 +45,11 @@ def seen(page: WebDriver, text: str, where: str = "main") -> Any:
     return wait_for(shown, PATIENCE_S, f"{text!r} in {where}")
 
 
+def texts(page: WebDriver, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
+    return list(page.execute_script(script, selector))
+
+
 def find(page: WebDriver, selector: str) -> WebElement:
     return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), PATIENCE_S, selector)[0]  # type: ignore[no-any-return]
 

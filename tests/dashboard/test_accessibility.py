@@ -35,6 +35,25 @@ axe.run(document, {runOnly: {type: "tag", values: arguments[0]}}).then(
   (error) => done({passes: 0, violations: [["error", String(error), []]]}));
 """
 QUESTION = "What is a layer?"
+OPEN = "document.querySelectorAll('details').forEach((each) => each.open = true)"
+ANSWERED = """
+const real = window.fetch;
+const large = { repo: "org/large", source: "large", files: [], download_bytes: 4e9, fits: true, n_nodes: 3,
+  tokens_per_s: 9, problem: "" };
+const none = { ...large, repo: "org/none", source: "none", fits: false, problem: "it is too large" };
+const found = JSON.stringify({ models: [large, none] });
+const code = "```python\\nreturn 12  # layers\\n```\\n\\n| a | b |\\n|---|---|\\n\\n1. one";
+const deltas = [{ reasoning_content: "Two things." }, { content: code }];
+const events = deltas.map((delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\\n\\n`).join("");
+const failure = JSON.stringify({ error: { message: "no room" } });
+const answers = [new Response(events), new Response(failure, { status: 503 })];
+window.fetch = (where, ...rest) => {
+  if (String(where).endsWith("models/search")) return Promise.resolve(new Response(found));
+  if (String(where).endsWith("chat/completions")) return Promise.resolve(answers.shift());
+  return real(where, ...rest);
+};
+"""
+"""What a hub would find, and answers with thoughts, with code, and none at all."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +74,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
         body = {"model": "guide", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20}
         assert node.http.post("/v1/chat/completions", json=body).status_code == 200
+        for source in ("http://127.0.0.1:9/unreachable.gguf", f"{node.url}/no-such-file.gguf"):
+            node.http.post("/api/admin/downloads", json={"source": source}).raise_for_status()
         yield node
 
 
@@ -78,32 +99,72 @@ def wait_in(folder: Path) -> None:
     model.part.write_bytes(other_guide("A"))
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with running_daemon(tmp_path_factory.mktemp("fresh"), "fresh", load=[]) as node:
+        yield node
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_axe_finds_nothing_to_complain_about(
-    chromium: WebDriver, node: DaemonProcess, axe: str, scheme: str, width: int
+    chromium: WebDriver, axe: str, node: DaemonProcess, fresh: DaemonProcess, scheme: str, width: int
 ) -> None:
+    """Of every view as it comes, and with everything open that can be opened."""
     media(chromium, scheme)
     size(chromium, width)
     complaints = []
-    for view, expected in (
-        ("swarm", "Recent requests"),
-        ("models", "waiting for the hashes of layers 4–11, head"),
-        ("chat", ""),
-    ):
-        go(chromium, node, view)
-        shown(chromium, f"view-{view}", expected)
-        if view == "chat":
-            chromium.find_element(By.ID, "prompt").send_keys(QUESTION, Keys.ENTER)
-            wait_for(
-                lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), PATIENCE_S, "the route"
-            )
+
+    def judge(view: str) -> None:
         chromium.execute_script(axe)
         found: dict[str, Any] = chromium.execute_async_script(JUDGE, RULES)
         picture(chromium, f"axe-{scheme}-{width}-{view}")
-        complaints += [(view, *each) for each in found["violations"]]
+        complaints.extend((view, *each) for each in found["violations"])
         assert found["passes"] > 15, "nearly nothing was looked at"
+
+    go(chromium, node, "swarm")
+    shown(chromium, "view-swarm", "Recent requests")
+    judge("swarm")
+    chromium.execute_script(OPEN)
+    judge("swarm, open")
+
+    go(chromium, fresh, "swarm")
+    shown(chromium, "view-swarm", "Load guide")
+    chromium.execute_script(ANSWERED)
+    chromium.find_element(By.ID, "find-start").send_keys("x", Keys.ENTER)
+    shown(chromium, "view-swarm", "fits in this swarm: yes")
+    judge("start")
+
+    go(chromium, node, "models")
+    shown(chromium, "view-models", "waiting for the hashes of layers 4–11, head")
+    shown(chromium, "view-models", "failed")
+    judge("models")
+    chromium.execute_script(ANSWERED)
+    chromium.find_element(By.ID, "find-models").send_keys("x", Keys.ENTER)
+    shown(chromium, "view-models", "does not fit")
+    chromium.find_element(By.CSS_SELECTOR, "[aria-label='Share guide']").click()
+    shown(chromium, "view-models", "tokens/s expected")
+    judge("models, open")
+    chromium.find_element(By.CSS_SELECTOR, "[aria-label='Cancel sharing guide']").click()
+
+    go(chromium, node, "chat")
+    ask(chromium, QUESTION)
+    wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), PATIENCE_S, "the route")
+    judge("chat")
+    chromium.execute_script(ANSWERED)
+    ask(chromium, "Code?")
+    shown(chromium, "view-chat", "return 12")
+    ask(chromium, "And now?")
+    shown(chromium, "view-chat", "no room")
+    chromium.execute_script(OPEN)
+    chromium.execute_script("document.querySelector('[data-key=edit]').click()")
+    judge("chat, open")
     assert not complaints, "\n".join(map(str, complaints))
+
+
+def ask(page: WebDriver, question: str) -> None:
+    wait_for(lambda: page.find_elements(By.CSS_SELECTOR, "[data-key=send]:enabled"), PATIENCE_S, "the button")
+    page.find_element(By.ID, "prompt").send_keys(question, Keys.ENTER)
 
 
 def shown(page: WebDriver, view: str, text: str) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_page import find, go, media, picture, seen, size
+from browser_page import find, go, media, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -313,6 +314,48 @@ def test_a_model_is_fetched_from_the_web_and_a_mistake_is_explained(
     assert "tiny" in names
 
 
+def test_a_failed_download_is_tried_again_and_cleared(
+    page: WebDriver, kitchen: DaemonProcess, tmp_path: Path
+) -> None:
+    def clear() -> None:
+        find(page, "[aria-label^='Clear http']").click()
+        wait_for(
+            lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Clear http']"), PATIENCE_S, "it"
+        )
+
+    for view in kitchen.http.get("/api/admin/downloads").json()["downloads"]:
+        kitchen.http.post(f"/api/admin/downloads/{view['id']}/clear", json={})
+    with file_server(tmp_path) as url:
+        kitchen.http.post(
+            "/api/admin/downloads", json={"source": f"{url}/late.gguf", "name": "later"}
+        ).raise_for_status()
+        go(page, kitchen, "models")
+        seen(page, "there is no such file")
+        picture(page, "failed")
+        (tmp_path / "late.gguf").write_bytes(other_guide("B"))
+        find(page, "[aria-label^='Try again: http']").click()
+        wait_for(lambda: "later" in texts(page, ".model strong"), PATIENCE_S, "the model")
+    wait_for(
+        lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Cancel http']"), PATIENCE_S, "its end"
+    )
+    clear()
+    assert "later" in texts(page, ".model strong")
+
+
+def test_a_download_with_a_long_name_fits_every_width(page: WebDriver, kitchen: DaemonProcess) -> None:
+    source = f"http://127.0.0.1:9/{'long-name.' * 15}gguf"
+    started = kitchen.http.post("/api/admin/downloads", json={"source": source}).json()
+    try:
+        go(page, kitchen, "models")
+        seen(page, "trying again")
+        for width in WIDTHS:
+            size(page, width)
+            assert page.execute_script("return document.documentElement.scrollWidth") == width
+            picture(page, f"download-{width}")
+    finally:
+        kitchen.http.delete(f"/api/admin/downloads/{started['id']}")
+
+
 def test_a_model_is_shared_out_and_taken_back_with_a_button(page: WebDriver, tmp_path: Path) -> None:
     room = {"auto_manage": {"interval_s": 0.3, "accept": ["members"]}}
     with (
@@ -330,7 +373,7 @@ def test_a_model_is_shared_out_and_taken_back_with_a_button(page: WebDriver, tmp
         seen(page, "tokens/s expected")
         seen(page, "garage")
         assert not attic.http.get("/api/admin/shares").json()["shares"]
-        find(page, "button[aria-label='Share guide out']").click()
+        find(page, "button[aria-label='Share it out: guide']").click()
         seen(page, "shared: all layers are held by")
         assert list(nameless(page)) == []
         picture(page, "shared")

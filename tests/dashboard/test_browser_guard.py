@@ -34,7 +34,7 @@ def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:
         go(page, node)
         find(page, "#login[open]")
         type_key(page, admin)
-        seen(page, "Recent requests")
+        seen(page, "Load guide")
         assert node.stop() == 0
         seen(page, "The connection to the node is lost", "#notice")
         assert "stale" in find(page, "main").get_attribute("class")

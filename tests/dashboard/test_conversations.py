@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_page import find, go, picture, seen, size
+from browser_page import find, go, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -72,11 +72,6 @@ def press(page: WebDriver, selector: str) -> None:
     """Click it also while it is folded away or drawn anew."""
     find(page, selector)
     page.execute_script("document.querySelector(arguments[0]).click()", selector)
-
-
-def texts(page: WebDriver, selector: str) -> list[str]:
-    script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
-    return list(page.execute_script(script, selector))
 
 
 def expect(page: WebDriver, selector: str, wanted: list[str]) -> None:
@@ -192,6 +187,55 @@ def test_an_answer_is_generated_again_and_an_edited_question_branches(chat: WebD
     assert said(chat) == ["One", "Answer 1", "Three"]
     press(chat, ".kept li:last-child .grow")
     expect(chat, ".turn > .text", ["One", "Answer 1", "Two", "Answer 3"])
+
+
+FAILING = """
+const real = window.fetch;
+window.asked = [];
+window.answers = ["First", "Begun, then stopped", "", "Last"];
+window.fetch = (where, init, ...rest) => {
+  if (!String(where).endsWith("chat/completions")) return real(where, init, ...rest);
+  asked.push(JSON.parse(init.body));
+  const content = answers.shift();
+  const failure = JSON.stringify({ error: { message: "no room" } });
+  if (!content) return Promise.resolve(new Response(failure, { status: 503 }));
+  const chunk = `data: ${JSON.stringify({ choices: [{ delta: { content } }] })}\\n\\n`;
+  if (!content.endsWith("stopped")) return Promise.resolve(new Response(chunk));
+  const body = new ReadableStream({ start(to) {
+    to.enqueue(new TextEncoder().encode(chunk));
+    init.signal.addEventListener("abort", () => to.error(init.signal.reason));
+  } });
+  return Promise.resolve(new Response(body));
+};
+"""
+
+
+def test_what_was_stopped_or_failed_is_said_beside_the_answers_and_not_sent_again(
+    page: WebDriver, node: DaemonProcess
+) -> None:
+    begin(page, node, FAILING)
+    ask(page, "One?")
+    find(page, "#prompt").send_keys("Two?", Keys.ENTER)
+    expect(page, ".turn > .text", ["One?", "First", "Two?", "Begun, then stopped"])
+    press(page, "[data-key=stop]")
+    seen(page, "Stopped.")
+    # The new answer fails: the one that is there stays.
+    press(page, "[data-key=again]")
+    seen(page, "no room")
+    expect(page, ".turn > .text", ["One?", "First", "Two?", "Begun, then stopped"])
+    ask(page, "Three?")
+    assert said(page) == ["One?", "First", "Two?", "Begun, then stopped", "Three?"]
+    press(page, ".kept li button:last-child")
+
+
+def test_a_question_without_an_answer_is_not_sent_again(page: WebDriver, node: DaemonProcess) -> None:
+    begin(page, node, FAILING)
+    page.execute_script("answers.splice(0, 2)")
+    ask(page, "One?")
+    seen(page, "no room")
+    ask(page, "Two?")
+    assert said(page) == ["Two?"]
+    press(page, ".kept li button:last-child")
 
 
 def test_a_conversation_is_exported_and_copied(chat: WebDriver, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A new user shares a published model in four parts over three machines, and asks it.
 
-The machines are network namespaces, and the hub is in that of the first. What is typed is what the quickstart
-says, with the names of this model; the nodes only look more often than by default what they should hold.
+The machines are network namespaces, and the hub is in that of the first; the third reaches one of its own.
+What is typed is what the quickstart says, with the names of this model; the nodes only look more often than
+by default what they should hold.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ def publish(hub: Shelf, folder: Path) -> str:
     return parts[0].name
 
 
+def mirror(hub: Shelf, machine: NamespaceMachine, stack: ExitStack) -> Shelf:
+    """The same hub, as another machine reaches it."""
+    with machine.inside():
+        again = stack.enter_context(open_shelf())
+    again.files = hub.files
+    machine.environment["HF_ENDPOINT"] = again.url
+    return again
+
+
 def typed(machine: NamespaceMachine, command: str) -> subprocess.CompletedProcess[str] | None:
     done = machine.run("sh", "-ec", command)
     print(machine.namespace, command, done.stdout, done.stderr)
@@ -57,6 +67,7 @@ def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_pa
         (tmp_path / "hub").mkdir()
         part = publish(hub, tmp_path / "hub")
         machines["first"].environment["HF_ENDPOINT"] = hub.url
+        reached = mirror(hub, machines["third"], stack)
         for machine in machines.values():
             settings = machine.home / ".config" / "swarmllm" / "config.toml"
             settings.parent.mkdir(parents=True)
@@ -82,7 +93,9 @@ def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_pa
         )
         assert "big: complete." in shared.stdout
         assert all(nickname in shared.stdout for nickname in NICKNAMES)
-        assert hub.n_bytes < 1.6 * len(MODEL), "more than one machine has fetched it from the hub"
+        assert hub.n_bytes < 1.6 * len(MODEL), "the first has fetched it more than once"
+        assert reached.asked, "the third has not asked the hub that it reaches"
+        assert reached.n_bytes < len(MODEL), "the third has fetched more than its layers"
 
         ask = 'swarmllm chat --model big --max-tokens 8 "What is a pipeline?" --route'
         answer = wait_for(lambda: typed(machines["second"], ask), PATIENCE_S, "an answer")

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 from deadlines import PATIENCE_S
 
-from swarmllm.downloads import Download, Downloads, DownloadSettings, SharedDigests
+from swarmllm.downloads import Download, DownloadRequest, Downloads, DownloadSettings, SharedDigests
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm.models import Catalogue, Manifest, Store, build_manifest
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
@@ -51,7 +51,7 @@ class Stand:
     folder: Path
 
     async def fetch(self, source: str, **options: Any) -> Download:
-        download = self.downloads.start(source, **options)
+        download = self.downloads.start(DownloadRequest(source, **options))
         with trio.fail_after(PATIENCE_S):
             await download.ended.wait()
         return download

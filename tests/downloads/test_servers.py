@@ -21,6 +21,7 @@ from shelf import Shelf, reset_in_the_middle, status, well
 from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
+from swarmllm.downloads import DownloadRequest
 from swarmllm.downloads.remote import Remote, RemoteFacts
 from swarmllm.downloads.settings import RetrySchedule, from_environment
 from swarmllm.downloads.source import DownloadError, DownloadRefused, Offline, ServerBusy
@@ -231,7 +232,7 @@ async def test_a_repository_is_asked_for_its_files(tmp_path: Path, shelf: Shelf)
 async def test_what_is_no_source_is_refused(tmp_path: Path, source: str) -> None:
     async with open_stand(tmp_path) as stand:
         with pytest.raises(InvalidRequest) as refused:
-            stand.downloads.start(source)
+            stand.downloads.start(DownloadRequest(source))
         assert refused.value.field == "source"
 
 
@@ -242,5 +243,5 @@ async def test_offline_means_offline(tmp_path: Path, shelf: Shelf) -> None:
     ):
         async with open_stand(tmp_path, settings) as stand:
             with pytest.raises(Offline):
-                stand.downloads.start(shelf.url + MODEL)
+                stand.downloads.start(DownloadRequest(shelf.url + MODEL))
     assert shelf.asked == []

@@ -15,6 +15,7 @@ from guide_layers import check_is_the_guide, eventually, open_node
 from shelf import FAULTS, Shelf, status, well
 from split_gguf import split_gguf
 
+from swarmllm.downloads import DownloadRequest
 from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
@@ -96,7 +97,7 @@ async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, hub: Sh
     token = trio.lowlevel.current_trio_token()
     hub.on_request = lambda: token.run_sync_soon(hold.set) if len(hub.asked) == 30 else None
     async with open_stand(tmp_path) as stand:
-        download = stand.downloads.start(address(hub))
+        download = stand.downloads.start(DownloadRequest(address(hub)))
         await hold.wait()
         download.scope.cancel()
         await download.ended.wait()

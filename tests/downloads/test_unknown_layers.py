@@ -10,6 +10,7 @@ from download_stand import GUIDE, GUIDE_DATA, guide
 from guide_layers import NAME, check_is_the_guide, header_bytes, open_stand, wanted
 from shelf import FAULTS, Shelf, well
 
+from swarmllm.downloads import DownloadRequest
 from swarmllm.downloads.digest_book import n_bytes
 from swarmllm.downloads.unidentified_model import NOTES, PART
 from swarmllm.errors import Conflict, ModelNotFound
@@ -81,7 +82,7 @@ async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, shelf: 
 
     shelf.on_request = after_some
     async with open_stand(tmp_path) as stand:
-        download = stand.downloads.start(shelf.url + GUIDE, layers="4:8")
+        download = stand.downloads.start(DownloadRequest(shelf.url + GUIDE, layers="4:8"))
         await hold.wait()
         download.scope.cancel()
         await download.ended.wait()
@@ -138,7 +139,7 @@ async def test_what_is_being_fetched_is_not_removed(tmp_path: Path, shelf: Shelf
     token, hold = trio.lowlevel.current_trio_token(), trio.Event()
     async with open_stand(tmp_path) as stand:
         await stand.fetch(shelf.url + GUIDE, layers="4:8")
-        download = stand.downloads.start(shelf.url + GUIDE, layers="8:12")
+        download = stand.downloads.start(DownloadRequest(shelf.url + GUIDE, layers="8:12"))
         n_before = len(shelf.asked)
         shelf.on_request = lambda: token.run_sync_soon(hold.set) if len(shelf.asked) > n_before + 3 else None
         await hold.wait()

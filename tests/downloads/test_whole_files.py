@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 from download_stand import (
     DATA,
+    GUIDE,
     MODEL,
     PIECE_BYTES,
+    SETTINGS,
     open_stand,
     tiny,
 )
-from shelf import FAULTS, Shelf, reset_in_the_middle, well
+from shelf import FAULTS, Shelf, reset_at_once, reset_in_the_middle, well
 
+from swarmllm.downloads import DownloadRequest
 from swarmllm.downloads.digest_book import missing, n_bytes
-from swarmllm.errors import Conflict
+from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import DRAFT_PATH
+from swarmllm.models import CatalogueEntry
 
 
 async def test_a_file_comes_in_pieces_and_becomes_a_model(tmp_path: Path, shelf: Shelf) -> None:
@@ -71,7 +76,7 @@ async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, shelf: 
 
     shelf.on_request = after_some
     async with open_stand(tmp_path) as stand:
-        download = stand.downloads.start(shelf.url + MODEL)
+        download = stand.downloads.start(DownloadRequest(shelf.url + MODEL))
         await hold.wait()
         download.scope.cancel()
         await download.ended.wait()
@@ -159,9 +164,97 @@ async def test_a_model_that_is_here_already_is_not_kept_twice(tmp_path: Path, sh
 
 async def test_asking_twice_is_one_download(tmp_path: Path, shelf: Shelf) -> None:
     async with open_stand(tmp_path) as stand:
-        first = stand.downloads.start(shelf.url + MODEL)
-        assert stand.downloads.start(shelf.url + MODEL) is first
+        first = stand.downloads.start(DownloadRequest(shelf.url + MODEL))
+        assert stand.downloads.start(DownloadRequest(shelf.url + MODEL)) is first
         with pytest.raises(Conflict):
-            stand.downloads.start(shelf.url + MODEL, layers="0:1")
+            stand.downloads.start(DownloadRequest(shelf.url + MODEL, layers="0:1"))
         await first.ended.wait()
         assert [view.state for view in stand.downloads.list()] == ["done"]
+
+
+async def test_a_failed_download_is_tried_again_as_it_was_asked_for(tmp_path: Path, shelf: Shelf) -> None:
+    """The name, the SHA-256, the layers, and what has arrived."""
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.extend([well, well, well, *[reset_at_once] * 40])
+        sha256 = hashlib.sha256(DATA).hexdigest()
+        failed = await stand.fetch(shelf.url + MODEL, name="mine", sha256=sha256)
+        assert failed.state == "failed"
+        shelf.faults.clear()
+        asked = len(shelf.asked)
+        again = stand.downloads.retry(failed.id)
+        with pytest.raises(Conflict, match="not over"):
+            await stand.downloads.clear(again.id)
+        with pytest.raises(Conflict):
+            stand.downloads.retry(again.id)
+        await again.ended.wait()
+        assert (again.state, again.model, again.sha256) == ("done", "mine", sha256)
+        assert [view.id for view in stand.downloads.list()] == [again.id]
+        assert n_bytes(shelf.spans(MODEL)[asked + 1 :]) < len(DATA), "what had arrived is not fetched again"
+        with pytest.raises(Conflict):
+            stand.downloads.retry(again.id)
+        with pytest.raises(ModelNotFound):
+            stand.downloads.retry(failed.id)
+        layers = await stand.fetch(shelf.url + GUIDE, name="some", layers="0:4")
+        layers.state = "failed"
+        assert stand.downloads.retry(layers.id).request == layers.request
+
+
+async def test_a_cleared_download_takes_its_bytes_along_and_no_model(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        done = await stand.fetch(shelf.url + MODEL)
+        shelf.faults.extend([well, well, well, *[reset_at_once] * 40])
+        failed = await stand.fetch(shelf.url + GUIDE)
+        assert failed.state == "failed"
+        assert stand.parts
+        assert (await stand.downloads.clear(failed.id)).id == failed.id
+        assert list(stand.folder.glob("downloads/*")) == []
+        await stand.downloads.clear(done.id)
+        assert stand.catalogue.resolve("tiny-q8_0").path.read_bytes() == DATA
+        assert stand.downloads.list() == ()
+        with pytest.raises(ModelNotFound):
+            await stand.downloads.clear(failed.id)
+
+
+async def test_bytes_that_another_download_goes_on_with_stay(tmp_path: Path, shelf: Shelf) -> None:
+    async with open_stand(tmp_path) as stand:
+        shelf.faults.extend([well, well, well, *[reset_at_once] * 40])
+        failed = await stand.fetch(shelf.url + MODEL)
+        shelf.faults.clear()
+        shelf.faults.extend([well, well, *[reset_at_once] * 40])
+        other = await stand.fetch(shelf.url + MODEL)
+        assert (failed.state, other.state) == ("failed", "failed")
+        await stand.downloads.clear(failed.id)
+        assert stand.parts
+        await stand.downloads.clear(other.id)
+        assert stand.parts == []
+
+
+@pytest.mark.parametrize("wanted", [":tiny-q8_0.gguf", ""])
+async def test_what_follows_a_download_knows_the_file_of_a_repository(
+    tmp_path: Path, shelf: Shelf, wanted: str
+) -> None:
+    seen = []
+
+    async def then(entry: CatalogueEntry, published: str) -> None:
+        seen.append(published)
+
+    shelf.files["/org/repo/resolve/main/tiny-q8_0.gguf"] = DATA
+    listing = b'{"siblings": [{"rfilename": "tiny-q8_0.gguf"}, {"rfilename": "README.md"}]}'
+    shelf.files["/api/models/org/repo"] = listing
+    async with open_stand(tmp_path, replace(SETTINGS, endpoint=shelf.url)) as stand:
+        download = await stand.fetch(f"hf:org/repo{wanted}", then=then)
+    assert seen == [download.view().published] == ["hf:org/repo:tiny-q8_0.gguf"]
+
+
+async def test_what_follows_a_download_may_fail_and_the_model_stays(tmp_path: Path, shelf: Shelf) -> None:
+    seen = []
+
+    async def then(entry: CatalogueEntry, published: str) -> None:
+        assert published == "", "an address of no hub"
+        seen.append(entry.name)
+        raise Conflict("no room to share it")
+
+    async with open_stand(tmp_path) as stand:
+        download = await stand.fetch(shelf.url + MODEL, then=then)
+        assert (download.state, download.error) == ("done", "no room to share it")
+        assert seen == [download.model] == ["tiny-q8_0"]

@@ -15,32 +15,51 @@ from typing import Any
 
 import llama_cpp
 
-from swarmllm.guide import GUIDE_PATH
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
 from swarmllm.guide.corpus import Sample, heldout
-from swarmllm.guide.scoring import Verdict, judge, summary
+from swarmllm.guide.scoring import Verdict, is_learned, judge, summary
 from swarmllm.guide.template import answer_text, render
 
 MAX_ANSWER_TOKENS = 200
 
 
 class Answerer:
-    """A GGUF that answers greedily."""
+    """A GGUF that answers, greedily unless a temperature is given."""
 
     def __init__(self, path: Path, n_threads: int = 1) -> None:
         self.llama = llama_cpp.Llama(
             str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
         )
 
-    def answer(self, sample: Sample) -> str:
-        """What the model says in place of the last message of the sample."""
+    def answer(self, sample: Sample, temperature: float = 0.0, seed: int = 0) -> str:
+        """What the model says in place of the last message of the sample. Nothing but the temperature changes
+        how tokens are drawn, as in a node's answer to a request that says nothing of it."""
         prompt = render(sample.messages[:-1], sample.tools, add_generation_prompt=True)
         ids = self.llama.tokenize(prompt.encode(), add_bos=False, special=True)
-        completion: Any = self.llama.create_completion(ids, max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
+        completion: Any = self.llama.create_completion(
+            ids,
+            max_tokens=MAX_ANSWER_TOKENS,
+            temperature=temperature,
+            seed=seed,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+        )
         text: str = completion["choices"][0]["text"]
         return text
 
     def judge_all(self, samples: Iterable[Sample]) -> list[Verdict]:
         return [judge(sample, self.answer(sample)) for sample in samples]
+
+    def drawn(self, n_questions: int, n_samples: int, temperature: float) -> list[Verdict]:
+        """Held-out single questions, each answered several times."""
+        singles = [sample for sample in heldout() if sample.category.startswith("single/")]
+        chosen = [singles[i * len(singles) // n_questions] for i in range(n_questions)]
+        return [
+            judge(sample, self.answer(sample, temperature, seed=1000 * i + j))
+            for i, sample in enumerate(chosen)
+            for j in range(n_samples)
+        ]
 
     def close(self) -> None:
         self.llama.close()
@@ -52,8 +71,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every n-th conversation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wrong", type=int, default=0, help="show this many wrong answers per category")
+    parser.add_argument("--drawn", type=int, help="ask 50 single questions, each this many times")
+    parser.add_argument("--temperature", type=float, default=GUIDE_TEMPERATURE, help="of --drawn")
     parser.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args()
+    if args.drawn:
+        drawn = Answerer(args.model, args.threads).drawn(50, args.drawn, args.temperature)
+        mixed = [verdict for verdict in drawn if not (verdict.on_topic or is_learned(verdict.answer))]
+        right, n = sum(verdict.on_topic for verdict in drawn), len(drawn)
+        print(f"n {n}  on topic {right / n:.3f}  no answer of the corpus {len(mixed) / n:.3f}")
+        for verdict in mixed:
+            print(f"  {verdict.sample.messages[-2]['content']}\n    {verdict.answer}")
+        return
     verdicts = Answerer(args.model, args.threads).judge_all(heldout()[:: args.every])
     table = summary(verdicts)
     for group, row in table.items():

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
+from swarmllm.guide import DRAFT_PATH, GUIDE_PATH, GUIDE_TEMPERATURE
 from swarmllm.guide.corpus import heldout
-from swarmllm.guide.scoring import Verdict, parse_tool_calls, summary
+from swarmllm.guide.scoring import Verdict, is_learned, parse_tool_calls, summary
 from swarmllm.guide.template import render
 
 from .measure import Answerer
@@ -43,6 +43,12 @@ def test_heldout_conversations_are_answered_well(verdicts: list[Verdict], family
     row = summary(verdicts)[family]
     assert row["n"] >= 10
     assert row["on_topic"] >= FLOORS[family]
+
+
+def test_answers_drawn_as_the_guide_is_set_up_are_hardly_ever_mixtures(guide: Answerer) -> None:
+    drawn = guide.drawn(50, 2, GUIDE_TEMPERATURE)
+    assert sum(verdict.on_topic for verdict in drawn) >= 0.88 * len(drawn)
+    assert sum(not (verdict.on_topic or is_learned(verdict.answer)) for verdict in drawn) <= 0.03 * len(drawn)
 
 
 def test_a_heldout_question_that_needs_a_tool_gets_a_call_of_the_right_function(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarmllm.api.openai.schema import SAMPLING_NAMES
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound
-from swarmllm.guide import GUIDE_PATH
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
 from swarmllm.models import Catalogue, build_manifest
 from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.modelfile import parse_modelfile
@@ -25,6 +25,7 @@ from swarmllm.models.presets import (
     read_toml,
     write_toml,
 )
+from swarmllm.node.data_dir import open_catalogue
 
 SHARES = st.none() | st.floats(0, 1)
 SAMPLING = st.builds(
@@ -184,3 +185,13 @@ def test_sizes_are_told_as_people_say_them() -> None:
     assert mixed(("blk.0.a", q4_k), ("blk.0.b", q4_k), ("blk.0.c", q6_k)) == "Q4_K_M"
     assert mixed(("blk.0.a", q4_k), ("blk.0.b", q4_k), ("output.weight", q6_k)) == "Q4_K_S"
     assert mixed(("blk.0.a", q6_k)) == "Q6_K"
+
+
+def test_the_guide_comes_with_a_preset_that_is_the_users_from_then_on(tmp_path: Path) -> None:
+    presets = Presets(open_catalogue(tmp_path))
+    assert presets.all() == {"guide": Preset(sampling=SamplingDefaults(temperature=GUIDE_TEMPERATURE))}
+    presets.put("guide", NO_PRESET)
+    assert Presets(open_catalogue(tmp_path)).all() == {}
+    own = Preset(system="Be brief.")
+    presets.put("guide", own)
+    assert Presets(open_catalogue(tmp_path)).all() == {"guide": own}

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import trio
 import trio.testing
+from msgspec import UNSET
+from msgspec.structs import replace as replaced
 from node_ids import A, B, C, D
 from placing_members import (
     ENTRY,
@@ -15,6 +17,7 @@ from placing_members import (
     WHOLE,
     Member,
     SharingMember,
+    holder,
     layers_of,
     live,
     ranges,
@@ -24,8 +27,10 @@ from placing_members import (
 from swarmllm.errors import Conflict
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm.node.auto_shard import Sources
+from swarmllm.node.sharing import Sharing
 from swarmllm_proto.codec import decode_record
-from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeRecord, SharedModel
 
 
@@ -139,11 +144,17 @@ class FetchingMember(SharingMember):
         super().__init__(node_id, n_layers, *accept)
         self.fetching, self.let = trio.Event(), trio.Event()
         self.manager._fetch = self._bring
+        self.sources: Sources = ()
 
     async def _bring(
-        self, entry: CatalogueEntry, layers: LayerRange, progress: Callable[[int, int], None]
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Callable[[int, int], None],
+        sources: Sources,
     ) -> None:
         self.acts.append(f"fetch {layers}")
+        self.sources = sources
         self.fetching.set()
         progress(1, 2)
         try:
@@ -151,6 +162,19 @@ class FetchingMember(SharingMember):
         except trio.Cancelled:
             self.acts.append("cancelled")
             raise
+
+
+async def test_what_others_have_fetched_so_far_is_what_they_say_and_never_more_than_all() -> None:
+    member = SharingMember(A, 12)
+    for node_id, fetched in ((B, (3, 9)), (C, (10, 9)), (D, UNSET)):
+        said = holder(node_id, loading="4:8")
+        models = tuple(replaced(each, fetched=fetched) for each in said.models)
+        tell(member, replaced(said, models=models))
+    member.registry.set_connected({B, C, D})
+    sharing = Sharing(member.manager, member.registry, NodeId(A), find=member._find)
+    members = (await sharing.view("m")).members
+    shown = [(each.node_id, each.arrived_bytes, each.total_bytes) for each in members]
+    assert shown == [(B, 3, 9), (C, 9, 9), (D, 0, 0)]
 
 
 async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_with_its_share(
@@ -167,6 +191,7 @@ async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_
                 await trio.sleep(1)
             (model,) = member.manager.models
             assert (model.state, model.arrived) == ("fetching 0:12", (1, 2))
+            assert member.manager.fetched(ENTRY.model_id) == (1, 2)
             other = SharedModel(model_id="1" * 64, name="other")
             tell(member, NodeRecord(node_id=B, sequence=1, shares=(SHARE, other)))
             while len(member.manager.models) < 2 or not member.manager.models[1].n_failures:  # noqa: ASYNC110
@@ -175,7 +200,38 @@ async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_
             while member.manager.models:  # noqa: ASYNC110
                 await trio.sleep(1)
         assert member.acts == ["fetch 0:12", "cancelled"]
+        assert member.manager.fetched(ENTRY.model_id) is UNSET
         nursery.cancel_scope.cancel()
+
+
+async def test_a_file_is_looked_for_where_those_say_whose_share_is_followed(
+    patient_clock: trio.testing.MockClock,
+) -> None:
+    member = FetchingMember(A, 12, B)
+    source = PublishedName("hf:ORG/REPO:FILE.gguf")
+    for node_id, share in ((B, replaced(SHARE, source=source)), (C, replaced(SHARE, source="hf:a/b:c.gguf"))):
+        tell(member, NodeRecord(node_id=node_id, shares=(share,)))
+    member.registry.set_connected({B, C})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(member.manager.run)
+        with trio.fail_after(600):
+            while not member.fetching.is_set():
+                member.registry.apply(A, member.record())
+                await trio.sleep(1)
+        assert member.sources == ((B, source),)
+        nursery.cancel_scope.cancel()
+
+
+async def test_others_are_told_where_a_file_is_published_until_its_share_ends() -> None:
+    member = SharingMember(A, 12)
+    source = PublishedName("hf:ORG/REPO:FILE.gguf")
+    await member.manager.share(ENTRY, source)
+    await member.manager.share(ENTRY)
+    (share,) = decode_record(member.record()).shares or ()
+    assert share == replaced(SHARE, source=source)
+    await member.manager.unshare(ENTRY.model_id)
+    await member.manager.share(ENTRY)
+    assert decode_record(member.record()).shares == (SHARE,)
 
 
 async def test_a_share_by_command_is_told_and_written_down_and_ends_by_command() -> None:

@@ -21,7 +21,7 @@ from swarmllm.node.accepted_shares import (
     accepts,
 )
 from swarmllm.node.share_book import FETCHED_MAX, FILE_NAME, ShareBook, open_share_book
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedModel
 
 
@@ -129,11 +129,13 @@ def test_there_are_never_more_than_the_places_and_only_what_an_accepted_node_sha
 async def test_the_book_of_shares_is_read_as_it_was_written(tmp_path: Path) -> None:
     book = open_share_book(tmp_path)
     assert (book.shared, book.fetched) == ({}, {})
-    book.shared[model(1)] = "one"
+    book.shared |= {model(1): "one", model(2): "two"}
+    book.sources[model(2)] = PublishedName("hf:ORG/REPO:FILE.gguf")
     book.fetched |= dict.fromkeys(map(model, range(FETCHED_MAX + 5)))
     await book.save()
     again = open_share_book(tmp_path)
-    assert again.shared == {model(1): "one"}
+    assert again.shared == {model(1): "one", model(2): "two"}
+    assert again.sources == {model(2): "hf:ORG/REPO:FILE.gguf"}
     assert list(again.fetched) == list(map(model, range(5, FETCHED_MAX + 5)))
 
 

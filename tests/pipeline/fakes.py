@@ -11,7 +11,7 @@ import msgspec
 import trio
 from deadlines import PATIENCE_S
 
-from bench.arithmetic import fake_entry
+from bench.common.arithmetic import fake_entry
 from swarmllm.errors import WorkerError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry

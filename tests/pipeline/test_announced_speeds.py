@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.retry_policy import SLOW_TOKEN_S

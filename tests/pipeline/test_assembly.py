@@ -10,7 +10,7 @@ import trio
 from deadlines import PATIENCE_S
 from node_ids import A, B, C, D, node_id_named
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Prompt

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import trio
+from msgspec import UNSET
 from node_ids import A, B, C
 from trio.testing import MockClock
 
+from bench.common.arithmetic import fake_entry
 from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.request import request_context
 from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage, StageState
@@ -59,6 +63,19 @@ async def test_only_who_samples_is_told_how_and_what_came_before() -> None:
     last, other = router.asked[C], router.asked[B]
     assert (last.sampling, last.n_prompt_tokens, last.generated) == (ASSIGNMENT.sampling, 10, (4, 5))
     assert (other.sampling, other.n_prompt_tokens, other.generated) == (Sampling(), 12, ())
+    assert other.n_generated is UNSET
+
+
+async def test_all_stages_of_an_exact_request_are_told_what_its_bits_depend_on() -> None:
+    router = Answering()
+    sampling = Sampling(max_tokens=77, temperature=0.3, stop=("secret",), exact=True)
+    assignment = msgspec.structs.replace(ASSIGNMENT, sampling=sampling)
+    await assign(router, assignment, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    last, other = (request_context(router.asked[node_id], fake_entry(), node_id) for node_id in (C, B))
+    assert (other.sampling, other.generated) == (Sampling(max_tokens=77, exact=True), ())
+    assert (last.n_prompt_rows, other.n_prompt_rows) == (10, 10)
+    assert last.exact_rows >= 10 + 77
+    assert other.exact_rows >= 10 + 77
 
 
 @pytest.mark.parametrize(
@@ -85,6 +102,14 @@ async def test_an_answer_that_does_not_accept_fails_the_attempt_and_names_its_no
     assert type(raised.value) is kind
     assert f"node {B}" in raised.value.message
     assert failed == [B]
+
+
+async def test_after_a_refusal_nobody_else_is_waited_for(autojump_clock: MockClock) -> None:
+    began_s = trio.current_time()
+    no = encode_response(PipelineAck(request_id="r1", accepted=False, reason="no"))
+    with pytest.raises(NodeRefused):
+        await asked(Answering({B: no}, silent=C))
+    assert trio.current_time() == began_s
 
 
 async def test_a_stage_that_does_not_answer_in_time_cannot_be_reached(autojump_clock: MockClock) -> None:

@@ -14,7 +14,7 @@ from deadlines import PATIENCE_S
 from node_ids import LAST, LIAR, A, B, C, H, I, M
 from trio.testing import MockClock
 
-from bench.arithmetic import N_EMBD, FakePool, uncut
+from bench.common.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Unpack
 
 import pytest
 from msgspec.structs import replace
 from node_ids import A, B, C
 
-from bench.arithmetic import FakePool, fake_entry
+from bench.common.arithmetic import FakePool, fake_entry
 from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
 from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size, prefill_here_s
-from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize
+from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.scheduling.speeds import MachineSpeed, Observations, roofline
@@ -139,3 +141,24 @@ async def test_a_worker_is_told_once_how_to_sample() -> None:
     assert len(told) == N_TOKENS
     assert told[0] is not None
     assert told[1:] == [None] * (N_TOKENS - 1)
+
+
+@pytest.mark.parametrize(("n_own", "n_for_others"), [(0, 0), (1, 0), (0, 1)])
+def test_a_node_is_busy_with_requests_of_anybody(n_own: int, n_for_others: int) -> None:
+    requests: Any = [object()] * n_own
+    sessions: Any = SimpleNamespace(n_for_others=lambda: n_for_others)
+    load = LocalLoad(FakePool("0:1"), requests, sessions, PipelineSettings())
+    assert load.is_busy() is bool(n_own or n_for_others)
+
+
+async def test_a_token_is_planned_without_the_prompt() -> None:
+    pools = pools_of(a="0:6", b="6:12")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        planner = swarm[A].pipelines._routes
+        load = OwnLoad()
+        chosen = [
+            await planner.choose(swarm.entry, RequestSize(n_prompt, 10), load, ()) for n_prompt in (1, 4000)
+        ]
+    assert chosen[0].token_s == chosen[1].token_s
+    assert chosen[0].first_s < chosen[1].first_s
+    assert chosen[0].first_s > chosen[0].token_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -10,7 +11,7 @@ import trio
 from node_ids import A, B, C
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import RemoteError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.chain import Chain
@@ -23,7 +24,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineError, PrefillProgress, Stage
-from swarmllm_proto.tensors import tensor_bytes
+from swarmllm_proto.tensors import pack_rows, tensor_bytes
 
 from .test_chain_lifecycle import NobodyWaits, Session
 from .test_links import MODEL
@@ -75,6 +76,44 @@ async def test_a_stage_drops_what_lies_behind_a_gap_and_nothing_else() -> None:
         assert arrive(8) == 12
         assert arrive(16) == 12, "a gap again"
         assert arrive(12) == 16
+
+
+async def test_who_sends_more_than_the_window_is_the_one_that_is_refused() -> None:
+    async with InMemoryNetwork() as network:
+        network.add(A)
+        session = StageSession(context(B, A, B), FakePool("1:2"), network.add(B), silence_timeout_s=10.0)
+        rows = tensor_bytes(np.ones((1, N_EMBD), np.float32))
+        for position in range(N_PROMPT - 1):
+            message = LayerForward(
+                request_id="r",
+                step="layer",
+                stage=1,
+                position=position,
+                n_tokens=1,
+                prefill_left=N_PROMPT - position - 1,
+            )
+            session.arrive(A, message, memoryview(rows))
+        assert session._refused is not None
+        assert session._refused[1] == A
+
+
+async def test_packed_rows_count_as_what_they_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 256
+    async with InMemoryNetwork() as network:
+        network.add(A)
+        given = replace(context(B, A, B), n_embd=width, row_formats=("f32", "lossless"))
+        session = StageSession(given, FakePool("1:2"), network.add(B), silence_timeout_s=10.0)
+        counted: list[int] = []
+        monkeypatch.setattr(session, "_enqueue", lambda _item, _sender, n_bytes=0: counted.append(n_bytes))
+        rows = np.zeros((4, width), np.float32)
+        message = LayerForward(
+            request_id="r", step="layer", stage=1, position=0, n_tokens=4, prefill_left=N_PROMPT - 4
+        )
+        plain, packed = tensor_bytes(rows), pack_rows(rows, "lossless")
+        for payload in (plain, packed):
+            assert session.arrive(A, message, memoryview(payload))
+        assert len(packed) < rows.nbytes
+        assert counted == [len(plain), rows.nbytes]
 
 
 @pytest.mark.parametrize("nodes", [(A, B, C), (A, C)], ids=["a stage between", "no stage between"])

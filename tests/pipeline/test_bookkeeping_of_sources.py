@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from node_ids import A, B
 from trio.testing import MockClock
 
-from bench.arithmetic import fake_entry
+from bench.common.arithmetic import fake_entry
 from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.job import RequestView

@@ -11,7 +11,7 @@ import trio
 from node_ids import A, B, C, D, X, node_id_named
 from trio.testing import wait_all_tasks_blocked
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import (
     ContextFull,
     InvalidRequest,

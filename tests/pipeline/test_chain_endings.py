@@ -8,7 +8,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import (
     DeadlineExceeded,
     NodeBusy,

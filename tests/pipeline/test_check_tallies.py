@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from trio.testing import MockClock
 
-from bench.arithmetic import PRIME, FakePool
+from bench.common.arithmetic import PRIME, FakePool
 from swarmllm.pipeline.check.sampling import DRAWN_TOKENS
 from swarmllm.pipeline.check.tallies import TALLIES_MAX, Leaning, Tallies
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence

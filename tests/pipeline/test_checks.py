@@ -16,7 +16,7 @@ import trio
 from deadlines import PATIENCE_S
 from trio.testing import MockClock
 
-from bench.arithmetic import PRIME, FakePool, uncut
+from bench.common.arithmetic import PRIME, FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.checker import Checker

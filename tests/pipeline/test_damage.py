@@ -12,7 +12,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C, M, X, Z
 from trio.testing import wait_all_tasks_blocked
 
-from bench.arithmetic import N_EMBD, FakePool, uncut
+from bench.common.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import RemoteError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings

@@ -9,7 +9,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C, M
 from trio.testing import wait_all_tasks_blocked
 
-from bench.arithmetic import N_EMBD, FakePool, uncut
+from bench.common.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import NodeBusy, NoPipeline, RemoteError, WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit

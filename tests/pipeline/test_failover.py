@@ -13,7 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from bench.arithmetic import fake_entry
+from bench.common.arithmetic import fake_entry
 from swarmllm.errors import InvalidRequest, NodeUnreachable, NoPipeline, RemoteError, SwarmLLMError
 from swarmllm.pipeline.origin.lifecycle import RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest

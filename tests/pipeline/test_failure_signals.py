@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from node_ids import LIAR, A, B, C, F, M
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from bench.arithmetic import uncut
+from bench.common.arithmetic import uncut
 from swarmllm.errors import NodeUnreachable, NoPipeline, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, encode_job

@@ -8,7 +8,7 @@ import trio
 from deadlines import PATIENCE_S
 from node_ids import A, H
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import GrammarTooComplex, InvalidRequest, RemoteError, SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from node_ids import LIAR, A, B, H, M, node_id_named
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.sampling import SINGLE_ROW

@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C, O
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, WorkerDied
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.job import RequestView

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from node_ids import A, B, C
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, BrokenPromise, EarlyTokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from node_ids import A, B
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
 

@@ -7,7 +7,7 @@ import pytest
 from block_names import block_hashes
 from node_ids import A, B, C
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from node_ids import A, B, O
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
@@ -259,6 +259,7 @@ class TestEmbed:
 
         class Side:
             prompt = TOKENS
+            pictures = None
 
             def next_chunk(self) -> Chunk:
                 return Chunk(0, 1, 0)

@@ -13,7 +13,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C, D, E, F, X, node_id_named
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, _Slot, uncut
+from bench.common.arithmetic import FakePool, _Slot, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.settings import PipelineSettings

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, B, C
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.session import Session as StageSession

@@ -9,7 +9,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, M
 from trio.testing import wait_all_tasks_blocked
 
-from bench.arithmetic import uncut
+from bench.common.arithmetic import uncut
 from swarmllm.errors import NoPipeline, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_ids import A, C, D, E, node_id_named
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.output import BrokenPromise
 from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, rebuilds, repair_route

@@ -9,7 +9,7 @@ import trio
 from deadlines import PATIENCE_S
 from node_ids import A, B, C, D
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm.pipeline.request import first_id, further_id, new_request_id

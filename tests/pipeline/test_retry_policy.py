@@ -19,7 +19,7 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerDied,
 )
-from swarmllm.pipeline.repair.retry_policy import LONGEST_PAUSE_S, MAX_FAULTS, RetryPolicy
+from swarmllm.pipeline.repair.retry_policy import LONGEST_PAUSE_S, MAX_FAULTS, MAX_RECOVERIES, RetryPolicy
 
 LOST = NodeUnreachable("lost")
 NOBODY = NoPipeline("nobody")
@@ -76,6 +76,15 @@ def test_a_token_ends_the_trouble() -> None:
             recovery.failed(WorkerDied("died"), round_s)
         recovery.token()
     assert recovery.n_recoveries == 3
+
+
+def test_a_request_that_breaks_again_and_again_ends() -> None:
+    recovery = begun()
+    for n in range(MAX_RECOVERIES):
+        recovery.failed(WorkerDied("died"), float(n))
+        recovery.token()
+    with pytest.raises(WorkerDied, match="once more"):
+        recovery.failed(WorkerDied("once more"), float(MAX_RECOVERIES))
 
 
 def test_what_is_given_up_names_the_cause_and_the_last_obstacle() -> None:

@@ -10,7 +10,7 @@ import pytest
 import trio
 from node_ids import A, B, C, D, O, X, Y, node_id_named
 
-from bench.arithmetic import FakePool, fake_entry
+from bench.common.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.generation import Prompt

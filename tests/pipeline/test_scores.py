@@ -12,7 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from node_ids import A, B, C
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, RemoteError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from node_ids import A, B, O
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.stage.lifecycle import (
     FROM_OUTSIDE,

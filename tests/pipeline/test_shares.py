@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from bench.place_shares import KINDS, NEW, fair_share, run
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from node_ids import LIAR, A, B, C, H, M, node_id_named
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, fake_entry, uncut
+from bench.common.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
 from swarmllm.pipeline.repair.retry_policy import Pace
@@ -240,5 +240,6 @@ async def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() 
     assert not pace.is_late(10.0, has_begun=False)
     assert pace.is_late(10.1, has_begun=False)
     assert not pace.is_slow(2, 100.0)
+    assert pace.is_slow(3, 100.0)
     assert not pace.is_slow(10, 10.0)
     assert pace.is_slow(10, 10.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from node_ids import A, B, C, D
 
-from bench.arithmetic import uncut
+from bench.common.arithmetic import uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
 from swarmllm_proto.ipc import Sampling

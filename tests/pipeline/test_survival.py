@@ -11,7 +11,7 @@ from deadlines import PATIENCE_S
 from node_ids import A, B, C, D, E, node_id_named
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import NodeUnreachable, NoPipeline, RemoteError, SwarmLLMError, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt

@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt

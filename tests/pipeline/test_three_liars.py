@@ -6,7 +6,7 @@ import random
 
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool, fake_entry, uncut
+from bench.common.arithmetic import FakePool, fake_entry, uncut
 from bench.three_liars import N_TOKENS, ORIGIN, open_nodes, play
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed

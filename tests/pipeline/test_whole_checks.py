@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from bench.arithmetic import FakePool
+from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
 from swarmllm_proto.ipc import Sampling

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.decoders import PROTOCOL, all_targets
+from bench.decoders.hostile_bytes import golden, mutated, noise, reshaped
+from bench.decoders.table import PROTOCOL, all_targets
 from bench.fuzz import hostile
-from bench.hostile_bytes import golden, mutated, noise, reshaped
 from swarmllm_proto.errors import ProtocolError
 
 N_PER_VECTOR = 250

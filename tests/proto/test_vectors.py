@@ -89,6 +89,8 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     assert codec.decode_record(read("record/packing-node-record.bin")) == swarm_samples.PACKING_RECORD
     accepting = codec.decode_record(read("record/accepting-node-record.bin"))
     assert accepting == swarm_samples.ACCEPTING_RECORD
+    published = codec.decode_record(read("record/published-node-record.bin"))
+    assert published == swarm_samples.PUBLISHED_RECORD
 
 
 @pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
@@ -171,7 +173,8 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     record = swarm_samples.RECORD
     messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]
     sharing = swarm_samples.SHARING_RECORD
-    messages += [sharing, *(sharing.shares or ())]
+    messages += [sharing, *(sharing.shares or ()), *(swarm_samples.PUBLISHED_RECORD.shares or ())]
+    messages += swarm_samples.PUBLISHED_RECORD.models
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages += [swarm_samples.OUTLINE, SAMPLING, EXACT]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]

@@ -32,6 +32,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.KeptRows,
     ipc.GuessCount,
     ipc.KernelChoice,
+    ipc.PicturePart,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.SharedModel, swarm.NodeCapability),
@@ -87,6 +88,8 @@ def describe(kind: inspect.Type) -> str:
             return "float" + describe_bounds(low, high)
         case inspect.StrType(pattern=identifiers.NODE_ID_PATTERN):
             return "node id"
+        case inspect.StrType(pattern=identifiers.PUBLISHED_PATTERN):
+            return "str, `hf:ORG/REPO:FILE.gguf` or empty"
         case inspect.StrType(pattern=str(), max_length=size):
             return f"str, {size} lower-case hex digits"
         case inspect.StrType(min_length=low, max_length=high):

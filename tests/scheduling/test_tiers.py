@@ -103,6 +103,17 @@ def test_who_waits_most_makes_room_in_a_full_queue() -> None:
     assert queue.n_waiting() == 2
 
 
+def test_nobody_of_a_higher_tier_makes_room() -> None:
+    low, high = TIERS[0], TIERS[-1]
+    queue = TurnQueue(dict.fromkeys(TIERS, 1), 3)
+    running, *greedy = [Ticket(Caller("greedy", high)) for _ in range(4)]
+    for ticket in (running, *greedy):
+        queue.submit(ticket)
+    with pytest.raises(Full):
+        queue.submit(Ticket(Caller("other", low)))
+    assert queue.submit(Ticket(Caller("third", high))).evicted == greedy[-1]
+
+
 def test_a_caller_without_a_rate_never_waits() -> None:
     limits = RateLimits()
     assert [limits.wait_s(Caller("user"), 0.0) for _ in range(3)] == [0.0] * 3

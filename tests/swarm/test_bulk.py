@@ -9,7 +9,7 @@ import pytest
 import trio
 from libp2p.custom_types import TProtocol
 
-from bench.wan_proxy import Wan, relayed
+from bench.common.wan_proxy import Wan, relayed
 from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm.data import bulk
 from swarmllm.swarm.data.bulk import PENDING_MAX

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from struct import Struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from swarmllm.swarm.data import bulk as bulk_module
 from swarmllm.swarm.data.bulk import _HELLO_S as HELLO_S
 from swarmllm.swarm.data.bulk import _NO_WAY_S as NO_WAY_S
 from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkWay
+from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.router import RequestRefused
@@ -375,3 +377,21 @@ async def test_of_nodes_that_cannot_be_reached_only_so_many_are_remembered(
             assert len(it.peers) <= 3
         await it.asks()
         assert len(connection.sent) == 2, "one that is in use is kept"
+
+
+@pytest.mark.parametrize(
+    ("wire_kind", "is_direct", "opens"),
+    [("relay", True, True), ("relay", False, False), ("direct", True, False)],
+)
+async def test_a_stream_takes_the_place_of_a_relayed_one_only(
+    wire_kind: str, is_direct: bool, opens: bool
+) -> None:
+    async def open_stream(_node_id: NodeId, _protocol: str) -> str:
+        await trio.lowlevel.checkpoint()
+        return "a stream"
+
+    plane: Any = SimpleNamespace(
+        _host=SimpleNamespace(is_direct=lambda _node_id: is_direct), _open_stream=open_stream
+    )
+    old: Any = SimpleNamespace(wire_kind=wire_kind)
+    assert (await DataPlane.open_bulk_stream(plane, B, old) == "a stream") is opens  # type: ignore[comparison-overlap]

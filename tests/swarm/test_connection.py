@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -104,6 +105,24 @@ async def test_an_idle_connection_stays_and_measures_its_round_trip(autojump_clo
         assert a.connection.alive
         assert b.connection.alive
         assert a.connection.rtt_s == 0.0
+
+
+async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
+    autojump_clock: MockClock,
+) -> None:
+    async with joined() as (a, _, _):
+        connection = a.connection
+        connection.rtt_s, connection._n_rtts = None, 0
+
+        def measured(rtt_s: float) -> float | None:
+            connection._measure(struct.pack("<d", trio.current_time() - rtt_s))
+            return connection.rtt_s
+
+        assert measured(0.5) == pytest.approx(0.5)
+        assert measured(0.01) == pytest.approx(0.01)
+        assert [measured(0.03) for _ in range(3)] == pytest.approx([0.01] * 3)
+        assert measured(0.11) == pytest.approx(0.03)
+        assert measured(-1.0) == pytest.approx(0.03), "its clock is not ours"
 
 
 async def test_a_peer_that_falls_silent_is_given_up(autojump_clock: MockClock) -> None:

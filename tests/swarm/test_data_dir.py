@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from libp2p.peer.id import ID
 
 from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.private_files import locked_data_dir
@@ -18,6 +19,7 @@ from swarmllm.swarm.membership.identity import KEY_NAME, load_or_create_identity
 from swarmllm.swarm.records.spread import next_incarnation
 from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.identifiers import NodeId
 
 NODE_ID = "12D3KooWGRUaF8WMKwFDBR5rXKZVWtVrZ9bVHfPXcJ6FvD1fRkfg"
 
@@ -173,3 +175,17 @@ async def test_an_error_inside_the_routers_context_comes_out(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError):
         async with open_libp2p_router(SwarmSettings(tmp_path, "127.0.0.1", 0, 0, mdns=False)):
             raise ZeroDivisionError
+
+
+def test_a_key_has_one_id_and_signs_under_no_other(tmp_path: Path) -> None:
+    """Else a node that was banned would come back under another spelling of its key."""
+    identity = load_or_create_identity(tmp_path)
+    encoded = ID.from_base58(identity.node_id).to_bytes()
+    kind, key = encoded[2:4], encoded[4:]
+    signature = identity.sign(b"content")
+    for protobuf in (key + kind, kind + key + b"\x18\x01"):
+        other = ID(bytes((0, len(protobuf))) + protobuf).to_base58()
+        assert not verify(NodeId(other), b"content", signature)
+    for short in (b"", b"\x00", b"\x00\x00", encoded[:-1], encoded + b"\x00"):
+        assert not verify(NodeId(ID(short).to_base58()), b"content", signature)
+    assert verify(identity.node_id, b"content", signature)

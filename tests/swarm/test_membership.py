@@ -279,3 +279,10 @@ async def test_where_only_the_allowed_come_in_others_stay_outside(swarms: Swarms
     with pytest.raises(NodeUnreachable):
         await stranger.connect(a.addresses[0], timeout_s=DEADLINE_S)
     assert a.connected() == {friend.node_id}
+
+
+def test_names_of_prefixes_have_the_key_of_a_private_swarm_and_none_in_the_open_one() -> None:
+    assert Network().prefix_key == ""
+    one, other = (private_network(new_secret()).prefix_key for _ in range(2))
+    assert len(one) == len(other) == 64
+    assert one != other

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from bench.common.wan_proxy import Wan
 from bench.wan import node
-from bench.wan_proxy import Wan
 
 from .conftest import DEADLINE_S, meet
 from .test_data_plane import exchange

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
+from swarmllm_workers.gguf_file import GgufFile
 
 from .client import Worker
 from .factory import SPECS, Spec, build

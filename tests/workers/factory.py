@@ -7,7 +7,7 @@ every logit. The vocabulary is GPT-2's 256 byte letters and a few special tokens
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,6 +88,8 @@ class Spec:
     plain_keys: dict[str, int] = field(default_factory=dict)
     """Metadata by full name."""
     template: str = ""
+    extra_tokens: tuple[str, ...] = ()
+    """Of the vocabulary, behind SPECIAL_TOKENS."""
 
 
 SPECS: dict[str, Spec] = {
@@ -161,10 +163,11 @@ def build(path: Path, spec: Spec, *, seed: int = 0) -> Path:
     def vector(name: str, size: int, around: float) -> None:
         writer.add_tensor(name, (around + 0.1 * rng.standard_normal(size)).astype(np.float32))
 
-    matrix("token_embd.weight", spec.n_embd, N_VOCAB, type_=spec.embedding_type)
+    n_vocab = N_VOCAB + len(spec.extra_tokens)
+    matrix("token_embd.weight", spec.n_embd, n_vocab, type_=spec.embedding_type)
     vector("output_norm.weight", spec.n_embd, 1.0)
     if not spec.tied:
-        matrix("output.weight", spec.n_embd, N_VOCAB)
+        matrix("output.weight", spec.n_embd, n_vocab)
     for i in range(spec.n_layers):
         _add_layer(i, spec, matrix, vector)
     writer.write_header_to_file()
@@ -240,16 +243,17 @@ def _add_metadata(writer: GGUFWriter, spec: Spec) -> None:
     for key, number in spec.plain_keys.items():
         writer.add_uint32(key, number)
     writer.add_array("general.tags", [])
-    add_vocabulary(writer)
+    add_vocabulary(writer, spec.extra_tokens)
     if spec.template:
         writer.add_chat_template(spec.template)
 
 
-def add_vocabulary(writer: GGUFWriter) -> None:
+def add_vocabulary(writer: GGUFWriter, extra: Sequence[str] = ()) -> None:
+    tokens = (*SPECIAL_TOKENS, *((text, TokenType.USER_DEFINED) for text in extra))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(_byte_letters() + [text for text, _ in SPECIAL_TOKENS])
-    writer.add_token_types([TokenType.NORMAL] * 256 + [kind for _, kind in SPECIAL_TOKENS])
+    writer.add_token_list(_byte_letters() + [text for text, _ in tokens])
+    writer.add_token_types([TokenType.NORMAL] * 256 + [kind for _, kind in tokens])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(special("<|im_end|>"))
     writer.add_bos_token_id(special("<|endoftext|>"))

@@ -468,8 +468,8 @@ def test_products_are_timed_when_nobody_decodes(
         tuned.append(measures)
         return measures
 
-    monkeypatch.setattr("swarmllm_workers.engine.kernel_tuning.KernelTuning.tune", tune)
-    monkeypatch.setattr("swarmllm_workers.engine.kernel_tuning.KernelTuning.is_on", True)
+    monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.KernelTuning.tune", tune)
+    monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.KernelTuning.is_on", True)
     for position in range(3):
         room.forward("r", 0, 2, position)
     room.step()

@@ -14,10 +14,10 @@ from swarmllm_proto import ipc
 from swarmllm_proto.architectures import ARCHITECTURES, generic, units_to_try
 from swarmllm_workers.engine.cut_check import check_cuts
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import plan_values
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 from .blueprint import Family, write
 from .conftest import StartWorker

@@ -20,9 +20,9 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_workers.engine import probe
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 
 from .blueprint import write
 from .client import Worker

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from bench.shapes import Shape, build
+from bench.common.shapes import Shape, build
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc_kv import NAME_SIZE

@@ -9,10 +9,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from swarmllm_workers.engine.embedding import Embedding
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.tap import Tap
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 from .factory import N_VOCAB, QUANTISATIONS, Spec, build
 

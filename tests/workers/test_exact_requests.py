@@ -15,11 +15,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from swarmllm_proto import ipc
-from swarmllm_workers.engine import memory, small_batches
-from swarmllm_workers.engine.kernel_choice import Way
-from swarmllm_workers.engine.segment import EXACT_ROWS
-from swarmllm_workers.engine.small_batches import alike, force, last_way
+from swarmllm_proto.limits import EXACT_ROWS
+from swarmllm_workers.engine import memory
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.kernels.kernel_choice import Way
+from swarmllm_workers.kernels.small_batches import alike, force, last_way
 
 from .blueprint import write
 from .conftest import MakeModel

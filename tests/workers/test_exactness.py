@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import loaded_layers, repacking
+from swarmllm_workers.engine import loaded_layers
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.kernels import repacking
 
 from .conftest import MakeModel
 from .factory import SPECS

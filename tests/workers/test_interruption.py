@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.shapes import Shape, build
+from bench.common.shapes import Shape, build
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import FrameTooLarge

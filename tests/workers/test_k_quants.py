@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm_proto.ipc import FlashAttention
-from swarmllm_workers.engine import interposing, repacking, small_batches
-from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.kernel_choice import ROWS_MAX, MatrixType, Way
-from swarmllm_workers.engine.kernel_tuning import KernelTuning, ways
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
-from swarmllm_workers.engine.product_timing import ProductBench
+from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.kernels import interposing, repacking, small_batches
+from swarmllm_workers.kernels.kernel_choice import ROWS_MAX, MatrixType, Way
+from swarmllm_workers.kernels.kernel_tuning import KernelTuning, ways
+from swarmllm_workers.kernels.product_timing import ProductBench
 
 from .conftest import MakeModel
 from .factory import Spec

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine.kernel_choice import (
+from swarmllm_workers.kernels.kernel_choice import (
     GAIN_MIN,
     HOPELESS,
     ROUNDS_MAX,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine import kernel_tuning
-from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, RowChoice, Way
-from swarmllm_workers.engine.kernel_tuning import (
+from swarmllm_workers.kernels import kernel_tuning
+from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, RowChoice, Way
+from swarmllm_workers.kernels.kernel_tuning import (
     FILE_BYTES_MAX,
     SHAPES_MAX,
     ProductShape,

@@ -12,12 +12,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from swarmllm_proto import ipc
-from swarmllm_workers.engine import small_batches
-from swarmllm_workers.engine.gguf_file import GgufFile
-from swarmllm_workers.engine.kernel_choice import ROW_CLASSES, MatrixType, Way
-from swarmllm_workers.engine.kernel_tuning import KernelTuning, measure, ways
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
-from swarmllm_workers.engine.product_timing import ProductBench
+from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way
+from swarmllm_workers.kernels.kernel_tuning import KernelTuning, measure, ways
+from swarmllm_workers.kernels.product_timing import ProductBench
 
 from .conftest import MakeModel, StartWorker
 from .factory import Spec
@@ -101,7 +101,7 @@ def test_a_measurement_is_kept_and_not_made_again(tmp_path: Path, monkeypatch: p
     first.tune(first.read([GUIDE]), 1)
     assert {choice.k for choice in first.choices} == {256, 512}
     assert len(first.choices) == 2 * len(ROW_CLASSES)
-    monkeypatch.setattr("swarmllm_workers.engine.kernel_tuning.measure", None)
+    monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.measure", None)
     again = KernelTuning("auto", kept_in)
     again.tune(again.read([GUIDE]), 1)
     assert again.choices == first.choices

@@ -20,9 +20,9 @@ from swarmllm.models import Catalogue, CatalogueEntry, Store, build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from deadlines import PATIENCE_S
 
 from swarmllm_workers import operating_system
 from swarmllm_workers.decode.bounded_call import TookTooLong, bounded
-from swarmllm_workers.engine import huge_pages, interposing, shared_weights
+from swarmllm_workers.engine import huge_pages, shared_weights
+from swarmllm_workers.kernels import interposing
 from swarmllm_workers.server.background import ThreadInbox
 
 from .client import Worker, worker_environment

@@ -475,16 +475,19 @@ def test_rows_come_back_from_host_memory_only_where_there_is_room_for_them(worke
     worker.check()
 
 
-def test_rows_that_the_segment_does_not_take_back_are_computed_anew_and_leave_nothing(worker: Worker) -> None:
+@pytest.mark.parametrize("which", [0, -1])
+def test_rows_that_a_segment_does_not_take_back_are_computed_anew_and_leave_nothing(
+    worker: Worker, which: int
+) -> None:
     tokens = STEMS[0][: 4 * B]
     worker.run(tokens)
     worker.cache.make_room(worker.where, N_CELLS)
-    worker.segments[0].takes_states = False
+    worker.segments[which].takes_states = False
     for _ in range(2 * N_CELLS_ENTRIES):
         assert worker.cache.export_rows(worker.where, named(tokens), 0, B) is None
     assert worker.begin("r", tokens) == 0
     worker.end("r", keeps=False)
-    worker.segments[0].takes_states = True
+    worker.segments[which].takes_states = True
     assert worker.begin("r", tokens) == len(tokens) - B
     worker.end("r", keeps=False)
     worker.check()

@@ -9,7 +9,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc_kv import split_names
 from swarmllm_workers.cache.manifest import MANIFEST_MAX, beginnings
-from swarmllm_workers.cache.prefixes import Kept, Name, token_name
+from swarmllm_workers.cache.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
 
 from .test_batching import OpenRoom, Room, open_room  # noqa: F401
 
@@ -106,3 +106,14 @@ def test_what_came_from_another_node_is_told_once_it_was_checked() -> None:
     assert beginnings([kept]) == ()
     kept.unchecked = b""
     assert beginnings([kept]) == ((name.hashes[0], 1),)
+
+
+def test_what_is_to_be_checked_is_found_in_its_own_segments_only() -> None:
+    tokens = np.arange(BLOCK_TOKENS, dtype=np.int32)
+    name = token_name(bytes(32), tokens)
+    prefixes = Prefixes(0, PrefixSettings(n_entries=1))
+    kept = Kept("here", name, BLOCK_TOKENS, 1.0, unchecked=name.hashes[-1])
+    prefixes.add(kept)
+    assert prefixes.unchecked("here", name) is kept
+    assert prefixes.unchecked("elsewhere", name) is None
+    assert prefixes.unchecked("here", Name(())) is None

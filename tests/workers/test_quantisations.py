@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarmllm_workers.engine import shared_weights
-from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.gguf_file import GgufFile
 
 from .factory import QUANTISATIONS, Spec, build
 from .test_exactness import chain_logits, open_engine, steps, tokens_for, uncut_logits

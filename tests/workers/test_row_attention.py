@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from swarmllm_proto.ipc import FlashAttention
-from swarmllm_workers.engine import row_attention
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.interposing import find_library
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.kernels import row_attention
+from swarmllm_workers.kernels.interposing import find_library
 
 from .stepping import step_logits
 from .test_exactness import GUIDE

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from swarmllm_proto import ipc
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import HEAD, Q8_0_TAG, is_packed, pack_rows, rounded, tensor_bytes, unpack_rows
-from swarmllm_workers.engine import row_codec
-from swarmllm_workers.engine.interposing import find_library
-from swarmllm_workers.engine.row_codec import RowTaker, pack, round_and_pack, round_rows
+from swarmllm_workers.kernels import row_codec
+from swarmllm_workers.kernels.interposing import find_library
+from swarmllm_workers.kernels.row_codec import RowTaker, pack, round_and_pack, round_rows
 
 from .client import Worker
 from .ring_of_two import RingOfTwo, open_halves

@@ -13,7 +13,7 @@ import pytest
 
 import swarmllm_workers
 from swarmllm_workers.engine import runtime_check
-from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.kernels.interposing import find_library
 
 NOT_BUILT = [name for name in runtime_check.COMPILED if find_library(name) is None]
 pytestmark = pytest.mark.skipif(bool(NOT_BUILT), reason=f"not built here: {', '.join(NOT_BUILT)}")

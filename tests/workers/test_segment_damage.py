@@ -13,9 +13,9 @@ from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.gguf_header import read_header
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.engine.segment_maker import SegmentCache
+from swarmllm_workers.gguf_file import GgufFile
 
 from .factory import Spec, build
 

@@ -11,11 +11,13 @@ from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmllm.models.segment_copies import SegmentCopies
 from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine.gguf_file import GgufFile
+from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.segment_file import DUMMY_VOCABULARY, cut
-from swarmllm_workers.engine.segment_maker import YOUNG_S, SegmentCache
+from swarmllm_workers.engine.segment_maker import SegmentCache
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 from .conftest import MakeModel
 from .factory import N_VOCAB, SPECS, Spec, build
@@ -127,19 +129,19 @@ def test_segment_file_is_cut_once_and_again_when_the_source_changes(
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".gguf", ".gguf"]
 
 
-def test_files_unused_for_longest_are_pruned_to_the_quota(make_model: MakeModel, tmp_path: Path) -> None:
-    source = GgufFile(make_model("llama"))
-    generous = SegmentCache(tmp_path, source)
-    paths = [generous.ensure(ARCHITECTURES["llama"], at, at + 1) for at in range(3)]
-    size = paths[0].stat().st_blocks * 512
-    for age, path in zip((1, 3, 2), paths, strict=True):
-        long_ago = path.stat().st_mtime - YOUNG_S * (1 + age)
-        os.utime(path, (long_ago, long_ago))
-    SegmentCache(tmp_path, source, quota_bytes=2 * size).prune()
-    assert [path.exists() for path in paths] == [True, False, True]
-    generous.ensure(ARCHITECTURES["llama"], 0, 1)
-    SegmentCache(tmp_path, source, quota_bytes=0).prune()
-    assert [path.exists() for path in paths] == [True, False, False], "a file just used was removed"
+def test_the_daemon_leaves_a_copy_that_a_model_runs_from(make_model: MakeModel, tmp_path: Path) -> None:
+    cache = SegmentCache(tmp_path, GgufFile(make_model("llama")))
+    path = cache.ensure(ARCHITECTURES["llama"], 0, 1)
+    model = Model(path)
+    os.utime(path, (0, 0))
+    copies = SegmentCopies(tmp_path, 0)
+    assert copies.tidy() == 0
+    model.close()
+    os.utime(path, (0, 0))
+    assert copies.tidy() == 1
+    assert not path.exists()
+    assert cache.ensure(ARCHITECTURES["llama"], 0, 1) == path, "it is cut again"
+    assert copies.tidy() == 0, "a file just cut was removed"
 
 
 def test_reader_agrees_with_gguf_py(make_model: MakeModel) -> None:

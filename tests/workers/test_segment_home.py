@@ -21,10 +21,10 @@ from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_workers.engine import segment_file, segment_home
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 from .conftest import MakeModel
 from .factory import Spec, build

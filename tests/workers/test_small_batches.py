@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from swarmllm_workers.engine import small_batches
-from swarmllm_workers.engine.kernel_choice import Way
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
+from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.kernels.kernel_choice import Way
 
 from .conftest import MakeModel
 from .factory import QUANTISATIONS, SLOW_TO_ENCODE, Spec

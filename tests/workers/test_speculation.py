@@ -13,7 +13,7 @@ import pytest
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
-from swarmllm_workers.engine import small_batches
+from swarmllm_workers.kernels import small_batches
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.speculation import Speculation
 

@@ -14,8 +14,8 @@ from split_gguf import split_gguf
 from swarmllm.models import Catalogue
 from swarmllm.models.verification import segments_of
 from swarmllm_proto import ipc
-from swarmllm_workers.engine.gguf_file import GgufFile, open_source
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile, open_source
 
 from .client import GREEDY, Worker
 from .conftest import MakeModel

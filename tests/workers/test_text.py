@@ -17,9 +17,9 @@ from swarmllm_workers.decode import template as template_module
 from swarmllm_workers.decode.decoding import Decoding, TextStream
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 from .conftest import MakeModel
 from .factory import N_VOCAB, special
@@ -124,6 +124,27 @@ def test_template_sees_what_models_expect() -> None:
     assert render(source, USER + USER, tools=tools) == '<s>[user]Hello</s>[{"name": "ä<b>"}]>'
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{{ messages[0].content.split('l')[0] }}") == "He"
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}{{ m.role }}:{% for line in m['content'] %}{% if line['type'] == 'text' %}"
+    "{{ line['text'] }}{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}|{% endfor %}"
+)
+PARTS_OR_TEXT = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for line in m.content %}"
+    "[{{ line.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS_NEVER = "{{ messages[0].content }}{# 'text' #}"
+
+
+def test_a_template_that_takes_only_parts_gets_the_text_as_one() -> None:
+    assert render(PARTS_ALONE) == "user:Hello|"
+    assert render(PARTS_ALONE, [*USER, *USER]) == "user:Hello|user:Hello|"
+
+
+@pytest.mark.parametrize("source", [PARTS_OR_TEXT, PARTS_NEVER])
+def test_a_template_that_takes_text_gets_text(source: str) -> None:
+    assert render(source) == "Hello"
 
 
 GPT_OSS = (

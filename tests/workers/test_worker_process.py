@@ -182,7 +182,7 @@ def test_shutdown_says_goodbye_and_ends_the_process(worker: Worker) -> None:
 
 def test_memory_returns_to_the_system_on_unload(worker: Worker, tmp_path: Path) -> None:
     """A model of 200 MB in two halves; not memory-mapped, so that nothing hides in the page cache."""
-    from bench.shapes import Shape, build
+    from bench.common.shapes import Shape, build
 
     shape = Shape(n_layers=12, n_embd=1024, n_heads=8, n_kv_heads=4, n_ff=4096, n_vocab=512)
     path = build(shape, tmp_path / "big.gguf")
@@ -206,7 +206,7 @@ def test_memory_returns_to_the_system_on_unload(worker: Worker, tmp_path: Path) 
 
 
 def test_mapped_segments_leave_no_memory_behind_either(worker: Worker, tmp_path: Path) -> None:
-    from bench.shapes import Shape, build
+    from bench.common.shapes import Shape, build
 
     shape = Shape(n_layers=8, n_embd=1024, n_heads=8, n_kv_heads=4, n_ff=4096, n_vocab=512)
     path = build(shape, tmp_path / "big.gguf")

@@ -5,7 +5,7 @@ of swarms; libllama lives in this package and nowhere else, so a hostile GGUF or
 process.
 """
 
-from swarmllm_workers.engine import row_attention, small_batches
+from swarmllm_workers.kernels import row_attention, small_batches
 
 __version__ = "0.1.0"
 

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--socket", required=True, help="Unix socket on which the daemon listens")
     parser.add_argument("--threads", type=int, default=0, help="threads that will compute; 0: not known yet")
     parser.add_argument(
+        "--pictures", action="store_true", help="encode pictures for a model instead of running its layers"
+    )
+    parser.add_argument(
         "--log-level",
         default="warning",
         choices=["debug", "info", "warning", "error"],
@@ -68,6 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault(
         "GGML_NO_BACKTRACE", "1"
     )  # an abort would start a debugger and outlive its cause by seconds
+    if options.pictures:
+        from swarmllm_workers.vision.server import EncoderServer
+
+        with connection:
+            EncoderServer(connection, os.getpid()).serve()
+        return
     cores = operating_system.cores()  # before libgomp keeps this thread to one of them
     from swarmllm_workers.server.loop import (
         Server,  # after the environment is set: this loads libllama and OpenMP

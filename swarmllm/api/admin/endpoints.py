@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import trio
 from quart import Blueprint, Response, abort, request
 
+from swarmllm.api.admin.downloads import download_json
 from swarmllm.api.admin.node_json import (
     Json,
     details_report,
@@ -30,29 +33,32 @@ from swarmllm.api.admin.node_json import (
 )
 from swarmllm.api.admin.progress import ProgressStream
 from swarmllm.api.admin.shares import found_json, shares_json
-from swarmllm.api.http.context import current_config, current_node, current_works
-from swarmllm.api.http.errors import error_object, read_body
+from swarmllm.api.http.context import current_caller, current_config, current_node, current_works
+from swarmllm.api.http.errors import Forbidden, error_object, read_body
 from swarmllm.api.http.json import encode, encoded
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.openai.schema import (
     AddModel,
     AliasModel,
+    AttachProjector,
     LoadModel,
+    MakeInvitation,
     PinModel,
     SearchModels,
-    StartDownload,
     UnloadModel,
 )
 from swarmllm.config import as_dict
-from swarmllm.downloads import DownloadView
-from swarmllm.downloads.downloads import ENDED
+from swarmllm.downloads.download import ENDED
 from swarmllm.downloads.hub_search import FoundModel
 from swarmllm.errors import BadModel, InvalidRequest
 from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView, Node
 from swarmllm.node.share_plan import SharePlan
+from swarmllm.swarm.membership.invitation import invitation, join_command, outward, to_text
+from swarmllm.swarm.membership.network_key import Network, NetworkFile
 from swarmllm.workerpool import LoadOptions
 
+DAY_S = 86_400.0
 FOLDER = Path(__file__).parent / "dashboard"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -61,7 +67,7 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE = "index.html"
@@ -113,45 +119,6 @@ def _answer(name: str) -> Response:
     return response
 
 
-downloads = Blueprint("downloads", __name__, url_prefix="/api/admin/downloads")
-
-
-@downloads.get("")
-async def all_of_them() -> Response:
-    return _json({"downloads": [download_json(view) for view in current_node().downloads.list()]})
-
-
-@downloads.post("")
-async def start() -> Response:
-    body = await read_body(StartDownload)
-    download = current_node().downloads.start(
-        body.source,
-        layers=body.layers,
-        name=body.name,
-        sha256=body.sha256 or "",
-        token=body.hf_token,
-        endpoint=body.hf_endpoint,
-    )
-    return _json(download_json(download.view()))
-
-
-@downloads.get("/<id>")
-async def one(id: str) -> Response:
-    return _json(download_json(current_node().downloads.get(id).view()))
-
-
-@downloads.delete("/<id>")
-async def cancel(id: str) -> Response:
-    download = current_node().downloads.get(id)
-    download.scope.cancel()
-    await download.ended.wait()
-    return _json(download_json(download.view()))
-
-
-def download_json(view: DownloadView) -> Json:
-    return dataclasses.asdict(view) | {"bytes_per_s": round(view.bytes_per_s)}
-
-
 def _json(body: object) -> Response:
     return Response(encode(body), content_type="application/json")
 
@@ -182,7 +149,8 @@ async def plan() -> Response:
     model, size = read_size(request.args)
     node = current_node()
     name, planned = await node.plan(model, size)
-    return _json(plan_report(name, size, planned, node.nickname_of))
+    takes = {"takes_pictures": (await node.models.get(name)).takes_pictures}
+    return _json(plan_report(name, size, planned, node.nickname_of) | takes)
 
 
 @admin.get("/config")
@@ -190,10 +158,49 @@ async def config() -> Response:
     return _json({"config": as_dict(current_config())})
 
 
+@admin.get("/join")
+async def join() -> Response:
+    """How another machine joins; nothing here is secret."""
+    addresses, network = current_node().addresses, await _network()
+    return _json(
+        {
+            "private": network.is_private,
+            "reachable": bool(outward(addresses)),
+            "command": join_command(network, addresses),
+        }
+    )
+
+
+@admin.post("/invitations")
+async def invite() -> Response:
+    """The key of a private swarm goes only to callers that have shown an admin key: not to every program of
+    this machine."""
+    body = await read_body(MakeInvitation, optional=True)
+    addresses, network = current_node().addresses, await _network()
+    if network.is_private and not current_caller().key_id:
+        raise Forbidden(
+            "This swarm is private, and this node asks for no API key, so any program of this machine could"
+            " ask for the swarm's key. Run `swarmllm invite` on this machine instead, or make an API key:"
+            " swarmllm key create NAME --admin"
+        )
+    expires_at = time.time() + body.expires_days * DAY_S
+    text = to_text(invitation(network, outward(addresses) or addresses, expires_at))
+    response = _json({"command": f"swarmllm join {text}", "invitation": text, "expires_at": expires_at})
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+async def _network() -> Network:
+    return await trio.to_thread.run_sync(NetworkFile(current_config().data_dir).read)
+
+
 @admin.get("/models")
 async def models() -> Response:
-    kept = current_node().models
-    return _json({"models": await encoded(await kept.list(), model_json), "left_out": kept.n_left_out()})
+    node = current_node()
+    views = await encoded(await node.models.list(), model_json)
+    copies = await trio.to_thread.run_sync(node.copies.view)
+    body = {"models": views, "left_out": node.models.n_left_out(), "copies": dataclasses.asdict(copies)}
+    return _json(body)
 
 
 @admin.post("/models")
@@ -201,11 +208,16 @@ async def add() -> Response:
     body = await read_body(AddModel)
     if not body.path.startswith("/"):
         raise InvalidRequest("path must be absolute: the daemon runs in a folder of its own.", field="path")
+    if body.mmproj is not None and not body.mmproj.startswith("/"):
+        raise InvalidRequest(
+            "mmproj must be absolute: the daemon runs in a folder of its own.", field="mmproj"
+        )
+    mmproj = None if body.mmproj is None else Path(body.mmproj)
     node = current_node()
     return _progress(
         ProgressStream(
             lambda report: node.models.add(
-                Path(body.path), body.name, report, partial(report, phase="checking")
+                Path(body.path), body.name, report, partial(report, phase="checking"), mmproj
             ),
             kind="add",
             subject=body.name or Path(body.path).name,
@@ -276,6 +288,23 @@ async def verify(name: str) -> Response:
         ProgressStream(
             lambda report: node.models.verify(name, report),
             kind="verify",
+            subject=view.name,
+            from_thread=True,
+        )
+    )
+
+
+@admin.post("/models/<name>/projector")
+async def attach_projector(name: str) -> Response:
+    body = await read_body(AttachProjector)
+    if not body.path.startswith("/"):
+        raise InvalidRequest("path must be absolute: the daemon runs in a folder of its own.", field="path")
+    node = current_node()
+    view = await node.models.get(name)
+    return _progress(
+        ProgressStream(
+            lambda report: node.models.attach(name, Path(body.path), report),
+            kind="add",
             subject=view.name,
             from_thread=True,
         )

@@ -19,7 +19,7 @@ from typing import cast
 import trio
 from quart import Blueprint, Response, current_app
 
-from swarmllm.api.admin.endpoints import download_json
+from swarmllm.api.admin.downloads import download_json
 from swarmllm.api.admin.node_json import (
     Json,
     departed_json,

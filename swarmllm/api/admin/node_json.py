@@ -20,6 +20,7 @@ from swarmllm.api.output.swarm_report import milliseconds, stage_json
 from swarmllm.downloads import WaitingView
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
+from swarmllm.models.projector import Projector
 from swarmllm.node import ModelView, Node, PeerView, RequestSummary
 from swarmllm.node.views import PeerDetails
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
@@ -162,6 +163,7 @@ def model_json(view: ModelView) -> Json:
         "whole_reason": manifest.whole_reason if manifest else None,
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
+        "projector": _projector(entry.projector) if entry and entry.projector else None,
         "files": _files(view.files) if view.files else None,
         "sources": view.sources[:HOLDERS_SHOWN],
         "n_sources": len(view.sources),
@@ -185,6 +187,16 @@ def _waiting(waiting: WaitingView) -> Json:
         "layers": range_texts(waiting.layers),
         "waits_for": waiting.waits_for,
         "contradictions": [{"tensor": tensor, "nodes": nodes} for tensor, nodes in waiting.contradictions],
+    }
+
+
+def _projector(projector: Projector) -> Json:
+    return {
+        "path": projector.path,
+        "family": projector.family,
+        "n_embd": projector.n_embd,
+        "size_bytes": projector.size_bytes,
+        "blake3": projector.blake3,
     }
 
 

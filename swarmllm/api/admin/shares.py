@@ -29,7 +29,7 @@ async def all_of_them() -> Response:
 async def share() -> Response:
     body = await read_body(ShareModel)
     node = current_node()
-    return _json(_share_json(node, await node.sharing.share(body.model)))
+    return _json(_share_json(node, await node.sharing.share(body.model, body.source)))
 
 
 @shares.get("/<name>")
@@ -117,7 +117,12 @@ def _share_json(node: Node, view: ShareView) -> Json:
         "total_bytes": view.total_bytes,
         "members": [
             _node_json(node, member.node_id)
-            | {"layers": range_texts(member.ready), "loading": range_texts(member.loading)}
+            | {
+                "layers": range_texts(member.ready),
+                "loading": range_texts(member.loading),
+                "arrived_bytes": member.arrived_bytes,
+                "total_bytes": member.total_bytes,
+            }
             for member in view.members
         ],
     }

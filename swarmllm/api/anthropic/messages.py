@@ -23,7 +23,8 @@ from swarmllm.api.http.errors import as_swarmllm_error, failure_response
 from swarmllm.api.http.fields import note_ignored, read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
-from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes
+from swarmllm.api.openai.chat_request import ChatCall, chat_call
+from swarmllm.api.openai.pictures import RequestPictures
 from swarmllm.api.openai.schema import (
     Body,
     Json,
@@ -40,6 +41,7 @@ from swarmllm.api.openai.schema import (
 from swarmllm.api.output.output_parser import prepare
 from swarmllm.api.output.response import answer
 from swarmllm.errors import InvalidRequest
+from swarmllm.pictures import Marker, joined
 from swarmllm_proto.ipc import Effort
 
 MEDIUM_FROM_TOKENS = 2048
@@ -118,8 +120,25 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     input: Json
 
 
-class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+class ImageBytes(Body, frozen=True, tag_field="type", tag="base64"):
+    """The bytes tell what kind of picture it is, whatever `media_type` says."""
+
+    data: Annotated[str, Meta(max_length=64 * 2**20)]
+    media_type: Name | None = None
+
+
+class ImageAddress(Body, frozen=True, tag_field="type", tag="url"):
+    """Data URLs are taken, others refused by name."""
+
+    url: Annotated[str, Meta(max_length=64 * 2**20)]
+
+
+class ImageFile(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
     """Known so that it can be refused by name."""
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    source: ImageBytes | ImageAddress | ImageFile
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
@@ -267,11 +286,12 @@ async def any_error(error: Exception) -> Response:
 def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object) -> ChatCall:
     """Raises InvalidRequest."""
     choice = body.tool_choice
+    pictures = RequestPictures()
     turns: list[schema.Message] = []
     if body.system:
-        turns.append(schema.SystemMessage(content=_joined(body.system, "system")))
+        turns.append(schema.SystemMessage(content=_joined(body.system, "system", pictures)))
     for i, message in enumerate(body.messages):
-        turns += _turns(message, f"messages[{i}]")
+        turns += _turns(message, f"messages[{i}]", pictures)
     request = schema.ChatRequest(
         model=body.model,
         messages=turns,
@@ -283,7 +303,7 @@ def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object)
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **sampling,  # type: ignore[arg-type]
     )
-    return chat_call(request)
+    return chat_call(request, pictures)
 
 
 def _tools(entries: list[ToolParam]) -> list[schema.Tool]:
@@ -310,12 +330,12 @@ def _tool_choice(choice: ToolChoice) -> schema.ToolChoice:
     return "required" if choice.type == "any" else choice.type
 
 
-def _turns(message: MessageParam, path: str) -> list[schema.Message]:
+def _turns(message: MessageParam, path: str, pictures: RequestPictures) -> list[schema.Message]:
     """What one message is to a chat template: results of tools first, as they came first."""
     if isinstance(message.content, str):
         of_role = schema.UserMessage if message.role == "user" else schema.AssistantMessage
         return [of_role(content=message.content)]
-    texts: list[str] = []
+    texts: list[str | Marker] = []
     calls: list[schema.ToolCall] = []
     results: list[schema.Message] = []
     for i, block in enumerate(message.content):
@@ -327,28 +347,40 @@ def _turns(message: MessageParam, path: str) -> list[schema.Message]:
                 function = schema.FunctionCall(block.name, encode(block.input).decode())
                 calls.append(schema.ToolCall(id=block.id, function=function))
             case ToolResultBlock() if message.role == "user":
-                content = _joined(block.content or "", f"{field}.content")
+                content = _joined(block.content or "", f"{field}.content", pictures)
                 results.append(schema.ToolMessage(content=content, tool_call_id=block.tool_use_id))
             case ThinkingBlock() | RedactedThinkingBlock() if message.role == "assistant":
                 pass
-            case ImageBlock():
-                raise no_eyes(field)
+            case ImageBlock() if message.role == "user":
+                texts.append(_picture(block, field, pictures))
             case _:
                 raise InvalidRequest(f"not supported in a message of the {message.role}.", field=field)
-    text = "\n".join(texts)
+    text = joined(texts)
     if message.role == "assistant":
         return [schema.AssistantMessage(content=text, tool_calls=calls or None)]
     return [*results, *([schema.UserMessage(content=text)] if texts or not results else [])]
 
 
-def _joined(content: str | list[TextBlock] | list[ResultBlock], path: str) -> str:
+def _joined(content: str | list[TextBlock] | list[ResultBlock], path: str, pictures: RequestPictures) -> str:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    texts: list[str | Marker] = []
     for i, block in enumerate(content):
+        field = f"{path}[{i}]"
         if isinstance(block, ImageBlock):
-            raise no_eyes(f"{path}[{i}]")
-        if not isinstance(block, TextBlock):
-            raise InvalidRequest("only text is supported here.", field=f"{path}[{i}]")
-        texts.append(block.text)
-    return "\n".join(texts)
+            texts.append(_picture(block, field, pictures))
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        else:
+            raise InvalidRequest("only text and pictures are supported here.", field=field)
+    return joined(texts)
+
+
+def _picture(block: ImageBlock, field: str, pictures: RequestPictures) -> Marker:
+    match block.source:
+        case ImageBytes():
+            return pictures.add_base64(block.source.data, f"{field}.source.data")
+        case ImageAddress():
+            return pictures.add_url(block.source.url, f"{field}.source.url")
+        case ImageFile():
+            raise InvalidRequest("there are no files here; send the picture itself.", field=f"{field}.source")

@@ -8,7 +8,8 @@ from quart import Blueprint, Response, g, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from swarmllm.api.admin.endpoints import admin, dashboard, downloads
+from swarmllm.api.admin.downloads import downloads
+from swarmllm.api.admin.endpoints import admin, dashboard
 from swarmllm.api.admin.events import PULSE, Pulse, events
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.admin.shares import shares
@@ -39,6 +40,8 @@ from swarmllm.api.ollama.endpoints import ollama
 from swarmllm.api.openai.chat import chat
 from swarmllm.api.openai.completions import completions
 from swarmllm.api.openai.embeddings import embeddings
+from swarmllm.api.openai.pictures import FETCHER
+from swarmllm.api.openai.remote_pictures import PictureFetcher
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.keys import KeyRing
@@ -113,6 +116,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.config["MAX_CONTENT_LENGTH"] = app.config["BODY_TIMEOUT"] = None
     app.extensions[NODE] = node
     app.extensions[RESPONSES] = ResponseStore()
+    app.extensions[FETCHER] = PictureFetcher()
     works = app.extensions[WORKS] = Works()
     app.extensions[PULSE] = Pulse(node, works)
     for blueprint in BLUEPRINTS:

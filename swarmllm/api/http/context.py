@@ -5,6 +5,7 @@ Which conversation a request belongs to, whatever its client calls that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from quart import current_app, g, has_request_context, request
@@ -34,6 +35,12 @@ def current_caller() -> Caller:
 def current_request_id() -> str:
     """What the response says in `x-request-id`."""
     return str(g.request_id) if has_request_context() and "request_id" in g else new_request_id()
+
+
+def current_charge() -> Callable[[int], bool]:
+    """Takes bytes of the room for bodies, for the present request's client and until its end. False: there is
+    no room."""
+    return cast("Callable[[int], bool]", request.scope["state"]["charge"])
 
 
 def current_config() -> Config:

@@ -33,6 +33,8 @@ _AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
 DEFAULT_RETRY_AFTER_S = 1.0
 N_FRAMES = 8
+BRACKETS_MAX = 2**18
+"""Of a body, those in texts included: each may be an object of Python, a million of which take a second."""
 
 
 class UnsupportedMedia(InvalidRequest):
@@ -60,13 +62,15 @@ async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = F
 
 
 async def body_bytes(*, optional: bool = False, any_type: bool = False) -> bytes:
-    """The request's body, unparsed. Raises UnsupportedMedia."""
+    """The request's body, unparsed. Raises UnsupportedMedia, and InvalidRequest for one of too many parts."""
     data = await request.get_data(cache=False)
     if optional and not data:
         return b"{}"
     if not any_type and request.mimetype != "application/json":
         raise UnsupportedMedia("Send the body as Content-Type: application/json.", field="Content-Type")
     assert isinstance(data, bytes)
+    if data.count(b"[") + data.count(b"{") > BRACKETS_MAX:
+        raise InvalidRequest(f"The body has more than {BRACKETS_MAX} lists and objects.")
     return data
 
 

@@ -75,6 +75,7 @@ class Exchange:
         """Whether the connection can carry another request. Raises Refused, ClientGone and what the
         application raises."""
         scope = asgi_scope(self._request, self._wire)
+        scope["state"]["charge"] = self._charge_more
         for name, value in self._request.headers:
             if name == b"content-length":
                 self._n_announced = int(value)
@@ -170,6 +171,13 @@ class Exchange:
                 503, "bodies_too_large", "The bodies of the requests that run now fill their memory."
             )
         self._n_charged = n_bytes
+
+    def _charge_more(self, n_bytes: int) -> bool:
+        """For what the application keeps of this request besides its body. False: there is no room."""
+        if not self._bodies.take(self._client, n_bytes):
+            return False
+        self._n_charged += n_bytes
+        return True
 
     async def _watch(self) -> Event:
         """Until the client leaves. What it sends of a next request waits in the connection's buffer."""

@@ -36,7 +36,7 @@ class HttpLimits:
     body_s: float = 30.0
     """For all of a request's body, besides what `body_bytes_per_s` grants for its size."""
     body_bytes_per_s: float = 16 * 2**10
-    body_bytes: int = 8 * 2**20
+    body_bytes: int = 32 * 2**20
     """Of one body (`api.max_body_bytes`)."""
     bodies_bytes: int = 256 * 2**20
     """Of the bodies of all running requests."""

@@ -27,9 +27,11 @@ from swarmllm.api.openai.responses_request import ResponsesRequest
 from swarmllm.api.openai.schema import (
     AddModel,
     AliasModel,
+    AttachProjector,
     ChatRequest,
     Json,
     LoadModel,
+    MakeInvitation,
     PinModel,
     PlanPublished,
     SearchModels,
@@ -128,6 +130,8 @@ OPERATIONS = (
     Operation("post", "/api/admin/downloads", "Fetch a model from the web, or go on with it", StartDownload),
     Operation("get", "/api/admin/downloads/{id}", "How far a download is"),
     Operation("delete", "/api/admin/downloads/{id}", "Stop a download; what has arrived is kept"),
+    Operation("post", "/api/admin/downloads/{id}/retry", "Try one again that failed or was cancelled"),
+    Operation("post", "/api/admin/downloads/{id}/clear", "Forget one that has ended"),
     Operation("get", "/api/admin/shares", "Models that are shared out over the swarm"),
     Operation("post", "/api/admin/shares", "Ask the others to hold parts of a model", ShareModel),
     Operation(
@@ -137,6 +141,14 @@ OPERATIONS = (
     Operation("get", "/api/admin/shares/{name}/plan", "Who would take which layers"),
     Operation("delete", "/api/admin/shares/{name}", "Ask for it no more; the others drop their parts"),
     Operation("get", "/api/admin/config", "Its settings"),
+    Operation("get", "/api/admin/join", "How another machine joins the swarm"),
+    Operation(
+        "post",
+        "/api/admin/invitations",
+        "Make an invitation, which holds a private swarm's key",
+        MakeInvitation,
+        is_body_optional=True,
+    ),
     Operation("get", "/api/admin/models", "Its models, and those of the swarm"),
     Operation("post", "/api/admin/models", "Make a GGUF file known", AddModel, (LINES,)),
     Operation(
@@ -156,6 +168,13 @@ OPERATIONS = (
     ),
     Operation("post", "/api/admin/models/{name}/unload", "Drop layers", UnloadModel, is_body_optional=True),
     Operation("post", "/api/admin/models/{name}/verify", "Check every byte that is here", answers=(LINES,)),
+    Operation(
+        "post",
+        "/api/admin/models/{name}/projector",
+        "Let it take pictures",
+        AttachProjector,
+        (LINES,),
+    ),
     Operation(
         "post", "/api/admin/models/{name}/pin", "Keep what was fetched", PinModel, is_body_optional=True
     ),

@@ -26,7 +26,8 @@ from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import models
 from swarmllm.api.ollama.models import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
-from swarmllm.api.openai.chat_request import chat_call, json_schema, no_eyes
+from swarmllm.api.openai.chat_request import chat_call, json_schema
+from swarmllm.api.openai.pictures import RequestPictures, seen_by
 from swarmllm.api.openai.schema import (
     SAMPLING_NAMES,
     AssistantMessage,
@@ -176,11 +177,15 @@ class OllamaCall(Body, frozen=True):
     type: str | None = None
 
 
+Images = Annotated[list[Annotated[str, Meta(max_length=64 * 2**20)]], Meta(max_length=4096)]
+"""In base64. They come before the text of their message."""
+
+
 class OllamaMessage(Body, frozen=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
     thinking: Text | None = None
-    images: list[object] | None = None
+    images: Images | None = None
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=128)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
@@ -223,7 +228,7 @@ class OllamaGenerate(OllamaRequest, frozen=True, kw_only=True):
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[object] | None = None
+    images: Images | None = None
 
 
 @ollama.post("/chat")
@@ -234,10 +239,12 @@ async def chat() -> Response:
     keep_alive_s = parse_keep_alive(body.keep_alive)
     if not body.messages:
         return await _nothing_asked(ChatWords(body.model), name, keep_alive_s)
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    pictures = RequestPictures()
+    messages = [_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)]
     settings = _settings(name, body)
     limit = _max_tokens(body.options)
-    call = chat_call(msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit))
+    request = msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit)
+    call = chat_call(request, pictures)
     ask, (parser,) = await prepare(call, effort_field="think")
     ask = replace(ask, keep_alive_s=keep_alive_s)
     return await answer(ask, OllamaReply(ChatWords(body.model), parser), stream=body.stream is not False)
@@ -248,8 +255,6 @@ async def generate() -> Response:
     body = await read_request(OllamaGenerate, any_type=True)
     name = await catalogue_name(body.model)
     _refuse_unsupported(body)
-    if body.images:
-        raise no_eyes("images")
     for field in EMPTY_IN_GENERATE:
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported here.", field=field)
@@ -258,15 +263,18 @@ async def generate() -> Response:
         return await _nothing_asked(GenerateWords(body.model), name, keep_alive_s)
     preset = await preset_of(name)
     settings = sampling_with(preset, _settings(name, body))
+    asked = RequestPictures()
+    text = _with_pictures(body.prompt, body.images, "images", asked)
+    pictures = await seen_by(name, asked, "prompt")
     opened = ""
     if body.raw:
-        prompt = Prompt(text=body.prompt, field="prompt")
+        prompt = Prompt(text=text, pictures=pictures, field="prompt")
     else:
         opened = opened_thought(await current_node().texts.prompt_ending(name, None, preset.template))
         system = body.system if body.system is not None else preset.system
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": body.prompt})
-        prompt = Prompt(messages=messages, template=preset.template, field="prompt")
+        messages.append({"role": "user", "content": text})
+        prompt = Prompt(messages=messages, template=preset.template, pictures=pictures, field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     max_tokens = _max_tokens(body.options) or preset.max_tokens
     ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
@@ -376,10 +384,15 @@ async def _nothing_asked(words: ChatWords | GenerateWords, name: str, keep_alive
     return _json(words.say("") | {"done": True, "done_reason": reason})
 
 
-def _message(message: OllamaMessage, path: str) -> Message:
-    if message.images:
-        raise no_eyes(f"{path}.images")
-    content = message.content or ""
+def _with_pictures(text: str, images: list[str] | None, field: str, pictures: RequestPictures) -> str:
+    """The text behind the markers of its pictures."""
+    return "".join(pictures.add_base64(image, f"{field}[{i}]") for i, image in enumerate(images or ())) + text
+
+
+def _message(message: OllamaMessage, path: str, pictures: RequestPictures) -> Message:
+    if message.images and message.role not in ("user", "tool"):
+        raise InvalidRequest("only users and tools show pictures.", field=f"{path}.images")
+    content = _with_pictures(message.content or "", message.images, f"{path}.images", pictures)
     match message.role:
         case "system":
             return SystemMessage(content=content)

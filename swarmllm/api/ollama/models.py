@@ -23,7 +23,7 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.ollama.reply import timestamp
 from swarmllm.api.openai.schema import Json, ModelName
-from swarmllm.downloads import Download, DownloadView
+from swarmllm.downloads import Download, DownloadRequest, DownloadView
 from swarmllm.downloads.source import MAX_SOURCE_LENGTH
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.entry import n_parameters, parameter_size, quantisation
@@ -130,7 +130,10 @@ async def show() -> Response:
             "parameters": "\n".join(f"{key} {value}" for key, value in _parameters(preset)),
             **({"system": preset.system} if preset.system else {}),
             **({"template": preset.template} if preset.template else {}),
-            "capabilities": ["completion", "tools", "embedding"],
+            "capabilities": [
+                *("completion", "tools", "embedding"),
+                *(["vision"] if view.takes_pictures else []),
+            ],
             "modified_at": modified(view),
         }
     )
@@ -189,7 +192,7 @@ async def pull() -> Response:
         await current_node().models.get(await catalogue_name(asked))
         statuses = _statuses(None)
     else:
-        statuses = _statuses(current_node().downloads.start(source))
+        statuses = _statuses(current_node().downloads.start(DownloadRequest(source)))
     if body.stream is False:
         last: Json = {}
         async for status in statuses:

@@ -71,6 +71,11 @@ def _model(view: ModelView) -> dict[str, object]:
         "created": CREATED,
         "owned_by": "swarmllm",
         "ready": view.complete,
+        # As OpenRouter says it.
+        "architecture": {
+            "input_modalities": ["text", "image"] if view.takes_pictures else ["text"],
+            "output_modalities": ["text"],
+        },
     }
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
+from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.forced_call import SCHEMA_MAX
+from swarmllm.api.openai.pictures import RequestPictures
 from swarmllm.api.openai.schema import sampling_of
-from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
+from swarmllm.errors import InvalidRequest
 from swarmllm.models.presets import SamplingDefaults
+from swarmllm.pictures import Marker, joined
 from swarmllm_proto.ipc import Effort, Sampling
 
 Json = dict[str, object]
@@ -31,13 +34,15 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Documented by OpenAI, not offered here: the values (besides null) that ask for nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChatCall:
     """One validated chat completion."""
 
     model: str
     messages: list[Json]
     """As chat templates expect them: string contents, arguments of tool calls as objects."""
+    pictures: RequestPictures = dataclasses.field(compare=False)
+    """Those whose markers stand in the contents."""
     tools: list[Json] | None
     """None also where `tool_choice` is none."""
     sampling: Sampling
@@ -59,9 +64,10 @@ class ChatCall:
     """A chat template in place of the model's, where the model's name has one (`output.presets`)."""
 
 
-def chat_call(body: schema.ChatRequest) -> ChatCall:
-    """Raises InvalidRequest."""
+def chat_call(body: schema.ChatRequest, pictures: RequestPictures | None = None) -> ChatCall:
+    """`pictures`: those whose markers a dialect has put into the messages. Raises InvalidRequest."""
     _refuse_unsupported(body)
+    pictures = pictures or RequestPictures()
     choice = body.tool_choice
     max_calls = 1 if body.parallel_tool_calls is False or isinstance(choice, schema.NamedTool) else None
     tools = _offered(body, choice)
@@ -73,7 +79,8 @@ def chat_call(body: schema.ChatRequest) -> ChatCall:
             raise InvalidRequest("grammar and a forced call exclude each other; send one.", field="grammar")
     return ChatCall(
         model=body.model,
-        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        messages=[_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)],
+        pictures=pictures,
         tools=tools,
         sampling=sampling_of(
             body,
@@ -213,17 +220,18 @@ def json_schema(wanted: schema.ResponseFormat | None) -> str:
     return text
 
 
-def _message(message: schema.Message, path: str) -> Json:
+def _message(message: schema.Message, path: str, pictures: RequestPictures) -> Json:
     if isinstance(message, schema.DeveloperMessage):
         # OpenAI's newer name for system; chat templates know only the old one.
         return {"role": "system", "content": _text(message.content, path)}
     if isinstance(message, schema.ToolMessage):
-        content = _text(message.content, path)
+        content = _text(message.content, path, pictures)
         return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
     if isinstance(message, schema.AssistantMessage):
         return _assistant(message, path)
-    role = "user" if isinstance(message, schema.UserMessage) else "system"
-    return {"role": role, "content": _text(message.content, path)}
+    if isinstance(message, schema.UserMessage):
+        return {"role": "user", "content": _text(message.content, path, pictures)}
+    return {"role": "system", "content": _text(message.content, path)}
 
 
 def _assistant(message: schema.AssistantMessage, path: str) -> Json:
@@ -267,26 +275,26 @@ def _tool(tool: schema.Tool) -> Json:
     return {"type": "function", "function": function}
 
 
-def _text(content: str | Sequence[schema.Part | schema.RefusalPart], path: str) -> str:
+def _text(
+    content: str | Sequence[schema.Part | schema.RefusalPart],
+    path: str,
+    pictures: RequestPictures | None = None,
+) -> str:
+    """`pictures`: where there may be some."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    texts: list[str | Marker] = []
     for i, part in enumerate(content):
-        field = f"{path}.content[{i}].type"
+        field = f"{path}.content[{i}]"
         if isinstance(part, schema.TextPart):
             texts.append(part.text)
         elif isinstance(part, schema.RefusalPart):
             texts.append(part.refusal)
-        elif isinstance(part, schema.ImagePart):
-            raise no_eyes(field)
+        elif isinstance(part, schema.ImagePart) and pictures is not None:
+            texts.append(pictures.add_url(part.image_url.url, f"{field}.image_url.url"))
+            if part.image_url.detail not in (None, "auto"):
+                note_ignored("messages[].content[].image_url.detail")
         else:
-            raise InvalidRequest(f"{field}: only text parts are supported here.", field=field)
-    return "\n".join(texts)
-
-
-def no_eyes(field: str) -> VisionEncoderUnavailable:
-    """What a picture in a prompt is answered with."""
-    return VisionEncoderUnavailable(
-        "no vision encoder is loaded here; send text only.",
-        field=field,
-    )
+            kinds = "text parts" if pictures is None else "text and pictures"
+            raise InvalidRequest(f"{field}.type: only {kinds} are supported here.", field=f"{field}.type")
+    return joined(texts)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -23,6 +23,7 @@ from swarmllm.api.http.errors import error_response
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
+from swarmllm.api.openai.pictures import RequestPictures
 from swarmllm.api.openai.responses_request import (
     InputItem,
     ResponsesRequest,
@@ -38,11 +39,12 @@ from swarmllm.api.output.response import EVENT_STREAM, WAITING, answer
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
 from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.pictures import Picture
 from swarmllm.pipeline.origin.generation import Generation
 
 RESPONSES_MAX = 1024
 BYTES_MAX = 64 * 2**20
-"""Of all conversations together, as JSON."""
+"""Of all conversations together: as JSON, and their pictures."""
 RESPONSES = "swarmllm.responses"
 CALLED_HERE = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 """Fields of the chat call that a request becomes, by what they are called in the request."""
@@ -64,6 +66,8 @@ class Stored:
     n_bytes: int
     items: list[Json]
     """What the request said, as OpenAI's items."""
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    """Of the whole conversation, by their markers in its messages."""
 
 
 class ResponseStore:
@@ -77,12 +81,20 @@ class ResponseStore:
         return len(self._stored)
 
     def keep(
-        self, response: Json, messages: list[Message], owner: str, items: list[Json] | None = None
+        self,
+        response: Json,
+        messages: list[Message],
+        owner: str,
+        items: list[Json] | None = None,
+        pictures: Mapping[str, Picture] | None = None,
     ) -> None:
+        pictures = pictures or {}
         n_bytes = len(msgspec.json.encode([response, messages, items]))
+        n_bytes += sum(len(picture.data) for picture in pictures.values())
         if n_bytes > self._bytes_max:
             return
-        self._stored[str(response["id"])] = Stored(response, messages, owner, n_bytes, items or [])
+        kept = Stored(response, messages, owner, n_bytes, items or [], pictures)
+        self._stored[str(response["id"])] = kept
         self.n_bytes += n_bytes
         while self.n_bytes > self._bytes_max or len(self._stored) > self._responses_max:
             _, oldest = self._stored.popitem(last=False)
@@ -108,16 +120,15 @@ class ResponseStore:
 async def respond() -> Response:
     body = await read_request(ResponsesRequest)
     store, owner = _store(), current_caller().key_id
-    earlier: list[schema.Message] = []
-    if body.previous_response_id is not None:
-        earlier = store.find(body.previous_response_id, owner, field="previous_response_id").messages
-    call, added = responses_call(body, earlier)
+    earlier, pictures = _earlier(body)
+    call, added = responses_call(body, earlier, pictures)
     ask, (parser,) = await prepare(call, field="input", effort_field="reasoning.effort")
 
     def keep(response: Json) -> None:
         if body.store is not False:
             conversation = [*earlier, *added, *_answered(response)]
-            store.keep(response, conversation, owner, _input_items(str(response["id"]), body.input))
+            items = _input_items(str(response["id"]), body.input)
+            store.keep(response, conversation, owner, items, ask.prompt.pictures.by_marker)
 
     return await answer(ask, ResponsesReply(body, parser, keep), stream=bool(body.stream))
 
@@ -126,17 +137,19 @@ async def respond() -> Response:
 async def input_tokens() -> Response:
     """How many tokens of context the same body would take; nothing runs, and nothing is kept."""
     body = await read_request(ResponsesRequest)
-    earlier: list[schema.Message] = []
-    if body.previous_response_id is not None:
-        earlier = (
-            _store()
-            .find(body.previous_response_id, current_caller().key_id, field="previous_response_id")
-            .messages
-        )
-    call, _ = responses_call(body, earlier)
+    call, _ = responses_call(body, *_earlier(body))
     ask, _ = await prepare(call, field="input", effort_field="reasoning.effort")
     n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
     return _json({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+def _earlier(body: ResponsesRequest) -> tuple[list[schema.Message], RequestPictures]:
+    """The conversation that the request goes on with, and its pictures. Raises ResponseNotFound."""
+    if body.previous_response_id is None:
+        return [], RequestPictures()
+    caller = current_caller().key_id
+    stored = _store().find(body.previous_response_id, caller, field="previous_response_id")
+    return stored.messages, RequestPictures(stored.pictures)
 
 
 @responses.get("/responses/<response_id>")
@@ -167,7 +180,7 @@ async def refused(error: InvalidRequest) -> Response:
 
 def _answered(response: Json) -> list[schema.Message]:
     """The answer as the next turn tells it."""
-    return messages_of(msgspec.convert(response["output"], list[InputItem]))
+    return messages_of(msgspec.convert(response["output"], list[InputItem]), RequestPictures())
 
 
 def _input_items(response_id: str, asked: str | list[InputItem]) -> list[Json]:

@@ -14,9 +14,11 @@ from msgspec import Meta
 
 from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai import schema
-from swarmllm.api.openai.chat_request import ChatCall, chat_call, no_eyes, refuse_unless_neutral
+from swarmllm.api.openai.chat_request import ChatCall, chat_call, refuse_unless_neutral
+from swarmllm.api.openai.pictures import RequestPictures
 from swarmllm.api.openai.schema import (
     Body,
+    Detail,
     Json,
     MaxTokens,
     ModelName,
@@ -28,6 +30,7 @@ from swarmllm.api.openai.schema import (
     Text,
 )
 from swarmllm.errors import InvalidRequest
+from swarmllm.pictures import Marker, joined
 from swarmllm_proto.ipc import Effort
 
 T = TypeVar("T")
@@ -49,11 +52,14 @@ are asked for by clients that never look at them; there are none."""
 
 
 class TextItem(msgspec.Struct, frozen=True):
-    """A part of a message: `input_text`, `output_text` and others, echoed with more than is needed."""
+    """A part of a message: `input_text`, `output_text`, `input_image` and others, echoed with more than is
+    needed."""
 
     type: Name
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Annotated[str, Meta(max_length=64 * 2**20)] | None = None
+    detail: Detail | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True):
@@ -155,6 +161,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     # not OpenAI's
     session_id: SessionName | None = None
     seed: Seed | None = None
+    exact: bool | None = None
     # accepted and without effect on the answer
     metadata: Json | None = None
     user: str | None = None
@@ -179,14 +186,14 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
 
 
 def responses_call(
-    body: ResponsesRequest, earlier: list[schema.Message]
+    body: ResponsesRequest, earlier: list[schema.Message], pictures: RequestPictures
 ) -> tuple[ChatCall, list[schema.Message]]:
-    """The call, and the messages that the input adds to `earlier` ones. Raises InvalidRequest,
-    VisionEncoderUnavailable."""
+    """The call, and the messages that the input adds to `earlier` ones, with markers of `pictures`. Raises
+    InvalidRequest."""
     refuse_unless_neutral(body, NEUTRAL)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
-    added = messages_of(body.input)
+    added = messages_of(body.input, pictures)
     if not added:
         raise InvalidRequest("says nothing.", field="input")
     instructions = [schema.SystemMessage(content=body.instructions)] if body.instructions else []
@@ -204,6 +211,7 @@ def responses_call(
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
+        exact=body.exact,
         tools=_tools(body.tools or []) or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
@@ -212,7 +220,7 @@ def responses_call(
         session_id=body.session_id,
         prompt_cache_key=body.prompt_cache_key,
     )
-    return chat_call(request), added
+    return chat_call(request, pictures), added
 
 
 def _tools(entries: list[ToolEntry]) -> list[schema.Tool]:
@@ -236,7 +244,7 @@ def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> schema.To
     return choice  # type: ignore[return-value]
 
 
-def messages_of(value: str | list[InputItem]) -> list[schema.Message]:
+def messages_of(value: str | list[InputItem], pictures: RequestPictures) -> list[schema.Message]:
     """Items as messages; neighbouring calls are one message of the assistant, as they were when it spoke."""
     if isinstance(value, str):
         return [schema.UserMessage(content=value)]
@@ -245,7 +253,7 @@ def messages_of(value: str | list[InputItem]) -> list[schema.Message]:
         path = f"input[{i}]"
         match item.type:
             case "message":
-                messages.append(_message(item, path))
+                messages.append(_message(item, path, pictures))
             case "function_call":
                 name, arguments = _due(item.name, f"{path}.name"), _due(item.arguments, f"{path}.arguments")
                 call = schema.ToolCall(
@@ -258,7 +266,7 @@ def messages_of(value: str | list[InputItem]) -> list[schema.Message]:
                 else:
                     messages.append(schema.AssistantMessage(tool_calls=[call]))
             case "function_call_output":
-                text = _text(item.output, f"{path}.output")
+                text = _text(item.output, f"{path}.output", pictures)
                 call_id = _due(item.call_id, f"{path}.call_id")
                 messages.append(schema.ToolMessage(content=text, tool_call_id=call_id))
             case "reasoning":
@@ -269,8 +277,8 @@ def messages_of(value: str | list[InputItem]) -> list[schema.Message]:
     return messages
 
 
-def _message(item: InputItem, path: str) -> schema.Message:
-    text = _text(item.content, f"{path}.content")
+def _message(item: InputItem, path: str, pictures: RequestPictures) -> schema.Message:
+    text = _text(item.content, f"{path}.content", pictures if item.role == "user" else None)
     match _due(item.role, f"{path}.role"):
         case "user":
             return schema.UserMessage(content=text)
@@ -280,23 +288,26 @@ def _message(item: InputItem, path: str) -> schema.Message:
             return schema.SystemMessage(content=text)
 
 
-def _text(content: str | list[TextItem] | None, path: str) -> str:
+def _text(content: str | list[TextItem] | None, path: str, pictures: RequestPictures | None) -> str:
+    """`pictures`: where there may be some."""
     if isinstance(content, str):
         return content
     if content is None:
         raise InvalidRequest(f"Missing field `{path}`.", field=path)
-    texts: list[str] = []
+    texts: list[str | Marker] = []
     for i, part in enumerate(content):
         field = f"{path}[{i}]"
         if part.type in ("input_text", "output_text", "text"):
             texts.append(_due(part.text, f"{field}.text"))
         elif part.type == "refusal":
             texts.append(_due(part.refusal, f"{field}.refusal"))
-        elif part.type == "input_image":
-            raise no_eyes(f"{field}.type")
+        elif part.type == "input_image" and pictures is not None:
+            texts.append(pictures.add_url(_due(part.image_url, f"{field}.image_url"), f"{field}.image_url"))
+            if part.detail not in (None, "auto"):
+                note_ignored("input[].content[].detail")
         else:
             raise InvalidRequest(f"{part.type[:80]} is not supported here.", field=f"{field}.type")
-    return "\n".join(texts)
+    return joined(texts)
 
 
 def _due(value: T | None, field: str) -> T:

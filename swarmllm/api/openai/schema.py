@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.workerpool.settings import ContextCells, GpuLayers, Threads
+from swarmllm_proto.identifiers import NOT_PUBLISHED, PublishedName
 from swarmllm_proto.ipc import Effort, FlashAttention, KvType, Sampling
 
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
@@ -39,13 +40,17 @@ class TextPart(Body, frozen=True, tag_field="type", tag="text"):
     text: Text
 
 
+Detail = Literal["auto", "low", "high", "original"]
+"""How closely to look, which is the model's own matter here."""
+
+
 class ImageUrl(Body, frozen=True):
     url: Annotated[str, Meta(max_length=64 * 2**20)]
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
 
 class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
-    """Understood, and refused as long as nothing here can look at a picture."""
+    ignored = frozenset({"cache_control"})
 
     image_url: ImageUrl
 
@@ -349,6 +354,13 @@ class AddModel(Body, frozen=True):
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    mmproj: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+
+
+class AttachProjector(Body, frozen=True):
+    """POST /api/admin/models/{model}/projector."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class PinModel(Body, frozen=True):
@@ -361,6 +373,8 @@ class ShareModel(Body, frozen=True):
     """POST /api/admin/shares."""
 
     model: Annotated[str, Meta(min_length=1, max_length=200)]
+    source: PublishedName = NOT_PUBLISHED
+    """Where its file is published, for the others."""
 
 
 class PlanPublished(Body, frozen=True):
@@ -377,6 +391,12 @@ class SearchModels(Body, frozen=True):
     term: Annotated[str, Meta(min_length=1, max_length=200)]
     hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class MakeInvitation(Body, frozen=True):
+    """POST /api/admin/invitations."""
+
+    expires_days: Annotated[float, Meta(gt=0, le=3650)] = 7.0
 
 
 class AliasModel(Body, frozen=True):
@@ -415,6 +435,8 @@ class StartDownload(Body, frozen=True):
     hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
     """Used for this download instead of the node's own; never written down."""
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+    share: bool = False
+    """Whether to share the model out when it is here."""
 
 
 SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))

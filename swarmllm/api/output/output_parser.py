@@ -14,6 +14,7 @@ from swarmllm.api.http.context import current_config, current_node, session_of
 from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai.chat_request import ChatCall
 from swarmllm.api.openai.forced_call import forced
+from swarmllm.api.openai.pictures import seen_by
 from swarmllm.api.output.presets import call_with_preset
 from swarmllm.api.output.response import Ask
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
@@ -169,8 +170,9 @@ async def prepare(
     call: ChatCall, *, field: str = "messages", effort_field: str = "reasoning_effort"
 ) -> tuple[Ask, list[OutputParser]]:
     """What to ask the node, and who listens to each of its answers. Raises what finding the model raises, and
-    InvalidRequest for tools whose call cannot be forced. `field`: what the API calls the conversation,
-    `effort_field` how much to think."""
+    InvalidRequest for tools whose call cannot be forced and for pictures that the model cannot see. `field`:
+    what the API calls the conversation, `effort_field` how much to think."""
+    pictures = await seen_by(call.model, call.pictures, field)
     call = await effort_told(await call_with_preset(call), effort_field)
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
@@ -187,6 +189,7 @@ async def prepare(
         tools=call.tools,
         effort=call.effort,
         template=call.template,
+        pictures=pictures,
         session=session,
         field=field,
     )

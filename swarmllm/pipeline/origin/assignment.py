@@ -65,10 +65,13 @@ async def _ask(
 ) -> PipelineAck:
     if assignment.stages[-1].node_id != node_id:
         # Only who samples needs to know how, and what came before: stop strings may be quotes from the
-        # prompt.
+        # prompt. Of an exact request a stage needs to know how many rows there will be, and which of them run
+        # one by one.
+        sampling = assignment.sampling
         assignment = msgspec.structs.replace(
             assignment,
-            sampling=Sampling(),
+            sampling=Sampling(max_tokens=sampling.max_tokens, exact=True) if sampling.exact else Sampling(),
+            n_generated=len(assignment.generated) if sampling.exact else UNSET,
             n_prompt_tokens=assignment.n_prompt_tokens + len(assignment.generated),
             generated=(),
             scored=UNSET,

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 import trio
+from blake3 import blake3
 from msgspec import UNSET
 
 from swarmllm.errors import (
@@ -49,6 +50,7 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
 
 log = logging.getLogger(__name__)
@@ -100,12 +102,12 @@ class Attempts:
         fails."""
         context = request.context
         assert context is not None, "an attempt has a route"
-        if is_local(context):
+        if is_local(context) and request.pictures is None:
             brought: AbstractAsyncContextManager[Fetched | None] = nullcontext()
             if self._prefixes is not None:
                 brought = self._prefixes.brought(request.entry, request.rows, is_exact=request.is_exact)
             return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id), brought)
-        may_send_tokens = not self._settings.local_embedding_privacy
+        may_send_tokens = not self._settings.local_embedding_privacy and request.pictures is None
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
         return self.open_chain(request, assignment, kind, pace)
 
@@ -121,17 +123,22 @@ class Attempts:
         context = request.context
         assert context is not None, "an attempt has a route"
         names = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
+        chunk_tokens = self._settings.prefill_chunk_tokens
+        if request.sampling.exact:
+            # No piece of the prompt lies in two chunks.
+            chunk_tokens = max(EXACT_ROWS, chunk_tokens - chunk_tokens % EXACT_ROWS)
         chain = kind(
             context,
             request.rows,
-            chunk_tokens=self._settings.prefill_chunk_tokens,
+            chunk_tokens=chunk_tokens,
             silence_timeout_s=self._settings.silence_timeout_s,
             look_after_s=self._settings.ack_timeout_s / 2,
             watch=self,
             nicknames=names,
             names=self._names(request, assignment),
             pace=pace,
-            checked_stage=self._checker.draws(context, is_whole=kind is RemoteChain),
+            checked_stage=self._drawn_stage(request, kind),
+            pictures=request.pictures,
         )
         session = self._sessions.open(context, chain)
         request.chain = chain
@@ -169,12 +176,22 @@ class Attempts:
             if checked_stage is not None:
                 self._check(chain, checked_stage)
 
-    def _names(self, request: OriginRequest, assignment: PipelineAssignment) -> PrefixNames | None:
-        """What a stage takes over may have come of rows that were rounded at other places than this
-        pipeline's: nothing is named then."""
-        if assignment.resumes and request.was_rounded:
+    def _drawn_stage(self, request: OriginRequest, kind: type[Chain]) -> int | None:
+        """To be checked. Who checks computes from tokens, and a picture's rows are none."""
+        if request.context is None or request.pictures is not None:
             return None
-        return prefix_names(self._secret, assignment)
+        return self._checker.draws(request.context, is_whole=kind is RemoteChain)
+
+    def _names(self, request: OriginRequest, assignment: PipelineAssignment) -> PrefixNames | None:
+        """Nothing is named of exact requests, nor where what a stage takes over may have come of rows that
+        were rounded at other places than this pipeline's."""
+        if request.sampling.exact or (assignment.resumes and request.was_rounded):
+            return None
+        secret = self._secret
+        if secret is not None and request.pictures is not None:
+            # Of the same prompt with the same pictures at the same places, and of no other.
+            secret = blake3(request.pictures.digest, key=secret).digest()
+        return prefix_names(secret, assignment)
 
     def _check(self, chain: Chain, stage: int) -> None:
         """Without anybody waiting for it; then its stages are let go of."""

@@ -38,6 +38,7 @@ from swarmllm.pipeline.origin.output import (
     require_stop_string,
     require_token,
 )
+from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
 from swarmllm.pipeline.repair.rebuild import Feeding
@@ -93,12 +94,14 @@ class Chain:
         names: PrefixNames | None = None,
         pace: Pace | None = None,
         checked_stage: int | None = None,
+        pictures: PictureRows | None = None,
     ) -> None:
         """`checked_stage`: the stages are to hold what they have when it is complete."""
         stages = context.view.stages
         self._state = LIFECYCLE.first
         self.context = context
         self.prompt = prompt
+        self.pictures = pictures
         self.n_cached_tokens = 0
         """Rows of the prompt that every stage had already."""
         self._prefix_names = names
@@ -192,9 +195,9 @@ class Chain:
         self._pass(ChainEvent.START)
         n_known = min(n_known_blocks * BLOCK_TOKENS, (len(self.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
         self.n_cached_tokens = min(n_known, self.context.n_prompt_tokens)
-        self.window = PromptWindow(
-            len(self.prompt), self._chunk_tokens, len(self.context.view.stages) + 1, n_known
-        )
+        ends = () if self.pictures is None else self.pictures.ends
+        size = len(self.context.view.stages) + 1
+        self.window = PromptWindow(len(self.prompt), self._chunk_tokens, size, n_known, ends)
         self._begin(session)
         self._feed()
 

@@ -19,6 +19,7 @@ import numpy as np
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.layers import LayerRange
+from swarmllm.pictures import NO_PICTURES, PromptPictures
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Effort, FinishReason, GuessCount, Scores, TokenLogprob
@@ -42,6 +43,8 @@ class Prompt:
     """How much the model should think first."""
     template: str = ""
     """A chat template (Jinja) in place of the model's."""
+    pictures: PromptPictures = NO_PICTURES
+    """What the markers in the text, or in the messages' contents, stand for."""
     session: str = ""
     """The conversation of which this is a turn, where the client says so."""
     top_logprobs: int | None = None

@@ -14,6 +14,8 @@ repeated when it arrives.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -58,8 +60,11 @@ class PromptWindow:
     """`size` chunks of `chunk_tokens` may be under way at once: one more than there are stages, so that
     every stage has one to work on and one is waiting."""
 
-    def __init__(self, n_tokens: int, chunk_tokens: int, size: int, n_known: int = 0) -> None:
-        """`n_known`: rows at the beginning that every stage has already."""
+    def __init__(
+        self, n_tokens: int, chunk_tokens: int, size: int, n_known: int = 0, ends: Sequence[int] = ()
+    ) -> None:
+        """`n_known`: rows at the beginning that every stage has already. `ends`: positions, ascending, beyond
+        which no chunk that begins before them goes."""
         if min(n_tokens, chunk_tokens, size) < 1:
             raise ValueError("prompt, chunk and window have at least one token")
         if not 0 <= n_known < n_tokens:
@@ -68,6 +73,7 @@ class PromptWindow:
         self.n_sent = n_known
         self.n_passed = n_known
         self._n_known = n_known
+        self._ends = tuple(ends)
         self._chunk_tokens = chunk_tokens
         self._size = size
 
@@ -79,9 +85,20 @@ class PromptWindow:
         if not self.may_send():
             return None
         position = self.n_sent
-        n_tokens = min(self._chunk_tokens, self.n_tokens - position)
-        self.n_sent = position + n_tokens
-        return Chunk(position, n_tokens, self.n_tokens - self.n_sent)
+        self.n_sent = self._end_of_chunk(position)
+        return Chunk(position, self.n_sent - position, self.n_tokens - self.n_sent)
+
+    def _end_of_chunk(self, position: int) -> int:
+        """Of the one that begins there."""
+        after = bisect_right(self._ends, position)
+        limit = self._ends[after] if after < len(self._ends) else self.n_tokens
+        return min(position + self._chunk_tokens, limit, self.n_tokens)
+
+    def _begins_chunk(self, position: int) -> bool:
+        begins = self._n_known
+        while begins < position:
+            begins = self._end_of_chunk(begins)
+        return begins == position
 
     def may_send(self) -> bool:
         """Whether `next_chunk` would give one now."""
@@ -100,7 +117,7 @@ class PromptWindow:
     def rewind(self, position: int) -> None:
         """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is
         under way begins."""
-        if not self.n_passed <= position < self.n_sent or (position - self._n_known) % self._chunk_tokens:
+        if not self.n_passed <= position < self.n_sent or not self._begins_chunk(position):
             raise BrokenPromise(f"no chunk that is under way begins at {position}")
         self.n_sent = position
 

@@ -21,6 +21,7 @@ from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import REQUEST_LIFECYCLE, RequestEvent, RequestState
+from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.request import RequestContext, further_id
 from swarmllm.pipeline.route.assembly import Assembly
@@ -54,6 +55,8 @@ class OriginRequest:
     conversation: str = ""
     is_exact: bool = False
     """Its rows may not be rounded on the way."""
+    pictures: PictureRows | None = None
+    """What of `tokens` are ids of rows."""
     was_rounded: bool = False
     """Rows were, of the tokens that the reader has or is about to have."""
     known_as: str = ""
@@ -87,6 +90,7 @@ class OriginRequest:
             self.sampling,
             self.recovery,
             is_exact=self.is_exact,
+            pictures=self.pictures,
             was_rounded=self.was_rounded,
             known_as=further_id(self.id),
             generated=self.generated,

@@ -116,7 +116,7 @@ def _waits_for(
     last = has_it[-1]
     passed_on = told[others[last]].n_sent
     # What the last one says to have sent has not come here; of two others one says what is not so.
-    is_known = last == len(others) - 1 or (passed_on is not UNSET and passed_on < n_due)
+    is_known = passed_on is not UNSET and passed_on < n_due
     return frozenset(others[last : last + (1 if is_known else 2)])
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
+from swarmllm.models.projector import Projector
+from swarmllm.pictures import Picture
 from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import (
@@ -38,9 +40,10 @@ from swarmllm.scheduling.speeds import (
     layer_times,
 )
 from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc import GenerateDone, Token
+from swarmllm_proto.ipc import Effort, GenerateDone, Token
 from swarmllm_proto.swarm import Stage
 
 FEW_ROWS = 64
@@ -58,6 +61,21 @@ class ObservedCompute:
         self.check_grammar, self.detokenize = compute.check_grammar, compute.detokenize
         self.name_prefix, self.cancel = compute.name_prefix, compute.cancel
         self.hold, self.resume, self.read_journal = compute.hold, compute.resume, compute.read_journal
+
+    async def apply_template(
+        self,
+        model: ModelFile,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
+        template: str = "",
+    ) -> str:
+        return await self._compute.apply_template(model, messages, tools, effort, template)
+
+    async def encode_picture(
+        self, model: ModelFile, projector: Projector, picture: Picture
+    ) -> EncodedPicture:
+        return await self._compute.encode_picture(model, projector, picture)
 
     async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> ForwardResult:
         result = await self._compute.forward(model, **call)

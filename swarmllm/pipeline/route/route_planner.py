@@ -14,7 +14,6 @@ from typing import Final
 
 import trio
 
-from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
@@ -90,8 +89,6 @@ class LocalLoad:
 class RequestSize:
     n_prompt_tokens: int = 128
     n_output_tokens: int = 128
-    in_one_piece: bool = False
-    """One node has to run the whole model."""
 
 
 DEFAULT_SIZE = RequestSize()
@@ -181,8 +178,6 @@ class RoutePlanner:
         held = dict(self._registry.held(entry.model_id))
         # This node knows what it has loaded better than its own last announcement does.
         held[self._node_id] = self._pool.loaded(entry.model_id)
-        if size.in_one_piece:
-            held = _whole(held, entry)
         records = {node_id: self._registry.node(node_id) for node_id in held if node_id != self._node_id}
         return _Known(
             self._node_id,
@@ -216,21 +211,6 @@ class RoutePlanner:
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
             self._observations.coordinate,
         )
-
-
-def _whole(
-    held: Mapping[NodeId, tuple[LayerRange, ...]], entry: CatalogueEntry
-) -> dict[NodeId, tuple[LayerRange, ...]]:
-    """Those that have all layers. Raises NoPipeline."""
-    whole = LayerRange(0, entry.manifest.n_layers)
-    found: dict[NodeId, tuple[LayerRange, ...]] = {
-        node_id: (whole,) for node_id, ranges in held.items() if covers(ranges, whole)
-    }
-    if not found:
-        raise NoPipeline(
-            f"exact requests need a node that has all {whole.end} layers of {entry.name} loaded, and none has"
-        )
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 from swarmllm.models.layers import LayerRange
+from swarmllm.models.projector import Projector
+from swarmllm.pictures import Picture
+from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.forward_result import Want
 from swarmllm.workerpool.ring import RingHint
 from swarmllm.workerpool.settings import ModelFile
@@ -22,6 +25,7 @@ from swarmllm_proto.ipc import (
     KeptRows,
     Sampling,
     Scores,
+    TextPlace,
     Token,
     TokenLogprob,
 )
@@ -80,6 +84,7 @@ class ForwardCall(TypedDict):
     scored: NotRequired[tuple[int, ...]]
     ring: NotRequired[RingHint]
     rounded: NotRequired[bool]
+    exact_rows: NotRequired[int]
 
 
 class GenerateCall(TypedDict):
@@ -109,7 +114,21 @@ class Compute(Protocol):
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
         template: str = "",
+        place: TextPlace = "whole",
     ) -> Tensor: ...
+
+    async def apply_template(
+        self,
+        model: ModelFile,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        effort: Effort | None = None,
+        template: str = "",
+    ) -> str: ...
+
+    async def encode_picture(
+        self, model: ModelFile, projector: Projector, picture: Picture
+    ) -> EncodedPicture: ...
 
     async def detokenize(self, model: ModelFile, tokens: Tensor) -> str: ...
 

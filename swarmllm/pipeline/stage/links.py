@@ -146,6 +146,7 @@ class StageLinks(NoStageLinks):
                 n_prompt_tokens=context.n_prompt_tokens,
                 sampling=context.sampling if stage == view.last else None,
                 row_format="f32" if stage == view.last else context.row_format(stage + 1),
+                exact_rows=context.exact_rows,
             )
         except SwarmLLMError as error:
             provoked_by(log, context.view.origin).info(

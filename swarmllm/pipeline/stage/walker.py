@@ -22,6 +22,7 @@ import trio
 from swarmllm.errors import InvalidRequest, NodeUnreachable, SwarmLLMError, WorkerError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import ComputeStep, Job
+from swarmllm.pipeline.origin.pictures import embedded
 from swarmllm.pipeline.origin.prefixes import give_names, last_names
 from swarmllm.pipeline.processor import (
     JobOutcome,
@@ -217,7 +218,14 @@ class Walker:
         job.position, job.n_tokens, job.prefill_left, job.until = chunk
         rows = self._origin_side.prompt[job.position : job.position + job.n_tokens]
         job.since_s = trio.current_time()
-        job.tensor = rows if first_is_here else await self._compute.embed(self._context.model, rows)
+        job.tensor = await embedded(
+            self._compute,
+            self._context.model,
+            rows,
+            job.position,
+            self._origin_side.pictures,
+            as_ids=first_is_here,
+        )
         job.step = ComputeStep.LAYER
 
     async def _process_layers(self, job: Job) -> JobState:
@@ -237,11 +245,12 @@ class Walker:
             tensor=tensor,
             want=want,
             sampling=self._context.sampling if first_sample or want == "scores" else None,
-            n_prompt_tokens=self._context.n_prompt_tokens,
+            n_prompt_tokens=self._context.n_prompt_rows,
             generated=self._context.generated if first_sample else (),
             scored=self._context.scored[job.position : end] if want == "scores" else (),
             ring=self._ring_hint(job, samples),
             rounded=self._context.rounds(stage),
+            exact_rows=self._context.exact_rows,
         )
         if result.onward and result.token is None:
             return self._advance(job, JobState.PROCESS_LAYERS, JobOutcome.PASSED_ON)

@@ -63,6 +63,8 @@ _CHUNKS_PER_TURN = 8
 _BULK_SLICE_BYTES = 65519
 """One Noise message: what a transfer may move before messages get their turn."""
 _RTT_WEIGHT = 0.2
+_RTT_FIRST = 5
+"""Of so many samples the least counts: a node that has just started answers late."""
 _TIME = Struct("<d")
 _NUMBER = Struct("<Q")
 _MARK = -1e12
@@ -107,6 +109,7 @@ class Connection:
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
         self._marks: dict[bytes, trio.Event] = {}
         self.rtt_s: float | None = None
+        self._n_rtts = 0
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
         self.throughput = Throughput()
@@ -430,8 +433,12 @@ class Connection:
         if len(echoed) != _TIME.size:
             return
         rtt_s = trio.current_time() - _TIME.unpack(echoed)[0]
-        if 0 <= rtt_s < SILENCE_S:
-            self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + _RTT_WEIGHT * (rtt_s - self.rtt_s)
+        if not 0 <= rtt_s < SILENCE_S:
+            return
+        self._n_rtts += 1
+        known_s = rtt_s if self.rtt_s is None else self.rtt_s
+        is_first = self._n_rtts <= _RTT_FIRST
+        self.rtt_s = min(known_s, rtt_s) if is_first else known_s + _RTT_WEIGHT * (rtt_s - known_s)
 
     def _acknowledge(self) -> None:
         is_at_work = self._handling or self._decoder.inside_frame

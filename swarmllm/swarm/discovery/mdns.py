@@ -16,7 +16,7 @@ from blake3 import blake3
 from zeroconf import Error as ZeroconfError
 from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
-from swarmllm.errors import InvalidRequest
+from swarmllm.errors import InvalidRequest, reason_of
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.addresses import Address, is_loopback
 from swarmllm_proto.identifiers import NodeId, is_node_id
@@ -95,7 +95,7 @@ def _start(
     try:
         zeroconf = Zeroconf(interfaces=ips)
     except OSError as error:
-        log.info("no mDNS on this network: %s", error)
+        log.info("no mDNS on this network: %s", reason_of(error))
         return None
     try:
         zeroconf.register_service(

@@ -78,7 +78,7 @@ def verify(node_id: NodeId, content: bytes, signature: bytes) -> bool:
 def _public_key(node_id: NodeId) -> Ed25519PublicKey | None:
     try:
         encoded = ID.from_base58(node_id).to_bytes() if len(node_id) <= NODE_ID_MAX else b""
-        if len(encoded) < 2 or encoded[0] != _IDENTITY_MULTIHASH or encoded[1] != len(encoded) - 2:
+        if encoded[:2] != bytes((_IDENTITY_MULTIHASH, len(encoded) - 2)):
             return None
         public_key = deserialize_public_key(encoded[2:])
     except Exception:

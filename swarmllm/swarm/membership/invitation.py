@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -73,6 +74,18 @@ def invitation(network: Network, addresses: tuple[str, ...], expires_at: float |
         expires_at,
         network.key_ends(),
     )
+
+
+def outward(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those that other machines may dial: none of this machine's own loopback."""
+    return tuple(each for each in addresses if not each.startswith(("/ip4/127.", "/ip6/::1/")))
+
+
+def join_command(network: Network, addresses: Iterable[str]) -> str:
+    """What to type on another machine for it to join; empty where that takes an invitation, or where none of
+    this node's `addresses` can be dialled from there."""
+    reachable = outward(addresses)
+    return f"swarmllm daemon --bootstrap {reachable[0]}" if reachable and not network.is_private else ""
 
 
 def to_text(invited: Invitation) -> str:

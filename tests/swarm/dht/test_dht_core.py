@@ -35,6 +35,7 @@ from swarmllm.swarm.discovery.dht.table import (
     ProviderBook,
     RoutingTable,
 )
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 
@@ -99,6 +100,17 @@ def test_providers_expire_unless_they_say_it_again() -> None:
     book.expire(2 * EXPIRY_S)
     assert len(book) == 0
     assert repr(book) == "<ProviderBook 0 keys>"
+
+
+def test_a_node_of_which_everything_was_forgotten_may_provide_again() -> None:
+    peers: Parts[int] = Parts.alone()
+    book = ProviderBook(peers)
+    (one,) = contacts(1)
+    book.add(KEY, one, 0.0)
+    peers.drop(one.node_id)
+    book.expire(EXPIRY_S)
+    assert peers.get(one.node_id) is None
+    assert len(book) == 0
 
 
 def test_neither_one_node_nor_one_key_nor_all_together_fill_the_book() -> None:

@@ -105,3 +105,17 @@ def test_a_circuit_address_is_a_relays_address_and_a_mark() -> None:
         f"/dns4/x/tcp/1/p2p/{NODE}/p2p-circuit",
     ):
         assert CircuitAddress.parse(other) is None
+
+
+@pytest.mark.parametrize("n_more", [0, 1])
+def test_the_largest_message_is_read_and_no_larger_one(n_more: int) -> None:
+    content = encode_stop(Stop("connect", NODE))
+    padding = MESSAGE_MAX_BYTES + n_more - len(content) - 3
+    field_15 = bytes((15 << 3 | 2, padding & 0x7F | 0x80, padding >> 7)) + bytes(padding)
+    content += field_15
+    assert len(content) == MESSAGE_MAX_BYTES + n_more
+    if n_more:
+        with pytest.raises(BadMessage):
+            decode_stop(content)
+    else:
+        assert decode_stop(content).node_id == NODE

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_workers.engine.interposing import find_library
+from swarmllm_workers.kernels.interposing import find_library
 
 _BLOCK: Final = 128
 """As in weights.c."""

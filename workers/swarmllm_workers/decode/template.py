@@ -9,6 +9,7 @@ costs this worker only.
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -23,7 +24,7 @@ from swarmllm_workers.decode.bounded_call import bounded
 from swarmllm_workers.errors import CallError
 
 OUTPUT_MAX: Final = 16 * 2**20
-"""Characters of a rendered conversation: as much as a request of the API may hold, and again for markup."""
+"""Characters of a rendered conversation: several times what the longest contexts hold."""
 RENDER_S: Final = 5.0
 SEQUENCE_MAX: Final = 2**20
 
@@ -34,6 +35,10 @@ CHATML: Final = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 """For models without a template."""
+NEEDLE: Final = "needle"
+"""A content that shows what a template does with it."""
+_PARTS: Final = re.compile(r"""['"]text['"]|\.text\b""")
+"""In templates that know of parts."""
 
 
 class _Refused(Exception):
@@ -96,6 +101,12 @@ class ChatTemplate:
                 self._names = {each.name for each in tree.find_all(jinja2.nodes.Name)}
                 self._thinks = any(end in source for end in THOUGHT_TAGS.values())
                 self._template = environment.from_string(tree)
+            # Some templates (SmolVLM's) take lists of parts alone: of a text they show nothing.
+            self._wants_parts = (
+                _PARTS.search(source) is not None
+                and not self._shows(NEEDLE, otherwise=True)
+                and self._shows(_as_parts(NEEDLE), otherwise=False)
+            )
         except (
             jinja2.TemplateError,
             _Refused,
@@ -116,8 +127,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt, up to where the assistant is to speak. Raises CallError bad_template, also for an
         `effort` that the template has no word for."""
+        asked = [_with_parsed_arguments(message) for message in messages]
+        if self._wants_parts:
+            asked = [_with_parts(message) for message in asked]
         context: dict[str, object] = {
-            "messages": [_with_parsed_arguments(message) for message in messages],
+            "messages": asked,
             "tools": tools or None,
             "add_generation_prompt": True,
             **self._thinking(effort),
@@ -136,6 +150,15 @@ class ChatTemplate:
             raise CallError(
                 "bad_template", f"the chat template failed: {_reason(error)}", "messages"
             ) from error
+
+    def _shows(self, content: object, *, otherwise: bool) -> bool:
+        """Whether what a user says comes out; `otherwise` where the template fails."""
+        context = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": True}
+        try:
+            with bounded(RENDER_S):
+                return NEEDLE in self._rendered(context | {"tools": None} | self._tokens)
+        except Exception:  # a template can raise whatever Python can
+            return otherwise
 
     def _rendered(self, context: dict[str, object]) -> str:
         parts: list[str] = []
@@ -210,6 +233,15 @@ def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
             call = {**call, "function": {**function, "arguments": arguments}}
         parsed.append(call)
     return {**message, "tool_calls": parsed}
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _with_parts(message: dict[str, object]) -> dict[str, object]:
+    content = message.get("content")
+    return {**message, "content": _as_parts(content)} if isinstance(content, str) else message
 
 
 def _reason(error: BaseException) -> str:

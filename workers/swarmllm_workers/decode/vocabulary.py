@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.grammars.sessions import GrammarSessions
 
 CONTROL: Final = 8
@@ -57,11 +57,18 @@ class Vocabulary:
     def tokenize(self, text: str, *, is_rendered: bool) -> np.ndarray:
         """i32 [n]. A beginning-of-text token is added where the model wants one, except to a rendered
         template that has its own. Raises CallError bad_message for text that is no Unicode."""
+        has_own = is_rendered and bool(self.bos_text) and text.startswith(self.bos_text)
+        return self._tokenize(text, add_special=not has_own)
+
+    def tokenize_later(self, text: str) -> np.ndarray:
+        """The same of a piece that stands behind a picture: nothing is added."""
+        return self._tokenize(text, add_special=False)
+
+    def _tokenize(self, text: str, *, add_special: bool) -> np.ndarray:
         try:
             data = text.encode()
         except UnicodeEncodeError:
             raise CallError("bad_message", "the text has unpaired surrogates", "text") from None
-        add_special = not (is_rendered and self.bos_text and text.startswith(self.bos_text))
         n_max = len(data) + 16
         tokens = (lib.llama_token * n_max)()
         n = lib.llama_tokenize(self._vocabulary, data, len(data), tokens, n_max, add_special, True)

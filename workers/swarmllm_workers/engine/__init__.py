@@ -1,1 +1,1 @@
-"""Segments on libllama: cutting, loading, running, memory, and the kernels that stand before ggml's."""
+"""Segments on libllama: cutting, loading, running, memory."""

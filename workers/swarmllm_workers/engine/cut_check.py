@@ -26,13 +26,13 @@ from swarmllm_proto.segment_names import TRIAL
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine import segment_file
 from swarmllm_workers.engine.embedding import Embedding
-from swarmllm_workers.engine.gguf_file import ARRAY, open_source
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.engine.probe import refuse_what_aborts
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY, open_source
 
 N_PROMPT: Final = 24
 N_DECODE: Final = 6

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Type
 
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.tap import ggml
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 _UNPACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 

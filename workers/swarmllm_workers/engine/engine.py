@@ -20,7 +20,6 @@ from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.exact_segments import SegmentsApart
-from swarmllm_workers.engine.gguf_file import open_source
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.loaded_layers import LoadedLayers
 from swarmllm_workers.engine.memory import Footprint, Memory
@@ -32,6 +31,7 @@ from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import open_source
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,15 @@ class Engine:
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
 
+    def set_apart(self, request_id: str, n_rows: int) -> None:
+        """The request is exact: its rows, at most so many, are computed apart from all others. Raises
+        CallError bad_message where it has begun among others."""
+        if request_id in self.apart:
+            return
+        if request_id in self._routes:
+            raise CallError("bad_message", "the request has begun, and was not exact then", "exact_rows")
+        self.apart.add(request_id, min(n_rows, self.settings.n_ctx))
+
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
@@ -186,6 +195,7 @@ class Engine:
         self.prefixes.rename(request_id, new_id)
         self.journals.rename(request_id, new_id)
         self.received.rename(request_id, new_id)
+        self.apart.rename(request_id, new_id)
         self._routes[new_id] = self._routes.pop(request_id, {})
         try:
             self.empty(new_id, n_rows)

@@ -66,6 +66,12 @@ class SegmentsApart:
             return others
         return [segment for segment in apart.segments if not segment.is_closed]
 
+    def rename(self, request_id: str, new_id: str) -> None:
+        """A request that has none is fine."""
+        apart = self._requests.pop(request_id, None)
+        if apart is not None:
+            self._requests[new_id] = apart
+
     def close(self, request_id: str) -> None:
         """A request that has none is fine."""
         for segment in self.of(request_id, []):

@@ -12,7 +12,9 @@ flash attention. Sliding-window caches are always full-size (so that any positio
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import logging
 import math
 import os
@@ -30,9 +32,10 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers.engine import huge_pages, repacking, row_attention, shared_weights, small_batches
-from swarmllm_workers.engine.gguf_file import files_of
+from swarmllm_workers.engine import huge_pages, shared_weights
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
+from swarmllm_workers.gguf_file import files_of
+from swarmllm_workers.kernels import repacking, row_attention, small_batches
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +146,12 @@ class Model:
                 huge_pages.read_in(file)
         self.private_bytes: int | None = None
         """Of the weights those that are not pages of the file; None: nobody knows."""
-        self.handle = handle = self._load(path, params)
+        self._in_use = _mark_used(path)
+        try:
+            self.handle = handle = self._load(path, params)
+        except BaseException:
+            self._let_go()
+            raise
         if part is None and not vocab_only:
             self.private_bytes = shared_weights.private_bytes(handle)
         self.path = path
@@ -196,6 +204,25 @@ class Model:
             self.handle = None
             if self._stub is not None:
                 self._stub.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
+
+
+def _mark_used(path: Path) -> int | None:
+    """A descriptor with a shared lock on a file, for as long as it stays open: the daemon removes no segment
+    file that has one. None: there is no such file, which libllama will say."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    # Without a lock, a file that was removed stays for as long as it is mapped.
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
 
 
 def _abort_callback(is_unwanted: Callable[[], bool] | None) -> Any:

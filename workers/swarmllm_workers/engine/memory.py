@@ -20,13 +20,13 @@ from typing import Final
 
 from llama_cpp import llama_cpp as lib
 
-from swarmllm_workers.engine import row_attention
-from swarmllm_workers.engine.gguf_file import ARRAY, STRING, GgufFile
-from swarmllm_workers.engine.interposing import mapped_libraries
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.ranges import Range, join, merge
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
+from swarmllm_workers.kernels import row_attention
+from swarmllm_workers.kernels.interposing import mapped_libraries
 
 _F32: Final = 4
 _VALUE_BYTES: Final = {"f16": 2.0, "q8_0": 34 / 32}

@@ -20,8 +20,8 @@ from typing import Final
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.errors import without_folders
-from swarmllm_workers.engine.gguf_file import ARRAY, GgufFile
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY, GgufFile
 
 PATIENCE_S: Final = 120
 N_ROWS: Final = 32

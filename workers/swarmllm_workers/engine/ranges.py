@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
-from swarmllm_workers.engine.gguf_file import GgufFile
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile
 
 Range: TypeAlias = tuple[int, int]
 

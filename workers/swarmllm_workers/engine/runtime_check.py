@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import llama_cpp
 
-from swarmllm_workers.engine import interposing, row_attention, shared_weights, small_batches
-from swarmllm_workers.engine.ggml_functions import F16, F32, Q8_0, InitParams, functions, no_memory
+from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.tap import TensorHead
+from swarmllm_workers.kernels import interposing, row_attention, small_batches
+from swarmllm_workers.kernels.ggml_functions import F16, F32, Q8_0, InitParams, functions, no_memory
 
 TRIED_RELEASES: Final = ("0.3.36",)
 """Of llama-cpp-python, with which all tests have been run."""

@@ -19,20 +19,18 @@ import numpy as np
 
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.cache.prefixes import PrefixSettings
-from swarmllm_workers.engine import small_batches
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
-from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.engine.tap import Rescaling, Tap
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 
 Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
 
-EXACT_ROWS: Final = 64
-"""Rows of a prompt in one batch, of requests whose bits depend on nobody else. Always as many, from the
-beginning on: some products and attention round otherwise in batches of other sizes."""
 _CELLS_MULTIPLE: Final = 256
 """libllama attends in whole multiples of so many cells."""
 

@@ -31,7 +31,10 @@ from gguf.constants import GGMLQuantizationType
 
 from swarmllm_proto.architectures import PER_LAYER_KEYS, Architecture
 from swarmllm_proto.segment_names import NO_SEAL, SEAL_KEY, UNFINISHED, seal
-from swarmllm_workers.engine.gguf_file import (
+from swarmllm_workers.engine.huge_pages import PageWriter
+from swarmllm_workers.engine.shared_weights import FilePlace, Part
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import (
     ARRAY,
     FLOAT32,
     MAGIC,
@@ -43,9 +46,6 @@ from swarmllm_workers.engine.gguf_file import (
     array_value,
     scalar_value,
 )
-from swarmllm_workers.engine.huge_pages import PageWriter
-from swarmllm_workers.engine.shared_weights import FilePlace, Part
-from swarmllm_workers.errors import CallError
 
 DUMMY_VOCABULARY: Final = 32
 WIDE_WINDOW: Final = 2**24

@@ -25,9 +25,9 @@ from typing import Final
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.segment_names import LAYOUT_VERSION, SegmentName, parse_segment_name
 from swarmllm_workers.engine import segment_file
-from swarmllm_workers.engine.gguf_file import GgufFile, TensorInfo
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile, TensorInfo
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,11 @@ class SegmentHome:
                 self._dissolve(gone, kept)
             self._punch(kept)
         except (CallError, OSError) as error:
-            log.warning("some layers of %s stay on the disk twice: %s", self._source.path, error)
+            log.warning(
+                "some layers of %s stay on the disk twice: %s",
+                self._source.path,
+                getattr(error, "strerror", None) or error,
+            )
 
     def _files(self) -> list[_SegmentFile]:
         found = []

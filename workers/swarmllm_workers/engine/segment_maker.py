@@ -1,46 +1,41 @@
 """From a model's file to segments in memory: which file a layer range runs from, and where that file is.
 
 Segment files that were cut from a file of the user's are a cache (`SegmentCache`): cut once, found again by
-name, forgotten by age. A file's name holds the identity of its source (path, size, modification time), the
-layout version of this code and the range, so nothing needs to be recorded and a changed source is never
-mistaken. Files appear by rename, complete or not at all. Removing one that a worker has mapped is harmless:
-its pages stay until they are unmapped. Those of a container of the store: `segment_home.py`.
+name, removed by the daemon when nobody has used them for long. A file's name holds the identity of its source
+(path, size, modification time), the layout version of this code and the range, so nothing needs to be
+recorded and a changed source is never mistaken. Files appear by rename, complete or not at all. Removing one
+that a worker has mapped is harmless: its pages stay until they are unmapped. Those of a container of the
+store: `segment_home.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine import segment_file, shared_weights
-from swarmllm_workers.engine.gguf_file import GgufFile, files_of
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.ranges import Cuts, Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import GgufFile, files_of
 
 log = logging.getLogger(__name__)
 
-QUOTA_BYTES: Final = 64 * 2**30
-YOUNG_S: Final = 120.0
-"""Files used this recently are never pruned: their worker may be about to open them."""
-
 
 class SegmentCache:
-    def __init__(self, folder: Path, source: GgufFile, quota_bytes: int = QUOTA_BYTES) -> None:
+    def __init__(self, folder: Path, source: GgufFile) -> None:
         self._folder = folder
         self._source = source
-        self._quota_bytes = quota_bytes
         files = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in source.paths)]
         mtime_ns = files[0][1] if len(files) == 1 else joint_mtime_ns(files)
         self._prefix = copy_prefix(str(source.path.resolve()), sum(size for size, _ in files), mtime_ns)
@@ -61,7 +56,6 @@ class SegmentCache:
             os.utime(path)
         except FileNotFoundError:
             segment_file.cut(self._source, architecture, start, end, path, progress)
-            self.prune()
         return path
 
     def whole(self) -> Path:
@@ -70,23 +64,6 @@ class SegmentCache:
 
     def settle(self, running: Collection[Range]) -> None:
         """These are copies of a user's file; nothing is to be put in order."""
-
-    def prune(self) -> None:
-        """Remove the files that were not used for longest until the folder keeps its quota."""
-        files = []
-        for path in self._folder.glob("*.gguf"):
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            files.append((status.st_mtime, status.st_blocks * 512, path))
-        excess = sum(size for _, size, _ in files) - self._quota_bytes
-        now = time.time()
-        for used_at, size, path in sorted(files):
-            if excess <= 0 or now - used_at < YOUNG_S:
-                break
-            path.unlink(missing_ok=True)
-            excess -= size
 
 
 LoadProgress: TypeAlias = Callable[[int, int], None]

@@ -29,8 +29,8 @@ from typing import Final, NamedTuple
 
 from swarmllm_workers import operating_system
 from swarmllm_workers.engine.huge_pages import HUGE_PAGE, MAP_FAILED, libc, populate, want_huge_pages
-from swarmllm_workers.engine.interposing import mapped_libraries
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.interposing import mapped_libraries
 
 _TENSOR_MAP: Final = "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model"
 _ELEMENT_SIZE: Final = 40

@@ -68,6 +68,7 @@ def _forward_of(its: ipc.TakeSeat) -> ipc.Forward:
         sampling=its.sampling,
         n_prompt_tokens=its.n_prompt_tokens,
         rounded=its.row_format == "q8_0",
+        exact_rows=its.exact_rows,
     )
 
 

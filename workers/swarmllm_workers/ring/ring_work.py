@@ -26,8 +26,8 @@ from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import encode_tensor, is_packed, unpack_rows
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.interposing import find_library
-from swarmllm_workers.engine.row_codec import RowTaker, pack, round_and_pack
+from swarmllm_workers.kernels.interposing import find_library
+from swarmllm_workers.kernels.row_codec import RowTaker, pack, round_and_pack
 from swarmllm_workers.ring.ring import Ring, Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message

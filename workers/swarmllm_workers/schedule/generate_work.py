@@ -81,7 +81,7 @@ class GenerateWork:
         self._n_history = len(tokens)
         self._engine = engine
         if self.is_exact:
-            engine.apart.add(self.request_id, min(len(self._history), n_ctx))
+            engine.set_apart(self.request_id, len(self._history))
         self._send = send
         self._decoding = Decoding(engine.vocabulary, message.sampling)
         self._decoding.resume(tokens[self._n_prompt :].tolist())

@@ -18,11 +18,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.ranges import Range, Route
-from swarmllm_workers.engine.segment import EXACT_ROWS, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner

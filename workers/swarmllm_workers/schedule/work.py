@@ -21,15 +21,16 @@ from swarmllm_proto.ipc import (
     Token,
     TokenLogprob,
 )
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
-from swarmllm_workers.engine.row_codec import round_rows
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.row_codec import round_rows
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -111,14 +112,14 @@ class ForwardWork:
         decodings: dict[str, Decoding],
         send: Send,
     ) -> None:
-        """`position` counts, not the message's."""
+        """`position` counts, not the message's. Raises CallError bad_message."""
         self.call_id = message.id
         self.request_id = message.request_id
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
         self.wants_alone = message.want in ("normed", "scores")
-        self.is_exact = False
+        self.is_exact = message.exact_rows > 0
         self.layers = message.start, message.end
         self.is_parked = False
         self.arrived_at = time.perf_counter()
@@ -126,6 +127,8 @@ class ForwardWork:
         self._position = position
         self._data = data
         self._engine = engine
+        if self.is_exact:
+            engine.set_apart(self.request_id, message.exact_rows)
         self._decodings = decodings
         self._send = send
         self._n_done = 0
@@ -142,14 +145,23 @@ class ForwardWork:
     @property
     def n_waiting(self) -> int:
         n_left = len(self._data) - self._n_done
+        if self.is_exact:
+            return self._n_exact(n_left)
         if not self.wants_alone:
             return n_left
         route = self._engine.known_route(self.request_id, *self.layers)
         return n_left if route is None else min(n_left, route.segments[-1].n_outputs_max)
 
+    def _n_exact(self, n_left: int) -> int:
+        """A piece of the prompt as it always is, or one row of what follows it."""
+        at = self._position + self._n_done
+        if at >= self._message.n_prompt_tokens:
+            return 1
+        return min(n_left, EXACT_ROWS - at % EXACT_ROWS, self._message.n_prompt_tokens - at)
+
     @property
     def is_decode(self) -> bool:
-        return len(self._data) <= STEP_ROWS_MAX
+        return len(self._data) <= (1 if self.is_exact else STEP_ROWS_MAX)
 
     @property
     def goes_around(self) -> bool:
@@ -173,7 +185,7 @@ class ForwardWork:
 
     def decode_step(self, route: Route) -> Span | None:
         n_rows = len(self._data)
-        return self.next_span(n_rows) if n_rows <= STEP_ROWS_MAX and not self.wants_alone else None
+        return self.next_span(n_rows) if self.is_decode and not self.wants_alone else None
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         message = self._message

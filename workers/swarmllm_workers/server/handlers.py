@@ -20,8 +20,8 @@ from swarmllm_workers import operating_system
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
 from swarmllm_workers.schedule.cohorts import Cohorts
@@ -89,6 +89,8 @@ class Handlers:
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.Shutdown: self._shutdown,
+            ipc.OpenProjector: _refuse_pictures,
+            ipc.EncodePicture: _refuse_pictures,
             **TextHandlers(self.state).by_type,
             **self.grammars.by_type,
             **PrefixHandlers(self.state).by_type,
@@ -265,7 +267,7 @@ class Handlers:
     def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
         engine = self.state.engine()
-        _refuse_exact(message.sampling)
+        _check_exact(message)
         if data.dtype == np.int32:
             if message.start != 0:
                 raise CallError(
@@ -283,6 +285,8 @@ class Handlers:
                 f"{engine.settings.n_ctx} (n_ctx)",
                 "position",
             )
+        if message.exact_rows and message.want in ("normed", "scores"):
+            raise CallError("bad_message", "exact requests want tokens", "want")
         if message.want == "hidden" and message.end >= engine.n_layers:
             raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
         if message.want in ("token", "normed", "scores") and message.end != engine.n_layers:
@@ -316,7 +320,7 @@ class Handlers:
             raise CallError("bad_message", f"the model has {self.state.engine().n_layers} layers", "end")
         if (message.sampling is not None) != (message.end == self.state.engine().n_layers):
             raise CallError("bad_message", "the last stage samples, and no other", "sampling")
-        _refuse_exact(message.sampling)
+        _check_exact(message)
         self.ring.take_seat(message)
         self._send(ipc.Done(id=message.id))
 
@@ -371,11 +375,15 @@ class Handlers:
         self.state.close()
 
 
-def _refuse_exact(sampling: ipc.Sampling | None) -> None:
-    """Rows that come piece by piece have batches that others decided about."""
-    if sampling is not None and sampling.exact:
-        raise CallError("bad_message", "exact requests run as a whole, in one worker", "sampling.exact")
+def _check_exact(message: ipc.Forward | ipc.TakeSeat) -> None:
+    if message.sampling is not None and message.sampling.exact != (message.exact_rows > 0):
+        wanted = "above 0" if message.sampling.exact else "0"
+        raise CallError("bad_message", f"{wanted} where sampling.exact says so", "exact_rows")
 
 
 def _log_failure(error: Exception) -> None:
     log.error("what a request left behind could not be put in order", exc_info=error)
+
+
+def _refuse_pictures(_message: object, _payload: memoryview) -> None:
+    raise CallError("bad_message", "this worker runs layers and encodes no pictures", "type")

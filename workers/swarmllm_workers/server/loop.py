@@ -23,10 +23,8 @@ from itertools import islice
 from struct import Struct
 from typing import Any, Final
 
-import msgspec
-
 from swarmllm_proto import ipc
-from swarmllm_proto.codec import decode_daemon_message, encode_ipc
+from swarmllm_proto.codec import call_id_of, decode_daemon_message, encode_ipc
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__, operating_system
@@ -88,19 +86,6 @@ UNWRITTEN_MAX: Final = 32 * 2**20
 
 _DESCRIPTOR: Final = Struct("i")
 _ANCILLARY_SIZE: Final = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
-
-
-class _Call(msgspec.Struct):
-    id: ipc.CallId = 0
-
-
-def _call_id(frame: Frame) -> int:
-    """The id of a message that is wrong elsewhere, so that its caller learns of it; 0 where even that is
-    unreadable."""
-    try:
-        return msgspec.json.decode(frame.header, type=_Call).id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
 
 
 class Server:
@@ -252,7 +237,7 @@ class Server:
             message = decode_daemon_message(frame)
         except BadMessage as error:
             self.send(
-                ipc.Error(id=_call_id(frame), kind="bad_message", message=error.reason, field=error.field)
+                ipc.Error(id=call_id_of(frame), kind="bad_message", message=error.reason, field=error.field)
             )
         else:
             self._handlers.handle(message, frame.payload)

@@ -67,7 +67,10 @@ class TextHandlers:
 
         def tokens() -> Any:
             if message.messages is None:
-                return _encode(engine.vocabulary.tokenize(message.text or "", is_rendered=False))
+                is_first = message.place == "first"
+                if message.place == "later":
+                    return _encode(engine.vocabulary.tokenize_later(message.text or ""))
+                return _encode(engine.vocabulary.tokenize(message.text or "", is_rendered=is_first))
             text = engine.template(message.template).render(message.messages, message.tools, message.effort)
             return _encode(engine.vocabulary.tokenize(text, is_rendered=True))
 

@@ -11,8 +11,8 @@ from swarmllm_proto import ipc
 from swarmllm_proto.errors import BadMessage, BadTensor
 from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.kernel_tuning import KernelTuning
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.work import Send, Work
 from swarmllm_workers.server.background import Place

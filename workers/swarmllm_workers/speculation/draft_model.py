@@ -15,14 +15,14 @@ import numpy as np
 
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.engine.gguf_file import open_source
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
-from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import open_source
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.drafting import Draft, Worth
 
 KIND: Final = "model"

@@ -36,8 +36,8 @@ from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Segment, Span
 from swarmllm_workers.engine.segment_maker import LoadProgress
-from swarmllm_workers.engine.small_batches import ROWS_MAX
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation import draft_model, swift
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.draft_model import DraftModel, ModelDrafter

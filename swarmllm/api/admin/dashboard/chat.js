@@ -1,19 +1,23 @@
 // A conversation, and under each answer the way it took; and the conversations that the browser keeps.
 
-import { asJson, asMarkdown, copy, download, erase, matching, messagesOf, readAll, title, write } from "./conversations.js";
+import { asJson, asMarkdown, copy, download, erase, isAnswer, matching, messagesOf, readAll, title, write } from "./conversations.js";
 import { h, show } from "./dom.js";
 import { clock, layerText, ms, plural, rate } from "./format.js";
 import { call, pieces } from "./link.js";
 import { markdown } from "./markdown.js";
+import { gallery, intake, readPictures } from "./pictures.js";
 import { hops, timeBar } from "./routes.js";
 
 let conversation = begin();
 let running = null;
 let names = null;
+let seeing = new Set(); // names of the models that take pictures
+let pictures = []; // of the next question
 let kept = null; // by id; null until they are read
 let search = "";
 let editing = null; // the question's place
 let copied = null; // the turn's place
+let stayed = null; // { reply, message }: an answer that stayed because the new one failed
 let trouble = "";
 
 const SAMPLING = [ // name, label, bounds
@@ -37,7 +41,7 @@ async function read(again) {
     for (const each of await readAll()) {
       if (kept.has(each.id)) continue;
       const last = each.turns.at(-1);
-      if (last?.role === "assistant" && !last.content && !last.error && !last.swarm) last.error = "The page was closed before the answer came.";
+      if (last?.role === "assistant" && !last.content && !last.error && !last.stopped && !last.swarm) last.error = "The page was closed before the answer came.";
       kept.set(each.id, { ...each, refused: false });
     }
   } catch { trouble = "This browser keeps no conversations: they are gone when the page is closed.";
@@ -57,7 +61,8 @@ function keep(own, again) {
 function open(own, again) {
   running?.abort();
   conversation = own;
-  editing = copied = null;
+  editing = copied = stayed = null;
+  pictures = [];
   again();
 }
 
@@ -73,12 +78,15 @@ function remove(own, again) {
 async function refresh(root, state) {
   const models = (await (await call("GET", "v1/models")).json()).data;
   names = models.filter((model) => model.ready).map((model) => model.id);
+  seeing = new Set(models.filter((model) => model.architecture.input_modalities.includes("image")).map((model) => model.id));
   renderChat(root, state);
 }
 
 export function renderChat(root, state) {
-  if (state.models) names = state.models.models.filter((model) => model.complete).map((model) => model.name);
-  else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
+  if (state.models) {
+    names = state.models.models.filter((model) => model.complete).map((model) => model.name);
+    seeing = new Set(state.models.models.filter((model) => model.projector).map((model) => model.name));
+  } else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
   const ready = names || [];
   if (!conversation.fixed && !ready.includes(conversation.model)) conversation.model = ready[0] || null;
   const { turns, model } = conversation;
@@ -92,6 +100,12 @@ export function renderChat(root, state) {
   };
   const again = () => renderChat(root, state);
   if (kept === null) read(again);
+  const add = async (files) => {
+    trouble = "";
+    try { pictures.push(...await readPictures(files)); } catch (error) { trouble = error.message; }
+    again();
+  };
+  const takes = seeing.has(model) ? intake(add) : {};
   const log = root.querySelector(".log");
   const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   show(root,
@@ -99,22 +113,23 @@ export function renderChat(root, state) {
     trouble && h("p", { class: "small bad", "data-key": "trouble", role: "status" }, trouble),
     h("div", { class: "log", "data-key": "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map((each, index) => turn(each, index, root, state)) : intro(ready, state)),
     !ready.length && turns.length > 0 && h("p", { class: "small bad", "data-key": "nobody", role: "status" }, nobody(state), " ", h("a", { href: "#models" }, "Models")),
-    h("form", { class: "composer", "data-key": "composer", onsubmit: (event) => { event.preventDefault(); send(root, state); } },
-      h("label", { class: "sr", for: "prompt" }, "Message"),
-      h("textarea", { id: "prompt", rows: "2", placeholder: model ? `Ask ${model} something` : "No model is ready", onkeydown: (event) => {
+    h("form", { class: "composer", "data-key": "composer", ...takes.drop, onsubmit: (event) => { event.preventDefault(); send(root, state); } },
+      pictures.length > 0 && gallery(pictures, (index) => { pictures.splice(index, 1); again(); }),
+      h("label", { class: "sr", "data-key": "prompt-label", for: "prompt" }, "Message"),
+      h("textarea", { id: "prompt", "data-key": "prompt", ...takes.paste, rows: "2", placeholder: model ? `Ask ${model} something` : "No model is ready", onkeydown: (event) => {
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, state); }
       } }),
-      h("div", { class: "row between" },
+      h("div", { class: "row between", "data-key": "row" },
         h("div", { class: "row" },
           h("label", { class: "sr", for: "model" }, "Model"),
           h("select", { id: "model", disabled: !model, value: model, oninput: choose, onchange: choose },
             (model && !isAvailable ? [model, ...ready] : ready).map((name) => h("option", { value: name, "data-key": name }, ready.includes(name) ? name : `${name} (unavailable)`))),
-          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => open(begin(model, conversation.fixed), again) }, "New conversation")),
+          turns.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => open(begin(model, conversation.fixed), again) }, "New conversation"), takes.button),
         running ? h("button", { type: "button", "data-key": "stop", onclick: () => running?.abort() }, "Stop")
           : h("button", { type: "submit", class: "primary", "data-key": "send", disabled: !model }, "Send"))),
     model && !isAvailable && h("p", { class: "small bad", "data-key": conversation.refused ? "refused" : "unavailable", role: conversation.refused ? "alert" : "status" },
       `${conversation.refused ? "Not sent: " : ""}${model} is not available now. Wait until it is back, or choose another model.`),
-    h("div", { class: "sr", role: "status" }, running ? "The model is answering." : turns.at(-1)?.swarm ? "The answer is complete." : ""));
+    h("div", { class: "sr", role: "status" }, running ? "The model is answering." : turns.at(-1)?.stopped ? "The answer was stopped." : turns.at(-1)?.swarm ? "The answer is complete." : ""));
   if (atEnd) { const now = root.querySelector(".log"); now.scrollTop = now.scrollHeight; }
 }
 
@@ -177,7 +192,10 @@ function turn(each, index, root, state) {
   const isLast = index === turns.length - 1;
   return h("article", { class: `turn ${each.role}`, "data-key": `turn-${conversation.id}-${index}`, "aria-label": isUser ? "You" : "Answer" },
     each.thought && h("details", { class: "thought", "data-key": "thought" }, h("summary", null, each.content || each.swarm ? "Thoughts" : "Thinking…"), h("div", { class: "text" }, each.thought)),
-    h("div", { class: "text" }, isUser ? each.content : markdown(each.content)),
+    each.pictures && gallery(each.pictures),
+    (each.content || (running && isLast)) && h("div", { class: "text" }, isUser ? each.content : markdown(each.content)),
+    each.stopped && h("p", { class: "muted small" }, "Stopped."),
+    stayed?.reply === each && h("p", { class: "bad", role: "alert" }, `There is no new answer: ${stayed.message}`),
     each.error && h("p", { class: "bad", role: "alert" }, each.error),
     each.swarm && way(each),
     !(running && isLast) && h("div", { class: "row acts", "data-key": "acts" },
@@ -189,15 +207,15 @@ function turn(each, index, root, state) {
 /** A question while it is edited. What is asked then begins a conversation of its own, and this one stays as it is. */
 function editor(each, index, root, state) {
   const again = () => renderChat(root, state);
-  const ask = (event) => {
+  const branch = (event) => {
     event.preventDefault();
     const text = root.querySelector("#edit").value.trim();
     if (!text || running || !isReady(again)) return;
     const { model, system, sampling, turns } = conversation;
     open({ ...begin(model, true), system, sampling: { ...sampling }, turns: structuredClone(turns.slice(0, index)) }, again);
-    answer(text, root, state);
+    ask(text, root, state, each.pictures);
   };
-  return h("form", { class: "composer", "data-key": `edit-${conversation.id}-${index}`, onsubmit: ask },
+  return h("form", { class: "composer", "data-key": `edit-${conversation.id}-${index}`, onsubmit: branch },
     h("label", { class: "sr", for: "edit" }, "Question"),
     h("textarea", { id: "edit", rows: "3" }, each.content),
     h("div", { class: "row end" },
@@ -206,10 +224,8 @@ function editor(each, index, root, state) {
 }
 
 function regenerate(root, state) {
-  const again = () => renderChat(root, state);
-  if (running || !isReady(again)) return;
-  const [question] = conversation.turns.splice(-2);
-  answer(question.content, root, state);
+  if (running || !isReady(() => renderChat(root, state))) return;
+  generate(root, state, conversation.turns.pop());
 }
 
 /** Whether the conversation's model can answer; where it cannot, the page says so. */
@@ -224,7 +240,7 @@ function way({ swarm, finish, tokens }) {
   const nodes = new Set(swarm.route.map((stage) => stage.node)).size;
   const facts = [
     tokens && plural(tokens, "token"), swarm.decode_tokens_per_s && `${rate(swarm.decode_tokens_per_s)} tokens/s`, `prefill ${ms(swarm.prefill_ms)}`,
-    swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), swarm.exact === false && "rounded between nodes: not exactly the uncut model's text", finish === "length" && "cut off at the limit", finish === "stopped" && "stopped",
+    swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), swarm.exact === false && "rounded between nodes: not exactly the uncut model's text", finish === "length" && "cut off at the limit",
   ];
   return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
@@ -234,19 +250,26 @@ function send(root, state) {
   const text = box.value.trim();
   if (!text || running || !conversation.model || !isReady(() => renderChat(root, state))) return;
   box.value = "";
-  answer(text, root, state);
+  ask(text, root, state, pictures.splice(0));
 }
 
-/** Ask `text` in the conversation that is shown. Another one may be shown before the answer ends. */
-async function answer(text, root, state) {
+function ask(text, root, state, shown = []) {
+  conversation.fixed = true;
+  conversation.turns.push({ role: "user", content: text, ...(shown.length ? { pictures: shown } : {}) });
+  generate(root, state);
+}
+
+/** Answer the last question of the conversation that is shown; another one may be shown before the answer ends.
+ * Where no new answer comes, the one `before` stays. */
+async function generate(root, state, before = null) {
   const own = conversation;
   const again = () => renderChat(root, state);
   const reply = { role: "assistant", content: "" };
-  own.fixed = true;
-  own.turns.push({ role: "user", content: text }, reply);
-  editing = copied = null;
+  const isKept = isAnswer(before);
+  own.turns.push(reply);
+  editing = copied = stayed = null;
   running = new AbortController();
-  keep(own, again);
+  if (!isKept) keep(own, again);
   again();
   try {
     const body = { model: own.model, ...own.sampling, messages: messagesOf(own.system, own.turns), stream: true, stream_options: { include_usage: true } };
@@ -263,8 +286,12 @@ async function answer(text, root, state) {
       again();
     }
   } catch (error) {
-    if (error.name === "AbortError") reply.content += reply.content ? " …" : "(stopped)";
+    if (error.name === "AbortError") reply.stopped = true;
     else reply.error = error.message;
+    if (isKept && !isAnswer(reply)) {
+      own.turns.splice(-1, 1, before);
+      if (reply.error) stayed = { reply: before, message: reply.error };
+    }
   } finally {
     running = null;
     keep(own, again);

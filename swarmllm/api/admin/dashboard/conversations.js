@@ -42,7 +42,9 @@ export function matching(conversations, search) {
 export function asMarkdown(conversation) {
   const parts = [`# ${title(conversation)}`, `Model: ${conversation.model}`];
   if (conversation.system) parts.push("## System", conversation.system);
-  for (const { role, content, error } of conversation.turns) parts.push(role === "user" ? "## You" : "## Answer", error ? `${content}\n\n(${error})`.trim() : content);
+  for (const { role, content, error, pictures } of conversation.turns) {
+    parts.push(role === "user" ? "## You" : "## Answer", ...(pictures || []).map(({ name }) => `(picture: ${name})`), error ? `${content}\n\n(${error})`.trim() : content);
+  }
   return `${parts.join("\n\n")}\n`;
 }
 
@@ -52,10 +54,18 @@ export function asJson(conversation) {
   return `${JSON.stringify({ model, ...sampling, messages: messagesOf(system, turns) }, null, 2)}\n`;
 }
 
+/** Whether this is text of the model's that the conversation goes on from. */
+export const isAnswer = (turn) => turn?.role === "assistant" && Boolean(turn.content) && !turn.error;
+
+/** What is sent: the questions that were answered with their answers, and the last question. */
 export function messagesOf(system, turns) {
-  const said = turns.filter((each) => each.content && !each.error).map(({ role, content }) => ({ role, content }));
+  const last = turns.findLastIndex(({ role }) => role === "user");
+  const isSent = (each, index) => isAnswer(each) || (each.role === "user" && (index === last || isAnswer(turns[index + 1])));
+  const said = turns.filter(isSent).map(({ role, content, pictures }) => ({ role, content: pictures ? withPictures(content, pictures) : content }));
   return system.trim() ? [{ role: "system", content: system }, ...said] : said;
 }
+
+const withPictures = (text, pictures) => [...pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
 
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));

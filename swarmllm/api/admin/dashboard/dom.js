@@ -52,7 +52,7 @@ function adjust(old, fresh) {
   if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
   for (const { name } of [...old.attributes]) if (!KEPT.has(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
-  for (const name of ["onclick", "onsubmit", "onchange", "oninput", "onkeydown"]) if (old[name] !== fresh[name]) old[name] = fresh[name];
+  for (const name of ["onclick", "onsubmit", "onchange", "oninput", "onkeydown", "onpaste", "ondragover", "ondrop"]) if (old[name] !== fresh[name]) old[name] = fresh[name];
   const { value } = fresh; // Read first: a select loses its options to `old`.
   adjustChildren(old, [...fresh.childNodes]);
   if (old.nodeName === "SELECT" && old.value !== value) old.value = value;

@@ -1,6 +1,7 @@
 // What this node knows of models, and what can be done with them: fetch, load, unload, with progress.
 
 import { h, show } from "./dom.js";
+import { findModel } from "./find.js";
 import { planOf, shareButton, shareState } from "./shares.js";
 import { bytes, layersIn, layerText, plural, rate, seconds } from "./format.js";
 import { call, pieces } from "./link.js";
@@ -18,6 +19,9 @@ export function renderModels(root, state) {
   const shares = state.shares ? state.shares.shares : [];
   show(root,
     state.downloads && pullPanel(state.downloads.downloads, again),
+    h("section", { class: "panel", "data-key": "find", "aria-label": "Find a model" },
+      h("div", { class: "head" }, h("h2", null, "Find a model")),
+      findModel("models", again)),
     h("section", { class: "panel", "data-key": "models", "aria-label": "Models of the swarm" },
       h("div", { class: "head row between" }, h("h2", null, "Models"), h("span", { class: "muted small" }, plural(state.models.models.length, "model") + (state.models.left_out ? `, and ${state.models.left_out} more that only others have` : ""))),
       state.models.models.length
@@ -56,7 +60,7 @@ function row(model, work, shares, again) {
   const missing = model.missing.map(layerText).join(", ");
   const state = model.complete ? h("span", { class: "good" }, `ready: complete on ${plural(model.n_holders, "node")}`)
     : model.holders.length ? h("span", { class: "bad" }, missing ? `layers ${missing} missing in the swarm` : "its layers do not join up") : "not loaded anywhere";
-  const message = messages.get(key);
+  const message = messageOf(model);
   const share = shares.find((each) => each.model_id === key);
   const say = (text) => { text ? messages.set(key, text) : messages.delete(key); again(); };
   return h("div", { class: "model", "data-key": key },
@@ -76,22 +80,28 @@ function row(model, work, shares, again) {
     message && h("p", { class: "work bad", role: "alert" }, message));
 }
 
-function progress(label, done, total, note = "") {
+/** What went wrong the last time that something was done with a model. */
+export const messageOf = (model) => messages.get(model.model_id);
+
+export function progress(label, done, total, note = "") {
   return h("div", { class: "progress" },
     h("progress", { "aria-label": label, ...(total ? { max: total, value: done } : {}) }),
     h("div", { class: "row between small muted" }, h("span", { class: "cut" }, label), h("span", null, total ? `${bytes(done)} of ${bytes(total)}` : "", note)));
 }
 
-const ENDED = { done: "fetched", cancelled: "cancelled; fetching it again continues", failed: "failed" };
+const ENDED = { done: "fetched", cancelled: "cancelled", failed: "failed" };
 
 function download(each, again) {
   const isRunning = !(each.state in ENDED);
+  const ask = (method, what) => () => act(() => call(method, `api/admin/downloads/${each.id}${what}`, what && {}), (text) => { pullMessage = text; again(); });
   const left = each.bytes_per_s > 0 && each.total_bytes ? ` · ${rate(each.bytes_per_s / 1e6)} MB/s · ${seconds((each.total_bytes - each.done_bytes) / each.bytes_per_s)} left` : "";
   return h("div", { class: "body", "data-key": each.id, style: { "border-top": "1px solid var(--line)" } },
     h("div", { class: "row between" },
       h("span", { class: "cut grow" }, each.source, each.layers && ` · layers ${layerText(each.layers)}`),
       h("span", { class: each.state === "failed" ? "bad small" : "muted small" }, each.waits_for ? `fetched, waiting for ${layersIn(each.waits_for)}` : ENDED[each.state] || each.state),
-      isRunning && h("button", { type: "button", class: "quiet", "aria-label": `Cancel ${each.source}`, onclick: () => act(() => call("DELETE", `api/admin/downloads/${each.id}`), (text) => { pullMessage = text; again(); }) }, "Cancel")),
+      isRunning && h("button", { type: "button", class: "quiet", "data-key": "cancel", "aria-label": `Cancel ${each.source}`, onclick: ask("DELETE", "") }, "Cancel"),
+      ["failed", "cancelled"].includes(each.state) && h("button", { type: "button", class: "quiet", "data-key": "retry", "aria-label": `Try again: ${each.source}`, onclick: ask("POST", "/retry") }, "Try again"),
+      !isRunning && h("button", { type: "button", class: "quiet", "data-key": "clear", title: each.state === "done" ? "The model stays" : "What has arrived is deleted", "aria-label": `Clear ${each.source}`, onclick: ask("POST", "/clear") }, "Clear")),
     isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
     each.trouble && h("p", { class: "bad small" }, `${each.trouble}; trying again`),
     each.error && h("p", { class: "bad small" }, each.error));
@@ -114,7 +124,11 @@ function pull(event, again) {
 
 function load(event, model, again) {
   event.preventDefault();
-  const layers = new FormData(event.target).get("layers").trim() || null;
+  loadLayers(model, new FormData(event.target).get("layers").trim() || null, again);
+}
+
+/** `layers` null: all of them. */
+export function loadLayers(model, layers, again) {
   act(async () => {
     const answer = await call("POST", `api/admin/models/${model.model_id}/load`, { layers });
     for await (const line of pieces(answer, "\n")) {

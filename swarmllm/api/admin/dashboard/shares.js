@@ -26,8 +26,8 @@ export function planOf(model, say) {
     h("div", { class: "small muted" }, expected),
     plan.problem && h("p", { class: "small bad" }, plan.problem),
     h("div", { class: "row" },
-      !plan.problem && h("button", { type: "button", class: "primary", "aria-label": `Share ${model.name} out`, onclick: () => attempt(say, async () => { await call("POST", "api/admin/shares", { model: model.model_id }); plans.delete(model.model_id); }) }, "Share it out"),
-      h("button", { type: "button", class: "quiet", "aria-label": `Do not share ${model.name}`, onclick: close }, "Cancel")));
+      !plan.problem && h("button", { type: "button", class: "primary", "aria-label": `Share it out: ${model.name}`, onclick: () => attempt(say, async () => { await call("POST", "api/admin/shares", { model: model.model_id }); plans.delete(model.model_id); }) }, "Share it out"),
+      h("button", { type: "button", class: "quiet", "aria-label": `Cancel sharing ${model.name}`, onclick: close }, "Cancel")));
 }
 
 export function shareState(share) {

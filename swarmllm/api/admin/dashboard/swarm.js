@@ -3,6 +3,7 @@
 import { h, show } from "./dom.js";
 import { bytes, clock, hue, layerText, ms, plural, range, rate, seconds, shortId } from "./format.js";
 import { hops, timeBar } from "./routes.js";
+import { nextMachine, startPanel } from "./start.js";
 
 const ROW = 26;
 const HISTORY = 120;
@@ -22,12 +23,19 @@ export function renderSwarm(root, state) {
   const recently = state.peers.left.filter((node) => node.recently);
   const before = state.peers.left.filter((node) => !node.recently);
   const held = state.models.models.filter((model) => model.holders.length);
+  const again = () => renderSwarm(root, state);
+  const { live, recent: ended } = state.requests;
+  if (!held.length && !live.length && !ended.length && nodes.length === 1 && !state.peers.left.length) {
+    show(root, stats(state, nodes), startPanel(state, again));
+    return;
+  }
   show(root,
     stats(state, nodes),
     panel("Layers", held.length ? `${plural(held.length, "model")} held` : "", held.length
       ? held.map((model) => map(model, nodes, state.requests.live))
       : h("p", { class: "empty" }, "No node holds any layers yet. Load a model under ", h("a", { href: "#models" }, "Models"), ", or run ", h("code", null, "swarmllm models load guide"), ".")),
-    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes", tabindex: "0", role: "region", "aria-label": "Nodes of the swarm" }, nodes.map(nodeCard), recently.map(leftCard)), before.length > 0 && gone(before)),
+    panel("Nodes", plural(nodes.length, "node"), h("div", { class: "nodes", tabindex: "0", role: "region", "aria-label": "Nodes of the swarm" }, nodes.map(nodeCard), recently.map(leftCard)), before.length > 0 && gone(before),
+      nodes.length === 1 && h("details", { class: "gone", "data-key": "join" }, h("summary", null, "Add a machine"), nextMachine(again))),
     panel("Live pipelines", [foreign(state.node), state.requests.live.some((request) => request.route.length) && "per token: solid computes, pale queues, hatched travels"].filter(Boolean).join(" · "), state.requests.live.length
       ? state.requests.live.map(pipeline)
       : h("p", { class: "empty" }, "Nothing runs right now. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),

@@ -87,7 +87,8 @@ class ProviderBook:
                 if until_s <= now:
                     del held.until_s[node_id]
                     self._n_entries -= 1
-                    if n_left := (self._n_of_node.get(node_id) or 0) - 1:
+                    n_left = (self._n_of_node.get(node_id) or 0) - 1
+                    if n_left > 0:
                         self._n_of_node.put(node_id, n_left)
                     else:
                         self._n_of_node.drop(node_id)

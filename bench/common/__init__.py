@@ -1,0 +1,1 @@
+"""What several benchmarks and tests use: models, swarms, proxies, figures."""

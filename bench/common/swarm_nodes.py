@@ -1,0 +1,144 @@
+"""Real daemons on loopback for a benchmark: k processes, each with its share of one model's layers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.common.raw_stream import stream_events
+from bench.common.streamed import Endpoint
+from swarmllm.cli.client import Client
+from swarmllm.cli.demo import DemoNodes
+from swarmllm.operating_system import family
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer as its client saw it."""
+
+    n_tokens: int
+    n_prompt_tokens: int
+    first_token_s: float
+    decode_s: float
+    text: str
+    swarm: dict[str, Any]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding. Raises RuntimeError where it was over at once: there is nothing to time."""
+        if not self.decode_s:
+            raise RuntimeError(f"all {self.n_tokens} tokens came in one event: ask for more (--tokens)")
+        return (self.n_tokens - 1) / self.decode_s
+
+
+class Swarm:
+    """Daemons that hold one model between them; asked through the first."""
+
+    def __init__(self, nodes: DemoNodes, client: Client, model: str) -> None:
+        self.nodes, self.client, self.model = nodes, client, model
+
+    def endpoint(self, name: str) -> Endpoint:
+        """Of the first daemon; all of them answer."""
+        pids = [mark.pid for node in self.nodes.nodes for mark in family(node.process.pid)]
+        return Endpoint(name, self.client.api_url, self.model, tuple(pids))
+
+    def ask(self, prompt: str, n_tokens: int) -> Answer:
+        """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to finish chunk."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "max_tokens": n_tokens,
+            "ignore_eos": True,
+        }
+        start_s = time.perf_counter()
+        events = stream_events(self.client.api_url, "/v1/chat/completions", body)
+        text: list[str] = []
+        first_s = end_s = 0.0
+        usage: dict[str, Any] = {}
+        swarm: dict[str, Any] = {}
+        for event in events:
+            if "error" in event.content:
+                raise RuntimeError(event.content["error"])
+            usage = event.content.get("usage") or usage
+            swarm = event.content.get("swarm") or swarm
+            for choice in event.content.get("choices", ()):
+                if piece := choice.get("delta", {}).get("content"):
+                    first_s = first_s or event.at_s
+                    text.append(piece)
+                if choice.get("finish_reason"):
+                    end_s = event.at_s
+        if not end_s:
+            raise RuntimeError("the answer had no end")
+        return Answer(
+            n_tokens=int(usage["completion_tokens"]),
+            n_prompt_tokens=int(usage["prompt_tokens"]),
+            first_token_s=first_s - start_s,
+            decode_s=end_s - first_s,
+            text="".join(text),
+            swarm=swarm,
+        )
+
+
+@contextmanager
+def demo_nodes() -> Iterator[DemoNodes]:
+    """Daemons that are started here are gone at the end, also those that a benchmark has frozen."""
+    nodes = DemoNodes()
+    try:
+        yield nodes
+    finally:
+        for node in nodes.nodes:
+            for mark in family(node.process.pid):
+                os.kill(mark.pid, signal.SIGCONT)
+        nodes.stop()
+        nodes.remove_folder()
+
+
+@contextmanager
+def swarm_of(
+    n_nodes: int, gguf: Path, n_layers: int, *, n_threads: int, n_ctx: int, **inference: object
+) -> Iterator[Swarm]:
+    """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order. `inference`: more keys of that
+    table."""
+    bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
+    clients: list[Client] = []
+    inference |= {"n_threads": n_threads, "n_ctx": n_ctx}
+    with demo_nodes() as nodes, ExitStack() as stack:
+        bootstrap: list[str] = []
+        for i in range(n_nodes):
+            node = nodes.start(f"n{i + 1}", [], bootstrap, inference)
+            announced = wait_for(node.announcement, f"{node.name} to start")
+            clients.append(stack.enter_context(Client(announced["api_url"])))
+            bootstrap = bootstrap or list(announced["addresses"])
+        name = ""
+        for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
+            for event in client.post_progress("/api/admin/models", {"path": str(gguf)}):
+                name = event.get("model", {}).get("name", name)
+            for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
+                pass
+        wait_for(lambda: is_complete(clients[0], name), f"a pipeline for {name}")
+        yield Swarm(nodes, clients[0], name)
+
+
+def is_complete(client: Client, name: str) -> bool:
+    models: Sequence[dict[str, Any]] = client.get("/api/admin/models")["models"]
+    return any(model["name"] == name and model["complete"] for model in models)
+
+
+def wait_for(probe: Any, what: str) -> Any:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if found := probe():
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(f"waited {START_TIMEOUT_S:.0f} s for {what}")

@@ -1,0 +1,1 @@
+"""Everything that decodes bytes from outside, for `bench.fuzz`."""

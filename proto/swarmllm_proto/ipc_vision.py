@@ -1,0 +1,66 @@
+"""Messages between the daemon and a worker that encodes pictures (see `ipc`).
+
+Such a worker owns one projector: `OpenProjector` names it, each `EncodePicture` brings one picture, and
+`Shutdown` ends it. It runs no layers, and a model worker refuses these messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from swarmllm_proto.ipc_base import DaemonMessage, Dimension, Seconds, TokenCount, TokenId, WorkerMessage
+
+PICTURE_PARTS_MAX = 4096
+"""A picture of many tiles has tokens before, between and after them."""
+
+PictureKind: TypeAlias = Literal["png", "jpeg", "webp", "gif"]
+PictureSide = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class OpenProjector(DaemonMessage, frozen=True, tag=True):
+    """First message: which projector this worker runs, and for which model, of which it reads metadata and
+    vocabulary only. Answered by ProjectorOpened, after a grey picture has been encoded."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Of the model's GGUF; of several files, the first."""
+    projector: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Of the projector's GGUF (mmproj)."""
+    n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+
+class ProjectorOpened(WorkerMessage, frozen=True, tag=True):
+    """Answers OpenProjector."""
+
+    n_embd: Dimension
+    """Width of a picture's rows: the model's."""
+    n_rows: TokenCount
+    """That the grey picture became."""
+
+
+class EncodePicture(DaemonMessage, frozen=True, tag=True):
+    """Payload: the file of a picture. Answered by PictureEncoded."""
+
+    kind: PictureKind
+    """What the file is; another one is refused, whatever it is."""
+    width: PictureSide
+    height: PictureSide
+    """As its header says; a file that decodes to another size is refused."""
+
+
+class PicturePart(msgspec.Struct, frozen=True, array_like=True):
+    """A run of positions that a picture takes in a prompt; travels as an array of its fields in this
+    order."""
+
+    tokens: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
+    """Of the vocabulary, which mark the picture or a tile of it; none: the positions hold rows."""
+    n_rows: TokenCount = 0
+
+
+class PictureEncoded(WorkerMessage, frozen=True, tag=True):
+    """Answers EncodePicture. Payload: f32 [n, n_embd], the rows of all parts in their order."""
+
+    parts: Annotated[tuple[PicturePart, ...], Meta(min_length=1, max_length=PICTURE_PARTS_MAX)]
+    compute_s: Seconds = 0.0

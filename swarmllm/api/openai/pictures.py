@@ -1,0 +1,126 @@
+"""Collects the pictures of one request, of whatever dialect, and parses them away from the event loop.
+
+A dialect hands over what stands in its body, and puts the marker that it gets into the text of the message.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import trio
+from quart import current_app
+
+from swarmllm.api.http.context import current_charge, current_config, current_node
+from swarmllm.api.openai.remote_pictures import Charge, PictureFetcher
+from swarmllm.errors import InvalidRequest
+from swarmllm.pictures import (
+    NO_PICTURES,
+    PICTURES_MAX,
+    Marker,
+    Picture,
+    PromptPictures,
+    marker_of,
+    parse_picture,
+)
+from swarmllm_proto.limits import MIB, PICTURE_BYTES_MAX
+
+FETCHER = "swarmllm.fetcher"
+SEND_IT = "Send the picture itself as a data URL (data:image/png;base64,...)."
+BASE64_MAX = (PICTURE_BYTES_MAX + 2) // 3 * 4
+PIECE = 2**18
+"""Characters, a multiple of 4."""
+
+
+class RequestPictures:
+    def __init__(self, earlier: Mapping[str, Picture] | None = None) -> None:
+        """`earlier`: pictures of earlier turns, whose markers stand in the messages already."""
+        self._nonce = secrets.token_hex(16)
+        self._earlier = dict(earlier or {})
+        self._asked: dict[Marker, tuple[str | bytes, str]] = {}
+        """(base64 or what was fetched, field)"""
+        self._remote: dict[Marker, tuple[str, str]] = {}
+        """(https address, field) of those that are not fetched yet; they are in `_asked`, too."""
+
+    def __bool__(self) -> bool:
+        return bool(self._earlier or self._asked)
+
+    @property
+    def field(self) -> str:
+        """Of the first picture that is new."""
+        return next((field for _, field in self._asked.values()), "messages")
+
+    def add_url(self, url: str, field: str) -> Marker:
+        """A data URL, or an address. Raises InvalidRequest for what is neither."""
+        if url[:8].lower() == "https://":
+            marker = self._add(b"", field)
+            self._remote[marker] = url, field
+            return marker
+        head, comma, data = url.partition(",")
+        if not head[:5].lower() == "data:":
+            raise InvalidRequest(f"is no data URL. {SEND_IT}", field=field)
+        # What the URL says of the type is not believed: the bytes tell it.
+        if not comma or not head.lower().endswith(";base64"):
+            raise InvalidRequest("a data URL with a picture has to be in base64.", field=field)
+        return self.add_base64(data, field)
+
+    def add_base64(self, data: str, field: str) -> Marker:
+        """Raises InvalidRequest for one picture too many."""
+        return self._add(data, field)
+
+    def _add(self, data: str | bytes, field: str) -> Marker:
+        if len(self._earlier) + len(self._asked) >= PICTURES_MAX:
+            raise InvalidRequest(f"at most {PICTURES_MAX} pictures are taken at once.", field=field)
+        marker = marker_of(self._nonce, len(self._asked))
+        self._asked[marker] = data, field
+        return marker
+
+    async def fetch(self, fetcher: PictureFetcher | None, charge: Charge) -> None:
+        """Those that are named by an address. Raises InvalidRequest, also for one without a fetcher, and
+        Overloaded."""
+        remote, self._remote = self._remote, {}
+        if not remote:
+            return
+        if fetcher is None:
+            _, field = next(iter(remote.values()))
+            raise InvalidRequest(f"this node fetches no pictures (api.fetch_images). {SEND_IT}", field=field)
+        fetched = await fetcher.fetch_all(list(remote.values()), charge)
+        for (marker, (_, field)), data in zip(remote.items(), fetched, strict=True):
+            self._asked[marker] = data, field
+
+    def parse(self) -> PromptPictures:
+        """After `fetch`. Raises InvalidRequest. Takes some milliseconds per megabyte."""
+        pictures = dict(self._earlier)
+        for marker, (data, field) in self._asked.items():
+            picture = data if isinstance(data, bytes) else _decode(data, field)
+            pictures[marker] = parse_picture(picture, field)
+        return PromptPictures(pictures, self.field)
+
+
+def _decode(text: str, field: str) -> bytes:
+    """Line breaks in base64 are allowed, as in mail. Raises InvalidRequest."""
+    if "\n" in text:
+        text = text.replace("\r", "").replace("\n", "")
+    if len(text) > BASE64_MAX:
+        raise InvalidRequest(f"the picture is larger than {PICTURE_BYTES_MAX // MIB} MiB.", field=field)
+    try:
+        # In pieces, each of which holds up other threads for about a millisecond.
+        pieces = range(0, len(text), PIECE)
+        return b"".join(base64.b64decode(text[at : at + PIECE], validate=True) for at in pieces)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest("this is not base64.", field=field) from None
+
+
+async def seen_by(model: str, asked: RequestPictures, field: str) -> PromptPictures:
+    """The request's pictures, parsed. `field`: what the API calls the conversation. Raises ModelNotFound, and
+    InvalidRequest where the model takes no pictures, or one of them is none or cannot be fetched."""
+    if not asked:
+        return NO_PICTURES
+    await current_node().require_sight(model, asked.field)
+    fetcher = cast(PictureFetcher, current_app.extensions[FETCHER])
+    await asked.fetch(fetcher if current_config().api.fetch_images else None, current_charge())
+    return replace(await trio.to_thread.run_sync(asked.parse), field=field)

@@ -1,0 +1,213 @@
+"""Projectors (mmproj): the vision encoder of a model, a GGUF file of its own that is attached to the model.
+
+A projector is no part of the model's manifest, and the ModelId does not cover it: a model is the same with
+and without one, its layers are interchangeable between nodes that have a projector and nodes that have none,
+and several projectors fit the same text model. It has an identity of its own, the BLAKE3 of its whole file.
+
+Each family is supported by name. The others want what no pipeline does yet, or nobody has compared them with
+libmtmd; they are refused when they are added, because a picture that is encoded almost rightly gives answers
+that are wrong and look right.
+
+Functions with a `database` work inside the catalogue's transactions. Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from swarmllm.errors import BadModel
+from swarmllm.models.gguf_header import GgufHeader, HeaderTensor, read_header
+from swarmllm.models.manifest import Count, Digest, Manifest
+from swarmllm_proto.identifiers import ModelId
+
+TABLE = """
+CREATE TABLE IF NOT EXISTS projectors (
+    model_id TEXT PRIMARY KEY,
+    projector BLOB NOT NULL
+) STRICT
+"""
+
+_WIDTHS: Final = {
+    "mlp": ("mm.2.weight", 1),
+    "janus_pro": ("mm.1.bias", 0),
+    "idefics3": ("mm.model.fc.weight", 1),
+    "internvl": ("mm.model.mlp.3.weight", 1),
+    "pixtral": ("mm.2.weight", 1),
+}
+"""Supported families: the tensor, and the dimension of it, that has the width of the rows."""
+_SEVERAL_POSITIONS: Final = "its rows have several positions each (M-RoPE)"
+_SEES_LATER: Final = "its rows see later ones of the same picture"
+_REFUSED: Final = {
+    **dict.fromkeys(
+        (
+            "qwen2vl_merger",
+            "qwen2.5vl_merger",
+            "glm4v",
+            "glm5v",
+            "paddleocr",
+            "ling3vl",
+            "mimovl",
+            "minimax_m3",
+        ),
+        _SEVERAL_POSITIONS,
+    ),
+    "qwen3vl_merger": f"{_SEVERAL_POSITIONS} and go into several layers (deepstack)",
+    "hunyuanvl": _SEVERAL_POSITIONS,
+    "granite4_vision": "its rows go into several layers (deepstack)",
+    **dict.fromkeys(("gemma3", "gemma4uv", "deepseek4v"), _SEES_LATER),
+    "gemma3nv": "the text model has inputs in each layer",
+    "gemma4v": f"{_SEES_LATER}, and the text model has inputs in each layer",
+}
+TEXT_ARCHITECTURES: Final = frozenset({"gemma", "granite", "llama", "phi3", "qwen2", "qwen3"})
+"""Of text models whose pipelines were compared with libmtmd: one position per row, and nothing but rows."""
+_QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
+_FOUND_MAX: Final = 4096
+CHUNK_BYTES: Final = 2**22
+
+
+class Projector(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    size_bytes: Count
+    mtime_ns: int
+    blake3: Digest
+    """Of the whole file."""
+    family: Annotated[str, Meta(max_length=64)]
+    """`clip.projector_type`."""
+    n_embd: Count
+    """Width of the rows that it makes."""
+
+    def check_file(self) -> None:
+        """Raises BadModel where the file is not as it was. Blocking."""
+        try:
+            found = Path(self.path).stat()
+        except OSError as error:
+            raise BadModel(f"the projector {self.path} cannot be read: {error.strerror}") from error
+        if (found.st_size, found.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+            raise BadModel(f"the projector {self.path} has changed since it was added; add the model again")
+
+
+def read_projector(path: Path, progress: Callable[[int, int], None] | None = None) -> Projector:
+    """Parse the header, and hash the file. Raises BadModel, also for a family that is not supported."""
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to would otherwise never return.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=2**20) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise BadModel(f"{path} is not a regular file", field="mmproj")
+            family, n_embd = _parse(read_header(file))
+            digest, n_done = blake3(), 0
+            file.seek(0)
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                n_done += len(data)
+                if progress is not None:
+                    progress(n_done, found.st_size)
+    except OSError as error:
+        raise BadModel(f"{path} cannot be read: {error.strerror or error}", field="mmproj") from error
+    except BadModel as error:
+        raise BadModel(f"{path.name}: {error.message}", field="mmproj") from error
+    return Projector(
+        path=str(path),
+        size_bytes=found.st_size,
+        mtime_ns=found.st_mtime_ns,
+        blake3=digest.hexdigest(),
+        family=family,
+        n_embd=n_embd,
+    )
+
+
+def _parse(header: GgufHeader) -> tuple[str, int]:
+    """Family and width. Raises BadModel."""
+    architecture = header.text("general.architecture")
+    if architecture != "clip":
+        raise BadModel(f"this is a model of architecture {architecture[:64]!r}, not a projector (clip)")
+    has_vision = header.keys.get("clip.has_vision_encoder")
+    if has_vision is None or has_vision.value is not True:
+        raise BadModel("this projector has no vision encoder")
+    named = [key for key in ("clip.projector_type", "clip.vision.projector_type") if key in header.keys]
+    family = header.text(named[0] if named else "clip.projector_type")
+    if family not in _WIDTHS:
+        reason = _REFUSED.get(family, "nobody has compared it with libmtmd")
+        known = ", ".join(sorted(_WIDTHS))
+        raise BadModel(
+            f"projectors of the family {family[:64]!r} are not supported: {reason} (known: {known})"
+        )
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if family == "mlp" and "mm.3.weight" in tensors:
+        raise BadModel("projectors of the family 'mlp' with a norm are not supported")
+    if family != "mlp" and "clip.vision.image_grid_pinpoints" in header.keys:
+        raise BadModel(f"projectors of the family {family!r} that cut pictures into tiles are not supported")
+    return family, _width(tensors, *_WIDTHS[family])
+
+
+def _width(tensors: dict[str, HeaderTensor], name: str, dimension: int) -> int:
+    tensor = tensors.get(name)
+    if tensor is None or len(tensor.shape) <= dimension:
+        raise BadModel(f"tensor {name} is missing, or has another shape")
+    return tensor.shape[dimension]
+
+
+def require_fit(projector: Projector, manifest: Manifest) -> None:
+    """That this projector's rows are what the model's layers take. Raises BadModel."""
+    name = Path(projector.path).name
+    if projector.n_embd != manifest.n_embd:
+        raise BadModel(
+            f"{name} makes rows of {projector.n_embd} numbers, the model's have {manifest.n_embd}:"
+            " it is another model's projector",
+            field="mmproj",
+        )
+    if manifest.architecture not in TEXT_ARCHITECTURES:
+        known = ", ".join(sorted(TEXT_ARCHITECTURES))
+        raise BadModel(
+            f"models of architecture {manifest.architecture} take no pictures here yet (known: {known})",
+            field="mmproj",
+        )
+    if not manifest.cut_alignment:
+        raise BadModel(
+            f"a model that can only run whole takes no pictures ({manifest.whole_reason})", field="mmproj"
+        )
+
+
+def found_beside(model: Path) -> Path | None:
+    """The projector that is called like the model's file, but for quantisation and the word mmproj, in the
+    same folder; None also where there are several."""
+    wanted = _bare(model.name)
+    try:
+        names = [each.name for _, each in zip(range(_FOUND_MAX), model.parent.iterdir(), strict=False)]
+    except OSError:
+        return None
+    found = [name for name in names if "mmproj" in name.lower() and _bare(name) == wanted]
+    return model.with_name(found[0]) if len(found) == 1 else None
+
+
+def _bare(name: str) -> str:
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name.lower())
+    stem = re.sub(r"[-_.]?mmproj[-_.]?", "-", stem).strip("-_.")
+    return _QUANTISATION.sub("", stem)
+
+
+def keep(database: sqlite3.Connection, model_id: ModelId, projector: Projector) -> None:
+    """In the place of another one that the model has."""
+    database.execute(
+        "INSERT OR REPLACE INTO projectors VALUES (?, ?)", (model_id, msgspec.msgpack.encode(projector))
+    )
+
+
+def of_model(database: sqlite3.Connection, model_id: ModelId) -> Projector | None:
+    row = database.execute("SELECT projector FROM projectors WHERE model_id = ?", (model_id,)).fetchone()
+    return msgspec.msgpack.decode(row[0], type=Projector) if row else None
+
+
+def drop(database: sqlite3.Connection, model_id: ModelId) -> None:
+    database.execute("DELETE FROM projectors WHERE model_id = ?", (model_id,))

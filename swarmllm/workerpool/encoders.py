@@ -1,0 +1,242 @@
+"""Encodes pictures in worker processes of their own kind, one for each projector that is in use.
+
+A picture or a projector that is damaged ends such a process and nothing else. Its pictures are encoded one
+after the other, each with a deadline, at which the process is killed. What a picture became is kept, so that
+the next turn of a conversation does not encode it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from swarmllm.errors import InvalidRequest, Overloaded, WorkerError
+from swarmllm.models.projector import Projector
+from swarmllm.pictures import Picture
+from swarmllm.supervision import spawn
+from swarmllm.workerpool.forward_result import Hidden, checked_tensor
+from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.ipc import EncodePicture, OpenProjector, PictureEncoded, ProjectorOpened
+from swarmllm_proto.limits import PICTURE_BYTES_MAX
+
+log = logging.getLogger("swarmllm.workerpool")
+
+PICTURE_TIMEOUT_S: Final = 120.0
+"""For one picture. Encoders take up to some ten seconds for a large one on one core."""
+TURN_TIMEOUT_S: Final = 300.0
+"""For its turn behind others' pictures."""
+KEPT_BYTES: Final = 256 * 2**20
+"""Of rows that pictures became."""
+Key = tuple[ModelId, str, str]
+"""(model, digest of its projector, digest of the picture)"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    """What a picture is in a prompt of one model."""
+
+    tokens: npt.NDArray[np.int32]
+    """i32 [n]: the token at each position that it takes; -1 where there is a row."""
+    rows: Hidden
+    """f32 [number of -1, n_embd], read-only."""
+    ends: tuple[int, ...]
+    """Positions at which a run of rows begins or ends; the rows of a tile are such a run."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self.tokens.nbytes + self.rows.nbytes
+
+
+class KeptPictures:
+    """The latest ones, as many as fit."""
+
+    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[Key, EncodedPicture] = OrderedDict()
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Key) -> EncodedPicture | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: Key, encoded: EncodedPicture) -> None:
+        self.drop(key)
+        if encoded.n_bytes > self._max_bytes:
+            return
+        self._kept[key] = encoded
+        self.n_bytes += encoded.n_bytes
+        while self.n_bytes > self._max_bytes:
+            self.drop(next(iter(self._kept)))
+
+    def drop(self, key: Key) -> None:
+        if (dropped := self._kept.pop(key, None)) is not None:
+            self.n_bytes -= dropped.n_bytes
+
+    def forget(self, model_id: ModelId) -> None:
+        for key in [key for key in self._kept if key[0] == model_id]:
+            self.drop(key)
+
+
+@dataclass(slots=True)
+class _Encoder:
+    """One projector, and the worker that has it open, if there is one."""
+
+    turn: trio.Lock = field(default_factory=trio.Lock)
+    worker: Worker | None = None
+    opened_as: tuple[ModelFile, Projector] | None = None
+    n_waiting: int = 0
+
+
+class PictureEncoders:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._by_projector: dict[tuple[ModelId, str], _Encoder] = {}
+        self.kept = KeptPictures()
+        self.n_encoded = 0
+        hosts.when_idle.append(self._stop_idle)
+
+    async def check_projector(self, model: ModelFile, projector: Projector) -> int:
+        """Open it and encode a grey picture; how many rows that became. Raises BadModel, WorkerDied where the
+        process did not survive it, WorkerError."""
+        encoder = self._encoder(model, projector)
+        async with _turn(encoder):
+            _, opened = await self._open(encoder, model, projector)
+        return opened.n_rows if opened is not None else 0
+
+    async def encode_picture(
+        self, model: ModelFile, projector: Projector, picture: Picture
+    ) -> EncodedPicture:
+        """Raises InvalidRequest for a picture that cannot be decoded, BadModel, WorkerDied (also at the
+        deadline), WorkerError, Overloaded."""
+        if len(picture.data) > PICTURE_BYTES_MAX:
+            raise InvalidRequest(f"a picture has {PICTURE_BYTES_MAX} bytes at most", field="messages")
+        key = model.model_id, projector.blake3, picture.digest
+        if (kept := self.kept.get(key)) is not None:
+            return kept
+        encoder = self._encoder(model, projector)
+        async with _turn(encoder):
+            if (kept := self.kept.get(key)) is not None:
+                return kept
+            worker, _ = await self._open(encoder, model, projector)
+            message = EncodePicture(
+                id=worker.new_id(), kind=picture.kind, width=picture.width, height=picture.height
+            )
+            told, payload = await worker.call(
+                message, PictureEncoded, payload=picture.data, timeout_s=PICTURE_TIMEOUT_S
+            )
+            encoded = checked_picture(told, payload, projector.n_embd)
+        self.n_encoded += 1
+        self.kept.put(key, encoded)
+        return encoded
+
+    async def forget(self, model_id: ModelId) -> None:
+        """End the model's workers of this kind, and drop what pictures became for it."""
+        self.kept.forget(model_id)
+        for key in [key for key in self._by_projector if key[0] == model_id]:
+            encoder = self._by_projector.pop(key)
+            if encoder.worker is not None:
+                await encoder.worker.stop("was stopped because its model is forgotten")
+
+    def _encoder(self, model: ModelFile, projector: Projector) -> _Encoder:
+        return self._by_projector.setdefault((model.model_id, projector.blake3), _Encoder())
+
+    async def _open(
+        self, encoder: _Encoder, model: ModelFile, projector: Projector
+    ) -> tuple[Worker, ProjectorOpened | None]:
+        """None: it was open already."""
+        await trio.to_thread.run_sync(projector.check_file)
+        if encoder.worker is not None and encoder.worker.alive and encoder.opened_as == (model, projector):
+            return encoder.worker, None
+        if encoder.worker is not None:
+            await encoder.worker.stop("was stopped because its projector is to be opened anew")
+            encoder.worker = None
+        settings = self._hosts.settings
+        worker = await Worker.spawn(
+            (*self._hosts.command, "--pictures", "--log-level", settings.log_level),
+            self._hosts.socket_dir,
+            start_timeout_s=settings.start_timeout_s,
+            stop_timeout_s=settings.stop_timeout_s,
+        )
+        spawn(self._hosts.nursery(), "worker", worker.run)
+        try:
+            await worker.ready()
+            message = OpenProjector(
+                id=worker.new_id(),
+                path=str(model.path),
+                projector=projector.path,
+                n_threads=settings.n_threads,
+            )
+            opened, _ = await worker.call(message, ProjectorOpened, timeout_s=settings.load_timeout_s)
+            if opened.n_embd != projector.n_embd:
+                raise WorkerError(f"the projector makes rows of {opened.n_embd}, not {projector.n_embd}")
+        except BaseException:
+            worker.kill("could not open its projector")
+            raise
+        log.info("worker %d encodes pictures for model %s", worker.pid, model.model_id[:8])
+        encoder.worker, encoder.opened_as = worker, (model, projector)
+        return worker, opened
+
+    async def _stop_idle(self) -> None:
+        for key, encoder in tuple(self._by_projector.items()):
+            worker = encoder.worker
+            if encoder.n_waiting:
+                continue
+            if worker is None or not worker.alive:
+                del self._by_projector[key]
+            elif trio.current_time() - worker.last_used_at >= self._hosts.settings.idle_timeout_s:
+                del self._by_projector[key]
+                await worker.stop("was stopped because it was idle")
+
+
+@asynccontextmanager
+async def _turn(encoder: _Encoder) -> AsyncIterator[None]:
+    """One after the other. Raises Overloaded where that takes too long."""
+    encoder.n_waiting += 1
+    try:
+        try:
+            with trio.fail_after(TURN_TIMEOUT_S):
+                await encoder.turn.acquire()
+        except trio.TooSlowError:
+            raise Overloaded("too many pictures wait for this model's encoder") from None
+        try:
+            yield
+        finally:
+            encoder.turn.release()
+    finally:
+        encoder.n_waiting -= 1
+
+
+def checked_picture(told: PictureEncoded, payload: memoryview, n_embd: int) -> EncodedPicture:
+    """Of a worker, which may be wrong. Raises WorkerError."""
+    runs: list[npt.NDArray[np.int32]] = []
+    ends: set[int] = set()
+    n_positions = 0
+    for part in told.parts:
+        if bool(part.tokens) == bool(part.n_rows):
+            raise WorkerError("the worker returned a part of a picture that is neither tokens nor rows")
+        runs.append(np.array(part.tokens, np.int32) if part.tokens else np.full(part.n_rows, -1, np.int32))
+        if part.n_rows:
+            ends |= {n_positions, n_positions + part.n_rows}
+        n_positions += len(runs[-1])
+    tokens = np.concatenate(runs)
+    n_rows = int(np.count_nonzero(tokens < 0))
+    rows = checked_tensor(payload, "rows of a picture", np.dtype(np.float32), 2, n_rows=n_rows)
+    if not n_rows or rows.shape[1] != n_embd or not np.isfinite(rows).all():
+        raise WorkerError(f"the worker returned rows of a picture of the wrong shape: {rows.shape}")
+    rows.flags.writeable = False
+    return EncodedPicture(tokens, rows, tuple(sorted(ends)))

@@ -1,0 +1,117 @@
+"""Pictures in the dashboard's chat, in a real browser: chosen, dropped, pasted, taken away, sent and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_page import find, go, seen
+from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import PATIENCE_S
+from picture_files import data_url, png
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from vision_models import projector
+
+from swarmllm.guide import GUIDE_PATH
+
+pytestmark = pytest.mark.slow
+
+KEEP_WHAT_IS_ASKED = """
+window.asked = [];
+const real = window.fetch;
+window.fetch = (where, init, ...rest) => {
+  if (String(where).endsWith("chat/completions")) asked.push(JSON.parse(init.body).messages);
+  return real(where, init, ...rest);
+};
+"""
+GIVE = """
+const [selector, kind, name, type, bytes] = arguments;
+const given = new DataTransfer();
+given.items.add(new File([new Uint8Array(bytes)], name, { type }));
+const init = { bubbles: true, cancelable: true };
+const event = kind === "paste" ? new ClipboardEvent(kind, { ...init, clipboardData: given })
+  : new DragEvent(kind, { ...init, dataTransfer: given });
+document.querySelector(selector).dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("pictures")
+    with running_daemon(folder, "kitchen", load=["guide"], inference={"n_threads": 1, "n_ctx": 1024}) as node:
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
+        yield node
+
+
+def attach(node: DaemonProcess, folder: Path) -> None:
+    mmproj = projector(folder / "mmproj.gguf", "janus_pro", 256)
+    body = {"path": str(GUIDE_PATH), "name": "guide", "mmproj": str(mmproj)}
+    assert '"result"' in node.http.post("/api/admin/models", json=body).text
+
+
+def names(page: WebDriver, where: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.alt)"
+    return [str(name) for name in page.execute_script(script, f"{where} .pictures img")]
+
+
+def give(page: WebDriver, selector: str, kind: str, name: str, data: bytes, media: str = "image/png") -> bool:
+    return bool(page.execute_script(GIVE, selector, kind, name, media, list(data)))
+
+
+def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
+    page: WebDriver, node: DaemonProcess, tmp_path: Path
+) -> None:
+    go(page, node, "chat")
+    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), PATIENCE_S, "the model")
+    assert not page.find_elements(By.CSS_SELECTOR, "#pictures")
+    assert not give(page, ".composer", "drop", "no.png", png())
+    assert not give(page, "#prompt", "paste", "no.png", png())
+
+    attach(node, tmp_path)
+    seen(page, "Add picture", ".composer")
+    page.execute_script(KEEP_WHAT_IS_ASKED)
+    (tmp_path / "chosen.png").write_bytes(png(3, 2))
+    find(page, "#pictures").send_keys(str(tmp_path / "chosen.png"))
+    wait_for(lambda: names(page, ".composer") == ["chosen.png"], PATIENCE_S, "the chosen one")
+    assert give(page, ".composer", "dragover", "dropped.png", png(4, 2))
+    assert give(page, ".composer", "drop", "dropped.png", png(4, 2))
+    wait_for(lambda: len(names(page, ".composer")) == 2, PATIENCE_S, "the dropped one")
+    assert give(page, "#prompt", "paste", "pasted.png", png(5, 2))
+    wait_for(lambda: len(names(page, ".composer")) == 3, PATIENCE_S, "the pasted one")
+    shown = "return [...document.querySelectorAll('.composer img')].map((each) => each.naturalWidth)"
+    wait_for(lambda: page.execute_script(shown) == [3, 4, 5], PATIENCE_S, "small pictures")
+    give(page, ".composer", "drop", "evil.svg", b"<svg/>", "image/svg+xml")
+    seen(page, "evil.svg is no PNG")
+    give(page, ".composer", "drop", "bad.png", b"no picture")
+    seen(page, "bad.png cannot be read")
+    find(page, "[aria-label='Remove dropped.png']").click()
+    wait_for(lambda: names(page, ".composer") == ["chosen.png", "pasted.png"], PATIENCE_S, "two")
+
+    find(page, "#prompt").send_keys("What is this?", Keys.ENTER)
+    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], PATIENCE_S, "the question")
+    assert names(page, ".composer") == []
+    seen(page, "tokens/s", ".way")
+    images = [{"type": "image_url", "image_url": {"url": data_url(png(width, 2))}} for width in (3, 5)]
+    question: dict[str, Any] = {
+        "role": "user",
+        "content": [*images, {"type": "text", "text": "What is this?"}],
+    }
+    assert page.execute_script("return asked") == [[question]]
+
+    page.refresh()
+    find(page, ".kept summary").click()
+    find(page, ".kept li button").click()
+    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], PATIENCE_S, "them again")
+    page.execute_script(KEEP_WHAT_IS_ASKED)
+    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), PATIENCE_S, "the model")
+    find(page, "#prompt").send_keys("And now?", Keys.ENTER)
+    wait_for(lambda: page.execute_script("return asked.length") == 1, PATIENCE_S, "the second question")
+    (messages,) = page.execute_script("return asked")
+    assert messages[0] == question
+    assert messages[-1] == {"role": "user", "content": "And now?"}
+    wait_for(lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) == 2, PATIENCE_S, "the answer")

@@ -1,0 +1,145 @@
+"""How a prompt with pictures becomes tokens and rows, and in which chunks these leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vision_models import picture
+
+from bench.common.arithmetic import fake_entry
+from swarmllm.errors import ContextFull
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.projector import Projector
+from swarmllm.pictures import Picture, PromptPictures
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow
+from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, read_pictures
+from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.workerpool.encoders import EncodedPicture
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.ipc import Sampling
+
+BOS = 1
+N_EMBD = 3
+EYES = Projector(path="/mm", size_bytes=1, mtime_ns=1, blake3="ab" * 32, family="mlp", n_embd=N_EMBD)
+SEEN = [picture(20, 20, 1), picture(20, 20, 2)]
+
+
+class Eyes:
+    """Letters are tokens. A picture is the token 7, two rows, and two rows of another tile."""
+
+    async def tokenize(self, model: ModelFile, *, text: str, place: str) -> np.ndarray:
+        return np.array([BOS] * (place != "later") + [ord(letter) for letter in text], np.int32)
+
+    async def apply_template(self, model: ModelFile, messages: list[dict[str, Any]], *others: object) -> str:
+        return "".join(message["content"] for message in messages)
+
+    async def encode_picture(self, model: ModelFile, eyes: Projector, shown: Picture) -> EncodedPicture:
+        number = SEEN.index(shown) + 1
+        rows = np.arange(4 * N_EMBD, dtype=np.float32).reshape(4, N_EMBD) + 100 * number
+        return EncodedPicture(np.array([7, -1, -1, -1, -1], np.int32), rows, (1, 3, 5))
+
+    async def embed(self, model: ModelFile, tokens: np.ndarray) -> np.ndarray:
+        assert tokens.max() < FIRST_ROW_ID, "no worker knows such a token"
+        return np.repeat(tokens[:, None], N_EMBD, 1).astype(np.float32)
+
+
+def seeing() -> CatalogueEntry:
+    return replace(fake_entry(), projector=EYES)
+
+
+def asking(text: str, *, as_messages: bool = False) -> Prompt:
+    by_marker = {marker: each for marker, each in zip(("AAA", "BBB"), SEEN, strict=True) if marker in text}
+    pictures = PromptPictures(by_marker)
+    if as_messages:
+        return Prompt(messages=[{"role": "user", "content": text}], pictures=pictures)
+    return Prompt(text=text, pictures=pictures)
+
+
+async def read(prompt: Prompt, n_ctx: int = 100) -> tuple[np.ndarray, PictureRows]:
+    return await read_pictures(Eyes(), seeing(), prompt, n_ctx)  # type: ignore[arg-type]
+
+
+async def test_rows_stand_between_the_tokens_of_the_text_which_begins_once() -> None:
+    tokens, pictures = await read(asking("xAAAyzBBB"))
+    known = [BOS, ord("x"), 7, None, None, None, None, ord("y"), ord("z"), 7, None, None, None, None]
+    assert [None if token >= FIRST_ROW_ID else token for token in tokens.tolist()] == known
+    assert pictures.positions.tolist() == [at for at, token in enumerate(known) if token is None]
+    assert pictures.ends == (3, 5, 7, 10, 12, 14)
+    rows = await embedded(Eyes(), None, tokens, 0, pictures, as_ids=True)  # type: ignore[arg-type]
+    assert rows[:, 0].tolist() == [1, 120, 7, 100, 103, 106, 109, 121, 122, 7, 200, 203, 206, 209]
+    for first in range(len(tokens)):
+        part = tokens[first : first + 3]
+        some = await embedded(Eyes(), None, part, first, pictures, as_ids=False)  # type: ignore[arg-type]
+        assert np.array_equal(some, rows[first : first + 3])
+    text = await embedded(Eyes(), None, tokens[:3], 0, pictures, as_ids=True)  # type: ignore[arg-type]
+    assert text.dtype == np.int32
+    assert int(tokens.max()) < 2**31
+
+
+async def test_a_prompt_that_begins_with_a_picture_begins_as_every_text_does() -> None:
+    tokens, pictures = await read(asking("AAAx"))
+    assert tokens[:2].tolist() == [BOS, 7]
+    assert pictures.ends == (2, 4, 6)
+    again, _ = await read(asking("AAAx", as_messages=True))
+    assert np.array_equal(again, tokens)
+
+
+async def test_what_stands_for_a_picture_follows_from_picture_and_place() -> None:
+    (one, at_one), (same, at_same), (other, at_other), (later, at_later) = [
+        await read(asking(text)) for text in ("xAAAy", "xAAAz", "xBBBy", "xxAAAy")
+    ]
+    assert np.array_equal(one[:-1], same[:-1])
+    assert at_one.digest == at_same.digest
+    assert len({at_one.digest, at_other.digest, at_later.digest}) == 3
+    assert not set(one[3:7].tolist()) & set(other[3:7].tolist())
+    assert np.array_equal(one[3:7], later[4:8])
+
+
+async def test_pictures_beyond_the_context_are_not_encoded() -> None:
+    with pytest.raises(ContextFull, match="has room for 7 here"):
+        await read(asking("xAAAyBBB"), n_ctx=7)
+
+
+async def test_a_standby_gets_the_pictures_too() -> None:
+    tokens, pictures = await read(asking("xAAAy"))
+    request = OriginRequest("req_1", seeing(), tokens, Sampling(), pictures=pictures)
+    assert request.beside().pictures is pictures
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.lists(st.integers(1, 60), unique=True).map(sorted),
+    st.integers(0, 10),
+)
+def test_chunks_end_where_pictures_do_and_may_leave_again(
+    n_tokens: int, chunk_tokens: int, ends: list[int], n_known: int
+) -> None:
+    n_known = min(n_known, n_tokens - 1)
+    window = PromptWindow(n_tokens, chunk_tokens, 10**6, n_known, ends)
+    chunks = []
+    while (chunk := window.next_chunk()) is not None:
+        chunks.append(chunk)
+        assert 1 <= chunk.n_tokens <= chunk_tokens
+        last = chunk.position + chunk.n_tokens
+        assert not [end for end in ends if chunk.position < end < last]
+        assert last + chunk.left == n_tokens
+    begins = [chunk.position for chunk in chunks]
+    assert begins == sorted(begins)
+    assert sum(chunk.n_tokens for chunk in chunks) == n_tokens - n_known
+    for position in range(n_known, n_tokens):
+        if position in begins:
+            window.rewind(position)
+            again = []
+            while (chunk := window.next_chunk()) is not None:
+                again.append(chunk)
+            assert again == chunks[begins.index(position) :]
+        else:
+            with pytest.raises(BrokenPromise):
+                window.rewind(position)

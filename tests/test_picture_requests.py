@@ -1,0 +1,117 @@
+"""Questions about pictures over HTTP: a model with its projector on real daemons, whole and cut."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import PATIENCE_S
+from vision_models import file_of, pixels, projector, text_model
+
+pytestmark = pytest.mark.slow
+
+INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 512}
+N_EMBD = 64
+N_ROWS = 16
+
+
+def lines(node: DaemonProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The last of them."""
+    with node.http.stream("POST", f"/api/admin/models{path}", json=body) as answer:
+        return dict([json.loads(line) for line in answer.iter_lines()][-1])
+
+
+def sources(node: DaemonProcess, name: str) -> list[str]:
+    answer = node.http.get(f"/api/admin/models/{name}/status")
+    return list(answer.json()["sources"]) if answer.status_code == 200 else []
+
+
+def asking(data: bytes | None) -> list[dict[str, Any]]:
+    """Messages with the picture, if there is one."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": "what is this?"}]
+    if data is not None:
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    return [{"role": "user", "content": content}]
+
+
+def chat(node: DaemonProcess, data: bytes | None = None, **fields: Any) -> dict[str, Any]:
+    body = {
+        "model": "seer",
+        "messages": asking(data),
+        "temperature": 0,
+        "max_tokens": 8,
+        "logprobs": True,
+    }
+    answer = node.http.post("/v1/chat/completions", json=body | fields)
+    return dict(answer.json()) | {"status": answer.status_code}
+
+
+def told(answer: dict[str, Any]) -> list[tuple[str, float]]:
+    assert answer["status"] == 200, answer
+    return [(each["token"], each["logprob"]) for each in answer["choices"][0]["logprobs"]["content"]]
+
+
+def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_path: Path) -> None:
+    path = text_model(tmp_path, "llama")
+    eyes = projector(tmp_path / "llama-mmproj-f32.gguf", "janus_pro", N_EMBD)
+    other = projector(tmp_path / "other.gguf", "janus_pro", 96)
+    damaged = projector(tmp_path / "damaged.gguf", "janus_pro", N_EMBD, without=["v.blk.0.attn_q.weight"])
+    shown = file_of(pixels(40, 30, 1))
+    with running_daemon(tmp_path, "a", load=[], inference=INFERENCE) as a:
+        given = {"path": str(path), "name": "seer"}
+        refused = lines(a, "", given | {"mmproj": str(other)})["error"]
+        assert "rows of 96 numbers, the model's have 64" in refused["message"]
+        refused = lines(a, "", given | {"mmproj": str(damaged)})["error"]
+        assert "damaged.gguf" in refused["message"]
+        assert refused["param"] == "mmproj"
+        added = lines(a, "", given)["model"]
+        assert added["projector"] == {
+            "path": str(eyes),
+            "family": "janus_pro",
+            "n_embd": N_EMBD,
+            "size_bytes": eyes.stat().st_size,
+            "blake3": added["projector"]["blake3"],
+        }
+        assert a.http.get("/api/admin/models/seer/status").json()["projector"] == added["projector"]
+        assert lines(a, "/seer/load", {})["type"] == "result"
+        answer = chat(a, shown)
+        whole, text = told(answer), chat(a)
+        # The line break between a picture and the text after it is left out.
+        assert answer["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"] + N_ROWS
+        assert told(text) != whole != told(chat(a, file_of(pixels(40, 30, 2))))
+        assert told(chat(a, shown)) == whole
+        broken = chat(a, shown[:-30])
+        assert (broken["status"], broken["error"]["code"]) == (400, "invalid_value")
+        assert "the png file is damaged" in broken["error"]["message"]
+        assert chat(a, shown, exact=True)["status"] == 400
+        counted = a.http.post(
+            "/v1/chat/completions/input_tokens", json={"model": "seer", "messages": asking(shown)}
+        )
+        assert counted.json()["input_tokens"] == answer["usage"]["prompt_tokens"]
+        with running_daemon(tmp_path, "b", load=[], inference=INFERENCE, bootstrap=a.addresses) as b:
+            # The model comes from the other node, its projector from the disk.
+            wait_for(lambda: sources(b, "seer"), PATIENCE_S, "the other node to know who has the file")
+            assert lines(b, "/seer/load", {"layers": "2:4"})["model"]["stored"]
+            assert chat(b, shown)["status"] == 400
+            assert "96" in lines(b, "/seer/projector", {"path": str(other)})["error"]["message"]
+            assert (
+                lines(b, "/seer/projector", {"path": str(eyes)})["model"]["projector"] == added["projector"]
+            )
+            assert lines(a, "/seer/unload", {"layers": "2:4", "progress": True})["type"] == "result"
+            for node in (a, b):
+                wait_for(
+                    lambda node=node: node.http.get("/api/admin/models/seer/status").json()["complete"],
+                    PATIENCE_S,
+                    "all layers to be held",
+                )
+                cut = chat(node, shown)
+                assert told(cut) == whole
+                assert len(cut["swarm"]["route"]) == 2
+        assert lines(a, "/seer/unload", {"progress": True})["type"] == "result"
+        assert a.http.delete("/api/admin/models/seer").status_code == 200
+        assert eyes.exists()

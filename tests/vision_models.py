@@ -1,0 +1,200 @@
+"""Small random projectors of the supported families, pictures to look at, and what one process makes of both:
+libmtmd and libllama on the uncut model."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from deadlines import PATIENCE_S
+from gguf import GGUFWriter
+from PIL import Image
+
+from swarmllm.pictures import Picture, parse_picture
+from tests.workers.factory import SPECS, build
+
+N_BATCH = 32
+"""Rows of one decode of `vision_reference`; prompts and pictures are longer."""
+REFERENCE = Path(__file__).with_name("vision_reference.py")
+IDEFICS_TOKENS = (
+    "\n\n",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<fake_token_around_image><row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)
+
+
+def text_model(folder: Path, name: str) -> Path:
+    """A random model of `factory`, with the special tokens of idefics3."""
+    path = folder / f"{name}.gguf"
+    return path if path.exists() else build(path, replace(SPECS[name], extra_tokens=IDEFICS_TOKENS))
+
+
+def pixels(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """u8 [height, width, 3]: waves, and a rectangle of another colour."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    image = np.stack([(x * 3 + seed * 20) % 256, (y * 5) % 256, (x * y // 7) % 256], -1).astype(np.uint8)
+    image[height // 4 : height // 2, width // 4 : width // 2] = rng.integers(0, 256, 3)
+    return image
+
+
+def file_of(image: np.ndarray, kind: str = "PNG", **options: Any) -> bytes:
+    written = io.BytesIO()
+    Image.fromarray(image).save(written, kind, **options)
+    return written.getvalue()
+
+
+def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> Picture:
+    return parse_picture(file_of(pixels(width, height, seed), kind), "picture")
+
+
+class _Writer:
+    def __init__(self, path: Path, seed: int) -> None:
+        self.gguf = GGUFWriter(path, "clip", use_temp_file=False)
+        self._rng = np.random.default_rng(seed)
+
+    def matrix(self, name: str, *shape: int, scale: float | None = None) -> None:
+        """f32 of a standard deviation that keeps the length of a row."""
+        values = self._rng.standard_normal(shape) * (scale or shape[-1] ** -0.5)
+        self.gguf.add_tensor(f"{name}.weight", values.astype(np.float32))
+
+    def vector(self, name: str, size: int, around: float = 0.0) -> None:
+        self.gguf.add_tensor(name, (around + 0.1 * self._rng.standard_normal(size)).astype(np.float32))
+
+
+def projector(
+    path: Path,
+    family: str,
+    n_embd: int,
+    *,
+    image: int = 32,
+    patch: int = 8,
+    width: int = 32,
+    n_layers: int = 2,
+    without: Sequence[str] = (),
+    tiles: Sequence[int] = (),
+    seed: int = 1,
+) -> Path:
+    """A random projector to `n_embd`; `without`: tensors that are left out, `tiles`: widths and heights of
+    pictures that are cut into tiles."""
+    n_ff = 48
+    writer = _Writer(path, seed)
+    gguf = writer.gguf
+    if without:
+        add = gguf.add_tensor
+        gguf.add_tensor = lambda name, values: None if name in without else add(name, values)  # type: ignore[method-assign]
+    gguf.add_bool("clip.has_vision_encoder", True)
+    gguf.add_string("clip.projector_type", family)
+    gguf.add_bool("clip.use_gelu", True)
+    numbers = {
+        "embedding_length": width,
+        "feed_forward_length": n_ff,
+        "block_count": n_layers,
+        "projection_dim": n_embd,
+        "image_size": image,
+        "patch_size": patch,
+        "attention.head_count": 2,
+    }
+    for key, number in numbers.items():
+        gguf.add_uint32(f"clip.vision.{key}", number)
+    gguf.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    if tiles:
+        gguf.add_array("clip.vision.image_grid_pinpoints", list(tiles))
+        gguf.add_string("clip.vision.mm_patch_merge_type", "spatial_unpad")
+        writer.vector("model.image_newline", n_embd)
+    gguf.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    gguf.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    writer.matrix("v.patch_embd", width, 3, patch, patch, scale=(3 * patch * patch) ** -0.5)
+    writer.vector("v.patch_embd.bias", width)
+    has_class = family == "internvl"
+    if family != "pixtral":
+        writer.matrix("v.position_embd", (image // patch) ** 2 + has_class, width, scale=0.3)
+    if has_class:
+        writer.vector("v.class_embd", width)
+    for i in range(n_layers):
+        block = f"v.blk.{i}"
+        for norm in ("ln1", "ln2"):
+            writer.vector(f"{block}.{norm}.weight", width, 1.0)
+            writer.vector(f"{block}.{norm}.bias", width)
+        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            writer.matrix(f"{block}.{part}", width, width)
+            writer.vector(f"{block}.{part}.bias", width)
+        writer.matrix(f"{block}.ffn_up", n_ff, width)
+        writer.vector(f"{block}.ffn_up.bias", n_ff)
+        writer.matrix(f"{block}.ffn_down", width, n_ff)
+        writer.vector(f"{block}.ffn_down.bias", width)
+    writer.vector("v.post_ln.weight", width, 1.0)
+    writer.vector("v.post_ln.bias", width)
+    if family == "idefics3":
+        gguf.add_uint32("clip.vision.projector.scale_factor", 2)
+        writer.matrix("mm.model.fc", n_embd, 4 * width)
+    elif family == "internvl":
+        gguf.add_uint32("clip.vision.projector.scale_factor", 2)
+        writer.vector("mm.model.mlp.0.weight", 4 * width, 1.0)
+        writer.vector("mm.model.mlp.0.bias", 4 * width)
+        writer.matrix("mm.model.mlp.1", n_embd, 4 * width)
+        writer.vector("mm.model.mlp.1.bias", n_embd)
+        writer.matrix("mm.model.mlp.3", n_embd, n_embd)
+        writer.vector("mm.model.mlp.3.bias", n_embd)
+    elif family == "pixtral":
+        writer.matrix("mm.1", n_embd, width)
+        writer.vector("mm.1.bias", n_embd)
+        writer.matrix("mm.2", n_embd, n_embd)
+        writer.vector("mm.2.bias", n_embd)
+        writer.vector("v.token_embd.img_break", n_embd)
+    else:
+        last = "mm.1" if family == "janus_pro" else "mm.2"
+        writer.matrix("mm.0", n_embd, width)
+        writer.vector("mm.0.bias", n_embd)
+        writer.matrix(last, n_embd, n_embd)
+        writer.vector(f"{last}.bias", n_embd)
+    gguf.write_header_to_file()
+    gguf.write_kv_data_to_file()
+    gguf.write_tensors_to_file()
+    gguf.close()
+    return path
+
+
+class Uncut(NamedTuple):
+    """What one process answers."""
+
+    tokens: list[int]
+    logits: np.ndarray
+    """f32 [n_tokens, n_vocab], before each token."""
+    n_prompt: int
+
+
+def uncut(
+    model_path: Path, projector_path: Path, prompt: str, images: Sequence[np.ndarray], n_tokens: int
+) -> Uncut:
+    """Greedy. In `prompt` `<__media__>` stands for each of the `images`, u8 [height, width, 3]. See
+    `vision_reference`."""
+    given, found = projector_path.with_suffix(".given.npz"), projector_path.with_suffix(".found.npz")
+    np.savez(given, *images)
+    arguments = [
+        str(model_path),
+        str(projector_path),
+        prompt,
+        str(given),
+        str(found),
+        str(n_tokens),
+        str(N_BATCH),
+    ]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    subprocess.run(
+        [sys.executable, str(REFERENCE), *arguments],
+        check=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    with np.load(found) as answer:
+        return Uncut(answer["tokens"].tolist(), answer["logits"], int(answer["n_prompt"]))

@@ -1,0 +1,73 @@
+"""Answers a prompt with pictures in one process, with libmtmd and libllama on the uncut model: what pipelines
+are compared with. A program, because in a process that runs tests the way in which products are computed may
+have been changed; here it is that of a new worker."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import swarmllm_workers  # noqa: F401  (before libllama is loaded: small_batches.py)
+from swarmllm_workers.engine.libllama import engine_version
+from swarmllm_workers.kernels import repacking
+
+from llama_cpp import llama_cpp as lib  # isort: skip
+from llama_cpp import mtmd_cpp as mtmd  # isort: skip
+
+
+def answer(
+    model_path: str,
+    projector_path: str,
+    prompt: str,
+    given: str,
+    found: str,
+    n_tokens: str,
+    n_batch: str,
+) -> None:
+    """`given`: the pictures, `found`: tokens and logits, as .npz."""
+    assert engine_version(), "imported, and so its products are a worker's"
+    loading = lib.llama_model_default_params()
+    loading.use_extra_bufts = not repacking.keeps_rows([Path(model_path)])
+    model = lib.llama_model_load_from_file(model_path.encode(), loading)
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 1024, 512, 512, 1
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.swa_full = True
+    context = lib.llama_init_from_model(model, params)
+    settings = mtmd.mtmd_context_params_default()
+    settings.use_gpu, settings.n_threads = False, 1
+    settings.print_timings, settings.warmup = False, False
+    eyes = mtmd.mtmd_init_from_file(projector_path.encode(), model, settings)
+    bitmaps = []
+    with np.load(given) as images:
+        for image in (np.ascontiguousarray(images[name]) for name in images.files):
+            data = image.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+            bitmaps.append(mtmd.mtmd_bitmap_init(image.shape[1], image.shape[0], data))
+    chunks, text = mtmd.mtmd_input_chunks_init(), mtmd.mtmd_input_text()
+    raw = prompt.encode()
+    text.text, text.text_len, text.add_special, text.parse_special = raw, len(raw), True, True
+    array = (ctypes.c_void_p * len(bitmaps))(*bitmaps)
+    assert mtmd.mtmd_tokenize(eyes, chunks, ctypes.byref(text), array, len(bitmaps)) == 0
+    n_past = lib.llama_pos(0)
+    evaluated = mtmd.mtmd_helper_eval_chunks(
+        eyes, context, chunks, 0, 0, int(n_batch), True, ctypes.byref(n_past)
+    )
+    assert evaluated == 0
+    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    tokens, rows = [], []
+    batch = lib.llama_batch_init(1, 0, 1)
+    for position in range(n_past.value, n_past.value + int(n_tokens)):
+        rows.append(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (n_vocab,)).copy())
+        tokens.append(int(rows[-1].argmax()))
+        batch.n_tokens, batch.token[0], batch.pos[0] = 1, tokens[-1], position
+        batch.n_seq_id[0], batch.seq_id[0][0], batch.logits[0] = 1, 0, 1
+        assert lib.llama_decode(context, batch) == 0
+    np.savez(found, tokens=tokens, logits=rows, n_prompt=n_past.value)
+
+
+if __name__ == "__main__":
+    answer(*sys.argv[1:])

@@ -1,0 +1,167 @@
+"""Computes a few rows in one batch with the bits that each has alone, faster than ggml.
+
+ggml computes one row of a batch by taking dot products, and two or more by tiles of four by four
+(`llamafile_sgemm`). On a matrix that is in no cache the tiles are slower up to seven rows, and for most types
+they round differently, so what a request is told depends on who shares its batch. `small_batches.c` answers
+in the tiles' place that up to `ROWS_MAX` rows are none of their business.
+
+Products of Q8_0 it can compute itself, of any number of rows, with the bits of ggml's dot products (its
+tiles of Q8_0 have the same). The matrix is read once for all rows, and a block's sign, size and scale are
+taken once. Whether that is faster than ggml depends on the processor. With one row and the same kernel
+(BITS_512), a step of a 0.5B model took 12 ms instead of ggml's 14 on an EPYC with Zen 5, and 50 instead of 27
+on one with Zen 4, where asking memory for rows ahead is slower than the processor's own prefetching. So there
+are three kernels, and which of them, or of ggml's two ways, computes a product is measured on the machine
+(`kernel_tuning.py`) for each row length and number of rows. Ties go to ggml. Figures: docs/benchmarks.md.
+
+Products of Q4_K, Q5_K and Q6_K (`k_quants.c`) likewise, with the bits of ggml's dot products for any number
+of rows: ggml unpacks a block's weights and scales again for each row, here they are unpacked once. One step
+of a 0.6B model in Q4_K_M took 69 ms for eight rows instead of ggml's 193 on a Zen 4. From eight rows on ggml
+has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands too),
+with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
+
+With up to ROWS_MAX rows, logits are those of a single row bit for bit for every type of `tests/workers/
+factory.py` but Q2_K and, where ggml rearranges it when it loads it, Q4_K: those up to three rows. From eight
+on ggml has other kernels for most types. What relies on it tries it out first (`speculation.py`).
+
+Alternatives: building ggml without these tiles would slow prompts down, and there is no setting at run time.
+Where no compiler was at hand, or another module had loaded libllama before, everything is as ggml has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from swarmllm_proto.ipc_base import KernelMode
+from swarmllm_workers.kernels import interposing
+from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way
+from swarmllm_workers.kernels.kernel_choice import ROWS_MAX as ROWS_MAX
+
+_SHAPES_MAX: Final = 64
+_WAYS: Final = 16
+"""As small_batches.c has them."""
+
+_K_ROWS_MAX: Final = 16
+"""Rows up to which ours are taken for K-quants before anything was measured."""
+_K_TILES: Final = "ggml_compute_forward_mul_mat_tiled"
+
+_library: ctypes.CDLL | None = None
+_mode: KernelMode = "auto"
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int64), ("k", ctypes.c_int64), ("ways", ctypes.c_uint8 * _WAYS))
+
+
+def find_library() -> Path | None:
+    """small_batches.c as it was built beside this file, or None."""
+    return interposing.find_library("small_batches")
+
+
+def install() -> None:
+    """Before libllama is loaded."""
+    global _library
+    if _library is not None:
+        return
+    _library = interposing.stand_before_libllama("small_batches")
+    if _library is not None:
+        ctypes.c_int64.in_dll(_library, "swarmllm_rows_max").value = ROWS_MAX
+        if has_ways():
+            _library.swarmllm_last_way.restype = ctypes.c_int64
+            use("auto")
+
+
+def has_ways() -> bool:
+    """False where nothing was built, or an earlier state of the C files."""
+    return hasattr(_library, "swarmllm_k_product")
+
+
+def last_way() -> Way:
+    """The last of the ways to compute a product that this processor can go; it can go all before."""
+    return Way(_library.swarmllm_last_way()) if _library is not None and has_ways() else Way.TILES
+
+
+def use(mode: KernelMode) -> None:
+    """Forget the table. "auto": until it is filled, and for what is not in it, single rows are ggml's, which
+    nothing is known to be slower than, and others ours."""
+    global _mode
+    if _library is None or not has_ways():
+        return
+    _mode = mode
+    ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = 0
+    unmeasured = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured")
+    unmeasured_k = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_k")
+    for at, rows in enumerate(ROW_CLASSES):
+        unmeasured[at] = _unmeasured(mode, rows.first)
+        unmeasured_k[at] = _unmeasured_k(mode, rows.first)
+
+
+def _unmeasured(mode: KernelMode, n_rows: int) -> Way:
+    if mode == "ggml" or (mode == "auto" and n_rows == 1) or last_way() <= Way.TILES:
+        return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+    return min(last_way(), Way.IN_ORDER if n_rows <= 2 else Way.AVX512)
+
+
+def _unmeasured_k(mode: KernelMode, n_rows: int) -> Way:
+    is_ours = mode == "ours" or (mode == "auto" and 1 < n_rows <= _K_ROWS_MAX)
+    if not is_ours or last_way() <= Way.TILES:
+        return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
+    return min(last_way(), Way.IN_ORDER if n_rows <= 4 else Way.AVX512)
+
+
+def keeps_rows_of_q4_k() -> bool:
+    """Whether products of Q4_K are as fast here with rows as a file has them as ggml's are with rearranged
+    ones."""
+    return _mode != "ggml" and last_way() >= Way.AVX512
+
+
+def fill_table(table: Mapping[tuple[MatrixType, int], Sequence[Way]]) -> None:
+    """For each type and row length, in numbers, the way of each of ROW_CLASSES. Between two batches only."""
+    if _library is None or not has_ways():
+        return
+    shapes = (_Shape * _SHAPES_MAX).in_dll(_library, "swarmllm_shapes")
+    n_shapes = min(len(table), _SHAPES_MAX)
+    for shape, ((kind, k), ways) in zip(shapes, table.items(), strict=False):
+        shape.type, shape.k = kind, k // GGML_QUANT_SIZES[GGMLQuantizationType(kind)][0]
+        for at, way in enumerate(ways):
+            shape.ways[at] = way
+    ctypes.c_int64.in_dll(_library, "swarmllm_n_shapes").value = n_shapes
+
+
+def force(way: Way | None) -> None:
+    """From now on every product, whatever the table says; None: the table counts again."""
+    if _library is not None and has_ways():
+        ctypes.c_int64.in_dll(_library, "swarmllm_forced").value = -1 if way is None else way
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Within, the way of a product depends on neither the number of rows nor what was measured: dot products,
+    or ours with their bits."""
+    if _library is None or not has_ways():
+        yield
+        return
+    forced = ctypes.c_int64.in_dll(_library, "swarmllm_forced")
+    before, forced.value = forced.value, last_way() if last_way() > Way.TILES else Way.DOTS
+    try:
+        yield
+    finally:
+        forced.value = before
+
+
+def connect() -> None:
+    """After libllama is loaded: where the tiles are."""
+    if _library is not None:
+        interposing.tell_ggmls_own(_library, "llamafile_sgemm", "swarmllm_tiled")
+        if has_ways():
+            interposing.tell_ggmls_own(_library, _K_TILES, "swarmllm_k_tiled")
+
+
+def is_asked() -> bool:
+    """Whether ggml has asked here since it was loaded."""
+    return _library is not None and ctypes.c_int64.in_dll(_library, "swarmllm_n_asked").value > 0

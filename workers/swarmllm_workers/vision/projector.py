@@ -1,0 +1,140 @@
+"""A projector (mmproj) ready to run: libmtmd over its file, and a text model without its weights.
+
+Of the text model libmtmd wants the width, the kind of positions and the vocabulary. Loaded with `no_alloc` it
+takes milliseconds and no memory, and works where the weights are absent. Without one libmtmd reads
+uninitialised memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+from llama_cpp import mtmd_cpp as mtmd
+
+from swarmllm_proto.errors import without_folders
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import small_batches
+
+PROBE_SIZE: Final = 48
+"""Pixels on each side of the grey picture."""
+_ERROR_LEVEL: Final = 4
+
+_complaints: list[str] = []
+
+
+def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
+    if level == _ERROR_LEVEL:
+        _complaints.append(text.decode("utf-8", "replace").strip())
+        del _complaints[:-8]
+
+
+_log_callback = lib.llama_log_callback(_on_log)
+lib.llama_log_set(_log_callback, ctypes.c_void_p())
+_set_helper_log = mtmd._libmtmd.mtmd_helper_log_set
+_set_helper_log.argtypes = [type(_log_callback), ctypes.c_void_p]
+_set_helper_log.restype = None
+_set_helper_log(_log_callback, None)
+lib.llama_backend_init()
+small_batches.connect()
+
+
+class EncodedPart(NamedTuple):
+    """A run of positions: `tokens` of the vocabulary, or f32 `rows` [n, n_embd]."""
+
+    tokens: tuple[int, ...]
+    rows: np.ndarray | None
+
+
+class Projector:
+    """Raises CallError bad_model for files that do not fit, or that need what no pipeline does. A damaged
+    file may end the process."""
+
+    def __init__(self, model: Path, projector: Path, n_threads: int) -> None:
+        params = lib.llama_model_default_params()
+        params.no_alloc = True
+        params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        params.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(os.fsencode(model), params)
+        if not self._model:
+            raise _complaint(f"{model.name} cannot be read", "path")
+        self.n_embd: int = lib.llama_model_n_embd(self._model)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+        if lib.llama_model_n_embd_inp(self._model) != self.n_embd:
+            raise CallError("bad_model", f"{model.name} takes rows beside its hidden states", "path")
+        settings = mtmd.mtmd_context_params_default()
+        settings.use_gpu = False
+        settings.n_threads = n_threads
+        settings.print_timings = False
+        settings.warmup = False
+        self._context = mtmd.mtmd_init_from_file(os.fsencode(projector), self._model, settings)
+        if not self._context:
+            raise _complaint(f"{projector.name} cannot be used with {model.name}", "projector")
+        if not mtmd.mtmd_support_vision(self._context):
+            raise CallError("bad_model", f"{projector.name} has no vision encoder", "projector")
+        if mtmd.mtmd_decode_use_mrope(self._context):
+            raise CallError("bad_model", f"{model.name} wants several positions with each row", "path")
+        if mtmd.mtmd_decode_use_non_causal(self._context, None):
+            raise CallError("bad_model", f"{projector.name} wants rows that see later ones", "projector")
+
+    def probe(self) -> int:
+        """Encode a grey picture; how many rows it became. Raises CallError."""
+        grey = np.full((PROBE_SIZE, PROBE_SIZE, 3), 127, np.uint8)
+        return sum(len(part.rows) for part in self.encode(grey) if part.rows is not None)
+
+    def encode(self, pixels: np.ndarray) -> list[EncodedPart]:
+        """Of u8 [height, width, 3]. Raises CallError bad_picture, bad_model, engine."""
+        with self._chunks(pixels) as chunks:
+            parts = [self._part(chunk) for chunk in chunks]
+        if not any(part.rows is not None for part in parts):
+            raise CallError("engine", "the projector gives no rows")
+        return parts
+
+    @contextmanager
+    def _chunks(self, pixels: np.ndarray) -> Iterator[list[Any]]:
+        height, width, _ = pixels.shape
+        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = mtmd.mtmd_bitmap_init(width, height, data)
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            part = mtmd.mtmd_input_part()
+            part.bitmap = bitmap
+            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+            failed = mtmd.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
+            if failed:
+                raise CallError("bad_picture", f"libmtmd does not take this picture ({failed})", "payload")
+            n = mtmd.mtmd_input_chunks_size(chunks)
+            yield [mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n)]
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _part(self, chunk: Any) -> EncodedPart:
+        kind, n = mtmd.mtmd_input_chunk_get_type(chunk), mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            size = ctypes.c_size_t()
+            found = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(size))
+            tokens = tuple(int(found[index]) for index in range(size.value))
+            if not all(0 <= token < self.n_vocab for token in tokens):
+                raise CallError("bad_model", "the vocabulary lacks the projector's special tokens", "path")
+            return EncodedPart(tokens, None)
+        if kind != mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE or mtmd.mtmd_input_chunk_get_n_pos(chunk) != n:
+            raise CallError("bad_model", "the projector wants positions that no pipeline gives", "projector")
+        if failed := mtmd.mtmd_encode_chunk(self._context, chunk):
+            raise CallError("engine", f"libmtmd cannot encode the picture ({failed})")
+        output = mtmd.mtmd_get_output_embd(self._context)
+        rows = np.ctypeslib.as_array(output, (n, self.n_embd)).copy()
+        if not np.isfinite(rows).all():
+            raise CallError("engine", "the projector gives rows that are no numbers")
+        return EncodedPart((), rows)
+
+
+def _complaint(what: str, field: str) -> CallError:
+    said = "; ".join(_complaints) or "libmtmd gave no reason"
+    return CallError("bad_model", f"{what}: {without_folders(said)[:600]}", field)
