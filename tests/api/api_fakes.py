@@ -20,7 +20,7 @@ from node_ids import NODE_A, B, C, node_id_named
 from swarmllm.api.http.app import create_app
 from swarmllm.api.http.endpoint import open_api
 from swarmllm.api.http.limits import HttpLimits
-from swarmllm.config import ApiTable, Config, InferenceTable
+from swarmllm.config import ApiTable, Config, InferenceTable, NodeTable
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.guide import GUIDE_PATH
@@ -314,7 +314,9 @@ async def open_node(
     """A started node with the guide in its catalogue; `inference`: keys of that table. The pool
     fails with `pool_failure`, of `refused_models` only where there are any."""
     config = config or Config(
-        api=ApiTable(port=0, max_body_bytes=65536, strict=strict), inference=InferenceTable(**inference)
+        api=ApiTable(port=0, max_body_bytes=65536, strict=strict),
+        inference=InferenceTable(**inference),
+        node=NodeTable(data_dir=str(folder)),
     )
     await trio.Path(folder).mkdir(exist_ok=True)
     catalogue = Catalogue(folder / "catalogue.sqlite")

@@ -19,7 +19,8 @@ NOT_BUILT = [name for name in runtime_check.COMPILED if find_library(name) is No
 pytestmark = pytest.mark.skipif(bool(NOT_BUILT), reason=f"not built here: {', '.join(NOT_BUILT)}")
 
 SAY = (
-    "import dataclasses, json; from swarmllm_workers.engine import runtime_check, row_attention; "
+    "import dataclasses, json; from swarmllm_workers.engine import runtime_check; "
+    "from swarmllm_workers.kernels import row_attention; "
     "told = runtime_check.shortcomings(); "
     "print(json.dumps([told, dataclasses.asdict(runtime_check.calls()), runtime_check.reads_structs(), "
     "row_attention.chosen('auto', 'f16')]))"
