@@ -3,9 +3,11 @@
     python -m bench.convergence --hosts 3 10 50 --in-memory 1000
 
 The real hosts share one process per core: with fifty, the handshakes of 1225 pairs are most of what they do.
-Nodes are told the address of the first one only. Measured are the times until each node is connected to all
-others and has all records, and until a new record of one node has reached all. `--joining N`: N hosts in one
-process join one after the other, each when the swarm is complete again; the time is that of the last one.
+Nodes are told the address of the first one only. Measured are the times until each node has all records and
+reaches all others, and until a new record of one node has reached all, and how many connections a node has
+then. `--peers N`: how many each looks for (`network.max_peers`; as many as there are hosts is a full mesh).
+`--joining N`: N hosts in one process join one after the other, each when the swarm is complete again; the
+time is that of the last one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 import trio
 from trio.testing import MockClock
 
+from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.in_memory.link import LinkQuality
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
@@ -51,27 +54,27 @@ async def everywhere(routers: Sequence[Router]) -> None:
 async def complete(routers: Sequence[Router], n_nodes: int) -> None:
     with trio.fail_after(DEADLINE_S):
         for router in routers:
-            while len(router.connected()) < n_nodes - 1 or len(router.records()) < n_nodes:  # noqa: ASYNC110
+            while len(router.reachable()) < n_nodes - 1 or len(router.records()) < n_nodes:  # noqa: ASYNC110
                 await trio.sleep(LOOK_EVERY_S)
 
 
 async def run_host(
-    folder: Path, bootstrap: tuple[str, ...], *, task_status: TaskStatus[Libp2pRouter]
+    folder: Path, bootstrap: tuple[str, ...], peers: int, *, task_status: TaskStatus[Libp2pRouter]
 ) -> None:
-    settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, mdns=False)
+    settings = SwarmSettings(folder, "127.0.0.1", 0, 0, bootstrap=bootstrap, max_peers=peers, mdns=False)
     async with open_libp2p_router(settings) as router:
         await router.publish(str(folder).encode())
         task_status.started(router)
         await trio.sleep_forever()
 
 
-async def some_hosts(n_mine: int, n_nodes: int, bootstrap: tuple[str, ...], folder: Path) -> None:
+async def some_hosts(n_mine: int, n_nodes: int, peers: int, bootstrap: tuple[str, ...], folder: Path) -> None:
     """One process of several; it and `real_hosts` talk in lines."""
     routers: list[Libp2pRouter] = []
 
     async with trio.open_nursery() as nursery:
         for index in range(n_mine):
-            routers.append(await nursery.start(run_host, folder / str(index), bootstrap))
+            routers.append(await nursery.start(run_host, folder / str(index), bootstrap, peers))
             if index == 0:
                 print(*routers[0].addresses, flush=True)
                 bootstrap = bootstrap or routers[0].addresses
@@ -80,23 +83,26 @@ async def some_hosts(n_mine: int, n_nodes: int, bootstrap: tuple[str, ...], fold
         if await trio.to_thread.run_sync(sys.stdin.readline) == "publish\n":
             await routers[-1].publish(NEWS)
         await everywhere(routers)
-        print("known", flush=True)
+        print("known", *(len(router.connected()) for router in routers), flush=True)
         await trio.to_thread.run_sync(sys.stdin.readline)
         nursery.cancel_scope.cancel()
 
 
-def real_hosts(n_hosts: int, n_processes: int, folder: Path) -> tuple[float, float]:
-    """(seconds until complete, seconds until news of one reached all)"""
+def real_hosts(n_hosts: int, n_processes: int, peers: int, folder: Path) -> tuple[float, float, float]:
+    """(seconds until complete, seconds until news of one reached all, connections of a node)"""
     n_processes = min(n_processes, n_hosts)
     processes: list[subprocess.Popen[str]] = []
     bootstrap: list[str] = []
 
-    def answers(expected: str) -> None:
+    def answers(expected: str) -> list[int]:
+        numbers: list[int] = []
         for process in processes:
             assert process.stdout is not None
-            answer = process.stdout.readline().strip()
+            answer, *more = process.stdout.readline().split() or [""]
             if answer != expected:
                 raise SystemExit(f"{n_hosts} hosts: not {expected} after {DEADLINE_S:.0f} s")
+            numbers += map(int, more)
+        return numbers
 
     def tell(process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
@@ -115,6 +121,7 @@ def real_hosts(n_hosts: int, n_processes: int, folder: Path) -> tuple[float, flo
                 "--part",
                 str(n_mine),
                 str(n_hosts),
+                str(peers),
                 str(own),
             ]
             process = subprocess.Popen(
@@ -131,20 +138,20 @@ def real_hosts(n_hosts: int, n_processes: int, folder: Path) -> tuple[float, flo
         start_s = time.perf_counter()
         for process in processes:
             tell(process, "publish" if process is processes[-1] else "wait")
-        answers("known")
+        degrees = answers("known")
         news_s = time.perf_counter() - start_s
         for process in processes:
             tell(process, "leave")
         for process in processes:
             process.wait(30)
-        return complete_s, news_s
+        return complete_s, news_s, sum(degrees) / len(degrees)
     finally:
         for process in processes:
             process.kill()
             process.wait()
 
 
-async def joining(n_hosts: int, folder: Path) -> tuple[float, float]:
+async def joining(n_hosts: int, peers: int, folder: Path) -> tuple[float, float, float]:
     """(seconds until the last of them was complete, seconds until its news reached all)"""
     routers: list[Libp2pRouter] = []
 
@@ -153,18 +160,19 @@ async def joining(n_hosts: int, folder: Path) -> tuple[float, float]:
         for index in range(n_hosts):
             start_s = time.perf_counter()
             bootstrap = routers[0].addresses if routers else ()
-            routers.append(await nursery.start(run_host, folder / str(index), bootstrap))
+            routers.append(await nursery.start(run_host, folder / str(index), bootstrap, peers))
             await complete(routers, len(routers))
             complete_s = time.perf_counter() - start_s
         start_s = time.perf_counter()
         await routers[-1].publish(NEWS)
         await everywhere(routers)
         news_s = time.perf_counter() - start_s
+        degree = sum(len(router.connected()) for router in routers) / n_hosts
         nursery.cancel_scope.cancel()
-    return complete_s, news_s
+    return complete_s, news_s, degree
 
 
-async def in_memory(n_nodes: int) -> tuple[float, float]:
+async def in_memory(n_nodes: int) -> tuple[float, float, float]:
     """The same in simulated seconds."""
     async with InMemoryNetwork(LinkQuality(latency_s=LATENCY_S)) as network:
         start_s = trio.current_time()
@@ -176,7 +184,7 @@ async def in_memory(n_nodes: int) -> tuple[float, float]:
         start_s = trio.current_time()
         await routers[-1].publish(NEWS)
         await everywhere(routers)
-        return complete_s, trio.current_time() - start_s
+        return complete_s, trio.current_time() - start_s, float(n_nodes - 1)
 
 
 def main() -> None:
@@ -184,25 +192,26 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="*", default=[3, 10, 50])
     parser.add_argument("--in-memory", type=int, default=1000)
     parser.add_argument("--joining", type=int, nargs="*", default=[])
+    parser.add_argument("--peers", type=int, default=PEERS_MAX)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     if arguments.part:
-        n_mine, n_nodes, folder, *bootstrap = arguments.part
-        trio.run(some_hosts, int(n_mine), int(n_nodes), tuple(bootstrap), Path(folder))
+        n_mine, n_nodes, peers, folder, *bootstrap = arguments.part
+        trio.run(some_hosts, int(n_mine), int(n_nodes), int(peers), tuple(bootstrap), Path(folder))
         return
-    print("| nodes | of | all know all, s | news of one known to all, s | wall clock s |")
-    print("|---|---|---|---|---|")
+    print("| nodes | of | all reach all, s | news of one known to all, s | connections each | wall clock s |")
+    print("|---|---|---|---|---|---|")
     for n_hosts in arguments.hosts:
         with tempfile.TemporaryDirectory() as folder, row(n_hosts, "real hosts, loopback") as times:
-            times += real_hosts(n_hosts, arguments.processes, Path(folder))
+            times += real_hosts(n_hosts, arguments.processes, arguments.peers, Path(folder))
     for n_hosts in arguments.joining:
         with (
             tempfile.TemporaryDirectory() as folder,
             row(n_hosts, "real hosts, the last of which joins") as times,
         ):
-            times += trio.run(joining, n_hosts, Path(folder))
+            times += trio.run(joining, n_hosts, arguments.peers, Path(folder))
     if arguments.in_memory:
         where = f"in memory, {LATENCY_S * 1e3:.0f} ms links, simulated time"
         with row(arguments.in_memory, where) as times:
@@ -211,13 +220,15 @@ def main() -> None:
 
 @contextmanager
 def row(n_nodes: int, what: str) -> Iterator[list[float]]:
-    """A row of the table, from the two times that are put into the list."""
+    """A row of the table, from the two times and the degree that are put into the list."""
     times: list[float] = []
     start_s = time.perf_counter()
     yield times
-    complete_s, news_s = times
+    complete_s, news_s, degree = times
     wall_s = time.perf_counter() - start_s
-    print(f"| {n_nodes} | {what} | {complete_s:.2f} | {news_s:.2f} | {wall_s:.0f} |", flush=True)
+    print(
+        f"| {n_nodes} | {what} | {complete_s:.2f} | {news_s:.2f} | {degree:.1f} | {wall_s:.0f} |", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -124,6 +124,9 @@ class HeardRouter:
 
     def forgotten(self, node_id: NodeId) -> None: ...
 
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return False
+
     def records(self) -> Mapping[str, bytes]:
         return self.spread.records
 
@@ -132,6 +135,16 @@ class HeardRouter:
 
     def connected(self) -> frozenset[str]:
         return frozenset(self._connected)
+
+    def reachable(self) -> frozenset[str]:
+        return self.connected()
+
+    def untried(self) -> frozenset[str]:
+        return frozenset()
+
+    async def reach(self, node_id: str, *, timeout_s: float = 5.0) -> None:
+        if node_id not in self._connected:
+            raise NodeUnreachable(f"node {node_id} is not connected")
 
     def connect_all(self, node_ids: list[str]) -> None:
         self._connected |= set(node_ids)

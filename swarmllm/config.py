@@ -80,8 +80,9 @@ class NetworkTable:
         (), "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected."
     )
     max_peers: Annotated[int, Meta(ge=1, le=4096)] = _setting(
-        256,
-        "Connections looked for; others may still connect, and the DHT finds models of nodes beyond them.",
+        16,
+        "Connections looked for, which carry gossip. Others may still connect, and nodes beyond them are "
+        "dialled when a request needs them.",
     )
     mdns: bool = _setting(True, "Find nodes on the local network by mDNS, and be found.")
     dht: Literal["on", "client", "off"] = _setting(

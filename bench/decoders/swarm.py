@@ -107,6 +107,11 @@ class _Reader:
 
     def blame(self, sender: NodeId, error: BadMessage) -> None: ...
 
+    def pass_on(self, node_id: NodeId) -> None: ...
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return False
+
 
 def _exchange(answered: bytes) -> RecordExchange:
     """With a node that answers everything so."""

@@ -40,6 +40,7 @@ from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
+from swarmllm.pipeline.route.warming import RouteWarming
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
@@ -105,6 +106,9 @@ class Pipelines:
             settings.constraints,
             self._speeds,
             settings.activation_compression,
+        )
+        self._warming = RouteWarming(
+            router, self._routes, lambda entry, size: self._load(entry, size, n_asking=0)
         )
         self._trust = trust = trust or NoOpinion()
         self._affinity = Affinity()
@@ -207,6 +211,7 @@ class Pipelines:
             self._nursery = nursery
             supervise(nursery, "links", self._links.run)
             supervise(nursery, "checks", self._checker.run)
+            supervise(nursery, "route warming", self._warming.run)
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)
@@ -434,6 +439,7 @@ class Pipelines:
         n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
         entry, size = request.entry, RequestSize(n_prompt, n_output)
         load = self._load(entry, size, n_asking=1)
+        self._warming.asked(entry, size, trio.current_time())
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
         suspects = dict.fromkeys(
             (
@@ -441,6 +447,7 @@ class Pipelines:
                 # What broke this request's pipelines will break the next: others' doubts count less.
                 *by_doubts(request.recovery.doubted, self._trust.score),
                 *ordered,
+                *self._router.untried(),
             )
         )
         avoid = frozenset(request.recovery.avoid)
@@ -479,5 +486,5 @@ class Pipelines:
     def _look_for_lost(self) -> None:
         """A reader of changes that falls behind may have missed a disconnection."""
         involved = {node_id for session in self._sessions.all_running() for node_id in session.view.node_ids}
-        for node_id in involved - self._router.connected() - {self._node_id}:
+        for node_id in involved - self._router.reachable() - {self._node_id}:
             self._lost(node_id)

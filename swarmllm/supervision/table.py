@@ -85,6 +85,12 @@ TASKS: Final = (
         "accepts assignments and jobs, follows connections",
         "requests that use this node fail; other nodes take over",
     ),
+    LongLived(
+        "route warming",
+        "restart",
+        "dials the nodes of probable routes",
+        "the first request over such a node waits for a dial",
+    ),
     LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
     LongLived("checks", "restart", "computes rows of other nodes again", "less is checked"),
     LongLived("prefix checks", "restart", "computes KV from other nodes again", "such KV is not passed on"),

@@ -16,7 +16,8 @@ from typing import Any
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
+from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
+from swarmllm.log_filter import provoked_by
 from swarmllm.private_files import locked_data_dir
 from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -39,12 +40,13 @@ from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
-from swarmllm.swarm.peers.connection_limits import Standings
+from swarmllm.swarm.peers.connection_limits import LET_GO, Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.liveness import Liveness
+from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.peers.store import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
-from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_PEERS
+from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_LET_GO, KIND_PEERS
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.router import (
     Change,
@@ -71,6 +73,7 @@ _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
 _MEMBERSHIP_CHECK_S = 2.0
 _FORGET_S = 15.0
+_REACH_S = 5.0
 
 
 class Libp2pRouter:
@@ -117,6 +120,8 @@ class Libp2pRouter:
             note=note,
             parts=directory.records,
         )
+        self._peers_max = settings.max_peers
+        self._reachable = ReachableNodes(self.spread, dialler, self._connected, self._feed, directory.uses)
         self._liveness = Liveness(
             host,
             nursery,
@@ -185,6 +190,16 @@ class Libp2pRouter:
     def connected(self) -> frozenset[NodeId]:
         return frozenset(self._connected)
 
+    def reachable(self) -> frozenset[NodeId]:
+        return self._reachable.at(trio.current_time())
+
+    def untried(self) -> frozenset[NodeId]:
+        return self._reachable.untried(trio.current_time())
+
+    async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
+        if node_id != self.node_id:
+            await self._reachable.reach(node_id, timeout_s)
+
     def peers(self) -> tuple[PeerInfo, ...]:
         return tuple(
             peer_info(node_id, self.spread.envelope(node_id), self.plane.status(node_id), since_s)
@@ -205,21 +220,22 @@ class Libp2pRouter:
         check_request(body)
         if node_id == self.node_id:
             return await self._request_to_self(body, timeout_s)
-        # A peer may have greeted this node before this node has greeted it: to answer it must be possible.
-        if node_id not in self._connected and not self.host.is_connected(node_id):
-            raise NodeUnreachable(f"node {node_id} is not connected")
-        return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=timeout_s)
+        left_s = await self._have_connected(node_id, timeout_s)
+        return await self._requests.request(node_id, KIND_APPLICATION, bytes(body), timeout_s=left_s)
 
     async def fetch(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes | memoryview:
         check_request(body)
-        if node_id == self.node_id or node_id not in self._connected:
-            return await self.request(node_id, body, timeout_s=timeout_s)
         began_s = trio.current_time()
+        if node_id == self.node_id:
+            return await self._request_to_self(body, timeout_s)
+        left_s = await self._have_connected(node_id, timeout_s)
         try:
-            return await self.plane.bulk.fetch(node_id, bytes(body), timeout_s)
+            if node_id in self._connected:
+                return await self.plane.bulk.fetch(node_id, bytes(body), left_s)
         except NoBulkWay:
-            left_s = max(0.0, began_s + timeout_s - trio.current_time())
-            return await self.request(node_id, body, timeout_s=left_s)
+            pass
+        left_s = max(0.0, began_s + timeout_s - trio.current_time())
+        return await self.request(node_id, body, timeout_s=left_s)
 
     async def send(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> None:
         size_bytes = check_message(header, payload)
@@ -227,12 +243,11 @@ class Libp2pRouter:
             await self._to_self.send(bytes(header), bytes(payload), size_bytes)
             return
         if node_id not in self._connected and not self.plane.has_connection(node_id):
-            raise NodeUnreachable(f"node {node_id} is not connected")
+            await self.reach(node_id)
         await self.plane.send(node_id, header, payload)
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
-        if node_id not in self._connected:
-            raise NodeUnreachable(f"node {node_id} is not connected")
+        await self.reach(node_id)
         return await self.plane.open_link(node_id, purpose)
 
     def serve_links(self, on_link: LinkHandler) -> None:
@@ -278,6 +293,9 @@ class Libp2pRouter:
     def forgotten(self, node_id: NodeId) -> None:
         self._dialler.forget(node_id)
 
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return self._dialler.is_lost(node_id, heard_at_s)
+
     def data_addresses_of(self, node_id: NodeId) -> list[Address]:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
@@ -286,7 +304,17 @@ class Libp2pRouter:
         self._liveness.drop(node_id, how)
 
     def let_go(self, node_id: NodeId) -> None:
-        self.lost(node_id, "goodbye")
+        spawn(self._nursery, "peer", self._let_go, node_id)
+
+    async def _let_go(self, node_id: NodeId) -> None:
+        """End the connections after saying that this node lives on. An older peer does not know the question,
+        and takes this node for lost until it hears of it again."""
+        with trio.move_on_after(_GOODBYE_S):
+            try:
+                await self._ask(node_id, KIND_LET_GO, b"")
+            except SwarmLLMError as error:
+                provoked_by(log, node_id).debug("node %s was not told that it is let go: %s", node_id, error)
+        self.lost(node_id, LET_GO)
 
     async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
         """See AddressSources.meet."""
@@ -327,11 +355,24 @@ class Libp2pRouter:
     async def _answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         if kind == KIND_DIAL_BACK:
             return await self._dial_backs.answer(sender, body)
+        if kind == KIND_LET_GO:
+            self._liveness.peer_lets_go(sender)
+            return b""
         if kind == KIND_PEERS:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
             return self.spread.exchange.answer(kind, body)
         return await self.answer(sender, body)
+
+    async def _have_connected(self, node_id: NodeId, timeout_s: float) -> float:
+        """What is left of the time when there is a connection. Raises NodeUnreachable, DeadlineExceeded."""
+        now = trio.current_time()
+        self._reachable.used(node_id, now)
+        # A peer may have greeted this node before this node has greeted it: to answer it must be possible.
+        if node_id in self._connected or self.host.is_connected(node_id):
+            return timeout_s
+        await self.reach(node_id, timeout_s=min(timeout_s, _REACH_S))
+        return max(0.0, now + timeout_s - trio.current_time())
 
     async def _request_to_self(self, body: bytes, timeout_s: float) -> bytes:
         with trio.move_on_after(timeout_s):
@@ -344,7 +385,18 @@ class Libp2pRouter:
     async def _forget_peers(self) -> None:
         while True:
             await trio.sleep(_FORGET_S)
-            self.directory.tidy(trio.current_time())
+            now = trio.current_time()
+            self.directory.tidy(now)
+            self._reachable.announce_changes(now)
+            for node_id in self._idle(now):
+                self.let_go(node_id)
+
+    def _idle(self, now: float) -> list[NodeId]:
+        """Connected nodes that were dialled for work that is long over, where there are more than are looked
+        for."""
+        statuses = {node_id: self.plane.status(node_id) for node_id in self._connected}
+        n_bytes = {node_id: each.n_bytes_sent + each.n_bytes_received for node_id, each in statuses.items()}
+        return self._reachable.idle(n_bytes, len(n_bytes) - self._peers_max, now)
 
     async def _keep_members_only(self) -> None:
         """A proof is made once per connection, and keys are taken back while connections live on."""

@@ -37,7 +37,8 @@ it runs, nothing more is read from that sender (that is the back-pressure)."""
 class Change:
     """Something a reader of records may want to act on."""
 
-    kind: Literal["connected", "disconnected", "record"]
+    kind: Literal["connected", "disconnected", "record", "reachable"]
+    """reachable: whether that node, with which there is no connection, is reachable may have changed."""
     node_id: NodeId
 
 
@@ -162,7 +163,21 @@ class Router(Protocol):
         ...
 
     def connected(self) -> frozenset[NodeId]:
-        """Node ids reachable now (never includes this node). The only truth about liveness."""
+        """Nodes with which there is a connection now (never this node)."""
+        ...
+
+    def reachable(self) -> frozenset[NodeId]:
+        """Those, and the nodes that are dialled when there is something for them: lately heard of, with a
+        record, and not known to be gone. The only truth about who may be planned with."""
+        ...
+
+    def untried(self) -> frozenset[NodeId]:
+        """Reachable nodes with which there has been no connection: they may be but names."""
+        ...
+
+    async def reach(self, node_id: NodeId, *, timeout_s: float = 5.0) -> None:
+        """Be connected with a reachable node: at once where this is so. What is sent to one does the same by
+        itself. Raises NodeUnreachable, DeadlineExceeded."""
         ...
 
     def peers(self) -> tuple[PeerInfo, ...]: ...

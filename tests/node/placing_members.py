@@ -154,7 +154,7 @@ async def live(members: list[Member], n_ticks: int, since_s: float = 0.0, others
     """Gossip, then one look of everybody, `n_ticks` times; `others` are connected too."""
     for tick in range(n_ticks):
         for member in members:
-            member.registry.set_connected(
+            member.registry.set_reachable(
                 {other.node_id for other in members} - {member.node_id} | set(others)
             )
             for other in members:

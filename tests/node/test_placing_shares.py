@@ -170,7 +170,7 @@ async def test_what_others_have_fetched_so_far_is_what_they_say_and_never_more_t
         said = holder(node_id, loading="4:8")
         models = tuple(replaced(each, fetched=fetched) for each in said.models)
         tell(member, replaced(said, models=models))
-    member.registry.set_connected({B, C, D})
+    member.registry.set_reachable({B, C, D})
     sharing = Sharing(member.manager, member.registry, NodeId(A), find=member._find)
     members = (await sharing.view("m")).members
     shown = [(each.node_id, each.arrived_bytes, each.total_bytes) for each in members]
@@ -182,7 +182,7 @@ async def test_a_model_that_takes_long_to_arrive_keeps_no_look_waiting_and_ends_
 ) -> None:
     member = FetchingMember(A, 12, "members")
     tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
-    member.registry.set_connected({B})
+    member.registry.set_reachable({B})
     async with trio.open_nursery() as nursery:
         nursery.start_soon(member.manager.run)
         with trio.fail_after(600):
@@ -211,7 +211,7 @@ async def test_a_file_is_looked_for_where_those_say_whose_share_is_followed(
     source = PublishedName("hf:ORG/REPO:FILE.gguf")
     for node_id, share in ((B, replaced(SHARE, source=source)), (C, replaced(SHARE, source="hf:a/b:c.gguf"))):
         tell(member, NodeRecord(node_id=node_id, shares=(share,)))
-    member.registry.set_connected({B, C})
+    member.registry.set_reachable({B, C})
     async with trio.open_nursery() as nursery:
         nursery.start_soon(member.manager.run)
         with trio.fail_after(600):

@@ -117,7 +117,7 @@ def test_step_2_half_as_slow_again_is_counted_on_the_whole_route(times: float, i
 @pytest.mark.parametrize(
     "change",
     [
-        {"connected": {B}},
+        {"reachable": {B}},
         {"avoid": {C}},
         {"holders": held(a="0:6", b="6:12", c="0:6")},
         {"constraints": Constraints(pins=(Pin("guide", LayerRange(6, 12), B),))},
@@ -142,19 +142,19 @@ def test_step_3_a_node_that_has_failed_is_no_holder() -> None:
 
 def test_step_4_only_who_is_connected_lives_whatever_records_say() -> None:
     question = ask(held(b="0:12", c="0:12"))
-    assert assemble(replace(question, connected={C})).stages == stages("c 0:12")
-    with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
-        assemble(replace(question, connected=()))
-    assert assemble(replace(ask(held(a="0:12")), connected=())).stages == stages("a 0:12")
+    assert assemble(replace(question, reachable={C})).stages == stages("c 0:12")
+    with pytest.raises(NoPipeline, match="no reachable node holds layers 0:12"):
+        assemble(replace(question, reachable=()))
+    assert assemble(replace(ask(held(a="0:12")), reachable=())).stages == stages("a 0:12")
 
 
 def test_a_plan_is_made_of_who_is_connected_too() -> None:
     question = ask(held(b="0:12", c="0:12"))
-    plan = plan_route(replace(question, connected={C}))
+    plan = plan_route(replace(question, reachable={C}))
     assert [stage.node_id for stage in plan.stages] == [C]
     assert not plan.stages[0].alternatives
-    with pytest.raises(NoPipeline, match="no connected node holds layers 0:12"):
-        plan_route(replace(question, connected=()))
+    with pytest.raises(NoPipeline, match="no reachable node holds layers 0:12"):
+        plan_route(replace(question, reachable=()))
 
 
 def test_step_5_load_and_latency_count() -> None:
@@ -234,13 +234,13 @@ def test_step_9_every_stage_has_the_best_other_holder_with_room_as_its_standby()
 @pytest.mark.parametrize(
     ("alignment", "holders", "reason"),
     [
-        (1, held(a="0:4", b="6:12"), r"guide cannot run now: no connected node holds layers 4:6 of 0:12"),
-        (1, held(), r"no connected node holds layers 0:12 of 0:12"),
+        (1, held(a="0:4", b="6:12"), r"guide cannot run now: no reachable node holds layers 4:6 of 0:12"),
+        (1, held(), r"no reachable node holds layers 0:12 of 0:12"),
         (1, held(a="2:4", b="6:8"), r"layers 0:2, 4:6, 8:12 of 0:12"),
         (
             0,
             held(a="0:6", b="6:12"),
-            r"no connected node holds all its layers \(0:12\), and it cannot be cut",
+            r"no reachable node holds all its layers \(0:12\), and it cannot be cut",
         ),
         (4, held(a="0:6", b="6:12"), r"the held ranges 0:6, 6:12 do not respect its cuts \(every 4 layers\)"),
     ],
@@ -301,5 +301,5 @@ async def test_only_connected_holders_are_used() -> None:
 
 async def _until_forgotten(swarm: Swarm, node_id: str) -> None:
     with trio.fail_after(PATIENCE_S):
-        while node_id in swarm[A].registry.connected():
+        while node_id in swarm[A].registry.reachable():
             await trio.lowlevel.checkpoint()

@@ -192,7 +192,7 @@ async def test_a_model_held_here_runs_here_without_jobs() -> None:
 
 async def test_what_cannot_run_says_which_layers_are_missing() -> None:
     async with open_swarm({A: FakePool("0:4"), B: FakePool("6:12")}) as swarm:
-        with pytest.raises(NoPipeline, match="no connected node holds layers 4:6 of 0:12"):
+        with pytest.raises(NoPipeline, match="no reachable node holds layers 4:6 of 0:12"):
             await ask(swarm, A)
 
 

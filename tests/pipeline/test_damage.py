@@ -291,7 +291,7 @@ def assignment(entry_id: str, **changes: object) -> PipelineAssignment:
         ({"stages": (Stage(node_id=B, start=0, end=12),)}, b"layers 0:12 are not loaded here"),
         (
             {"stages": (Stage(node_id=Z, start=0, end=6), Stage(node_id=B, start=6, end=12))},
-            f"not connected to {Z}".encode(),
+            f"does not reach {Z}".encode(),
         ),
     ],
     ids=["origin", "model", "cover", "none", "unloaded", "unreachable"],

@@ -279,7 +279,7 @@ async def pair(
                 )
             ),
         )
-        registry.set_connected({NEAR})
+        registry.set_reachable({NEAR})
         observations = Observations()
         observations.observe(MODEL, "prefill", 0.02 * N_LAYERS, N_LAYERS, N_LAYERS)
         store, counts, deeds = Store(), PipelineStatistics(), Deeds()

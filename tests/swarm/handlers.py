@@ -60,6 +60,9 @@ class Listener:
 
     def forgotten(self, node_id: NodeId) -> None: ...
 
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return False
+
 
 async def pair(swarm: Swarm) -> tuple[Router, Router]:
     a, b = await swarm.start("a"), await swarm.start("b")

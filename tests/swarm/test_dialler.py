@@ -14,6 +14,7 @@ from swarmllm.swarm.discovery.dialler import (
     BACKOFF_MAX_S,
     DIALS_FIRST,
     DIALS_MAX,
+    DOUBT_FIRST_S,
     HOLD_BACK_S,
     PEERS_MAX,
     QUICK_S,
@@ -104,6 +105,18 @@ def test_a_lost_node_is_sought_at_once_and_one_that_said_goodbye_later() -> None
         assert (next_s - 100.0 > 1.0) is on_purpose
 
 
+def test_a_lost_node_is_not_spoken_of_until_it_is_heard_of_or_connected() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0)
+    assert not d.is_lost("zoe", 0.0)
+    d.lost("zoe", 100.0, on_purpose=False)
+    assert d.is_lost("zoe", 99.0)
+    assert d.is_lost("zoe", 100.0 + DOUBT_FIRST_S), "that may have been under way"
+    assert not d.is_lost("zoe", 103.0)
+    d.answered("zoe")
+    assert not d.is_lost("zoe", 99.0)
+
+
 def test_what_the_settings_name_is_never_given_up() -> None:
     d = dialler()
     d.suggest("zoe", HERE, now=0.0, lasting=True)
@@ -117,10 +130,11 @@ def test_dials_and_peers_are_bounded() -> None:
     d = dialler()
     for number in range(50):
         d.suggest(f"z{number}", HERE, now=0.0)
-    assert names(d.due(0.0, set())) == ["z0", "z1"]
+    first = names(d.due(0.0, set()))
+    assert len(first) == DIALS_FIRST
     assert names(d.due(0.0, set())) == []
     full = {f"peer {number}" for number in range(PEERS_MAX)}
-    d.dialled("z0", 0.0, succeeded=True)
+    d.dialled(first[0], 0.0, succeeded=True)
     assert names(d.due(100.0, full)) == []
     assert len(names(d.due(100.0, set()))) == 2
 
@@ -153,7 +167,7 @@ def test_quick_dials_make_room_for_more_and_slow_ones_for_fewer() -> None:
 
 
 async def test_running_it_dials_until_everybody_is_connected(autojump_clock: MockClock) -> None:
-    d = dialler()
+    d = Dialler("me", random.Random(0), peers_max=20)
     connected: set[str] = set()
     attempts: dict[str, int] = {}
 

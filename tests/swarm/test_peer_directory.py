@@ -274,7 +274,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
 
     record = encode_record(NodeRecord(node_id=good.node_id))
     book.take(says(good, record), now)
-    registry.set_connected([good.node_id])
+    registry.set_reachable([good.node_id])
     registry.apply(good.node_id, record)
     trust.note(good.node_id, Deed.SERVED, now)
     gossip.admit(good.node_id, 10, now)
@@ -292,7 +292,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
         for wrong in (record, b"\xc1"):
             with pytest.raises(ProtocolError):
                 registry.apply(liar.node_id, wrong)
-        registry.set_connected([good.node_id, liar.node_id])
+        registry.set_reachable([good.node_id, liar.node_id])
         for deed in Deed:
             trust.note(liar.node_id, deed, now)
         while gossip.admit(liar.node_id, 2**20, now):
@@ -310,7 +310,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
         relays.lost(liar.node_id)
         registry.forget(liar.node_id)
         assert state_of(held, good.node_id) == before
-    registry.set_connected([good.node_id])
+    registry.set_reachable([good.node_id])
     book.expire(now + 1e6, {good.node_id})
     held.gossip_allowances.tidy(now)
     assert state_of(held, good.node_id) == before

@@ -90,7 +90,7 @@ def test_listed_are_connected_nodes_that_are_trusted_and_never_oneself() -> None
     for node_id in (ME, NEAR, LIAR, GONE):
         record = NodeRecord(node_id=node_id, prefix_caches=(announce((5, 2), (5, 1)),))
         registry.apply(node_id, encode_record(record))
-    registry.set_connected({NEAR, LIAR})
+    registry.set_reachable({NEAR, LIAR})
     assert registry.holders_of_prefix(MODEL, hashes_of(5, 3)) == PrefixMatch(2, frozenset({NEAR}))
     assert [registry.n_prefixes(n) for n in (ME, NEAR, LIAR, GONE)] == [0, 2, 0, 0]
     distrusted.clear()

@@ -22,12 +22,20 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
 from swarmllm.swarm.peers.trust import Deed
-from swarmllm.swarm.records.envelope_book import EXPIRY_S, Digest, EnvelopeBook, VerifyOnce
+from swarmllm.swarm.records.envelope_book import (
+    EXPIRY_NODES,
+    EXPIRY_S,
+    Digest,
+    EnvelopeBook,
+    VerifyOnce,
+    expiry_s,
+)
 from swarmllm.swarm.records.exchange import RecordExchange
 from swarmllm.swarm.records.spread import _FETCHES_MAX as FETCHES_MAX
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
     HEARTBEAT_S,
+    HEARTBEATS_PER_S,
     RecordSpread,
     heartbeat_interval_s,
 )
@@ -160,14 +168,14 @@ def test_one_exchange_of_digests_makes_two_books_equal(
     for target, content in ((a, held), (b, known)):
         for writer, sequence in content.items():
             target.take(envelope(writer, sequence, record=b"%d" % sequence), now=0.0)
-    wanted = a.lacking(b.digests(now=1.0), now=1.0)
+    wanted = a.lacking(b.digests(1.0, none_is_lost), now=1.0)
     for sealed in b.sealed(wanted, 10**6):
         assert a.take(sealed, now=1.0, ages_s=wanted)[0] == "new"
     expected = {
         writer.node_id: b"%d" % max(held.get(writer, -1), known.get(writer, -1)) for writer in {*held, *known}
     }
     assert a.records() == expected
-    assert a.lacking(b.digests(now=1.0), now=1.0) == {}
+    assert a.lacking(b.digests(1.0, none_is_lost), now=1.0) == {}
 
 
 def test_nodes_that_are_neither_heard_nor_connected_are_forgotten() -> None:
@@ -182,14 +190,25 @@ def test_nodes_that_are_neither_heard_nor_connected_are_forgotten() -> None:
     assert kept.records() == {}
 
 
+def test_others_are_not_told_of_a_node_that_was_lost_since_it_was_heard() -> None:
+    a, b = book(ME), book(OTHER)
+    a.take(envelope(THIRD), now=10.0)
+
+    def told(lost_at_s: float) -> dict[NodeId, float]:
+        return b.lacking(a.digests(20.0, lambda _, heard_at_s: heard_at_s <= lost_at_s), 20.0)
+
+    assert set(told(9.0)) == {THIRD.node_id}
+    assert told(10.0) == {}
+
+
 def test_a_dead_node_does_not_live_on_by_being_passed_round() -> None:
     a, b = book(ME), book(OTHER)
     a.take(envelope(THIRD), now=0.0)
     for now in (EXPIRY_S * 0.6, EXPIRY_S * 0.9):
-        wanted = b.lacking(a.digests(now), now)
+        wanted = b.lacking(a.digests(now, none_is_lost), now)
         for sealed in a.sealed(wanted, 10**6):
             b.take(sealed, now, ages_s=wanted)
-        wanted = a.lacking(b.digests(now), now)
+        wanted = a.lacking(b.digests(now, none_is_lost), now)
         assert wanted == {}
     assert a.expire(EXPIRY_S, connected=()) == [THIRD.node_id]
     assert b.expire(EXPIRY_S, connected=()) == [THIRD.node_id]
@@ -224,8 +243,17 @@ def test_envelopes_asked_for_stop_where_the_response_is_full() -> None:
 
 def test_all_heartbeats_of_a_swarm_together_stay_few() -> None:
     intervals_s = [heartbeat_interval_s(n_nodes, 0) for n_nodes in (1, 10, 11, 50, 4096)]
-    assert intervals_s == [HEARTBEAT_S, HEARTBEAT_S, 5.5, 25.0, HEARTBEAT_MAX_S]
-    assert 3 * HEARTBEAT_MAX_S < EXPIRY_S
+    assert intervals_s == [HEARTBEAT_S, HEARTBEAT_S, 5.5, 25.0, 4096 / HEARTBEATS_PER_S]
+    assert all(n / heartbeat_interval_s(n, 1000) <= HEARTBEATS_PER_S for n in (120, 1000, 4096))
+
+
+def none_is_lost(node_id: NodeId, heard_at_s: float) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("n_nodes", [1, EXPIRY_NODES, EXPIRY_NODES + 1, 1000, 4096])
+def test_a_node_is_remembered_for_several_of_its_heartbeats(n_nodes: int) -> None:
+    assert 4 * heartbeat_interval_s(n_nodes, 1000) < expiry_s(n_nodes)
 
 
 def test_who_has_nothing_new_to_say_says_so_ever_more_rarely() -> None:
@@ -346,6 +374,11 @@ async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> N
     class Reader:
         def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
             return kept.take(sealed, 0.0, ages_s=ages_s)[1]
+
+        def pass_on(self, node_id: NodeId) -> None: ...
+
+        def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+            return False
 
         def blame(self, sender: NodeId, error: BadMessage) -> None:
             pytest.fail("nothing is wrong with it")

@@ -36,20 +36,20 @@ def test_holders_are_the_connected_nodes_and_oneself_in_order() -> None:
     registry.apply(ME, record(ME, announce((4, 8))))
     registry.apply(NEAR, record(NEAR, announce((0, 4), (6, 8))))
     registry.apply(GONE, record(GONE, announce((0, 8))))
-    registry.set_connected({NEAR})
+    registry.set_reachable({NEAR})
     assert registry.holders(MODEL) == [
         Holder(LayerRange(0, 4), NEAR),
         Holder(LayerRange(4, 8), ME),
         Holder(LayerRange(6, 8), NEAR),
     ]
-    registry.set_connected({NEAR, GONE})
+    registry.set_reachable({NEAR, GONE})
     assert Holder(LayerRange(0, 8), GONE) in registry.holders(MODEL)
     assert registry.holders(OTHER) == []
 
 
 def test_what_a_node_offers_that_is_not_trusted_does_not_count() -> None:
     registry = Registry(ME, lambda node_id: node_id == FRIEND)
-    registry.set_connected({FRIEND, LIAR})
+    registry.set_reachable({FRIEND, LIAR})
     for node_id in (ME, FRIEND, LIAR):
         registry.apply(node_id, record(node_id, announce((0, 8), name=node_id)))
     assert [holder.node_id for holder in registry.holders(MODEL)] == [FRIEND, ME]
@@ -59,7 +59,7 @@ def test_what_a_node_offers_that_is_not_trusted_does_not_count() -> None:
 
 def test_a_newer_record_replaces_what_a_node_held() -> None:
     registry = Registry(ME)
-    registry.set_connected({NEAR})
+    registry.set_reachable({NEAR})
     registry.apply(NEAR, record(NEAR, announce((0, 4))))
     registry.apply(NEAR, record(NEAR, announce((4, 8), model_id=OTHER)))
     assert registry.holders(MODEL) == []
@@ -71,7 +71,7 @@ def test_a_newer_record_replaces_what_a_node_held() -> None:
 
 def test_an_unreadable_record_is_refused_and_the_last_good_one_stays() -> None:
     registry = Registry(ME)
-    registry.set_connected({NEAR})
+    registry.set_reachable({NEAR})
     registry.apply(NEAR, record(NEAR, announce((0, 4))))
     for content in (b"\xc1", b"", record(NEAR, announce((0, 8)))[:-1]):
         with pytest.raises(ProtocolError):
@@ -88,7 +88,7 @@ def test_one_may_not_write_anothers_record() -> None:
 
 def test_models_are_named_by_most_holders_but_by_oneself_first() -> None:
     registry = Registry(ME)
-    registry.set_connected({X, Y, Z})
+    registry.set_reachable({X, Y, Z})
     registry.apply(X, record(X, announce((0, 4), name="guide")))
     registry.apply(Y, record(Y, announce((4, 8), name="guide")))
     registry.apply(Z, record(Z, announce((0, 12), name="liar", n_layers=12)))

@@ -134,7 +134,7 @@ def test_the_index_says_what_counting_anew_would_say(steps: Steps) -> None:
                 registry.forget(node_id)
             case "connect", frozenset() as node_ids:
                 naive.connected = node_ids
-                registry.set_connected(node_ids)
+                registry.set_reachable(node_ids)
             case "distrust", frozenset() as node_ids:
                 naive.distrusted = node_ids
             case "read", str(model_id):
@@ -180,7 +180,7 @@ def flood(registry: Registry, n_peers: int, n_models: int = 256) -> None:
     for number, name in enumerate(names):
         models = tuple(a_model(1000 * (number + 1) + each) for each in range(n_models))
         registry.apply(name, encode_record(NodeRecord(node_id=name, models=models)))
-    registry.set_connected([*registry.connected(), *names])
+    registry.set_reachable([*registry.reachable(), *names])
 
 
 def test_a_record_costs_what_differs_from_the_last_one() -> None:
@@ -229,7 +229,7 @@ def test_strangers_cannot_push_others_models_out_of_the_list() -> None:
     registry.apply(ME, encode_record(NodeRecord(node_id=ME, models=own)))
     honest = tuple(a_model(100 + each) for each in range(3))
     registry.apply(ZOE, encode_record(NodeRecord(node_id=ZOE, models=honest)))
-    registry.set_connected({ZOE})
+    registry.set_reachable({ZOE})
     flood(registry, 32)
     listed = registry.models()
     assert len(listed) == LISTED_MAX
@@ -247,7 +247,7 @@ def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
     files = tuple(FileAnnounce(model_id=f"{1000 + n:064x}", name="f", n_layers=8) for n in range(256))
     record = NodeRecord(node_id=A, models=(wide, *models), files=files)
     registry.apply(A, encode_record(record))
-    registry.set_connected({A})
+    registry.set_reachable({A})
     assert registry.n_models() == NODE_MODELS_MAX
     held = registry.held("f" * 64)[A]
     assert len(held) == NODE_RANGES_MAX
@@ -261,7 +261,7 @@ def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
 def test_who_contradicts_what_a_model_id_fixes_is_ignored_and_blamed(own_first: bool) -> None:
     blamed: list[Contradiction] = []
     registry = Registry(ME, on_contradiction=blamed.append)
-    registry.set_connected({A, LIAR})
+    registry.set_reachable({A, LIAR})
     own = NodeRecord(node_id=ME, files=(FileAnnounce(model_id=IDS[0], name="guide", n_layers=8),))
     honest = NodeRecord(node_id=A, models=(a_model(7), _guide(8)))
     liar = NodeRecord(node_id=LIAR, models=(a_model(7), _guide(1000)))
@@ -284,7 +284,7 @@ def _guide(n_layers: int) -> ShardAnnounce:
 
 def test_other_ranges_and_another_order_are_news() -> None:
     registry = Registry(ME)
-    registry.set_connected({A, B})
+    registry.set_reachable({A, B})
     for node_id in (A, B):
         registry.apply(node_id, encode_record(NodeRecord(node_id=node_id, models=(a_model(1), a_model(2)))))
     assert set(registry.held(f"{1:064x}")[A]) == {LayerRange(0, 8)}
@@ -298,7 +298,7 @@ def test_other_ranges_and_another_order_are_news() -> None:
 def test_who_is_trusted_again_counts_at_the_next_read_of_its_model() -> None:
     distrusted = {A}
     registry = Registry(ME, lambda node_id: node_id not in distrusted)
-    registry.set_connected({A})
+    registry.set_reachable({A})
     registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(1),))))
     assert registry.model(f"{1:064x}") is None
     distrusted.clear()

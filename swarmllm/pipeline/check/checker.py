@@ -332,7 +332,7 @@ class Checker:
         held = self.registry.held(pending.context.model.model_id)
         able = [
             node_id
-            for node_id in sorted(self.registry.connected() - view.node_ids)
+            for node_id in sorted(self.registry.reachable() - view.node_ids)
             if covers(held.get(node_id, ()), layers) and self.trust.score(node_id) >= least
         ]
         # Who has spoken against it is to be confirmed by another one.

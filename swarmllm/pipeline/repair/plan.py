@@ -79,7 +79,7 @@ def repair_route(question: Question, broken: Assembly) -> Assembly | None:
     known = question.inputs
     holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
     allowed, _ = permitted(
-        alive(holders, question.connected, known.origin),
+        alive(holders, question.reachable, known.origin),
         question.constraints,
         model=question.model_name,
         n_layers=question.n_layers,

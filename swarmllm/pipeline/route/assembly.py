@@ -1,4 +1,4 @@
-"""From who is connected and holds what to the stages of one request's pipeline, or to the reason why there
+"""From who is reachable and holds what to the stages of one request's pipeline, or to the reason why there
 is none. `assemble` is the ten steps, in their order.
 
 Pure: the caller (see `route_planner`) says who is alive and how fast. What makes a route good is
@@ -63,7 +63,7 @@ class Question:
     cut_alignment: int
     holders: Holders
     """What every node says it holds, alive or not, this one included."""
-    connected: Collection[NodeId]
+    reachable: Collection[NodeId]
     """Node ids that can be reached now."""
     inputs: RouteInputs
     """Names every holder."""
@@ -114,8 +114,8 @@ def assemble(question: Question) -> Assembly:
     )
     # 3. Holders, without those that have just failed.
     holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
-    # 4. Liveness: connected now. A record outlives its writer, and so does what a DHT returns.
-    holders = alive(holders, question.connected, question.inputs.origin)
+    # 4. Liveness: reachable now. A record outlives its writer, and so does what a DHT returns.
+    holders = alive(holders, question.reachable, question.inputs.origin)
     # 7. The encrypted pipeline and pins take ranges away, so they come before the choice.
     allowed, refused = permitted(
         holders,
@@ -142,9 +142,9 @@ def assemble(question: Question) -> Assembly:
 
 
 def alive(
-    holders: Holders, connected: Collection[NodeId], origin: NodeId
+    holders: Holders, reachable: Collection[NodeId], origin: NodeId
 ) -> dict[NodeId, Sequence[LayerRange]]:
-    return {node: ranges for node, ranges in holders.items() if node == origin or node in connected}
+    return {node: ranges for node, ranges in holders.items() if node == origin or node in reachable}
 
 
 def may_be_reused(
@@ -165,7 +165,7 @@ def may_be_reused(
 def plan_route(question: Question) -> Plan:
     """The same choice with its reasons. Raises NoPipeline."""
     known = question.inputs
-    holders = alive(question.holders, question.connected, known.origin)
+    holders = alive(question.holders, question.reachable, known.origin)
     allowed, refused = permitted(
         holders,
         question.constraints,
@@ -199,10 +199,10 @@ def _why_not(question: Question, holders: Holders) -> str:
         return f"the held ranges {_listed(held)} make no route of {MAX_STAGES} stages or fewer"
     if cut_alignment == 0:
         reason = f": {question.whole_reason}" if question.whole_reason else ""
-        return f"no connected node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"
+        return f"no reachable node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"
     if not missing_layers(n_layers, held):
         return f"the held ranges {_listed(held)} do not respect its cuts (every {cut_alignment} layers)"
-    return f"no connected node holds layers {_listed(missing)} of 0:{n_layers}"
+    return f"no reachable node holds layers {_listed(missing)} of 0:{n_layers}"
 
 
 def _listed(ranges: Sequence[LayerRange]) -> str:

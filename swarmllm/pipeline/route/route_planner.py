@@ -93,7 +93,7 @@ class RequestSize:
 
 DEFAULT_SIZE = RequestSize()
 RUNNABLE_MAX: Final = 512
-"""Kept sets of ranges: those of 256 connected nodes, twice. More would be memory that strangers fill."""
+"""Kept sets of ranges: those of 256 nodes, twice. More would be memory that strangers fill."""
 INLINE_RANGES_MAX: Final = 48
 """Ranges among which a route is chosen at once, in a fraction of a millisecond. Among more it is chosen in a
 thread: how many there are is for others to say, and the event loop must not wait for the search."""
@@ -184,7 +184,7 @@ class RoutePlanner:
             entry,
             size,
             held,
-            self._registry.connected(),
+            self._registry.reachable(),
             {node_id: record.capability for node_id, record in records.items() if record is not None},
             self._links(),
             self._observations,
@@ -221,7 +221,7 @@ class _Known:
     entry: CatalogueEntry
     size: RequestSize
     held: Mapping[NodeId, tuple[LayerRange, ...]]
-    connected: Collection[NodeId]
+    reachable: Collection[NodeId]
     capabilities: Mapping[NodeId, NodeCapability]
     links: Links
     observations: Observations
@@ -271,7 +271,7 @@ def _question(known: _Known) -> Question:
         manifest.n_layers,
         manifest.cut_alignment,
         holders,
-        known.connected,
+        known.reachable,
         route_inputs(
             known.node_id,
             manifest,

@@ -37,6 +37,8 @@ from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, S
 
 log = logging.getLogger(__name__)
 
+REACH_S = 2.0
+"""For an assignment's next nodes, before it is acknowledged: the origin waits for that."""
 REMEMBERED_CANCELS = 1024
 """A cancellation may overtake the assignment it cancels, because the two travel differently."""
 
@@ -94,6 +96,7 @@ class Sessions:
                 reason=str(refusal)[:200],
                 busy=refusal.busy,
             )
+        await self._reach_neighbours(context)
         kept = await self.take_over(context, assignment.resumes)
         n_blocks = await give_names(self.compute, context, assignment.prefixes)
         if self.running(assignment.request_id) is None:
@@ -319,16 +322,25 @@ class Sessions:
             if not usable([layers], manifest.n_layers, manifest.cut_alignment):
                 raise AssignmentRefused(f"layers {layers} do not respect the cuts of the model")
 
+    async def _reach_neighbours(self, context: RequestContext) -> None:
+        """So that the first rows find a connection. Where there comes none in time, sending them tells."""
+
+        async def reach(node_id: NodeId) -> None:
+            try:
+                await self.router.reach(node_id, timeout_s=REACH_S)
+            except SwarmLLMError as error:
+                provoked_by(log, context.view.origin).info(
+                    "request %s: no connection to the next node: %s", context.request_id, error
+                )
+
+        async with trio.open_nursery() as nursery:
+            for node_id in _next_nodes(context) - self.router.connected():
+                nursery.start_soon(reach, node_id)
+
     def _check_neighbours(self, context: RequestContext) -> None:
-        view = context.view
-        needed = {
-            view.stages[(index + 1) % len(view.stages)].node_id
-            for index in range(len(view.stages))
-            if view.is_here(index)
-        }
-        unreachable = needed - self.router.connected() - {view.node_id}
+        unreachable = _next_nodes(context) - self.router.reachable()
         if unreachable:
-            raise AssignmentRefused(f"this node is not connected to {min(unreachable)}")
+            raise AssignmentRefused(f"this node does not reach {min(unreachable)}")
 
     # Of the sessions.
 
@@ -351,3 +363,14 @@ class Sessions:
     def close(self, session: Session) -> None:
         if self.by_request.get(session.context.request_id) is session:
             del self.by_request[session.context.request_id]
+
+
+def _next_nodes(context: RequestContext) -> frozenset[NodeId]:
+    """Other nodes to which rows or tokens go from here."""
+    view = context.view
+    following = (
+        view.stages[(index + 1) % len(view.stages)].node_id
+        for index in range(len(view.stages))
+        if view.is_here(index)
+    )
+    return frozenset(following) - {view.node_id}

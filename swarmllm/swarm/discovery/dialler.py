@@ -1,10 +1,15 @@
-"""Whom to dial, when, and which address answers first: the full mesh of a swarm, grown from one address.
+"""Whom to dial, when, and which address answers first: few connections for gossip, and the needed ones.
 
 Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of.
-A peer that is known and not connected is dialled, with a back-off that doubles and jitters; news of a node
-(an envelope, an mDNS answer) starts it afresh. Of two nodes that learn of each other at once, the one with
-the smaller id dials and the other holds back a moment. `Dialler` decides and `run` acts; the decisions are
-pure and take the time as an argument.
+A peer that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
+`peers_max` connections; news of a node (an envelope, an mDNS answer) starts it afresh. Which ones is drawn by
+lot: a graph in which each node has drawn a few others is connected, and no node is everybody's neighbour. Of
+two nodes that learn of each other at once, the one with the smaller id dials and the other holds back a
+moment. A node that a caller needs is dialled at once, however many connections there are (`want`).
+
+A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
+while (`may_answer`).
+`Dialler` decides and `run` acts; the decisions are pure and take the time as an argument.
 
 A node has several addresses: of every network it is in, of bridges that nobody else reaches, of yesterday.
 py-libp2p dials one of them, and never one of the loopback if there are others. So those are raced here as
@@ -23,7 +28,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.supervision import spawn
+from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.peers.connection_limits import EVERYBODY, ConnectionAdmission, Standing
 from swarmllm.swarm.peers.peer_table import Parts
@@ -31,8 +36,11 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-PEERS_MAX = 256
-"""Connections looked for, unless the settings say otherwise; a larger swarm is not a full mesh."""
+PEERS_MAX = 16
+"""Connections looked for, unless the settings say otherwise; a larger swarm is not a full mesh. Gossip needs
+6 to 12."""
+WANTED_MAX = 64
+"""Nodes that callers wait for at once."""
 CANDIDATES_MAX = 4096
 ADDRESSES_PER_NODE = 12
 DIALS_FIRST = 2
@@ -45,6 +53,12 @@ SLOW_S = 3.0
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
+LET_GO_S = 60.0
+DOUBT_FIRST_S = 2.0
+DOUBT_MAX_S = 600.0
+"""A sign of life that comes so soon after a node was lost may have been under way for as long. After a dial
+that failed the node is not counted on for that time, which doubles with each: some nodes live where this one
+cannot reach them."""
 
 
 @dataclass(eq=False)
@@ -57,6 +71,14 @@ class DialCandidate:
     n_failures: int = 0
     due_at_s: float = 0.0
     dialling_since_s: float | None = None
+    doubted_at_s: float = -math.inf
+    """When it was lost, or could not be dialled; before all time where it was connected since."""
+    lost_at_s: float = -math.inf
+    """When its last connection ended; before all time where there is one."""
+    is_tried: bool = False
+    """There was a connection with it, and nothing has been wrong since."""
+    wanted: Outcome[None] | None = None
+    """There while callers wait for it: how the next dial ends."""
 
 
 Dial = Callable[[NodeId, list[Address]], Awaitable[None]]
@@ -121,30 +143,103 @@ class Dialler:
         """A connection ended. A node that said goodbye is not called back at once."""
         if (candidate := self._candidates.get(node_id)) is not None:
             candidate.n_failures = 3 if on_purpose else 0
+            candidate.lost_at_s = now
+            self.doubt(node_id, now)
             candidate.due_at_s = now + self._backoff_s(candidate)
             self.wake()
+
+    def let_go(self, node_id: NodeId, now: float) -> None:
+        """Its connections ended because nobody used them. It lives, and is not called back at once."""
+        if (candidate := self._candidates.get(node_id)) is not None:
+            candidate.due_at_s = now + LET_GO_S
+            self.wake()
+
+    def doubt(self, node_id: NodeId, now: float) -> None:
+        """It does not answer any more, on a connection that is still there."""
+        if (candidate := self._candidates.get(node_id)) is not None:
+            candidate.doubted_at_s = now
+            candidate.is_tried = False
+
+    def answered(self, node_id: NodeId) -> None:
+        """It counts as connected, whoever has dialled."""
+        if (candidate := self._candidates.get(node_id)) is not None:
+            candidate.is_tried = True
+            candidate.lost_at_s = -math.inf
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        """Whether its connection has ended, and there was no sign of life since then."""
+        candidate = self._candidates.get(node_id)
+        return candidate is not None and heard_at_s <= candidate.lost_at_s + DOUBT_FIRST_S
+
+    def is_tried(self, node_id: NodeId) -> bool:
+        """Whether it has ever been connected, since it was last lost."""
+        candidate = self._candidates.get(node_id)
+        return candidate is not None and candidate.is_tried
+
+    def may_answer(self, node_id: NodeId, heard_at_s: float, now: float) -> bool:
+        """Whether a dial is worth it. `heard_at_s`: its last sign of life."""
+        candidate = self._candidates.get(node_id)
+        if candidate is None or not candidate.addresses or self.is_lost(node_id, heard_at_s):
+            return False
+        doubt_s = min(DOUBT_MAX_S, DOUBT_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
+        return now > candidate.doubted_at_s + doubt_s
+
+    def want(self, node_id: NodeId, now: float) -> Outcome[None]:
+        """Dial it now, however many connections there are. How that dial ends: with an error, or it is
+        connected. Raises NodeUnreachable where it is not known where that node is, or callers wait for too
+        many."""
+        candidate = self._candidates.get(node_id)
+        if candidate is None or not candidate.addresses:
+            raise NodeUnreachable(f"it is not known where node {node_id} is")
+        if candidate.wanted is None:
+            if sum(each.wanted is not None for each in self._candidates.values()) >= WANTED_MAX:
+                raise NodeUnreachable(f"node {node_id} is not connected, and {WANTED_MAX} are being dialled")
+            candidate.wanted = Outcome()
+            candidate.due_at_s = now
+            self.wake()
+        return candidate.wanted
 
     def forget(self, node_id: NodeId) -> None:
         candidate = self._candidates.get(node_id)
         if candidate is not None and not candidate.lasting:
             self._candidates.drop(node_id)
+            self._answer_callers(node_id, candidate, succeeded=False)
 
     def due(self, now: float, connected: set[NodeId]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
         n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
         room = self._n_dials_max - n_dialling
-        n_places = self._peers_max - len(connected)
-        ready: list[tuple[str, list[Address]]] = []
+        n_places = self._peers_max - len(connected) - n_dialling
+        wanted: list[tuple[NodeId, DialCandidate]] = []
+        others: list[tuple[NodeId, DialCandidate]] = []
         next_s = math.inf
         for node_id, candidate in self._candidates.items():
-            if node_id in connected or candidate.dialling_since_s is not None or not candidate.addresses:
+            if candidate.dialling_since_s is not None or not candidate.addresses:
                 continue
-            if candidate.due_at_s > now:
+            if candidate.wanted is not None:
+                wanted.append((node_id, candidate))
+            elif node_id in connected:
+                continue
+            elif candidate.due_at_s > now:
                 next_s = min(next_s, candidate.due_at_s)
-            elif len(ready) < room and (len(ready) < n_places or self._may_push_in(node_id, connected)):
-                candidate.dialling_since_s = now
-                ready.append((node_id, list(candidate.addresses)))
-        return ready, next_s
+            else:
+                others.append((node_id, candidate))
+        chosen = list(wanted)
+        n_others = 0
+        for node_id, candidate in self._drawn(others):
+            if n_others < room and (n_others < n_places or self._may_push_in(node_id, connected)):
+                chosen.append((node_id, candidate))
+                n_others += 1
+        for _, candidate in chosen:
+            candidate.dialling_since_s = now
+        return [(node_id, list(candidate.addresses)) for node_id, candidate in chosen], next_s
+
+    def _drawn(self, candidates: list[tuple[NodeId, DialCandidate]]) -> list[tuple[NodeId, DialCandidate]]:
+        """In an order by lot, those of the settings first."""
+        if len(candidates) > 1:
+            self._random.shuffle(candidates)
+            candidates.sort(key=lambda each: not each[1].lasting)
+        return candidates
 
     def _may_push_in(self, node_id: NodeId, connected: set[NodeId]) -> bool:
         n_known = sum(self._admission.standing(each) > Standing.STRANGER for each in connected)
@@ -156,10 +251,24 @@ class Dialler:
             if since_s is not None and (succeeded or unanswered):
                 self._learn(now - since_s)
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
+            if succeeded:
+                candidate.doubted_at_s = -math.inf
+            else:
+                self.doubt(node_id, now)
             candidate.due_at_s = now + self._backoff_s(candidate)
+            self._answer_callers(node_id, candidate, succeeded=succeeded)
             if candidate.n_failures >= candidate.patience and not candidate.lasting:
                 self._candidates.drop(node_id)
         self.wake()
+
+    def _answer_callers(self, node_id: NodeId, candidate: DialCandidate, *, succeeded: bool) -> None:
+        wanted, candidate.wanted = candidate.wanted, None
+        if wanted is None:
+            return
+        if succeeded:
+            wanted.succeed(None)
+        else:
+            wanted.fail(NodeUnreachable(f"node {node_id} was dialled and could not be reached"))
 
     def _learn(self, took_s: float) -> None:
         if took_s >= SLOW_S:

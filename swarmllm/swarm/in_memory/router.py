@@ -120,6 +120,18 @@ class InMemoryRouter:
     def connected(self) -> frozenset[NodeId]:
         return frozenset(self._peers)
 
+    def reachable(self) -> frozenset[NodeId]:
+        """In memory all are connected that can be."""
+        return self.connected()
+
+    def untried(self) -> frozenset[NodeId]:
+        return frozenset()
+
+    async def reach(self, node_id: NodeId, *, timeout_s: float = 5.0) -> None:
+        await trio.lowlevel.checkpoint()
+        if node_id != self._node_id:
+            self._require(node_id)
+
     def peers(self) -> tuple[PeerInfo, ...]:
         return tuple(self._info(node_id, self._peers[node_id]) for node_id in sorted(self._peers))
 

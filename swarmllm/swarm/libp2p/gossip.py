@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -143,6 +143,10 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         self.budget = GossipBudget()
         self.note: Note = unnoted
 
+    async def pass_on(self, topic_id: str, data: bytes) -> None:
+        """Publish what another node has said."""
+        await self.push_msg(self.my_id, rpc_pb2.Message(data=data, topicIDs=[topic_id]))
+
     async def publish(self, topic_id: str, data: bytes) -> None:
         self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
         await self.push_msg(self.my_id, message)
@@ -253,10 +257,17 @@ class Gossip:
 
     async def publish(self, topic: str, content: bytes) -> None:
         """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
-        if self._pubsub is None:
-            return
+        if self._pubsub is not None:
+            await self._push(self._pubsub.publish, topic, content)
+
+    async def pass_on(self, topic: str, content: bytes) -> None:
+        """The same with what another node has said."""
+        if self._pubsub is not None:
+            await self._push(self._pubsub.pass_on, topic, content)
+
+    async def _push(self, push: Callable[[str, bytes], Awaitable[None]], topic: str, content: bytes) -> None:
         try:
-            await self._pubsub.publish(topic_name(topic, self.network_id), content)
+            await push(topic_name(topic, self.network_id), content)
         except Exception as error:
             log.warning("gossip on %s failed: %s", topic, type(error).__name__)
 

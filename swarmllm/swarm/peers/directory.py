@@ -26,6 +26,7 @@ from swarmllm.swarm.libp2p.gossip import GossipAllowance
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
+from swarmllm.swarm.peers.reachable import Use
 from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.departures import Departed
@@ -54,12 +55,13 @@ class Peer:
     fetching_record: bool | None = None
     announced: Announced | None = None
     present: Announced | None = None
-    """The same, while the registry has been told that it is connected."""
+    """The same, while the registry has been told that it is reachable."""
     is_distrusted: bool | None = None
     indexed_record: IndexedRecord | None = None
     prefixes: tuple[Beginning, ...] | None = None
     departed: Departed | None = None
 
+    use: Use | None = None
     requests: PeerRequests | None = None
     neighbour: Neighbour | None = None
     bulk: BulkPeer | None = None
@@ -87,6 +89,7 @@ class PeerDirectory(PeerTable):
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
         self.records = RecordParts(Parts(self, "envelope"), Parts(self, "fetching_record"))
+        self.uses: Parts[Use] = Parts(self, "use")
         self.requests: Parts[PeerRequests] = Parts(self, "requests")
         self.neighbours: PassingParts[Neighbour] = PassingParts(self, "neighbour")
         self.bulk_peers: PassingParts[BulkPeer] = PassingParts(self, "bulk")

@@ -35,6 +35,7 @@ from swarmllm.swarm.peers.connection_limits import (
     CONNECTIONS_MAX,
     EVERYBODY,
     GAVE_WAY,
+    LET_GO,
     Candidate,
     ConnectionAdmission,
     network_of,
@@ -75,10 +76,12 @@ class PeerLiveness:
     """A task waits for surplus connections to fall idle."""
     gives_way: bool = False
     """Its connections are being ended for want of places."""
+    lets_go: bool = False
+    """It has said that it ends its connections with this node, and lives on."""
 
     @property
     def is_empty(self) -> bool:
-        return self.greeting is None and not self.is_thinning and not self.gives_way
+        return self.greeting is None and not (self.is_thinning or self.gives_way or self.lets_go)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +136,25 @@ class Liveness:
             raise Unanswering(f"node {node_id} takes a connection and does not answer")
 
     def drop(self, node_id: NodeId, how: str) -> None:
-        """The peer is gone, or as good as gone."""
+        """The peer is gone, or as good as gone. With LET_GO, or where it has said so, only its connections
+        are."""
+        peer = self._peers.get(node_id)
+        if peer is not None and peer.lets_go:
+            how, peer.lets_go = LET_GO, False
+            self._settle(node_id)
         self._count_no_more(node_id, how)
         if self._plane is not None:
             self._plane.close(node_id, how)
-        self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
+        if how == LET_GO:
+            self._dialler.let_go(node_id, trio.current_time())
+        else:
+            self._dialler.lost(node_id, trio.current_time(), on_purpose=how in ("goodbye", GAVE_WAY))
         spawn(self._nursery, "peer", self._host.close_hard, node_id)
+
+    def peer_lets_go(self, node_id: NodeId) -> None:
+        """It says so; its connections are about to end."""
+        if node_id in self.connected:
+            self._peer(node_id).lets_go = True
 
     def _peer(self, node_id: NodeId) -> PeerLiveness:
         return self._peers.get(node_id) or self._peers.put(node_id, PeerLiveness())
@@ -155,11 +171,17 @@ class Liveness:
 
     def _count(self, node_id: NodeId) -> None:
         self.connected.put_last(node_id, trio.current_time())
+        self._dialler.answered(node_id)
+        if (peer := self._peers.get(node_id)) is not None:
+            peer.lets_go = False
+            self._settle(node_id)
         provoked_by(log, node_id).info("node %s connected", node_id)
         self._feed.announce(Change("connected", node_id))
 
     def _count_no_more(self, node_id: NodeId, how: str) -> None:
         was_connected = self.connected.drop(node_id) is not None
+        if how != LET_GO:
+            self._dialler.doubt(node_id, trio.current_time())
         self._requests.lose(node_id)
         if was_connected:
             provoked_by(log, node_id).info("node %s disconnected: %s", node_id, how)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -30,7 +30,15 @@ NODES_MAX = 4096
 BYTES_MAX = 64 * 1024 * 1024
 """Of all envelopes of other nodes, with their records. An honest record of twenty models has a few KiB."""
 EXPIRY_S = 300.0
-"""Without a sign of life for this long, a node that is not connected is forgotten."""
+"""Without a sign of life for this long, a node that is not connected is forgotten, in a swarm of up to
+`EXPIRY_NODES`. In a larger one nodes speak more rarely (`spread.heartbeat_interval_s`), and are kept for
+longer in proportion."""
+EXPIRY_NODES = 120
+
+
+def expiry_s(n_nodes: int) -> float:
+    """Seconds, in a swarm of so many. See EXPIRY_S."""
+    return EXPIRY_S * max(1.0, n_nodes / EXPIRY_NODES)
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +114,7 @@ class EnvelopeBook:
         envelope = unseal(sealed, Envelope, self._verify)
         node_id = envelope.node_id
         held = self._entries.get(node_id)
-        heard_at_s = now - min(ages_s.get(node_id, 0.0), EXPIRY_S)
+        heard_at_s = now - min(ages_s.get(node_id, 0.0), expiry_s(len(self._entries)))
         if held is not None and held.envelope.version >= envelope.version:
             if held.envelope.version == envelope.version:
                 held.heard_at_s = max(held.heard_at_s, heard_at_s)
@@ -131,7 +139,8 @@ class EnvelopeBook:
             held.heard_at_s = now
         return version > held.envelope.version
 
-    def digests(self, now: float) -> tuple[Digest, ...]:
+    def digests(self, now: float, is_lost: Callable[[NodeId, float], bool]) -> tuple[Digest, ...]:
+        """Without the nodes of which this one knows better than its book: `is_lost(node_id, heard_at_s)`."""
         return tuple(
             Digest(
                 node_id,
@@ -140,13 +149,15 @@ class EnvelopeBook:
                 0.0 if node_id == self._node_id else max(0.0, now - entry.heard_at_s),
             )
             for node_id, entry in self._entries.items()
+            if node_id == self._node_id or not is_lost(node_id, entry.heard_at_s)
         )
 
     def lacking(self, digests: Iterable[Digest], now: float) -> dict[NodeId, float]:
         """Whose envelopes to ask the sender of these digests for, with the ages to pass to `take`."""
         wanted: dict[NodeId, float] = {}
+        oldest_s = expiry_s(len(self._entries))
         for digest in digests:
-            if digest.node_id == self._node_id or digest.age_s >= EXPIRY_S:
+            if digest.node_id == self._node_id or digest.age_s >= oldest_s:
                 continue
             held = self._entries.get(digest.node_id)
             if held is None or held.envelope.version < (digest.started_at_ms, digest.sequence):
@@ -171,6 +182,14 @@ class EnvelopeBook:
         entry = self._entries.get(node_id)
         return entry.envelope if entry else None
 
+    def heard(self) -> Iterator[tuple[NodeId, float]]:
+        """The others that have a record, and when each gave its last sign of life."""
+        return (
+            (node_id, entry.heard_at_s)
+            for node_id, entry in self._entries.items()
+            if entry.envelope.record and node_id != self._node_id
+        )
+
     def node_ids(self) -> list[NodeId]:
         return list(self._entries)
 
@@ -179,9 +198,9 @@ class EnvelopeBook:
         return _Records(self._entries)
 
     def expire(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
-        """Forget who was not heard for EXPIRY_S and is not connected; whom it forgot."""
-        silent = self._silent(connected)
-        gone = [node_id for node_id, entry in silent if now - entry.heard_at_s >= EXPIRY_S]
+        """Forget who was not heard for `expiry_s` and is not connected; whom it forgot."""
+        silent, oldest_s = self._silent(connected), expiry_s(len(self._entries))
+        gone = [node_id for node_id, entry in silent if now - entry.heard_at_s >= oldest_s]
         for node_id in gone:
             self._drop(node_id)
         return gone

@@ -31,6 +31,7 @@ KIND_DIGESTS = 1
 KIND_ENVELOPES = 2
 KIND_PEERS = 3
 KIND_DIAL_BACK = 4
+KIND_LET_GO = 5
 
 _RESPONSE_BYTES = REQUEST_MAX - 64 * 1024
 _PER_ASKING = 256
@@ -60,6 +61,14 @@ class EnvelopeReader(Protocol):
         """For what was wrong with what it sent."""
         ...
 
+    def pass_on(self, node_id: NodeId) -> None:
+        """What that node said of itself on connecting is new here, and so it may be elsewhere."""
+        ...
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        """Whether a node's connection has ended since it was last heard."""
+        ...
+
 
 class RecordExchange:
     def __init__(self, book: EnvelopeBook, ask: Ask, reader: EnvelopeReader) -> None:
@@ -74,7 +83,10 @@ class RecordExchange:
             digests = _digests.decode(answered)
         except _UNREADABLE as error:
             raise self._unreadable(node_id, "digests", error) from None
-        await self.fetch(node_id, self._book.lacking(digests, trio.current_time()))
+        lacking = self._book.lacking(digests, trio.current_time())
+        await self.fetch(node_id, lacking)
+        if node_id in lacking:
+            self._reader.pass_on(node_id)
 
     async def fetch(self, node_id: NodeId, wanted: dict[NodeId, float]) -> None:
         """Ask `node_id` for the envelopes of these nodes (with their ages). Raises as `synchronise`."""
@@ -98,7 +110,7 @@ class RecordExchange:
     def answer(self, kind: int, body: bytes) -> bytes:
         """Raises RequestRefused."""
         if kind == KIND_DIGESTS:
-            return msgspec.msgpack.encode(self._book.digests(trio.current_time()))
+            return msgspec.msgpack.encode(self._book.digests(trio.current_time(), self._reader.is_lost))
         if kind == KIND_ENVELOPES:
             try:
                 asked = _asked.decode(body)

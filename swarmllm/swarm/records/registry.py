@@ -1,8 +1,8 @@
 """Who holds which layers of which model: what a node makes of the records it hears.
 
 `Registry` is pure state. Two things flow in: records (what nodes say about themselves) and the set of
-connected nodes (what this node knows about liveness); everything that comes out is restricted to nodes that
-are connected now, because a record outlives its writer. Which record of a node is the newest is the router's
+reachable nodes (what this node knows about liveness); everything that comes out is restricted to nodes that
+are reachable now, because a record outlives its writer. Which record of a node is the newest is the router's
 business: the one applied last counts.
 
 Everything is indexed by model (see model_index.py) and kept incrementally: a record costs what differs from
@@ -62,7 +62,7 @@ class Announced:
     record: NodeRecord | None = None
     """The last that could be read."""
     is_distrusted: bool = False
-    """It is connected, has a record and may not work."""
+    """It is reachable, has a record and may not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class RegistryParts:
 
     announced: Parts[Announced] = field(default_factory=Parts.alone)
     present: Parts[Announced] = field(default_factory=Parts.alone)
-    """The same, of the nodes that the registry has been told are connected."""
+    """The same, of the nodes that the registry has been told are reachable."""
     distrusted: Parts[bool] = field(default_factory=Parts.alone)
     """To find those that are, without a look at all."""
     indexed: Parts[IndexedRecord] = field(default_factory=Parts.alone)
@@ -102,10 +102,10 @@ class Registry:
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
         self.departures = Departures(parts.departed)
-        """Kept by the object that tells the registry who is connected."""
+        """Kept by the object that tells the registry who is reachable."""
 
     def __repr__(self) -> str:
-        return f"<Registry records={len(self._announced)} connected={len(self._present)}>"
+        return f"<Registry records={len(self._announced)} reachable={len(self._present)}>"
 
     def apply(self, node_id: NodeId, record: bytes) -> NodeRecord:
         """Take over what `node_id` says about itself; a bad record leaves its last good one in place.
@@ -128,20 +128,20 @@ class Registry:
         self._prefixes.forget(node_id)
         self._place(node_id)
 
-    def set_connected(self, node_ids: Iterable[NodeId]) -> None:
+    def set_reachable(self, node_ids: Iterable[NodeId]) -> None:
         now = frozenset(node_ids)
-        for node_id in self.connected() ^ now:
+        for node_id in self.reachable() ^ now:
             self.set_present(node_id, node_id in now)
 
     def set_present(self, node_id: NodeId, is_present: bool) -> None:
-        """Whether that node is connected."""
+        """Whether that node is reachable."""
         if is_present:
             self._present.put(node_id, self._node(node_id))
         else:
             self._present.drop(node_id)
         self._place(node_id)
 
-    def connected(self) -> frozenset[NodeId]:
+    def reachable(self) -> frozenset[NodeId]:
         """As it has been told."""
         return frozenset(self._present)
 
@@ -160,21 +160,21 @@ class Registry:
         return self._index.version
 
     def node(self, node_id: NodeId) -> NodeRecord | None:
-        """The last record heard of a node, connected or not."""
+        """The last record heard of a node, reachable or not."""
         announced = self._announced.get(node_id)
         return announced.record if announced else None
 
     def working_nodes(self) -> dict[NodeId, NodeRecord]:
-        """The records of this node and of those that are connected and may work."""
+        """The records of this node and of those that are reachable and may work."""
         self._settle_all()
         return self._index.records()
 
     def nodes(self) -> Mapping[NodeId, NodeRecord]:
-        """Every record heard, connected or not."""
+        """Every record heard, reachable or not."""
         return {n: each.record for n, each in self._announced.items() if each.record is not None}
 
     def holders(self, model_id: ModelId) -> list[Holder]:
-        """Ranges that are ready on connected nodes and this one, ordered by range, then node id."""
+        """Ranges that are ready on reachable nodes and this one, ordered by range, then node id."""
         return sorted(
             (Holder(layers, node_id) for node_id, held in self.held(model_id).items() for layers in held),
             key=lambda holder: (holder.layers.start, holder.layers.end, holder.node_id),
@@ -187,7 +187,7 @@ class Registry:
         return self._index.held(model_id)
 
     def model(self, model_id: ModelId) -> SwarmModel | None:
-        """What connected nodes and this one hold or have files of, of one model. The same object until
+        """What reachable nodes and this one hold or have files of, of one model. The same object until
         something about it changes.
 
         The id fixes the number of layers, so nodes can only disagree about it when one lies or errs: this
@@ -197,7 +197,7 @@ class Registry:
         return self._index.model(model_id)
 
     def listed(self, limit: int = LISTED_MAX) -> Sequence[ModelId]:
-        """Ids of models that connected nodes and this one hold or have files of. Where there are more than
+        """Ids of models that reachable nodes and this one hold or have files of. Where there are more than
         `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
         nobody's announcements push out those of others."""
         self._settle_all()
@@ -228,14 +228,14 @@ class Registry:
         return [model for model in models if model is not None]
 
     def files(self, model_id: ModelId) -> dict[NodeId, FileAnnounce]:
-        """What other connected nodes have files of, of one model: node id -> what it said."""
+        """What other reachable nodes have files of, of one model: node id -> what it said."""
         self._settle_for(model_id)
         return self._index.files(model_id)
 
     def files_named(
         self, name_or_id: str, limit: int = LISTED_MAX
     ) -> dict[ModelId, dict[NodeId, FileAnnounce]]:
-        """Model id -> node id -> what that node has of the models of which some other connected node gives
+        """Model id -> node id -> what that node has of the models of which some other reachable node gives
         files under this name, or whose ids begin like this (from `MIN_ID_PREFIX` characters on)."""
         self._settle_all()
         called = itertools.chain(self._index.called(name_or_id), self._index.beginning_with(name_or_id))
@@ -252,7 +252,7 @@ class Registry:
 
     def holders_of_prefix(self, model_id: ModelId, hashes: Sequence[bytes]) -> PrefixMatch:
         """The longest beginning of a prompt, whose complete blocks have these hashes, of which other
-        connected nodes that are trusted enough announce the KV, and those nodes."""
+        reachable nodes that are trusted enough announce the KV, and those nodes."""
         return self._prefixes.longest(model_id, hashes, self._shares)
 
     def may_share(self, node_id: NodeId) -> bool:
@@ -323,18 +323,18 @@ async def follow_router(
 
 async def _catch_up(registry: Registry, router: Router) -> None:
     records = dict(router.records().items())
-    await _take_over_connections(registry, router)
+    await _take_over_reachable(registry, router)
     for node_id in [each for each in registry.announcers() if each not in records]:
         registry.forget(node_id)
     for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
         _apply(registry, node_id, records[node_id])
         await trio.lowlevel.checkpoint()
-    await _take_over_connections(registry, router)
+    await _take_over_reachable(registry, router)
 
 
-async def _take_over_connections(registry: Registry, router: Router) -> None:
+async def _take_over_reachable(registry: Registry, router: Router) -> None:
     """One node at a time, those that have left first: each takes its announcements along."""
-    known, now = registry.connected(), router.connected()
+    known, now = registry.reachable(), router.reachable()
     for node_id in (*(known - now), *(now - known)):
         registry.set_present(node_id, node_id in now)
         if node_id in now:

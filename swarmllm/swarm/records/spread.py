@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 5.0
 """After this node published something: a node that missed it learns of it so soon."""
 HEARTBEAT_MAX_S = 60.0
-"""While there is nothing new, of which only those need to hear that have no connection with this node."""
+"""While there is nothing new, of which only those need to hear that have no connection with this node. More
+rarely where the swarm is large (EXPIRY_NODES)."""
 HEARTBEATS_PER_S = 2.0
 """Of the whole swarm: each node hears all of them, several times."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
@@ -80,6 +81,10 @@ class RecordListener(Protocol):
 
     def forgotten(self, node_id: NodeId) -> None:
         """Its envelope has expired."""
+        ...
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        """Whether its connection has ended since it was last heard: then others are not told of it."""
         ...
 
 
@@ -115,6 +120,7 @@ class RecordSpread:
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self)
+        self.heard = self._book.heard
         self.records: Mapping[NodeId, bytes] = self._book.records()
 
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
@@ -169,6 +175,16 @@ class RecordSpread:
         if not isinstance(error, UnsupportedVersion):
             self._note(sender, Deed.BROKE_PROTOCOL, str(error))
             self._blame_author(error, sender)
+
+    def pass_on(self, node_id: NodeId) -> None:
+        """Gossip a newcomer's envelope: it did so itself when it was connected with few nodes, or none."""
+        gossip = self._gossip
+        for sealed in self._book.sealed([node_id], ENVELOPE_MAX):
+            if gossip is not None:
+                spawn(self._nursery, "peer", gossip.pass_on, MODELS, sealed)
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return self._listener.is_lost(node_id, heard_at_s)
 
     def _blame_author(self, error: BadMessage, blamed: NodeId | None = None) -> None:
         """Only a node whose signature proves that it said so, never the subject of a forged statement."""
@@ -256,7 +272,8 @@ class RecordSpread:
 def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:
     """Doubles from beat to beat until there is news."""
     quiet_s = HEARTBEAT_S * float(2 ** min(n_beats_since_news, 8))
-    return min(HEARTBEAT_MAX_S, max(quiet_s, n_nodes / HEARTBEATS_PER_S))
+    shared_s = n_nodes / HEARTBEATS_PER_S
+    return max(shared_s, min(HEARTBEAT_MAX_S, quiet_s))
 
 
 def next_incarnation(data_dir: Path, now_ms: int) -> int:

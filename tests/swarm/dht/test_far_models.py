@@ -14,6 +14,7 @@ from swarmllm.errors import ModelNotFound
 from swarmllm.models import Catalogue, Store
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
+from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.router import DhtMode
 from swarmllm.swarm.settings import SwarmSettings
@@ -82,8 +83,12 @@ async def node(
 
 
 @pytest.mark.parametrize("is_private", [False, True], ids=["open", "private"])
-async def test_it_is_found_fetched_and_its_holder_connected(tmp_path: Path, is_private: bool) -> None:
-    # A swarm larger than what one node connects with, in small; clients are not dialled by lookups either.
+async def test_it_is_found_fetched_and_its_holder_connected(
+    tmp_path: Path, is_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A swarm larger than what one node connects with and keeps records of, in small; clients are not dialled
+    # by lookups either.
+    monkeypatch.setattr(EnvelopeBook, "heard", lambda book: iter(()))
     secret = new_secret() if is_private else None
     async with (
         node(tmp_path, "middle", dht="on", secret=secret) as middle,

@@ -1,0 +1,91 @@
+"""Keeps connections with the nodes of the routes that the next requests will probably take.
+
+A node is connected with few others (`network.max_peers`), and the fastest pipeline of a model may lead over
+nodes of which it only knows the records. A request does without such nodes where it can, because a record
+proves no node. So the route that would be the cheapest over all reachable nodes is worked out beside the
+requests, for the models that were asked for lately, and its nodes are dialled: the next request finds them
+connected, or known as out of reach.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.log_filter import provoked_by
+from swarmllm.models import CatalogueEntry
+from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.route_planner import RequestSize, RoutePlanner
+from swarmllm.swarm.router import Router
+from swarmllm_proto.identifiers import ModelId, NodeId
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 10.0
+MODELS_MAX: Final = 8
+ASKED_S: Final = 1800.0
+"""For so long after its last request a model's route is kept connected."""
+DIALS_MAX: Final = 4
+"""In one round, and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    entry: CatalogueEntry
+    size: RequestSize
+    at_s: float
+
+
+class RouteWarming:
+    def __init__(
+        self, router: Router, routes: RoutePlanner, load: Callable[[CatalogueEntry, RequestSize], OwnLoad]
+    ) -> None:
+        self._router = router
+        self._routes = routes
+        self._load = load
+        self._asked: dict[ModelId, _Asked] = {}
+
+    def asked(self, entry: CatalogueEntry, size: RequestSize, now: float) -> None:
+        """A request is about to take a route of this model."""
+        self._asked.pop(entry.model_id, None)
+        if len(self._asked) >= MODELS_MAX:
+            del self._asked[next(iter(self._asked))]
+        self._asked[entry.model_id] = _Asked(entry, size, now)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(EVERY_S)
+            await self.warm(trio.current_time())
+
+    async def warm(self, now: float) -> None:
+        """Dial what is missing of the best routes of now."""
+        for model_id, asked in list(self._asked.items()):
+            if now - asked.at_s >= ASKED_S:
+                self._asked.pop(model_id, None)
+            elif self._router.reachable() != self._router.connected():
+                await self._warm_one(asked)
+
+    async def _warm_one(self, asked: _Asked) -> None:
+        try:
+            route = await self._routes.choose(
+                asked.entry, asked.size, self._load(asked.entry, asked.size), avoid=()
+            )
+        except SwarmLLMError:
+            return
+        needed = {stage.node_id for stage in route.stages}
+        missing = sorted(needed - self._router.connected() - {self._router.node_id})
+        async with trio.open_nursery() as nursery:
+            for node_id in missing[:DIALS_MAX]:
+                nursery.start_soon(self._reach, node_id)
+
+    async def _reach(self, node_id: NodeId) -> None:
+        try:
+            await self._router.reach(node_id)
+        except SwarmLLMError as error:
+            provoked_by(log, node_id).info("node %s of a probable route: %s", node_id, error.message)

@@ -1,0 +1,128 @@
+"""Which nodes can be worked with, connected or not, and how a connection comes about when there is work.
+
+A node keeps few connections (`network.max_peers`) and knows many nodes. One with which there is none counts
+as reachable while its record is fresh (`EnvelopeBook` forgets it otherwise) and nothing says that a dial
+would fail: it was not lost since its last sign of life, nor dialled in vain lately (`Dialler.may_answer`). It
+is dialled when a request, a message or a link is to go there. Such a connection stays while it is used, and
+for `IDLE_S` more; then this node ends it, where it has more connections than it looks for.
+
+A reachable node may be dead, or never have been: a record proves its writer's key, and keys cost nothing. A
+dial in vain costs the request that makes it, and no other. So what was never connected is `untried`: routes
+do without such nodes where they can, and at most `UNTRIED_MAX` of them count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import trio
+
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.discovery.dialler import Dialler
+from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.router import Change
+from swarmllm_proto.identifiers import NodeId
+
+UNTRIED_MAX: Final = 256
+IDLE_S: Final = 300.0
+"""Without a message or request for this long, a connection that was made for work is let go."""
+
+
+class HeardNodes(Protocol):
+    """The book of envelopes, as it is seen from here."""
+
+    def heard(self) -> Iterator[tuple[NodeId, float]]:
+        """Nodes with a record and when each gave its last sign of life, in seconds of trio's clock."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """Of a connection that was made because there was work."""
+
+    n_bytes: int
+    """Of all messages with that node so far."""
+    since_s: float
+    """When that number was another one, or a request was made."""
+
+
+class ReachableNodes:
+    def __init__(
+        self,
+        book: HeardNodes,
+        dialler: Dialler,
+        connected: Parts[float],
+        feed: ChangeFeed,
+        uses: Parts[Use] | None = None,
+    ) -> None:
+        self._book = book
+        self._dialler = dialler
+        self._connected = connected
+        self._feed = feed
+        self._uses: Parts[Use] = Parts.alone() if uses is None else uses
+        self._last: frozenset[NodeId] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<ReachableNodes {len(self._connected)} connected>"
+
+    def at(self, now: float) -> frozenset[NodeId]:
+        tried, untried = self._others(now)
+        return frozenset((*self._connected, *tried, *untried))
+
+    def untried(self, now: float) -> frozenset[NodeId]:
+        """Those of them with which there has been no connection."""
+        return frozenset(self._others(now)[1])
+
+    def _others(self, now: float) -> tuple[list[NodeId], list[NodeId]]:
+        """Not connected: those that were, and the first `UNTRIED_MAX` that never were."""
+        tried: list[NodeId] = []
+        untried: list[NodeId] = []
+        dialler, connected = self._dialler, self._connected
+        for node_id, heard_at_s in self._book.heard():
+            if node_id not in connected and dialler.may_answer(node_id, heard_at_s, now):
+                (tried if dialler.is_tried(node_id) else untried).append(node_id)
+        return tried, untried[:UNTRIED_MAX]
+
+    async def reach(self, node_id: NodeId, timeout_s: float) -> None:
+        """Raises NodeUnreachable, DeadlineExceeded."""
+        if node_id in self._connected:
+            return
+        if node_id not in self.at(trio.current_time()):
+            raise NodeUnreachable(f"node {node_id} is not connected")
+        dialling = self._dialler.want(node_id, trio.current_time())
+        try:
+            await dialling.within(timeout_s, f"node {node_id} was not reached")
+        except DeadlineExceeded:
+            self._dialler.doubt(node_id, trio.current_time())
+            self._feed.announce(Change("reachable", node_id))
+            raise
+        except NodeUnreachable:
+            self._feed.announce(Change("reachable", node_id))
+            raise
+        self._uses.put(node_id, Use(0, trio.current_time()))
+
+    def used(self, node_id: NodeId, now: float) -> None:
+        """A request goes there, or has come from there."""
+        if (use := self._uses.get(node_id)) is not None:
+            use.since_s = now
+
+    def idle(self, n_bytes: dict[NodeId, int], n_surplus: int, now: float) -> list[NodeId]:
+        """Of at most `n_surplus` nodes that were dialled for work: those without any for the longest time.
+        `n_bytes`: of all messages with each connected node so far."""
+        for node_id, use in list(self._uses.items()):
+            if node_id not in n_bytes:
+                self._uses.drop(node_id)
+            elif n_bytes[node_id] != use.n_bytes:
+                use.n_bytes, use.since_s = n_bytes[node_id], now
+        found = sorted((use.since_s, node_id) for node_id, use in self._uses.items())
+        return [node_id for since_s, node_id in found[: max(0, n_surplus)] if now - since_s >= IDLE_S]
+
+    def announce_changes(self, now: float) -> None:
+        """Tell of nodes that have become reachable, or are no longer, by time alone."""
+        reachable = self.at(now)
+        for node_id in reachable ^ self._last:
+            self._feed.announce(Change("reachable", node_id))
+        self._last = reachable
