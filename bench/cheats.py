@@ -38,7 +38,7 @@ from bench.checked_rows import (
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.likelihood import between, is_far
-from swarmllm.pipeline.check.recompute import batches
+from swarmllm.pipeline.check.recompute import batches, regrouped
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DRAWN_TOKENS,
@@ -48,8 +48,8 @@ from swarmllm.pipeline.check.sampling import (
     rate,
 )
 from swarmllm.pipeline.check.tallies import Tallies
+from swarmllm.pipeline.check.thresholds import OTHER_KV, SAME_KV, TOLERANCE, Limits
 from swarmllm.pipeline.check.verdict import (
-    TOLERANCE,
     Sampled,
     TokenEvidence,
     Verdict,
@@ -120,8 +120,10 @@ def row(where: str, what: str, figure: str, make: Callable[[], Check]) -> None:
     print(f"| {where} | {what} | {figure} | {found(make, cost, 1)} | {found(make, cost, 10)} |", flush=True)
 
 
-def of_rows(measured: Sequence[float]) -> Callable[[], Check]:
-    return lambda: lambda generator: generator.choice(measured) > TOLERANCE
+def of_rows(measured: Sequence[float], spreads: Sequence[float], allowed: Limits) -> Callable[[], Check]:
+    """`spreads`: between the auditor's two results, of the same stretches."""
+    is_wrong = [off > allowed.limit(spread) for off, spread in zip(measured, spreads, strict=True)]
+    return lambda: lambda generator: generator.choice(is_wrong)
 
 
 def of_tokens(answers: Sequence[Answer], stated: Sampling, n_vocab: int) -> Callable[[], Check]:
@@ -181,9 +183,22 @@ async def middle_stage(bench: Bench, path: Path, folder: Path, layers: LayerRang
     came_in = await bench.computed(await bench.tokens(), [LayerRange(0, layers.start)], single_rows())
     base = await bench.computed(came_in, [layers], single_rows())
 
+    again = await bench.computed(came_in, [layers], list(regrouped(N_ROWS, N_PROMPT, 128)))
+    all_spreads = distances(base, again, came_in)
+
     def show(what: str, other: Sequence[Tensor]) -> None:
-        measured = distances(base, other, came_in)
-        row("middle", what, f"{min(measured):.3f} to {max(measured):.3f}", of_rows(measured))
+        show_distances(what, distances(base, other, came_in), all_spreads)
+
+    def show_distances(what: str, measured: Sequence[float], spreads: Sequence[float]) -> None:
+        figure = f"{min(measured):.3f} to {max(measured):.3f}"
+        if min(measured) > TOLERANCE:
+            row("middle", what, figure, of_rows(measured, spreads, OTHER_KV))
+            return
+        for allowed, claim in (
+            (SAME_KV, "the auditor's type of KV"),
+            (OTHER_KV, "another type of KV, or none"),
+        ):
+            row("middle", f"{what}, announces {claim}", figure, of_rows(measured, spreads, allowed))
 
     for what, rows in sent_instead(base, came_in):
         show(what, rows)
@@ -197,9 +212,12 @@ async def middle_stage(bench: Bench, path: Path, folder: Path, layers: LayerRang
     ]
     measured = distances(base, await bench.computed(mixed, [layers], as_checked), came_in)
     n_stretches, n_of_prompt = N_ROWS // STRETCH_ROWS, N_PROMPT // STRETCH_ROWS
-    of_answer = [each for at, each in enumerate(measured) if at % n_stretches >= n_of_prompt]
-    figure = f"{min(of_answer):.3f} to {max(of_answer):.3f}"
-    row("middle", "KV of another prompt (rows of the answer)", figure, of_rows(of_answer))
+    of_answer = [at for at in range(len(measured)) if at % n_stretches >= n_of_prompt]
+    show_distances(
+        "KV of another prompt (rows of the answer)",
+        [measured[at] for at in of_answer],
+        [all_spreads[at] for at in of_answer],
+    )
     for what, kind in QUANTISATIONS.items():
         show(
             f"{what} instead of Q8_0",

@@ -4,7 +4,7 @@
 
 Prints, for a segment in the middle of the model (the guide by default), the distance of
 `swarmllm.pipeline.check.verdict` per stretch of 32 rows: against rows that were computed like a request's,
-the prompt in batches of 128 and the answer row by row. `TOLERANCE` has to lie between the two.
+the prompt in batches of 128 and the answer row by row. `swarmllm.pipeline.check.thresholds` lie between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.recompute import batches
 from swarmllm.pipeline.check.sampling import STRETCH_ROWS
-from swarmllm.pipeline.check.verdict import TOLERANCE, distance
+from swarmllm.pipeline.check.thresholds import OTHER_KV, SAME_KV, TOLERANCE
+from swarmllm.pipeline.check.verdict import distance
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.tensors import Tensor
 
@@ -172,11 +173,12 @@ async def main(path: Path) -> None:
         def show(what: str, other: Sequence[Tensor]) -> None:
             found = distances(base, other, came_in)
             equal = sum(a.tobytes() == b.tobytes() for a, b in zip(base, other, strict=True))
-            verdict = "wrong" if min(found) > TOLERANCE else "right" if max(found) <= TOLERANCE else "mixed"
+            beyond = [limit for limit in (SAME_KV.least, OTHER_KV.least, TOLERANCE) if min(found) > limit]
+            verdict = f"beyond {max(beyond)}" if beyond else "right"
             print(f"| {what} | {min(found):.4f} | {max(found):.4f} | {equal} of {len(base)} | {verdict} |")
 
-        print(f"{path.name}, layers {third}, {len(base)} texts of {N_ROWS} rows, tolerance {TOLERANCE}\n")
-        print("| rows | least | most | texts with equal bits | verdict |\n|---|---|---|---|---|")
+        print(f"{path.name}, layers {third}, {len(base)} texts of {N_ROWS} rows\n")
+        print("| rows | least | most | texts with equal bits | every stretch |\n|---|---|---|---|---|")
         for what, settings in HONEST.items():
             show(what, await bench.computed(came_in, [third], as_checked, **settings))
         small = list(batches(N_ROWS, 0, 32))

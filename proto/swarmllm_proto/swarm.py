@@ -79,6 +79,9 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fals
     """Of `ranges`, what its user loaded and the swarm does not move."""
     fetched: tuple[Count, Count] | UnsetType = UNSET
     """(bytes that have come, bytes in all) of what it fetches for `loading`; for people."""
+    kv_type: Annotated[str, Meta(max_length=16)] | UnsetType = UNSET
+    """In which it keeps keys and values: rows of two nodes are nearer to each other where it is the same.
+    Names that a reader does not know mean nothing to it."""
 
     def __post_init__(self) -> None:
         named = {"ranges": self.ranges, "loading": self.loading, "pinned": self.pinned}

@@ -197,6 +197,14 @@ PUBLISHED_RECORD = swarm.NodeRecord(
     ),
 )
 
+KV_TYPE_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=12,
+    models=(
+        swarm.ShardAnnounce(model_id=MODEL_ID, name="guide", n_layers=12, ranges=((0, 4),), kv_type="q8_0"),
+    ),
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,

@@ -24,6 +24,7 @@ from swarm_samples import (
     ACCEPTING_RECORD,
     CONTROL_FRAMES,
     JOB_MESSAGES,
+    KV_TYPE_RECORD,
     NEIGHBOUR_MESSAGES,
     OUTLINE,
     PACKING_RECORD,
@@ -86,6 +87,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
     yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
+    yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

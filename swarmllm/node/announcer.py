@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from swarmllm import __version__
 from swarmllm.errors import StoreLocked
@@ -31,6 +31,7 @@ from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.ipc import KvType
 from swarmllm_proto.swarm import (
     MODEL_RANGES_MAX,
     RECORD_MODELS_MAX,
@@ -201,6 +202,7 @@ class Announcer:
                 loading=_pairs(self._placing.loading(model_id)),
                 pinned=_pairs(self._placing.pinned(model_id)),
                 fetched=self._placing.fetched(model_id),
+                kv_type=self._kv_type(model_id),
             )
             for model_id in sorted({*held, *self._placing.model_ids})
             if not self._leaves
@@ -211,6 +213,10 @@ class Announcer:
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
         ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
         return ready, files, kept, self._placing.shares
+
+    def _kv_type(self, model_id: ModelId) -> KvType | UnsetType:
+        loaded = self._pool.loaded_with(model_id)
+        return UNSET if loaded is None or loaded.kv_type is None else loaded.kv_type
 
     def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
         return NodeRecord(

@@ -71,6 +71,14 @@ class FakeNode:
         )
         await self.router.publish(encode_record(record))
 
+    async def announce_kv(self, kv_type: str) -> None:
+        """The same as before, and in which type it keeps keys and values."""
+        record = self.registry.node(self.node_id)
+        assert record is not None
+        models = tuple(msgspec.structs.replace(each, kv_type=kv_type) for each in record.models)
+        newer = msgspec.structs.replace(record, sequence=record.sequence + 1, models=models)
+        await self.router.publish(encode_record(newer))
+
     async def say(self, capability: NodeCapability) -> None:
         """What it has announced stays; its load and speed are this from now on."""
         record = self.registry.node(self.node_id)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.pipeline.check.recompute import batches
+from swarmllm.pipeline.check.recompute import batches, regrouped
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DISTRUSTED,
@@ -25,8 +25,8 @@ from swarmllm.pipeline.check.sampling import (
     draw_tokens,
     rate,
 )
+from swarmllm.pipeline.check.thresholds import OTHER_KV, SAME_KV, TOLERANCE, limits
 from swarmllm.pipeline.check.verdict import (
-    TOLERANCE,
     Evidence,
     Match,
     Sampled,
@@ -158,6 +158,32 @@ def test_rows_that_layers_did_not_change_are_compared_all_the_same() -> None:
     assert compare(CAME_IN, CAME_IN, CAME_IN) is Match.EQUAL
     assert compare(CAME_IN, NEAR, CAME_IN) is Match.WRONG
     assert compare(TRUE, TRUE[:2], CAME_IN) is Match.WRONG
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(1, 200))
+def test_other_batches_are_large_where_the_requests_were_small(
+    n_rows: int, n_prompt: int, chunk: int
+) -> None:
+    parts = list(regrouped(n_rows, n_prompt, chunk))
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n_rows
+    for part in parts[:-1]:
+        n_usual = chunk if part.start < n_prompt else STRETCH_ROWS
+        is_cut = part.stop == n_prompt
+        assert (part.stop - part.start < 64) == (n_usual >= 64) or is_cut
+
+
+def test_the_limit_is_that_of_both_nodes_kv_and_of_what_roundings_do() -> None:
+    assert limits("f16", "f16") == limits("q8_0", "q8_0") == SAME_KV
+    assert (
+        limits("f16", "q8_0") == limits(None, None) == limits(None, "f16") == limits("f16", None) == OTHER_KV
+    )
+    for each in (SAME_KV, OTHER_KV):
+        assert each.limit(0.0) == TOLERANCE, "other batches have shown nothing"
+        assert each.limit(0.002) == each.least < TOLERANCE
+        assert each.least < each.limit(0.012) == each.of_spread * 0.012 < TOLERANCE
+        assert each.limit(1.0) == TOLERANCE
+    assert SAME_KV.limit(0.0095) < 0.016 < OTHER_KV.limit(0.0095) < 0.025
 
 
 @given(st.floats(0, 2))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
+import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
@@ -18,6 +20,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.check import checker
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 A, B, C, D, M, N = (node_id_named(name) for name in "abcdmn")
 HOLDINGS = {A: "0:4", B: "4:8", M: "4:8", N: "4:8", C: "8:12", D: "8:12"}
+LONG_QUESTION = "Which node computes layers 4 to 8, and what does it get from the one before it? " * 5
 QUESTIONS = ("What is a pipeline?", "How do I load layers 0 to 4 of the guide?", "Who is the origin?")
 
 
@@ -41,7 +45,9 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> CatalogueEntry:
 
 
 @asynccontextmanager
-async def guide_swarm(folder: Path, entry: CatalogueEntry, weights_of_b: Path) -> AsyncIterator[Swarm]:
+async def guide_swarm(
+    folder: Path, entry: CatalogueEntry, weights_of_b: Path, noise_of_b: float = 0.0
+) -> AsyncIterator[Swarm]:
     """B and C are faster than the others that have their layers, and get the work."""
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
@@ -51,6 +57,8 @@ async def guide_swarm(folder: Path, entry: CatalogueEntry, weights_of_b: Path) -
             await stack.enter_async_context(pools[node_id].running())
             path = weights_of_b if node_id == B else entry.path
             await pools[node_id].load(ModelFile(entry.model_id, path), LayerRange.parse(layers))
+        if noise_of_b:
+            lies_steadily(pools[B], noise_of_b)
         settings = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, check_rate=0.2)
         swarm = await stack.enter_async_context(open_swarm(pools, settings=settings, entry=entry))
         await swarm.tell(A, {node_id: computes(entry.model_id, 10.0) for node_id in (D, M, N)})
@@ -106,13 +114,68 @@ async def test_honest_workers_are_right_to_the_bit(
         await swarm.quiet()
 
 
-async def test_coarser_weights_of_the_same_model_are_wrong(tmp_path: Path, entry: CatalogueEntry) -> None:
+def quantised(folder: Path, kind: int) -> Path:
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
-    coarse = tmp_path / "coarse.gguf"
-    given, made = str(GUIDE_PATH).encode(), str(coarse).encode()
-    assert llama_cpp.llama_model_quantize(given, made, ctypes.byref(options)) == 0
-    async with guide_swarm(tmp_path, entry, coarse) as swarm:
-        await ask(swarm, QUESTIONS[0], B)
+    options.ftype, options.allow_requantize, options.pure = kind, True, True
+    made = folder / "coarse.gguf"
+    paths = str(GUIDE_PATH).encode(), str(made).encode()
+    assert llama_cpp.llama_model_quantize(*paths, ctypes.byref(options)) == 0
+    return made
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+async def test_coarser_weights_of_the_same_model_are_wrong(
+    name: str, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a stage that announces another type of KV."""
+    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
+    async with guide_swarm(tmp_path, entry, quantised(tmp_path, kind)) as swarm:
+        await announced(swarm, {B: "q8_0", M: "f16", N: "f16"})
+        await ask(swarm, LONG_QUESTION, B)
         assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
-        assert swarm[A].trust.score(C) >= NEUTRAL
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
+
+
+@pytest.mark.parametrize(
+    ("announces", "deed"), [("f16", Deed.WRONG_RESULT), ("q8_0", Deed.CHECKED)], ids=["like them", "unlike"]
+)
+async def test_noise_of_one_percent_is_wrong_by_the_limit_of_one_class(
+    announces: str, deed: Deed, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that compute it again announce f16. Honest rows beside other requests are off by half as much."""
+    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    async with guide_swarm(tmp_path, entry, entry.path, 0.01) as swarm:
+        await announced(swarm, {B: announces, M: "f16", N: "f16"})
+        await ask(swarm, LONG_QUESTION, B)
+        assert swarm[A].trust.count(B, deed) == 1
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
+
+
+def lies_steadily(pool: WorkerPool, part: float) -> None:
+    """Noise on all rows that it sends, and it says later that it sent these."""
+    forward, read_journal, drawn = pool.forward, pool.read_journal, np.random.default_rng(2)
+    sent: dict[int, Any] = {}
+
+    async def noisily(model: ModelFile, **call: Any) -> Any:
+        result = await forward(model, **call)
+        noise = 1 + part * drawn.standard_normal(result.tensor.shape)
+        rows = (result.tensor * noise).astype(np.float32)
+        sent.update({call["position"] + at: row for at, row in enumerate(rows)})
+        return replace(result, tensor=rows)
+
+    async def say_so(model: ModelFile, **call: Any) -> Any:
+        if call["end"] != LayerRange.parse(HOLDINGS[B]).end:
+            return await read_journal(model, **call)
+        return np.stack([sent[call["position"] + at] for at in range(call["n_rows"])])
+
+    vars(pool).update(forward=noisily, read_journal=say_so)
+
+
+async def announced(swarm: Swarm, kv_types: dict[NodeId, str]) -> None:
+    for node_id, kv_type in kv_types.items():
+        await swarm[node_id].announce_kv(kv_type)
+    known = swarm[A].registry
+    with trio.fail_after(PATIENCE_S):
+        while any(known.nodes()[node_id].models[0].kv_type != kv_types[node_id] for node_id in kv_types):
+            await trio.lowlevel.checkpoint()

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
@@ -35,6 +36,7 @@ from swarmllm.pipeline.check.sampling import (
     rate,
 )
 from swarmllm.pipeline.check.tallies import Tallies
+from swarmllm.pipeline.check.thresholds import Limits, limits
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -43,6 +45,7 @@ from swarmllm.pipeline.check.verdict import (
     Verdict,
     before_computing,
     compare,
+    distance,
     judge,
     judge_tokens,
 )
@@ -69,6 +72,8 @@ IDLE_WAIT_S = 30.0
 LOOK_S = 0.25
 SPARE_SLOTS = 2
 """A check here leaves at least one for a request that comes meanwhile."""
+TOLD_S = 5.0
+"""By then what a node announces has arrived, where it has just loaded the model with another type of KV."""
 HOLDERS_ASKED = 3
 """Nodes that are asked to compute rows again, until two agree."""
 
@@ -78,6 +83,8 @@ class _Pending:
     context: RequestContext
     stage: int
     evidence: Evidence | TokenEvidence
+    kv_type: str | None
+    """That the stage announced before it could know that it was drawn."""
 
     @property
     def node_id(self) -> NodeId:
@@ -164,6 +171,7 @@ class Checker:
 
     async def collect(self, chain: Chain, stage: int) -> None:
         """Take what a check needs from stages that hold a request that is over."""
+        kv_type = self._kv_type(chain.context, chain.context.view.stages[stage].node_id)
         try:
             evidence = await self._evidence(chain, stage)
         except (EvidenceAbsent, SwarmLLMError) as error:
@@ -172,7 +180,7 @@ class Checker:
         if evidence is None:
             self.counts.checks_dropped += 1
             return
-        self._pending.append(_Pending(chain.context, stage, evidence))
+        self._pending.append(_Pending(chain.context, stage, evidence, kv_type))
         self._has_work.set()
 
     async def _evidence(self, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
@@ -276,8 +284,10 @@ class Checker:
                 log.info("%s does not compute what a check asks for: %s", node_id, error.message)
                 continue
             if newest.match is not Match.WRONG:
-                for other, _ in found:
-                    self._wrong(other, "two others computed otherwise")
+                for other, earlier in found:
+                    # Two honest ones of unlike classes may stand on both sides of the limits.
+                    if not _agree(pending, newest, earlier):
+                        self._wrong(other, "two others computed otherwise")
                 return newest
             if any(_agree(pending, newest, earlier) for _, earlier in found):
                 return newest
@@ -304,14 +314,50 @@ class Checker:
                 sampled,
                 node_id or self.router.node_id,
             )
-        layers = context.view.layers(pending.stage)
-        task = RecomputeTask(context, layers, evidence.came_in, evidence.n_rows, chunk_tokens)
-        rows = (
-            await compute_here(self.compute, task)
-            if node_id is None
-            else await self.replies.compute_at(node_id, self.router, task)
+        by = node_id or self.router.node_id
+        rows = await self._recomputed_by(pending, evidence, node_id)
+        verdict, match = judge(evidence, rows, self._limits(pending, by).least)
+        if match is Match.WRONG and judge(evidence, rows)[1] is not Match.WRONG:
+            self._budget.spend(_work(evidence) * len(context.view.layers(pending.stage)))
+            verdict, match = await self._judged_by_spread(pending, evidence, rows, node_id)
+        return _Found(verdict, match, rows, by)
+
+    async def _judged_by_spread(
+        self, pending: _Pending, evidence: Evidence, rows: Tensor, node_id: NodeId | None
+    ) -> tuple[Verdict, Match]:
+        """Where the distance says something only together with what roundings do to these very rows. Raises
+        SwarmLLMError."""
+        again = await self._recomputed_by(pending, evidence, node_id, is_regrouped=True)
+        spread = distance(rows, again, evidence.came_in[-evidence.n_rows :])
+        await trio.sleep(TOLD_S)
+        return judge(evidence, rows, self._limits(pending, node_id or self.router.node_id).limit(spread))
+
+    async def _recomputed_by(
+        self, pending: _Pending, evidence: Evidence, node_id: NodeId | None, *, is_regrouped: bool = False
+    ) -> Tensor:
+        """None: by this node. Raises SwarmLLMError."""
+        task = RecomputeTask(
+            pending.context,
+            pending.context.view.layers(pending.stage),
+            evidence.came_in,
+            evidence.n_rows,
+            self.settings.prefill_chunk_tokens,
+            is_regrouped,
         )
-        return _Found(*judge(evidence, rows), rows, node_id or self.router.node_id)
+        if node_id is None:
+            return await compute_here(self.compute, task)
+        return await self.replies.compute_at(node_id, self.router, task)
+
+    def _limits(self, pending: _Pending, by: NodeId) -> Limits:
+        """A node that has changed what it announces is not taken at its word."""
+        is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
+        return limits(pending.kv_type if is_settled else None, self._kv_type(pending.context, by))
+
+    def _kv_type(self, context: RequestContext, node_id: NodeId) -> str | None:
+        """As the node announces it for the request's model."""
+        record = self.registry.node(node_id)
+        said = [] if record is None else [m for m in record.models if m.model_id == context.model.model_id]
+        return said[0].kv_type or None if said and said[0].kv_type is not UNSET else None
 
     async def _sampled_by(self, task: TokenTask, node_id: NodeId | None) -> list[Sampled]:
         """None: by this node. Raises SwarmLLMError."""
@@ -337,9 +383,12 @@ class Checker:
         ]
         # Who has spoken against it is to be confirmed by another one.
         accuser = self._tallies.accuser(pending.node_id)
-        return sorted(able, key=lambda node_id: (node_id == accuser, -self.trust.score(node_id)))[
-            :HOLDERS_ASKED
-        ]
+
+        def order(node_id: NodeId) -> tuple[bool, bool, float]:
+            is_unlike = self._kv_type(pending.context, node_id) != pending.kv_type
+            return node_id == accuser, is_unlike, -self.trust.score(node_id)
+
+        return sorted(able, key=order)[:HOLDERS_ASKED]
 
     def _charge(self, pending: _Pending, verdict: Verdict, match: Match) -> None:
         if verdict is Verdict.UNKNOWN:

@@ -43,6 +43,8 @@ JOB_TIMEOUT_S = 60.0
 REPLIES_MAX = 24
 """More than the tokens of a check, which come as fast as they are made."""
 ACK_TIMEOUT_S = 10.0
+TILED_ROWS = 64
+"""Batches of so many rows are computed otherwise than smaller ones, and round otherwise."""
 
 
 def batches(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
@@ -51,6 +53,18 @@ def batches(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
     while position < n_rows:
         end = min(n_prompt, position + chunk_tokens) if position < n_prompt else position + STRETCH_ROWS
         end = min(end, n_rows)
+        yield slice(position, end)
+        position = end
+
+
+def regrouped(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
+    """The same rows in larger batches where `batches` has fewer than 64 at once, else in smaller ones."""
+    position = 0
+    small = chunk_tokens >= TILED_ROWS
+    while position < n_rows:
+        is_small = small and position < n_prompt
+        end = min(position + (STRETCH_ROWS if is_small else 2 * TILED_ROWS), n_rows)
+        end = min(end, n_prompt) if is_small else end
         yield slice(position, end)
         position = end
 
@@ -66,9 +80,12 @@ class RecomputeTask:
     n_rows: int
     """At the end, whose results are wanted."""
     chunk_tokens: int
+    is_regrouped: bool = False
+    """In other batches than the request's."""
 
     def batches(self) -> Iterator[slice]:
-        return batches(len(self.came_in), self.context.n_given_tokens, self.chunk_tokens)
+        grouped = regrouped if self.is_regrouped else batches
+        return grouped(len(self.came_in), self.context.n_given_tokens, self.chunk_tokens)
 
 
 async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:

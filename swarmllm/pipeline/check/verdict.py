@@ -2,10 +2,9 @@
 
 Rows travel between nodes without loss, so what one stage sent and the next one got must have equal bits.
 (A stage that rounds its rows does so before it sends or keeps them.)
-What two nodes compute from the same rows need not: other kernels, batches and types of KV round otherwise.
-`TOLERANCE` lies between what honest nodes differ by and what cheating does (docs/security.md has the figures,
-`python -m bench.checked_rows` measures them). Nobody is asked which kernels it has: a liar would name
-others, so equal bits are reported, and only the tolerance is held against anybody.
+What two nodes compute from the same rows need not: other kernels, batches and types of KV round otherwise,
+and so do the requests beside it. Equal bits are reported, and a limit is held against the stage
+(`thresholds.py`), which lies between what honest nodes differ by and what cheating does.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm.pipeline.check.thresholds import TOLERANCE
 from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
-TOLERANCE: Final = 0.05
-"""Mean over the rows of a stretch: length of the difference / length of what the layers added to the row."""
 WORST_ROW: Final = 2.0
-"""A single row counts for no more: rows of another text are about so far away."""
-
+"""In the mean over the rows of a stretch a single one counts for no more: rows of another text are about so
+far away."""
 
 LIKELY: Final = 2.0
 """A greedy token may be so much less likely than the likeliest one (natural logarithm): logits of honest
@@ -73,7 +71,8 @@ class Evidence:
 
 
 def distance(recomputed: Tensor, told: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> float:
-    """0: alike; rows that no layer has touched are 1 away. `is_rounded`: of what was told, not of what was
+    """Mean over the rows of a stretch: length of the difference / length of what the layers added to the row.
+    0: alike; rows that no layer has touched are 1 away. `is_rounded`: of what was told, not of what was
     recomputed; what rounding alone may have done does not count."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         differences = told.astype(np.float64) - recomputed
@@ -95,14 +94,21 @@ def _rounding_error(rows: Tensor) -> Tensor:
     return np.repeat(off, BLOCK_VALUES, axis=1)
 
 
-def compare(recomputed: Tensor, told: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> Match:
-    """`came_in`: the same rows before the layers. `is_rounded`: of what was told."""
+def compare(
+    recomputed: Tensor,
+    told: Tensor,
+    came_in: Tensor,
+    *,
+    is_rounded: bool = False,
+    limit: float = TOLERANCE,
+) -> Match:
+    """`came_in`: the same rows before the layers. `is_rounded`: of what was told. `limit`: of `distance`."""
     if recomputed.shape != told.shape:
         return Match.WRONG
     if (rounded(recomputed) if is_rounded else recomputed).tobytes() == told.tobytes():
         return Match.EQUAL
     off = distance(recomputed, told, came_in, is_rounded=is_rounded)
-    return Match.CLOSE if off <= TOLERANCE else Match.WRONG
+    return Match.CLOSE if off <= limit else Match.WRONG
 
 
 def before_computing(evidence: Evidence | TokenEvidence) -> Verdict | None:
@@ -116,16 +122,19 @@ def before_computing(evidence: Evidence | TokenEvidence) -> Verdict | None:
     return None
 
 
-def judge(evidence: Evidence, recomputed: Tensor) -> tuple[Verdict, Match]:
-    """`recomputed`: the stretch, by layers that are trusted. The match is that of what went on."""
+def judge(evidence: Evidence, recomputed: Tensor, limit: float = TOLERANCE) -> tuple[Verdict, Match]:
+    """`recomputed`: the stretch, by layers that are trusted. `limit`: of the distance. The match is that of
+    what went on."""
+
+    def match_of(rows: Tensor) -> Match:
+        return compare(recomputed, rows, own, is_rounded=evidence.is_rounded, limit=limit)
+
     own = evidence.came_in[-evidence.n_rows :]
     sent, received = evidence.sent, evidence.received
     went_on = received if received is not None else sent
     assert went_on is not None, "see before_computing"
-    match = compare(recomputed, went_on, own, is_rounded=evidence.is_rounded)
-    says_right = sent is not None and (
-        compare(recomputed, sent, own, is_rounded=evidence.is_rounded) is not Match.WRONG
-    )
+    match = match_of(went_on)
+    says_right = sent is not None and match_of(sent) is not Match.WRONG
     if match is not Match.WRONG:
         return (Verdict.RIGHT if sent is None or says_right else Verdict.WRONG), match
     if evidence.is_agreed is None:
