@@ -23,6 +23,8 @@ WAITED_FOR = {
     "pipeline/origin/assignment.py": {"assign"},
     "pipeline/repair/probing.py": {"probe"},
     "pipeline/repair/standbys.py": {"_race"},
+    "pipeline/route/warming.py": {"_warm_one"},
+    "pipeline/stage/admission.py": {"_reach_neighbours"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/dialler.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},

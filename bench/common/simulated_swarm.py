@@ -20,7 +20,8 @@ import trio
 from bench.common.simulated_network import Place, SimulatedNetwork, random_place
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.capability import is_news
+from swarmllm.node.capability import is_news_of_ways, is_news_of_work
+from swarmllm.node.damping import Damping
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
@@ -114,6 +115,7 @@ class SimulatedNode:
         self.router.serve(self._answer, _ignore)
         self._world = world
         self._sequence = 0
+        self._ways = Damping()
         self._told: tuple[object, ...] = ()
         self._capability = NodeCapability()
         # The probe at the first start: right about the kind of machine, wrong about the details.
@@ -154,7 +156,10 @@ class SimulatedNode:
     async def publish(self) -> None:
         """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
-        if self._sequence and told == self._told and not is_news(self._capability, capability):
+        is_of_work = told != self._told or is_news_of_work(self._capability, capability)
+        is_of_ways = is_news_of_ways(self._capability, capability)
+        tells_ways = self._ways.admits(trio.current_time(), is_news=is_of_ways)
+        if self._sequence and not is_of_work and not tells_ways:
             return
         self._told, self._capability = told, capability
         self._sequence += 1

@@ -22,7 +22,8 @@ from swarmllm import __version__
 from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.capability import float_among, is_news, is_news_of_work, machine_speed
+from swarmllm.node.capability import float_among, is_news_of_ways, is_news_of_work, machine_speed
+from swarmllm.node.damping import Damping
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm.swarm.records.registry import Registry
@@ -131,6 +132,7 @@ class Announcer:
         self._published: Holdings | None = None
         self._capability = NodeCapability()
         self._changed = trio.Event()
+        self._ways = Damping()
         self._publishing = trio.Lock()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -182,7 +184,9 @@ class Announcer:
         async with self._publishing:
             holdings = await self._holdings()
             capability = self._describe()
-            if holdings != self._published or is_news(self._capability, capability):
+            is_of_work = holdings != self._published or is_news_of_work(self._capability, capability)
+            is_of_ways = is_news_of_ways(self._capability, capability)
+            if self._ways.admits(trio.current_time(), is_news=is_of_ways) or is_of_work:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
                 ready, files, *_ = holdings

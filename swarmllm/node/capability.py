@@ -171,13 +171,8 @@ def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: R
     return at
 
 
-def is_news(old: NodeCapability, new: NodeCapability) -> bool:
-    """Whether a route could turn out differently. Free memory alone never does."""
-    return is_news_of_work(old, new) or is_news_of_ways(old, new)
-
-
 def is_news_of_work(old: NodeCapability, new: NodeCapability) -> bool:
-    """Of load and speed, which routes should know as they were a second ago."""
+    """Of load and speed, which routes should know as they were a second ago. Free memory alone is none."""
     return _counts(old) != _counts(new) or _changed(_work_s(old), _work_s(new))
 
 

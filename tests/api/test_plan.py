@@ -20,7 +20,6 @@ from swarmllm.node.capability import (
     _best_s,
     describe,
     float_among,
-    is_news,
     is_news_of_ways,
     is_news_of_work,
     machine_speed,
@@ -107,6 +106,11 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
     )
 
 
+def news(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
+    """Of work, of ways."""
+    return is_news_of_work(old, new), is_news_of_ways(old, new)
+
+
 @pytest.mark.parametrize(
     ("new", "expected"),
     [
@@ -123,7 +127,7 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
     ],
 )
 def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) -> None:
-    assert is_news(capability(), new) is expected
+    assert any(news(capability(), new)) is expected
 
 
 @pytest.mark.parametrize(
@@ -139,11 +143,11 @@ def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) ->
 def test_load_and_speed_are_told_sooner_than_where_a_node_is(
     new: NodeCapability, expected: tuple[bool, bool]
 ) -> None:
-    assert (is_news_of_work(capability(), new), is_news_of_ways(capability(), new)) == expected
+    assert news(capability(), new) == expected
 
 
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
-    assert not is_news(capability(rtt_s=0.0002), capability(rtt_s=0.0009))
+    assert not any(news(capability(rtt_s=0.0002), capability(rtt_s=0.0009)))
 
 
 def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers() -> None:

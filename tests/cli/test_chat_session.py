@@ -98,7 +98,7 @@ class Typed:
         self.prompts: list[str] = []
         self.shown = io.StringIO()
         self.conversation = Conversation(client, "guide", {})
-        console = Console(file=self.shown, width=100, no_color=True)
+        console = Console(file=self.shown, width=1000, no_color=True)
         ChatSession(self.conversation, console, self.read).run()
 
     def read(self, prompt: str) -> str:
@@ -210,7 +210,7 @@ def test_a_conversation_is_saved_for_its_owner_and_goes_on_from_its_file(
         other = Typed(
             client, f"/save {path}", "/save", "/load", f"/save {tmp_path}/none/x", f"/load {tmp_path}"
         )
-    shown = other.shown.getvalue().replace("\n", "")
+    shown = other.shown.getvalue()
     assert path.read_bytes() == before
     assert f"{path} exists already" in shown
     assert "/save FILE" in shown

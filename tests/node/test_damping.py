@@ -1,0 +1,42 @@
+"""What wanders is told at once, and then ever more rarely."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmllm.node.damping import FIRST_S, LONGEST_S, Damping
+
+LOOK_S = 5.0
+
+
+def told(news: list[bool]) -> list[int]:
+    """At which of the looks it is told."""
+    damping = Damping()
+    return [n for n, is_news in enumerate(news) if damping.admits(n * LOOK_S, is_news=is_news)]
+
+
+def test_the_first_change_is_told_at_once_and_the_next_ones_wait_twice_as_long_each_time() -> None:
+    assert told([True] * 60) == [0, 1, 3, 7, 15, 27, 39, 51]
+
+
+def test_after_a_quiet_time_a_change_is_told_at_once_again() -> None:
+    assert told([True] * 30 + [False] * 30 + [True] * 4) == [0, 1, 3, 7, 15, 27, 60, 61, 63]
+
+
+def test_what_changes_once_and_stays_is_told_before_long() -> None:
+    damping = Damping()
+    for n in range(100):
+        damping.admits(n * LOOK_S, is_news=True)
+    began_s = 100 * LOOK_S
+    told_s = next(s for s in range(1000) if damping.admits(began_s + s, is_news=True))
+    assert told_s <= LONGEST_S
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_it_never_tells_what_is_no_news_nor_more_often_than_it_may(news: list[bool]) -> None:
+    at = told(news)
+    assert all(news[n] for n in at)
+    assert all((later - earlier) * LOOK_S >= FIRST_S for earlier, later in pairwise(at))
