@@ -11,9 +11,10 @@ is the same for all need be worked out once.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import trio
 
@@ -38,6 +39,7 @@ from swarmllm_proto.swarm import (
     ShardAnnounce,
 )
 
+NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})
 TICK_S = 5.0
 SPEAK_S = 1.0
 """How often nodes tell what is news, as the announcer does."""
@@ -82,6 +84,7 @@ class Figures:
     n_asked: int = 0
     n_unserved: int = 0
     n_rerouted: int = 0
+    n_reassigned: int = 0
     n_record_bytes: int = 0
     n_records: int = 0
     n_lost_layers: int = 0
@@ -122,6 +125,11 @@ class SimulatedNode:
         self._guess_bytes_per_s = self.layer_bytes / (layer_s * world.rng.uniform(0.6, 1.6))
 
     @property
+    def told_place(self) -> NetworkCoordinate | None:
+        """As in its record."""
+        return self._capability.coordinate
+
+    @property
     def free_bytes(self) -> int:
         ranges = merge([*self.held, *self.loading])
         return max(0, self.budget_bytes - sum(map(self._world.shape.n_bytes, ranges)))
@@ -131,7 +139,7 @@ class SimulatedNode:
         return "no free slot" if self.n_active >= N_SLOTS else ""
 
     def capability(self) -> NodeCapability:
-        place = self.observations.coordinate
+        place = self.observations.place.coordinate
         x_s, y_s, z_s = place.position_s
         latencies = tuple(
             ObservedLatency(model_id=model_id, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
@@ -185,12 +193,15 @@ class SimulatedNode:
 
     def look_at_peers(self) -> None:
         peers = sorted(self.router.connected())
-        rng, at = self._world.rng, self.observations.coordinate
+        rng, at = self._world.rng, self.observations.floating
         for node_id in rng.sample(peers, min(N_MEASURED, len(peers))):
             other = self._world.nodes[node_id]
             rtt_s = self.place.rtt_s(other.place) * rng.uniform(0.97, 1.1)
-            at = moved(at, other.observations.coordinate, rtt_s, f"{self.node_id} {node_id}")
-        self.observations.coordinate = at
+            if (said := other.told_place) is not None:
+                there = Coordinate(said.position_s, said.height_s, said.error)
+                at = moved(at, there, rtt_s, f"{self.node_id} {node_id}")
+        self.observations.floating = at
+        self.observations.place.move(at)
 
     def known(self) -> dict[str, NodeRecord]:
         """Records of this node and of those it is connected to."""
@@ -231,8 +242,8 @@ class SimulatedNode:
         self._world.moved(self, len(layers))
 
     async def _answer(self, sender: str, body: bytes) -> bytes:
-        """An assignment is accepted while there is a slot."""
-        return b"busy" if self.lacks else b"yes"
+        """An assignment is accepted while there is a slot, and told how many requests run here."""
+        return b"busy" if self.lacks else b"yes%d" % self.n_active
 
 
 async def _ignore(sender: str, header: bytes, payload: memoryview) -> None:
@@ -311,9 +322,10 @@ class World:
         self.figures.samples.append((trio.current_time(), len(self.nodes), n_complete, self.n_moved))
 
     def believed(
-        self, origin: SimulatedNode, n_prompt: int, n_output: int
+        self, origin: SimulatedNode, n_prompt: int, n_output: int, told: Mapping[str, int] = NOTHING_TOLD
     ) -> tuple[dict[str, list[LayerRange]], RouteInputs]:
-        """What `pipeline.routes` would hand on: from records, as the origin has them."""
+        """What `pipeline.route` would hand on: from records, as the origin has them, and from what nodes told
+        when they accepted."""
         records = origin.known()
         held: dict[str, list[LayerRange]] = {
             node_id: [LayerRange(*pair) for announced in record.models for pair in announced.ranges]
@@ -331,10 +343,10 @@ class World:
                 for node_id in held
                 if node_id in connected
             },
-            coordinate=origin.observations.coordinate,
+            coordinate=origin.observations.place.coordinate,
         )
         work = workload(self.manifest, n_prompt, n_output)
-        load = OwnLoad(origin.n_active, origin.lacks)
+        load = OwnLoad(origin.n_active, origin.lacks, told=told)
         known = route_inputs(
             origin.node_id,
             self.manifest,

@@ -56,6 +56,7 @@ from swarmllm_proto.swarm_base import TensorName as TensorName
 from swarmllm_proto.swarm_base import VisionEncodeRequest as VisionEncodeRequest
 from swarmllm_proto.swarm_base import VisionEncodeResponse as VisionEncodeResponse
 
+RUNNING_MAX: Final = 65_535
 RECORD_MODELS_MAX: Final = 256
 MODEL_RANGES_MAX: Final = 64
 """In one list of a record."""
@@ -295,6 +296,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     after them."""
     kept: Annotated[tuple[StageRows, ...], Meta(max_length=256)] = ()
     """Of the request that is resumed, what the stages here still have."""
+    n_running: Annotated[int, Meta(ge=0, le=RUNNING_MAX)] | UnsetType = UNSET
+    """Requests that run on this node beside this one."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):

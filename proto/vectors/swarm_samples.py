@@ -327,6 +327,7 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
             kept=(swarm.StageRows(1, 130, 128),),
         ),
     ),
+    ("pipeline-ack-running", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, n_running=3)),
     ("stage-state", swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)),
     ("stage-state-rows", swarm.StageState(request_id=REQUEST_ID, known=True, n_received=9, n_sent=5)),
     (

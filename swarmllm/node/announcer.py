@@ -148,9 +148,10 @@ class Announcer:
             if trio.current_time() < look_s and not is_news_of_work(self._capability, self._describe()):
                 continue
             look_s = trio.current_time() + FLOAT_S
-            self._observations.coordinate = float_among(
-                self._router.node_id, self._observations.coordinate, self._router.peers(), self._registry
+            self._observations.floating = float_among(
+                self._router.node_id, self._observations.floating, self._router.peers(), self._registry
             )
+            self._observations.place.move(self._observations.floating)
             await self._publish_when_possible()
 
     async def _publish_when_possible(self) -> None:

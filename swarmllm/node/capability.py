@@ -103,7 +103,7 @@ NEWS = 0.25
 """A relative change of this much."""
 NEGLIGIBLE_S = 0.001
 """Round trips that differ by less are alike."""
-STRAY_S = 0.002
+STRAY_S = 0.004
 """A coordinate that has moved farther is news."""
 FEW = 4
 """From here down, each free slot counts; above, routes do not care."""
@@ -124,7 +124,7 @@ def describe(
     measured = sorted(
         (peer.rtt_s, peer.node_id, peer.bytes_per_s or 0.0) for peer in peers if peer.rtt_s is not None
     )
-    place = observations.coordinate
+    place = observations.place.coordinate
     return NodeCapability(
         memory_total_bytes=total_bytes,
         memory_free_bytes=free_bytes,
@@ -228,4 +228,5 @@ def _strayed(old: NetworkCoordinate | None, new: NetworkCoordinate | None) -> bo
         return old is not new
     apart_s = math.dist(old.position_s, new.position_s) + abs(old.height_s - new.height_s)
     was_settled, is_settled = (place.error <= TRUSTED_ERROR for place in (old, new))
-    return apart_s > STRAY_S or was_settled != is_settled
+    # Nobody believes a node that is not sure of its place to be there.
+    return was_settled != is_settled or (is_settled and apart_s > STRAY_S)

@@ -179,6 +179,11 @@ SERVED_ACTIVE = Definition(
 RETRIES = Definition(
     "swarmllm_pipeline_retries_total", "counter", "Requests started anew over another route."
 )
+REASSIGNMENTS = Definition(
+    "swarmllm_pipeline_reassignments_total",
+    "counter",
+    "Routes left for lighter ones, because more ran on nodes that had accepted than their records said.",
+)
 RECOVERIES = Definition(
     "swarmllm_streams_recovered_total",
     "counter",

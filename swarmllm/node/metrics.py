@@ -145,6 +145,7 @@ class _NodeState(Collector):
             (metric.SEGMENTS, pipelines.segments_served),
             (metric.FOREIGN, pipelines.active_stage_requests),
             (metric.RETRIES, pipelines.retries),
+            (metric.REASSIGNMENTS, pipelines.reassignments),
             (metric.RECOVERIES, pipelines.recoveries),
             (metric.REBUILT, pipelines.rebuilt),
             (metric.HEDGES, pipelines.hedges),

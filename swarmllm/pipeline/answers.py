@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.prefix.serving import PrefixServing
+from swarmllm.pipeline.route.route_planner import LocalLoad
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
@@ -14,6 +17,7 @@ from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, Digests, FetchDigests
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
+    RUNNING_MAX,
     FetchPiece,
     FetchRows,
     Piece,
@@ -36,6 +40,7 @@ class Answers:
     give_piece: GivePiece | None
     tell_digests: TellDigests | None
     prefixes: PrefixServing | None
+    here: LocalLoad
 
     async def on_request(self, sender: NodeId, body: bytes) -> bytes:
         """Raises SwarmLLMError, which the sender is told."""
@@ -57,4 +62,8 @@ class Answers:
         if isinstance(request, VisionEncodeRequest):
             # Workers have no encoder: the sender is to look elsewhere at once.
             return VisionEncodeResponse(request_id=request.request_id, error="VisionEncoderUnavailable")
-        return await self.sessions.acknowledge(sender, request)
+        ack = await self.sessions.acknowledge(sender, request)
+        if not ack.accepted:
+            return ack
+        n_running = min(max(0, self.here.n_running() - 1), RUNNING_MAX)
+        return msgspec.structs.replace(ack, n_running=n_running)

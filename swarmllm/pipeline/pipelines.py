@@ -9,8 +9,8 @@ cleaned up before the next one starts, under another request id, so that nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
-from swarmllm.pipeline.origin.attempts import Attempts
+from swarmllm.pipeline.origin.attempts import Attempts, Weigh
 from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
 from swarmllm.pipeline.origin.pictures import PictureRows, read_pictures
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
@@ -32,25 +32,23 @@ from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
-from swarmllm.pipeline.repair.retry_policy import Pace, RetryPolicy
+from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id, request_context
-from swarmllm.pipeline.route.assembly import Affinity, Assembly
-from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
-from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
-from swarmllm.pipeline.route.suspects import Suspects, by_doubts
-from swarmllm.pipeline.route.warming import RouteWarming
+from swarmllm.pipeline.route.request_routes import CHANGES_MAX, LighterRoute, RequestRoutes
+from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
+from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS, Room
+from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -60,7 +58,6 @@ from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import Stage
 from swarmllm_proto.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -97,7 +94,7 @@ class Pipelines:
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
         self._speeds = PeerSpeeds()
-        self._routes = RoutePlanner(
+        planner = RoutePlanner(
             node_id,
             router,
             registry,
@@ -107,11 +104,7 @@ class Pipelines:
             self._speeds,
             settings.activation_compression,
         )
-        self._warming = RouteWarming(
-            router, self._routes, lambda entry, size: self._load(entry, size, n_asking=0)
-        )
         self._trust = trust = trust or NoOpinion()
-        self._affinity = Affinity()
         self._node_id = node_id
         self._settings = settings
         self._nursery: trio.Nursery | None = None
@@ -160,11 +153,15 @@ class Pipelines:
             self._checker,
             self._prefixes,
         )
+        self._routes = RequestRoutes(
+            router, planner, self._here, self._suspects, trust, self._attempts.just_sent
+        )
+        self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
         self._standbys = Standbys(
             node_id,
             self._attempts,
             self._requests,
-            self,
+            self._routes,
             self._counts,
             HedgeBudget(settings.hedge),
             judged_after_s=settings.ack_timeout_s,
@@ -177,7 +174,7 @@ class Pipelines:
             self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
         )
         self.on_request = Answers(
-            self._inbox, self._sessions, pool, give_piece, tell_digests, prefix_serving
+            self._inbox, self._sessions, pool, give_piece, tell_digests, prefix_serving, self._here
         ).on_request
         """For requests of other nodes."""
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
@@ -211,7 +208,7 @@ class Pipelines:
             self._nursery = nursery
             supervise(nursery, "links", self._links.run)
             supervise(nursery, "checks", self._checker.run)
-            supervise(nursery, "route warming", self._warming.run)
+            supervise(nursery, "route warming", self._routes.warming.run)
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)
@@ -330,17 +327,6 @@ class Pipelines:
         sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
         return await self._prompt_rows.rows(request_id or new_request_id(), tokens, entry, sampling)
 
-    async def stages_for(
-        self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
-    ) -> tuple[Stage, ...]:
-        """The route such a request of this node would take now. Raises NoPipeline."""
-        load = self._load(entry, request, n_asking=0)
-        return (await self._routes.choose(entry, request, load, avoid)).stages
-
-    async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
-        """The same route with its reasons; nothing runs. Raises NoPipeline."""
-        return await self._routes.plan(entry, request, self._load(entry, request, n_asking=0))
-
     async def on_message(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         self._inbox.take(sender, header, payload)
 
@@ -371,19 +357,15 @@ class Pipelines:
         request.n_changes, request.context = self._n_changes, None
         # A retry prefers nothing: what it would prefer has just failed.
         is_first, begins_stream = request.n_attempts == 1, not request.generated
-        model_id, conversation = request.entry.model_id, request.conversation
-        previous = self._affinity.previous(model_id, conversation) if is_first else ()
-        assembly = await self._assemble(request, previous, request.broken)
+        previous = self._routes.previous(request) if is_first else ()
+        assembly = await self._routes.choose(request, previous, request.broken)
         if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
             raise NoPipeline("no other nodes hold these layers")
-        self._affinity.remember(model_id, conversation, assembly.stages)
-        assignment = request.assignment(assembly, self._node_id)
-        request.tried.append(Attempt(assignment.request_id, assembly))
         if begins_stream and not is_first:
             self._counts.retries += 1
-        context = request_context(assignment, request.entry, self._node_id)
-        self._requests.attempts(request, replace(context, session=conversation))
-        async with self._attempts.open(request, assignment, self.pace(request, assembly)) as source:
+        async with AsyncExitStack() as opened:
+            source, assembly = await self._assign(request, assembly, opened)
+            self._routes.took_over(request, assembly)
             # What the others have left, and this one has not taken over, is let go of.
             self._let_go(request.tried[:-1])
             del request.tried[:-1]
@@ -391,31 +373,44 @@ class Pipelines:
                 yield source
             finally:
                 if begins_stream:
-                    self._measure(source, assembly, model_id)
+                    self._measure(source, assembly, request.entry.model_id)
             learn(self._observations, source, assembly.ways_s)
 
-    def pace(self, request: OriginRequest, assembly: Assembly) -> Pace:
-        return Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
+    async def _assign(
+        self, request: OriginRequest, assembly: Assembly, opened: AsyncExitStack
+    ) -> tuple[TokenSource, Assembly]:
+        """Assign a route, or one that takes less time by what the stages of the first say. Raises
+        SwarmLLMError."""
+        for n_changes in range(CHANGES_MAX + 1):
+            assignment = request.assignment(assembly, self._node_id)
+            request.tried.append(Attempt(assignment.request_id, assembly))
+            context = request_context(assignment, request.entry, self._node_id)
+            self._requests.attempts(request, replace(context, session=request.conversation))
+            may_change = n_changes < CHANGES_MAX and not request.generated
+            weigh = self._weigh(request, assembly) if may_change else None
+            pipeline = self._attempts.open(request, assignment, self._routes.pace(request, assembly), weigh)
+            try:
+                return await opened.enter_async_context(pipeline), assembly
+            except LighterRoute as found:
+                assembly = found.assembly
+                self._counts.reassignments += 1
+        raise AssertionError("the last route is not weighed")
 
-    async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:
-        """Raises NoPipeline (see `standbys.Routes`)."""
-        return await self._assemble(request, suspected=suspected, n_prompt_tokens=len(request.rows))
+    def _weigh(self, request: OriginRequest, assembly: Assembly) -> Weigh:
+        began_s = trio.current_time()
 
-    def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
-        self._affinity.remember(request.entry.model_id, request.conversation, assembly.stages)
+        async def weigh(n_running: Mapping[NodeId, int]) -> None:
+            asked_s = trio.current_time() - began_s
+            lighter = await self._routes.lighter(request, assembly, n_running, asked_s)
+            if lighter is not None:
+                raise LighterRoute(lighter)
+
+        return weigh
 
     async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
         if self._n_changes == request.n_changes:
             with trio.CancelScope(deadline=until_s):
                 await self._swarm_changed.park()
-
-    async def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
-        """What a request would cost without nodes that keep it waiting; None: it needs all of them."""
-        try:
-            other = await self._assemble(request, suspected=suspected)
-        except NoPipeline:
-            return None
-        return None if other.node_ids.issuperset(suspected) else other.cost_s
 
     def _measure(self, source: TokenSource, assembly: Assembly, model_id: ModelId) -> None:
         announced_s = partial(self._routes.announced_s, model_id)
@@ -425,46 +420,6 @@ class Pipelines:
     def _let_go(self, broken: Sequence[Attempt]) -> None:
         for request_id, assembly in broken:
             self._attempts.let_go(request_id, assembly.stages)
-
-    async def _assemble(
-        self,
-        request: OriginRequest,
-        previous: Sequence[Stage] = (),
-        broken: Assembly | None = None,
-        suspected: Collection[NodeId] = (),
-        n_prompt_tokens: int | None = None,
-    ) -> Assembly:
-        """Without those who may fail, as far as there are others. Raises NoPipeline."""
-        n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
-        entry, size = request.entry, RequestSize(n_prompt, n_output)
-        load = self._load(entry, size, n_asking=1)
-        self._warming.asked(entry, size, trio.current_time())
-        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
-        suspects = dict.fromkeys(
-            (
-                *sorted(suspected, key=self._trust.score),
-                # What broke this request's pipelines will break the next: others' doubts count less.
-                *by_doubts(request.recovery.doubted, self._trust.score),
-                *ordered,
-                *self._router.untried(),
-            )
-        )
-        avoid = frozenset(request.recovery.avoid)
-        return await self._routes.choose(
-            entry,
-            size,
-            load,
-            avoid,
-            suspects=list(suspects),
-            previous=previous,
-            broken=broken,
-            is_exact=request.is_exact,
-        )
-
-    def _load(self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int) -> OwnLoad:
-        n_tokens = size.n_prompt_tokens + size.n_output_tokens
-        return self._here.now(entry, n_tokens, self._attempts.just_sent(), n_asking=n_asking)
 
     def _start_session(self, session: Session) -> None:
         if self._nursery is None:

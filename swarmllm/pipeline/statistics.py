@@ -15,6 +15,8 @@ class PipelineStatistics:
     generations: int = 0
     retries: int = 0
     """Further attempts before the first token."""
+    reassignments: int = 0
+    """Routes left for lighter ones, because of what runs on the nodes that had accepted."""
     recoveries: int = 0
     """Streams that went on over another pipeline."""
     rebuilt: int = 0

@@ -34,6 +34,7 @@ TRUSTED_ERROR = 0.5
 REGION_RTT_S = 0.03
 """Within this round trip two nodes complement each other; farther apart each side better has its own copy."""
 NOWHERE = -1
+WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,36 @@ def moved(own: Coordinate, other: Coordinate, rtt_s: float, pair: str) -> Coordi
     if apart_s > RTT_MIN_S:
         height_s += (own.height_s + other.height_s) * force_s / apart_s
     return Coordinate(position_s, min(REACH_S, max(HEIGHT_MIN_S, height_s)), error)
+
+
+class SteadyCoordinate:
+    """Where a node says that it is: the mean of where it has floated lately, `WINDOW` moves back or so.
+
+    Each measured round trip moves a node, the wrong ones too, so it trembles about its place for ever. What
+    it tells others, and plans with, need not (Ledlie, Gardner, Seltzer: "Network coordinates in the wild",
+    NSDI 2007, announce the centroid of a window likewise).
+    """
+
+    def __init__(self) -> None:
+        self.coordinate = Coordinate()
+        self._n_moves = 0
+
+    def __repr__(self) -> str:
+        return f"<SteadyCoordinate {self.coordinate}>"
+
+    def move(self, floating: Coordinate) -> None:
+        """`floating`: where it is after another look at round trips."""
+        self._n_moves = min(WINDOW, self._n_moves + 1)
+        was, share = self.coordinate, 1 / self._n_moves
+
+        def between(before: float, after: float) -> float:
+            return before + (after - before) * share
+
+        self.coordinate = Coordinate(
+            tuple(map(between, was.position_s, floating.position_s)),
+            between(was.height_s, floating.height_s),
+            between(was.error, floating.error),
+        )
 
 
 def _direction(origin: tuple[float, ...], target: tuple[float, ...], pair: str) -> tuple[list[float], float]:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from swarmllm.scheduling.coordinates import Coordinate
+from swarmllm.scheduling.coordinates import Coordinate, SteadyCoordinate
 from swarmllm_proto.identifiers import ModelId, NodeId
 
 EMA_ALPHA = 0.2
@@ -78,7 +78,10 @@ class Observations:
         self._by_model: OrderedDict[ModelId, Latency] = OrderedDict()
         self.machine = MachineSpeed()
         """Unknown until somebody has measured it."""
-        self.coordinate = Coordinate()
+        self.floating = Coordinate()
+        """Where each round trip moves this node."""
+        self.place = SteadyCoordinate()
+        """Where it says that it is."""
         self.hop_s: float | None = None
         """What a hop of this node's requests takes besides its way; None: never observed."""
 

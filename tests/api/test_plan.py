@@ -146,6 +146,30 @@ def test_load_and_speed_are_told_sooner_than_where_a_node_is(
     assert news(capability(), new) == expected
 
 
+def at(x_s: float, error: float) -> NodeCapability:
+    return NodeCapability(
+        coordinate=NetworkCoordinate(position_s=(x_s, 0.0, 0.0), height_s=0.001, error=error)
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (at(0.1, 0.2), at(0.103, 0.3), False),
+        (at(0.1, 0.2), at(0.105, 0.2), True),
+        (at(0.1, 0.9), at(0.2, 0.8), False),
+        (at(0.1, 0.9), at(0.1, 0.4), True),
+        (at(0.1, 0.4), at(0.1, 0.9), True),
+        (NodeCapability(), at(0.1, 0.9), True),
+    ],
+    ids=["a little", "far", "where nobody believes it", "is sure now", "is sure no more", "the first"],
+)
+def test_a_coordinate_is_news_where_it_is_believed_and_has_moved(
+    old: NodeCapability, new: NodeCapability, *, expected: bool
+) -> None:
+    assert is_news_of_ways(old, new) is expected
+
+
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
     assert not any(news(capability(rtt_s=0.0002), capability(rtt_s=0.0009)))
 

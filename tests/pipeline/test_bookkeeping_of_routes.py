@@ -31,7 +31,7 @@ from .test_survival import N_TOKENS, SETTINGS, kills, pools_of, read
 
 async def test_a_broken_pipeline_is_mended_where_a_stage_of_it_stays_and_else_replace() -> None:
     async with open_swarm(pools_of(a="0:6", b="6:12 0:12", c="6:12"), settings=SETTINGS) as swarm:
-        routes = swarm[A].pipelines._routes
+        routes = swarm[A].pipelines._routes.planner
         whole = Assembly(stages("b 0:12"), (None,))
         cut = Assembly(stages("a 0:6", "b 6:12"), (None, C))
         for broken in (cut, whole):
@@ -154,7 +154,7 @@ def test_a_node_is_busy_with_requests_of_anybody(n_own: int, n_for_others: int) 
 async def test_a_token_is_planned_without_the_prompt() -> None:
     pools = pools_of(a="0:6", b="6:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        planner = swarm[A].pipelines._routes
+        planner = swarm[A].pipelines._routes.planner
         load = OwnLoad()
         chosen = [
             await planner.choose(swarm.entry, RequestSize(n_prompt, 10), load, ()) for n_prompt in (1, 4000)

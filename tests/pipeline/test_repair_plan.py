@@ -177,7 +177,7 @@ def test_a_route_of_another_cut_mends_nothing() -> None:
 async def test_a_broken_pipeline_is_mended_and_only_where_that_cannot_be_another_one_is_chosen() -> None:
     pools = {A: FakePool("0:4"), C: FakePool("8:12"), D: FakePool("4:8"), E: FakePool("4:8")}
     async with open_swarm(pools) as swarm:
-        routes, entry = swarm[A].pipelines._routes, swarm.entry
+        routes, entry = swarm[A].pipelines._routes.planner, swarm.entry
 
         async def choose(broken: Assembly | None) -> list[str]:
             chosen = await routes.choose(entry, RequestSize(), OwnLoad(), (), broken=broken)

@@ -13,7 +13,9 @@ from swarmllm.scheduling.coordinates import (
     ERROR_MAX,
     HEIGHT_MIN_S,
     REACH_S,
+    WINDOW,
     Coordinate,
+    SteadyCoordinate,
     moved,
     predicted_rtt_s,
 )
@@ -95,3 +97,22 @@ def test_a_sure_node_moves_little_for_an_unsure_one() -> None:
     by_sure = math.dist(moved(sure, unsure, 0.5, "a b").position_s, sure.position_s)
     by_unsure = math.dist(moved(unsure, sure, 0.5, "b a").position_s, unsure.position_s)
     assert by_sure < by_unsure / 10
+
+
+MOVES = st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1.5)), min_size=1, max_size=100)
+
+
+@given(MOVES)
+def test_a_steady_place_is_among_the_places_of_all_moves(moves: list[tuple[float, float, float]]) -> None:
+    steady, rng = SteadyCoordinate(), random.Random(3)
+
+    def move(x_s: float, n: int) -> list[float]:
+        said = []
+        for _ in range(n):
+            steady.move(Coordinate((x_s + rng.gauss(0, 0.004), 0.0, 0.0), 0.001, 0.1))
+            said.append(steady.coordinate.position_s[0])
+        return said
+
+    move(0.1, 50)
+    assert statistics.pstdev(move(0.1, 200)) < 0.004 / 2
+    assert abs(move(0.2, 5 * WINDOW)[-1] - 0.2) < 0.005

@@ -30,7 +30,7 @@ from swarmllm.swarm.records.envelope_book import (
     VerifyOnce,
     expiry_s,
 )
-from swarmllm.swarm.records.exchange import RecordExchange
+from swarmllm.swarm.records.exchange import KIND_DIGESTS, RecordExchange
 from swarmllm.swarm.records.spread import _FETCHES_MAX as FETCHES_MAX
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
@@ -39,6 +39,7 @@ from swarmllm.swarm.records.spread import (
     RecordSpread,
     heartbeat_interval_s,
 )
+from swarmllm.swarm.router import UnreadableRequest
 from swarmllm_proto.envelope import ADDRESSES_MAX, ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
@@ -178,6 +179,61 @@ def test_one_exchange_of_digests_makes_two_books_equal(
     assert a.lacking(b.digests(1.0, none_is_lost), now=1.0) == {}
 
 
+MANY = [new_identity(number) for number in range(10, 110)]
+SEALED = {(writer, sequence): envelope(writer, sequence) for writer in MANY for sequence in range(2)}
+
+
+def book_of(owner: Identity, known: dict[Identity, int]) -> EnvelopeBook:
+    """By writer, the number of its newest envelope."""
+    made = EnvelopeBook(owner.node_id, lambda _node_id, _content, _signature: True)
+    for writer, sequence in known.items():
+        made.take(SEALED[writer, sequence], now=0.0)
+    return made
+
+
+KNOWN = st.dictionaries(st.sampled_from(MANY), st.integers(0, 1), min_size=60)
+
+
+@given(held=KNOWN, known=KNOWN, lost=st.sets(st.sampled_from(MANY), max_size=5))
+def test_fingerprints_hide_nothing_that_a_list_of_all_would_have_told(
+    held: dict[Identity, int], known: dict[Identity, int], lost: set[Identity]
+) -> None:
+    a, b = book_of(ME, held), book_of(OTHER, known)
+    gone = {writer.node_id for writer in lost}
+
+    def is_lost(node_id: NodeId, _heard_at_s: float) -> bool:
+        return node_id in gone
+
+    told = b.differing(a.fingerprints(is_lost), 1.0, none_is_lost)
+    everything = b.digests(1.0, none_is_lost)
+    assert a.lacking(told, 1.0) == a.lacking(everything, 1.0)
+    # What a took for lost is alive: b has heard it, and says so.
+    assert {digest.node_id for digest in everything} & gone <= {digest.node_id for digest in told}
+
+
+def test_two_nodes_that_know_the_same_tell_each_other_next_to_nothing() -> None:
+    known = dict.fromkeys(MANY, 1)
+    a, b = book_of(ME, known), book_of(OTHER, known)
+    assert len(a.fingerprints(none_is_lost)) == 128
+    assert b.differing(a.fingerprints(none_is_lost), 1.0, none_is_lost) == ()
+    b.take(envelope(MANY[3], 7), now=0.0)
+    told = b.differing(a.fingerprints(none_is_lost), 1.0, none_is_lost)
+    assert MANY[3].node_id in {digest.node_id for digest in told}
+    assert len(told) < 30
+    assert len(b.differing(b"", 1.0, none_is_lost)) == len(MANY)
+
+
+def test_a_newcomer_asks_for_everything() -> None:
+    assert book_of(ME, dict.fromkeys(MANY[:32], 0)).fingerprints(none_is_lost) == b""
+
+
+@pytest.mark.parametrize("body", [b"1234567", bytes(24), bytes(2048 * 8), b"x"])
+async def test_what_is_no_list_of_fingerprints_is_refused(body: bytes) -> None:
+    exchange = RecordExchange(kept := book_of(ME, {}), no_answer, Reader(kept))
+    with pytest.raises(UnreadableRequest, match="fingerprints"):
+        exchange.answer(KIND_DIGESTS, body)
+
+
 def test_nodes_that_are_neither_heard_nor_connected_are_forgotten() -> None:
     kept = book()
     kept.take(envelope(OTHER), now=0.0)
@@ -313,6 +369,24 @@ class Counting:
         return verify(node_id, content, signature)
 
 
+class Reader:
+    """Puts envelopes into a book, and expects that nothing is wrong with them."""
+
+    def __init__(self, kept: EnvelopeBook) -> None:
+        self.kept = kept
+
+    def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+        return self.kept.take(sealed, 0.0, ages_s=ages_s)[1]
+
+    def pass_on(self, node_id: NodeId) -> None: ...
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return False
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None:
+        pytest.fail("nothing is wrong with it")
+
+
 async def test_one_envelope_is_verified_once_however_it_comes() -> None:
     counting = Counting()
     sealed = envelope(OTHER)
@@ -371,19 +445,7 @@ async def test_between_two_envelopes_of_one_answer_others_have_their_turn() -> N
 
     kept = book()
 
-    class Reader:
-        def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
-            return kept.take(sealed, 0.0, ages_s=ages_s)[1]
-
-        def pass_on(self, node_id: NodeId) -> None: ...
-
-        def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
-            return False
-
-        def blame(self, sender: NodeId, error: BadMessage) -> None:
-            pytest.fail("nothing is wrong with it")
-
-    exchange = RecordExchange(kept, ask, Reader())
+    exchange = RecordExchange(kept, ask, Reader(kept))
 
     async def look() -> None:
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -60,6 +60,9 @@ TELL_TIMEOUT_S = 5.0
 UNSEEN_S = 1.5
 """Nodes tell news once a second, and it takes its time to arrive."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
+Weigh = Callable[[Mapping[NodeId, int]], Awaitable[None]]
+"""Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
+raises ends the attempt."""
 
 
 class Attempts:
@@ -96,7 +99,11 @@ class Attempts:
         self._start_soon = partial(spawn, nursery, "request")
 
     def open(
-        self, request: OriginRequest, assignment: PipelineAssignment, pace: Pace
+        self,
+        request: OriginRequest,
+        assignment: PipelineAssignment,
+        pace: Pace,
+        weigh: Weigh | None = None,
     ) -> AbstractAsyncContextManager[TokenSource]:
         """The latest attempt at a request. Adds to what the request avoids the node because of which it
         fails."""
@@ -109,7 +116,7 @@ class Attempts:
             return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id), brought)
         may_send_tokens = not self._settings.local_embedding_privacy and request.pictures is None
         kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
-        return self.open_chain(request, assignment, kind, pace)
+        return self.open_chain(request, assignment, kind, pace, weigh)
 
     @asynccontextmanager
     async def open_chain(
@@ -118,6 +125,7 @@ class Attempts:
         assignment: PipelineAssignment,
         kind: type[AnyChain],
         pace: Pace | None = None,
+        weigh: Weigh | None = None,
     ) -> AsyncIterator[AnyChain]:
         """The same, where stages on other nodes take part in it."""
         context = request.context
@@ -143,7 +151,7 @@ class Attempts:
         session = self._sessions.open(context, chain)
         request.chain = chain
         try:
-            start = await self._agree(chain, session, assignment)
+            start = await self._agree(chain, session, assignment, weigh)
             if chain.failure is not None:
                 raise chain.failure
             start()
@@ -206,22 +214,31 @@ class Attempts:
             self._start_soon(collect)
 
     async def _agree(
-        self, chain: Chain, session: Session, assignment: PipelineAssignment
+        self, chain: Chain, session: Session, assignment: PipelineAssignment, weigh: Weigh | None
     ) -> Callable[[], None]:
         """Ask every stage to take part; how the chain begins then."""
         context, timeout_s = chain.context, self._settings.ack_timeout_s
         if assignment.resumes:
             left = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
             return partial(chain.resume, session, left)
-        n_known = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
+        n_known, n_running = await agree(
+            self._pool, self._router, assignment, context, chain, timeout_s=timeout_s
+        )
+        if weigh is not None:
+            await weigh(n_running)
         return partial(chain.start, session, n_known)
 
-    def just_sent(self) -> Counter[NodeId]:
+    def just_sent(self, told_at_s: Mapping[NodeId, float], besides: OriginRequest | None) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need
-        not say so."""
-        since_s = trio.current_time() - UNSEEN_S
-        chains = [chain for chain in self._requests.chains() if chain.began_s > since_s]
-        return Counter(stage.node_id for chain in chains for stage in chain.context.view.stages)
+        not say so; of a node that has told of its load itself, those since then."""
+        unseen_s = trio.current_time() - UNSEEN_S
+        return Counter(
+            stage.node_id
+            for request in self._requests
+            if request is not besides and (chain := request.chain) is not None
+            for stage in chain.context.view.stages
+            if chain.began_s >= told_at_s.get(stage.node_id, unseen_s)
+        )
 
     def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
         """Nobody will go on with what these stages hold of a broken request."""

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import trio
 from blake3 import blake3
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -91,9 +92,9 @@ async def agree(
     asker: Asker,
     *,
     timeout_s: float,
-) -> int:
-    """Ask every stage to take part; of how many blocks of the prompt all of them have rows. Raises as
-    `assign` does."""
+) -> tuple[int, dict[NodeId, int]]:
+    """Ask every stage to take part; of how many blocks of the prompt all of them have rows, and how many
+    other requests run on the nodes that say so. Raises as `assign` does."""
     view = context.view
     n_here = await give_names(compute, context, asker.prefixes_of(view.node_id))
     acks = await assign(
@@ -106,7 +107,8 @@ async def agree(
     n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
     if not acks or any(map(view.is_here, range(len(view.stages)))):
         n_blocks.append(n_here)
-    return min(n_blocks)
+    n_running = {node_id: ack.n_running for node_id, ack in acks.items() if ack.n_running is not UNSET}
+    return min(n_blocks), n_running
 
 
 def last_names(side: OriginSide | None, node_id: NodeId) -> tuple[StageBlocks, ...]:

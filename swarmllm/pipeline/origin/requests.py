@@ -121,7 +121,7 @@ class OriginRequest:
         self.was_rounded &= bool(self.generated)
         self.was_rounded |= "q8_0" in assembly.row_formats
         return PipelineAssignment(
-            request_id=self.id if self.n_attempts == 1 else further_id(self.id),
+            request_id=self.id if self.n_attempts == 1 and not self.tried else further_id(self.id),
             model_id=self.entry.model_id,
             origin=origin,
             stages=assembly.stages,

@@ -88,6 +88,8 @@ class Assembly:
     """See `hop_handling`."""
     cost_s: float = field(default=0.0, compare=False)
     """What the request is expected to take."""
+    instead_s: float = field(default=0.0, compare=False)
+    """What it would take on the route that was accepted already, where there is one."""
     first_s: float = field(default=0.0, compare=False)
     """Of it, until the first token."""
     token_s: float = field(default=0.0, compare=False)

@@ -57,6 +57,9 @@ class OwnLoad:
     """Here; see `NodeSpeed`."""
     sent: Mapping[NodeId, int] = field(default_factory=dict)
     """By node id: requests of this node that have just been sent there, and are in no record yet."""
+    told: Mapping[NodeId, int] = field(default_factory=dict)
+    """By node id: requests that ran there when it last accepted one, as it said then. `sent` has those that
+    went there since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ def route_inputs(
     speeds = {}
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
-        n_active = said.active_requests + said.stage_requests + load.sent.get(node_id, 0)
+        n_active = load.told.get(node_id, said.active_requests + said.stage_requests)
+        n_active += load.sent.get(node_id, 0)
         lacks = _lack(said, n_active, work)
         if node_id == origin:
             n_active, lacks = load.n_active, load.lacks

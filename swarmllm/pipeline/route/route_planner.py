@@ -63,15 +63,25 @@ class LocalLoad:
         """For one more request, of the model with least of it."""
         return room_left(self._held(), self._settings, self._pool.context_sizes())
 
+    def n_running(self) -> int:
+        """Requests of anybody."""
+        return len(self._requests) + self._sessions.n_for_others()
+
     def now(
-        self, entry: CatalogueEntry, n_tokens: int, sent: Mapping[NodeId, int], *, n_asking: int
+        self,
+        entry: CatalogueEntry,
+        n_tokens: int,
+        sent: Mapping[NodeId, int],
+        told: Mapping[NodeId, int],
+        *,
+        n_asking: int,
     ) -> OwnLoad:
         """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
         already, and have no route."""
         n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
         # What runs here as a whole waits for its turn; a stage would be refused.
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
-        return OwnLoad(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent)
+        return OwnLoad(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent, told)
 
     def _room_of(self, model_id: ModelId) -> Room:
         n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
@@ -132,13 +142,20 @@ class RoutePlanner:
         suspects: Sequence[NodeId] = (),
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
+        accepted: Assembly | None = None,
+        accepted_factor: float = 1.0,
         is_exact: bool = False,
     ) -> Assembly:
         """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
         the conversation's last turn. `broken`: the request's own, to be repaired where that is worth it.
-        `is_exact`: its rows may not be rounded. Raises NoPipeline."""
+        `accepted`: the route that its stages have accepted already; it stays unless it takes more than
+        `accepted_factor` times what the best one takes. `is_exact`: its rows may not be rounded. Raises
+        NoPipeline."""
         known = self._known(entry, size, load)
-        work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
+        if accepted is None:
+            work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
+        else:
+            work = partial(_choose_instead, known, avoid, tuple(suspects), accepted, accepted_factor)
         if known.n_ranges <= INLINE_RANGES_MAX:
             chosen = work()
         else:
@@ -209,7 +226,7 @@ class RoutePlanner:
         return Links(
             {peer.node_id: peer.rtt_s for peer in peers if peer.rtt_s is not None},
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
-            self._observations.coordinate,
+            self._observations.place.coordinate,
         )
 
 
@@ -256,6 +273,22 @@ def _choose(
     return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
 
 
+def _choose_instead(
+    known: _Known,
+    avoid: Collection[NodeId],
+    suspects: Sequence[NodeId],
+    accepted: Assembly,
+    factor: float,
+) -> Assembly:
+    """Pure. Raises NoPipeline."""
+    best = _choose(known, avoid, suspects, (), None)
+    inputs = _question(known).inputs
+    if not accepted.node_ids <= inputs.speeds.keys():
+        return accepted  # One of them tells of its layers no more, but has accepted.
+    accepted_s = route_cost_s(_route_stages(accepted), inputs)
+    return replace(best, instead_s=accepted_s) if accepted_s > factor * best.cost_s else accepted
+
+
 def _question(known: _Known) -> Question:
     """Pure."""
     manifest = known.entry.manifest
@@ -296,9 +329,13 @@ def _runnable(ranges: tuple[LayerRange, ...], n_layers: int, cut_alignment: int)
     return runnable(ranges, n_layers, cut_alignment) or ranges
 
 
+def _route_stages(assembly: Assembly) -> list[RouteStage]:
+    return [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in assembly.stages]
+
+
 def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
     """With what the request is expected to take."""
-    route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in assembly.stages]
+    route = _route_stages(assembly)
     work = known.workload
     first = replace(known, workload=replace(work, n_output_tokens=1))
     token = replace(known, workload=replace(work, n_prompt_tokens=0, n_output_tokens=1))

@@ -16,9 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.swarm.peers.peer_table import Parts
@@ -34,6 +35,17 @@ EXPIRY_S = 300.0
 `EXPIRY_NODES`. In a larger one nodes speak more rarely (`spread.heartbeat_interval_s`), and are kept for
 longer in proportion."""
 EXPIRY_NODES = 120
+FINGERPRINT_BYTES: Final = 8
+BUCKETS_MAX: Final = 1024
+_BUCKET_NODES = 8
+"""Of a group, on average."""
+_UNGROUPED_NODES = 32
+"""Of so few, or fewer, a list is as short as their fingerprints and one answer."""
+
+
+def bucket_of(node_id: NodeId, n_buckets: int) -> int:
+    """The group of a node. `n_buckets`: a power of two."""
+    return int.from_bytes(blake3(node_id.encode()).digest(4), "little") % n_buckets
 
 
 def expiry_s(n_nodes: int) -> float:
@@ -51,6 +63,8 @@ class Digest(msgspec.Struct, frozen=True, array_like=True):
     """Since the writer was last heard."""
 
 
+IsLost = Callable[[NodeId, float], bool]
+"""(node id, when it was heard) -> whether this node knows better than its book that it is gone."""
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=NODES_MAX)]
 
 
@@ -139,8 +153,44 @@ class EnvelopeBook:
             held.heard_at_s = now
         return version > held.envelope.version
 
-    def digests(self, now: float, is_lost: Callable[[NodeId, float], bool]) -> tuple[Digest, ...]:
-        """Without the nodes of which this one knows better than its book: `is_lost(node_id, heard_at_s)`."""
+    def fingerprints(self, is_lost: IsLost) -> bytes:
+        """One for each group of nodes, of which envelope is the newest of each, without the lost ones. Of few
+        nodes: nothing."""
+        n_nodes = len(self._entries)
+        if n_nodes <= _UNGROUPED_NODES:
+            return b""
+        n_buckets = min(BUCKETS_MAX, 1 << (n_nodes // _BUCKET_NODES).bit_length())
+        return b"".join(self._fingerprints(n_buckets, is_lost))
+
+    def differing(self, fingerprints: bytes, now: float, is_lost: IsLost) -> tuple[Digest, ...]:
+        """The digests of the groups in which another node knows something else, by its `fingerprints`; of all
+        where it tells of none. Raises ValueError for what is no list of fingerprints."""
+        digests = self.digests(now, is_lost)
+        if not fingerprints:
+            return digests
+        n_buckets, rest = divmod(len(fingerprints), FINGERPRINT_BYTES)
+        if rest or n_buckets > BUCKETS_MAX or n_buckets & (n_buckets - 1):
+            raise ValueError(f"{len(fingerprints)} bytes are not 1, 2, 4 ... {BUCKETS_MAX} fingerprints")
+        theirs = [
+            fingerprints[at : at + FINGERPRINT_BYTES] for at in range(0, len(fingerprints), FINGERPRINT_BYTES)
+        ]
+        differ = [
+            own != their for own, their in zip(self._fingerprints(n_buckets, is_lost), theirs, strict=True)
+        ]
+        return tuple(digest for digest in digests if differ[bucket_of(digest.node_id, n_buckets)])
+
+    def _fingerprints(self, n_buckets: int, is_lost: IsLost) -> list[bytes]:
+        """The order of the nodes is the same everywhere."""
+        hashes = [blake3() for _ in range(n_buckets)]
+        for node_id in sorted(self._entries):
+            entry = self._entries.get(node_id)
+            if entry is not None and (node_id == self._node_id or not is_lost(node_id, entry.heard_at_s)):
+                known = f"{node_id} {entry.envelope.started_at_ms} {entry.envelope.sequence}\n"
+                hashes[bucket_of(node_id, n_buckets)].update(known.encode())
+        return [each.digest(FINGERPRINT_BYTES) for each in hashes]
+
+    def digests(self, now: float, is_lost: IsLost) -> tuple[Digest, ...]:
+        """Without the lost nodes."""
         return tuple(
             Digest(
                 node_id,

@@ -1,5 +1,8 @@
 """Makes the record books of two nodes equal: they compare digests, and ask for what is missing.
 
+Who asks sends a fingerprint for each group of the nodes that it knows, and is told the digests of the groups
+that are not the same: two nodes that know the same thousand nodes compare 1 KiB, and not 80.
+
 Runs over the request protocol with kinds of its own. A node joins late, misses gossip or wakes from a sleep:
 one exchange with any peer and it knows what that peer knows.
 """
@@ -78,7 +81,8 @@ class RecordExchange:
 
     async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything `node_id` knows. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
-        answered = await self._ask(node_id, KIND_DIGESTS, b"")
+        known = self._book.fingerprints(self._reader.is_lost)
+        answered = await self._ask(node_id, KIND_DIGESTS, known)
         try:
             digests = _digests.decode(answered)
         except _UNREADABLE as error:
@@ -110,7 +114,12 @@ class RecordExchange:
     def answer(self, kind: int, body: bytes) -> bytes:
         """Raises RequestRefused."""
         if kind == KIND_DIGESTS:
-            return msgspec.msgpack.encode(self._book.digests(trio.current_time(), self._reader.is_lost))
+            now = trio.current_time()
+            try:
+                digests = self._book.differing(body, now, self._reader.is_lost)
+            except ValueError as error:
+                raise UnreadableRequest(f"fingerprints: {error}") from None
+            return msgspec.msgpack.encode(digests)
         if kind == KIND_ENVELOPES:
             try:
                 asked = _asked.decode(body)

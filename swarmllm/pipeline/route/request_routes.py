@@ -1,0 +1,174 @@
+"""Routes for the requests of this node: asks the planner on behalf of a request, with what is known of loads,
+of nodes that may fail, and of the request's own pipelines that broke.
+
+A route is chosen twice. The first choice is by records. The stages that accept it say what runs there at that
+moment; where that is more than the records said, the choice is made again, and a route that takes clearly
+less time is assigned instead (`lighter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import trio
+
+from swarmllm.errors import NoPipeline
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
+from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
+from swarmllm.pipeline.route.suspects import Suspects, by_doubts
+from swarmllm.pipeline.route.told_loads import ToldLoads
+from swarmllm.pipeline.route.warming import RouteWarming
+from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
+from swarmllm.scheduling.plan import Plan
+from swarmllm.swarm.peers.trust import NodeTrust
+from swarmllm.swarm.router import Router
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import Stage
+
+CHANGES_MAX: Final = 5
+"""Of one request's route, because of what its stages said when they accepted it."""
+GAIN: Final = 1.1
+"""So many times longer must the accepted route take for another one to be assigned."""
+
+
+JustSent = Callable[[Mapping[NodeId, float], OriginRequest | None], Mapping[NodeId, int]]
+"""(when nodes told of their load, a request that does not count) -> requests of this node that went to nodes
+since then or are in no record yet, by node id."""
+
+
+class LighterRoute(Exception):
+    """The stages have accepted, but others would take clearly less time."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        super().__init__(assembly)
+        self.assembly = assembly
+
+
+class RequestRoutes:
+    def __init__(
+        self,
+        router: Router,
+        planner: RoutePlanner,
+        here: LocalLoad,
+        suspects: Suspects,
+        trust: NodeTrust,
+        just_sent: JustSent,
+    ) -> None:
+        self._router = router
+        self.planner = planner
+        self._here = here
+        self._suspects = suspects
+        self._trust = trust
+        self._just_sent = just_sent
+        self._told = ToldLoads()
+        self._affinity = Affinity()
+        self.announced_s = planner.announced_s
+        self.warming = RouteWarming(router, planner, partial(self._load, n_asking=0))
+
+    async def stages_for(
+        self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
+    ) -> tuple[Stage, ...]:
+        """The route such a request of this node would take now. Raises NoPipeline."""
+        load = self._load(entry, request, n_asking=0)
+        return (await self.planner.choose(entry, request, load, avoid)).stages
+
+    async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
+        """The same route with its reasons; nothing runs. Raises NoPipeline."""
+        return await self.planner.plan(entry, request, self._load(entry, request, n_asking=0))
+
+    async def choose(
+        self,
+        request: OriginRequest,
+        previous: Sequence[Stage] = (),
+        broken: Assembly | None = None,
+        *,
+        suspected: Collection[NodeId] = (),
+        n_prompt_tokens: int | None = None,
+        accepted: Assembly | None = None,
+        accepted_factor: float = GAIN,
+    ) -> Assembly:
+        """Without those who may fail, as far as there are others. `accepted`: as the planner has it. Raises
+        NoPipeline."""
+        n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
+        entry, size = request.entry, RequestSize(n_prompt, n_output)
+        load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
+        self.warming.asked(entry, size, trio.current_time())
+        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
+        suspects = dict.fromkeys(
+            (
+                *sorted(suspected, key=self._trust.score),
+                # What broke this request's pipelines will break the next: others' doubts count less.
+                *by_doubts(request.recovery.doubted, self._trust.score),
+                *ordered,
+                *self._router.untried(),
+            )
+        )
+        return await self.planner.choose(
+            entry,
+            size,
+            load,
+            frozenset(request.recovery.avoid),
+            suspects=list(suspects),
+            previous=previous,
+            broken=broken,
+            accepted=accepted,
+            accepted_factor=accepted_factor,
+            is_exact=request.is_exact,
+        )
+
+    async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:
+        """Raises NoPipeline (see `standbys.Routes`)."""
+        return await self.choose(request, suspected=suspected, n_prompt_tokens=len(request.rows))
+
+    async def lighter(
+        self, request: OriginRequest, accepted: Assembly, n_running: Mapping[NodeId, int], asked_s: float
+    ) -> Assembly | None:
+        """A route that takes clearly less time than the accepted one, by what its stages have said; None:
+        there is none. `n_running`: requests that run there, by node id. `asked_s`: what it took to ask them,
+        which asking others takes again."""
+        self._told.told(n_running, trio.current_time())
+        if all(n <= accepted.n_active.get(node_id, 0) for node_id, n in n_running.items()):
+            return None
+        # A conversation's last pipeline has its KV.
+        factor = AFFINITY if accepted.is_reused else GAIN
+        try:
+            other = await self.choose(request, accepted=accepted, accepted_factor=factor)
+        except NoPipeline:
+            return None
+        is_lighter = other.stages != accepted.stages and other.cost_s + asked_s < other.instead_s
+        return other if is_lighter else None
+
+    def previous(self, request: OriginRequest) -> tuple[Stage, ...]:
+        """The pipeline of the conversation's last turn."""
+        return self._affinity.previous(request.entry.model_id, request.conversation)
+
+    def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
+        """The request goes to these stages, all of which have accepted."""
+        self._affinity.remember(request.entry.model_id, request.conversation, assembly.stages)
+
+    def pace(self, request: OriginRequest, assembly: Assembly) -> Pace:
+        return Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
+
+    async def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
+        """What a request would cost without nodes that keep it waiting; None: it needs all of them."""
+        try:
+            other = await self.choose(request, suspected=suspected)
+        except NoPipeline:
+            return None
+        return None if other.node_ids.issuperset(suspected) else other.cost_s
+
+    def _load(
+        self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int, besides: OriginRequest | None = None
+    ) -> OwnLoad:
+        n_tokens = size.n_prompt_tokens + size.n_output_tokens
+        told = self._told.at(trio.current_time())
+        n_told = {node_id: n for node_id, (n, _) in told.items()}
+        sent = self._just_sent({node_id: at_s for node_id, (_, at_s) in told.items()}, besides)
+        return self._here.now(entry, n_tokens, sent, n_told, n_asking=n_asking)

@@ -1,0 +1,44 @@
+"""How many requests run on nodes, as they said when they accepted one: newer than any record. Pure, with
+`now` passed in.
+
+A record is a second old, and origins that choose in the same second choose alike. What a stage says with its
+acknowledgement is how things are at that moment, so an origin that meets others there can still go elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from swarmllm_proto.identifiers import NodeId
+
+TOLD_S: Final = 1.5
+"""Nodes announce a change of load once a second, and it takes its time to arrive."""
+
+
+class ToldLoads:
+    def __init__(self) -> None:
+        self._told: dict[NodeId, tuple[int, float]] = {}
+        """(requests, when it was said), the latest last."""
+
+    def __repr__(self) -> str:
+        return f"<ToldLoads {len(self._told)} nodes>"
+
+    def told(self, n_running: Mapping[NodeId, int], now: float) -> None:
+        """By the nodes themselves: requests that run there, without the one that was being assigned."""
+        for node_id, n in n_running.items():
+            self._told.pop(node_id, None)
+            self._told[node_id] = n, now
+        self._forget(now)
+
+    def at(self, now: float) -> dict[NodeId, tuple[int, float]]:
+        """(requests, when it was said) of the nodes that said it within `TOLD_S`."""
+        self._forget(now)
+        return dict(self._told)
+
+    def _forget(self, now: float) -> None:
+        while self._told:
+            node_id, (_, at_s) = next(iter(self._told.items()))
+            if now - at_s < TOLD_S:
+                return
+            del self._told[node_id]
