@@ -26,7 +26,7 @@ from swarmllm.models.model_files import FileState
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc import Effort, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
+from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 N_LAYERS = 12
@@ -79,6 +79,8 @@ class FakePool:
         self.checked: list[Sampling] = []
         """For whose grammars it was asked."""
         self.keeps_journals = True
+        self.ends: frozenset[int] = frozenset()
+        """Tokens that end a text."""
         self.held: set[str] = set()
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
@@ -99,6 +101,14 @@ class FakePool:
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)
+
+    async def piece(self, model: ModelFile, token: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return f"{token} ".encode()
+
+    async def end_tokens(self, model: ModelFile) -> frozenset[int]:
+        await trio.lowlevel.checkpoint()
+        return self.ends
 
     async def detokenize(self, model: ModelFile, tokens: Tensor) -> str:
         await trio.lowlevel.checkpoint()
@@ -259,7 +269,9 @@ class FakePool:
         if piece in stops:
             stopped = {"finish_reason": "stop", "stopped_by": stops.index(piece)}
             return Token(id=0, request_id=request_id, index=index, token=token_id, **stopped), b""
-        ends = slot.n_sampled >= slot.sampling.max_tokens
+        finish: FinishReason | None = "length" if slot.n_sampled >= slot.sampling.max_tokens else None
+        if token_id in self.ends and not slot.sampling.ignore_eos:
+            finish = "stop"
         # There is one token that it could be.
         n_logprobs = 1 + min(1, slot.sampling.top_logprobs) if slot.sampling.logprobs else 0
         token = Token(
@@ -267,7 +279,7 @@ class FakePool:
             request_id=request_id,
             index=index,
             token=token_id,
-            finish_reason="length" if ends else None,
+            finish_reason=finish,
             compute_s=0.001,
             logprobs=(TokenLogprob(token_id, 0.0, piece.encode()),) * n_logprobs,
         )

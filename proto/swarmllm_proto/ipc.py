@@ -200,6 +200,9 @@ class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
 class Detokenize(DaemonMessage, frozen=True, tag=True):
     """Payload: i32 [n] token ids. Answered by Text, special tokens included."""
 
+    as_generated: bool = False
+    """As a generation shows them, instead: most special tokens are left out."""
+
 
 class Embed(DaemonMessage, frozen=True, tag=True):
     """Payload: i32 [n] token ids. Answered by LayerResult with f32 [n, n_embd] embedding rows."""

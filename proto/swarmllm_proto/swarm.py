@@ -407,7 +407,8 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Job message, last stage -> origin. Payload: UTF-8 bytes to show (may be empty)."""
+    """Job message, last stage -> origin. Payload: UTF-8 bytes to show (may be empty), for an origin that
+    cannot make them of the tokens itself."""
 
     v: int = WIRE_VERSION
     request_id: RequestId

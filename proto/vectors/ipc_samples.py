@@ -91,6 +91,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
     ("apply-another-template", ipc.ApplyTemplate(id=14, messages=MESSAGES, template="{{ messages }}"), b""),
     ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
+    ("detokenize-as-generated", ipc.Detokenize(id=31, as_generated=True), tensor_bytes(TOKEN_IDS)),
     ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
     (
         "forward-hidden",

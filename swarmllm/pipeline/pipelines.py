@@ -28,6 +28,7 @@ from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource,
 from swarmllm.pipeline.origin.pictures import PictureRows, read_pictures
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
+from swarmllm.pipeline.origin.spelling import Pieces, Spelling
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
@@ -93,6 +94,7 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
+        self._pieces = Pieces(pool)
         self._speeds = PeerSpeeds()
         planner = RoutePlanner(
             node_id,
@@ -340,7 +342,8 @@ class Pipelines:
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
-        source = Failover(request, self, self._standbys)
+        spelling = Spelling(request.sampling, request.generated, self._pieces)
+        source = Failover(request, self, self._standbys, spelling)
         try:
             yield source
         finally:

@@ -214,6 +214,16 @@ class WorkerPool:
         worker = await self._hosts.ready(model)
         return await self._text(worker, Detokenize(id=worker.new_id()), encode_tensor(tokens))
 
+    async def piece(self, model: ModelFile, token: int) -> bytes:
+        """What it adds to a text that is generated; not always whole characters."""
+        worker = await self._hosts.ready(model)
+        message = Detokenize(id=worker.new_id(), as_generated=True)
+        return await self._bytes(worker, message, encode_tensor(np.array([token], np.int32)))
+
+    async def end_tokens(self, model: ModelFile) -> frozenset[int]:
+        """Those that end a text."""
+        return frozenset((await self.info(model)).eos_tokens)
+
     async def embed(self, model: ModelFile, tokens: TokenIds) -> Hidden:
         """i32 [n] -> f32 [n, n_embd]."""
         worker = await self._hosts.ready(model)
@@ -352,8 +362,11 @@ class WorkerPool:
             hosted.forget(request_id)
 
     async def _text(self, worker: Worker, message: AnyDaemonMessage, payload: Payload = b"") -> str:
+        return str(await self._bytes(worker, message, payload), "utf-8", "replace")
+
+    async def _bytes(self, worker: Worker, message: AnyDaemonMessage, payload: Payload) -> bytes:
         _, data = await worker.call(message, Text, payload=payload, timeout_s=self._settings.call_timeout_s)
-        return str(data, "utf-8", "replace")
+        return bytes(data)
 
     def _notice(
         self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview

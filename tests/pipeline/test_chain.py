@@ -215,12 +215,11 @@ async def test_prompts_that_do_not_fit_are_refused_before_anybody_is_asked() -> 
 async def test_characters_cut_between_tokens_arrive_whole() -> None:
     pools = {A: FakePool("0:4"), B: FakePool("4:12")}
     pieces = iter(["ü".encode()[:1], "ü".encode()[1:], b"x", "€".encode()[:2]])
-    sample = pools[B]._sample
 
-    def split(slot: object, request_id: str, row: np.ndarray) -> tuple[object, bytes]:
-        return sample(slot, request_id, row)[0], next(pieces)  # type: ignore[arg-type]
+    async def piece(model: ModelFile, token: int) -> bytes:
+        return next(pieces)
 
-    pools[B]._sample = split  # type: ignore[assignment,method-assign]
+    pools[A].piece = piece  # type: ignore[method-assign]
     async with (
         open_swarm(pools) as swarm,
         swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4)) as generation,

@@ -14,7 +14,7 @@ from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, open_swarm
-from .test_check_tallies import DrawingPool, EndingPool, FalselyEndingPool, GreedyPool
+from .test_check_tallies import DrawingPool, EndingPool, GreedyPool
 from .test_checks import ALWAYS, LIAR, A, LyingHead, M, N, asked_and_checked, count, drawn, prefer
 
 __all__ = ["drawn"]  # The fixture has every request checked.
@@ -23,7 +23,7 @@ WHOLE = "0:12"
 
 
 def holders(liar: FakePool, honest: type[FakePool] = FakePool) -> dict[str, FakePool]:
-    return {A: FakePool(), LIAR: liar, M: honest(WHOLE), N: honest(WHOLE)}
+    return {A: honest(), LIAR: liar, M: honest(WHOLE), N: honest(WHOLE)}
 
 
 async def out_after(swarm: Swarm, n_requests: int) -> int | None:
@@ -51,7 +51,7 @@ async def test_an_honest_whole_model_is_right_with_equal_bits(
         await swarm.quiet()
 
 
-@pytest.mark.parametrize("liar", [GreedyPool, EndingPool, FalselyEndingPool])
+@pytest.mark.parametrize("liar", [GreedyPool, EndingPool])
 async def test_a_whole_model_that_does_not_draw_or_ends_early_is_out_of_all_routes(
     liar: type[FakePool], patient_clock: MockClock
 ) -> None:

@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.text_stream import TextStream
 from swarmllm_workers.decode import template as template_module
-from swarmllm_workers.decode.decoding import Decoding, TextStream
+from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.libllama import Model

@@ -165,6 +165,11 @@ class Blamed:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
         self.culprit = self.culprit or node_id
 
+    def lied(self, node_id: NodeId) -> None:
+        """It said what cannot be so."""
+        self.has_lied = self.culprit is None
+        self.blame(node_id)
+
     def stalled(self, node_id: NodeId) -> None:
         """It has had work and does none."""
         self.has_stalled = self.culprit is None

@@ -1,69 +1,21 @@
 """The head's state of one request: sampler, tokens so far, and the text they make.
 
-Of the text, readers see what is sure (`TextStream`). Held back are the first bytes of a character whose rest
-is still to come, and text that may turn out to be the beginning of a stop string: a stop string never leaks,
-however the tokens split it.
+Of the text, readers see what is sure (see `TextStream`).
 """
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from swarmllm_proto.ipc import FinishReason, Sampling, TokenLogprob
+from swarmllm_proto.text_stream import TextStream
 from swarmllm_workers.decode.grammar import Grammar, spec_of
 from swarmllm_workers.decode.sampling import Sampler, logprobs
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.errors import CallError
-
-
-class TextStream:
-    """`push` pieces, `flush` at the end."""
-
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stop = tuple(stop)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.stopped_by: int | None = None
-        """The index of the stop string that has been completed."""
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.stopped_by is not None
-
-    def push(self, piece: bytes) -> bytes:
-        if self.is_stopped:
-            return b""
-        return self._release(self._decoder.decode(piece), final=False)
-
-    def flush(self) -> bytes:
-        """What was held back, where no stop string came of it. A character that never became whole is
-        U+FFFD."""
-        if self.is_stopped:
-            return b""
-        return self._release(self._decoder.decode(b"", True), final=True)
-
-    def _release(self, text: str, *, final: bool) -> bytes:
-        text = self._held + text
-        found = [(at, index) for index, stop in enumerate(self._stop) if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.stopped_by = min(found)
-            self._held = ""
-            return text[:at].encode()
-        n_held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
-        shown, self._held = text[: len(text) - n_held], text[len(text) - n_held :]
-        return shown.encode()
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
 
 
 @dataclass(frozen=True)

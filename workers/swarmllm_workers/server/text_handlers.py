@@ -89,7 +89,8 @@ class TextHandlers:
         self._answer(ipc.Text(id=message.id), text, _n_characters(message))
 
     def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
-        piece, tokens = self._state.engine().vocabulary.full_piece, self._state.tokens(payload)
+        vocabulary, tokens = self._state.engine().vocabulary, self._state.tokens(payload)
+        piece = vocabulary.piece if message.as_generated else vocabulary.full_piece
         answer = ipc.Text(id=message.id)
         self._answer(answer, lambda: [b"".join(map(piece, tokens.tolist()))], tokens.nbytes)
 

@@ -1,0 +1,128 @@
+"""Makes the text of tokens that a last stage elsewhere gave, by this node's own vocabulary.
+
+What the stage says of the text and of its end is not taken from it: wrong text beside the right token would
+come through every check of its tokens. Where it says that the text is over and it is not, or goes on although
+it is, the answer goes on elsewhere, and the stage is charged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import msgspec
+
+from swarmllm.errors import RemoteError, SwarmLLMError
+from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.generation import TokenSource
+from swarmllm.pipeline.stage.compute import SampledToken
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.ipc import FinishReason, Sampling
+from swarmllm_proto.swarm import StreamingToken
+from swarmllm_proto.text_stream import TextStream
+
+MODELS_MAX: Final = 16
+"""Whose tokens are remembered."""
+
+log = logging.getLogger(__name__)
+
+
+class Vocabulary(Protocol):
+    """The part of WorkerPool that says what tokens mean."""
+
+    async def piece(self, model: ModelFile, token: int) -> bytes: ...
+
+    async def end_tokens(self, model: ModelFile) -> frozenset[int]: ...
+
+
+class Pieces:
+    """What tokens add to a text. A worker is asked once for each."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known: dict[ModelId, dict[int, bytes]] = {}
+
+    async def of(self, model: ModelFile, token: int) -> bytes:
+        """Raises SwarmLLMError."""
+        known = self._known.pop(model.model_id, {})
+        # The one that was asked for last stands last.
+        self._known[model.model_id] = known
+        if len(self._known) > MODELS_MAX:
+            del self._known[next(iter(self._known))]
+        if token not in known:
+            known[token] = await self._vocabulary.piece(model, token)
+        return known[token]
+
+    async def end(self, model: ModelFile, token: int) -> bool:
+        """Whether it ends a text. Raises SwarmLLMError."""
+        return token in await self._vocabulary.end_tokens(model)
+
+
+@dataclass(slots=True)
+class Spelling:
+    """Of one request, over all its pipelines. The text is a function of the tokens alone, so those that came
+    while nobody had to spell them out are made up for."""
+
+    sampling: Sampling
+    generated: list[int]
+    """The request's tokens so far; grows by itself."""
+    pieces: Pieces
+    text: TextStream = field(init=False)
+    n_done: int = 0
+    """Tokens of which the text has been made."""
+
+    def __post_init__(self) -> None:
+        self.text = TextStream(self.sampling.stop)
+
+    async def of(
+        self, source: TokenSource | None, token: SampledToken, piece: bytes
+    ) -> tuple[SampledToken, bytes]:
+        """The newest token, of `source`, with the text and the end that this node makes of it. Raises
+        RemoteError where it ends the text and must not, or does not and must."""
+        if not isinstance(source, Chain) or not isinstance(token, StreamingToken):
+            return token, piece
+        view = source.context.view
+        if view.is_here(view.last):
+            return token, piece
+        try:
+            finish, spelled = await self._made(source.context.model, token)
+        except SwarmLLMError as error:
+            log.warning("request %s: its text is as its last stage says: %s", token.request_id, error.message)
+            return token, piece
+        if (finish == "stop") != (token.finish_reason == "stop") and finish != "length":
+            _refute(source)
+        if finish == token.finish_reason and self.text.stopped_by == token.stopped_by:
+            return token, spelled
+        return msgspec.structs.replace(token, finish_reason=finish, stopped_by=self.text.stopped_by), spelled
+
+    async def _made(self, model: ModelFile, token: StreamingToken) -> tuple[FinishReason | None, bytes]:
+        if self.n_done > len(self.generated):
+            # The newest one was refuted.
+            self.text, self.n_done = TextStream(self.sampling.stop), 0
+        while self.n_done < len(self.generated):
+            self.text.push(await self.pieces.of(model, self.generated[self.n_done]))
+            self.n_done += 1
+        ends = not self.sampling.ignore_eos and await self.pieces.end(model, token.token)
+        spelled = self.text.push(await self.pieces.of(model, token.token))
+        self.n_done += 1
+        is_full = self.n_done >= self.sampling.max_tokens
+        # A worker elsewhere whose context is smaller may end the text where it is full.
+        is_full |= token.finish_reason == "length"
+        if not (self.text.is_stopped or ends or is_full):
+            return None, spelled
+        spelled += self.text.flush()
+        return ("stop" if self.text.is_stopped or ends else "length"), spelled
+
+
+def _refute(chain: Chain) -> None:
+    """Raises RemoteError."""
+    view = chain.context.view
+    chain.blamed.lied(view.stages[view.last].node_id)
+    chain.checked_stage = None
+    error = RemoteError("the end of the text is not where the last stage says")
+    chain.fail(error)
+    # What is complete does not fail by itself.
+    chain.failure = chain.failure or error
+    raise chain.failure
