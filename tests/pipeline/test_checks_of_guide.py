@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -111,6 +113,40 @@ async def test_honest_workers_are_right_to_the_bit(
             assert explained.counts == {"served": 6, "checked": 3}
             details = {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED}
             assert details == {"equal bits"}
+        await swarm.quiet()
+
+
+@pytest.mark.parametrize(
+    ("victim", "asked", "deed"),
+    [(B, M, Deed.CHECKED), (B, C, None), (C, D, Deed.CHECKED)],
+    ids=["in its place", "after it", "the last one"],
+)
+async def test_what_was_computed_again_for_a_broken_pipeline_is_right(
+    victim: NodeId, asked: NodeId, deed: Deed | None, tmp_path: Path, entry: CatalogueEntry
+) -> None:
+    """B, which dies, sent rows of other weights to C: neither C nor who takes B's place answers for them."""
+    weights = quantised(tmp_path, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0) if victim == B else entry.path
+    async with guide_swarm(tmp_path, entry, weights) as swarm:
+        await swarm.tell(A, {M: computes(entry.model_id, 5.0)})
+        # C may be drawn in the first pipeline too, which is never complete.
+        swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, asked)
+        sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+        prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[1]}])
+        with trio.fail_after(PATIENCE_S):
+            async with swarm[A].pipelines.generate(prompt, entry, sampling) as generation:
+                async for piece in generation:
+                    if piece.index == 6:
+                        (worker,) = swarm[victim].pool.statistics()
+                        os.kill(worker.pid, signal.SIGKILL)
+            assert (generation.n_rebuilt, generation.n_generated) == (1, 24)
+            counts = swarm[A].pipelines.statistics()
+            while not counts.checked + counts.checks_dropped:
+                await trio.sleep(0.05)
+                counts = swarm[A].pipelines.statistics()
+        assert (counts.checked, counts.checks_dropped) == ((1, 0) if deed else (0, 1))
+        assert (counts.checks_wrong, counts.checks_disputed) == (0, 0)
+        assert deed is None or swarm[A].trust.count(asked, deed) == 1
+        assert all(swarm[A].trust.score(each) >= NEUTRAL for each in HOLDINGS if each not in (A, victim))
         await swarm.quiet()
 
 

@@ -23,6 +23,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, token_evidence
 from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
+from swarmllm.pipeline.check.mended import Comparable, comparable_rows
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
@@ -188,6 +189,18 @@ class Checker:
         context, tokens, generated = chain.context, chain.computed_tokens, chain.generated
         row_bytes, n_prompt = 4 * context.n_embd, context.n_prompt_tokens
         collector = Collector(self.router, self.compute, context, tokens, self.settings.prefill_chunk_tokens)
+        rows: Comparable | None = Comparable(chain.n_cached_tokens, len(tokens))
+        if chain.recomputed is not None:
+            rows = comparable_rows(
+                stage,
+                len(context.view.stages),
+                chain.recomputed,
+                n_due=len(chain.prompt) - 1,
+                n_prompt=n_prompt,
+                n_rows=len(tokens),
+            )
+        if rows is None:
+            return None
         if stage == context.view.last:
             first = len(context.generated)
             is_drawn = context.sampling.temperature > 0
@@ -208,11 +221,11 @@ class Checker:
                     prompt, drawn, generated, is_agreed=True, is_ended=chain.is_ended_by_model
                 )
             return await collector.collect_tokens(drawn, generated, is_ended=chain.is_ended_by_model)
-        n_rows = len(tokens)
+        n_rows = rows.end
         if stage == 0 and not context.view.is_here(context.view.last):
             # What the last stage told the first one is known to neither this node nor anybody else.
-            n_rows = context.n_given_tokens
-        stretch = draw_stretch(n_rows, row_bytes, self.chance, chain.n_cached_tokens)
+            n_rows = min(n_rows, context.n_given_tokens)
+        stretch = draw_stretch(n_rows, row_bytes, self.chance, rows.first)
         return None if stretch is None else await collector.collect(stage, stretch)
 
     async def run(self) -> None:

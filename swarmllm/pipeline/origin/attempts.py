@@ -148,6 +148,9 @@ class Attempts:
             checked_stage=self._drawn_stage(request, kind),
             pictures=request.pictures,
         )
+        if assignment.resumes and request.n_attempts > 2:
+            # What its stages took over may have come of several pipelines, and who sent what is not known.
+            chain.checked_stage = None
         session = self._sessions.open(context, chain)
         request.chain = chain
         try:

@@ -40,7 +40,7 @@ from swarmllm.pipeline.origin.output import (
 )
 from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.origin.prefixes import PrefixNames
-from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds
+from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds, recomputed
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, Pace
 from swarmllm.pipeline.request import OriginMessage, RequestContext
@@ -127,8 +127,8 @@ class Chain:
         self._feeding: Feeding | None = None
         """While stages are built again."""
         self.is_ended_by_model = False
-        self.is_rebuilt = False
-        """It goes on with what another one left."""
+        self.recomputed: frozenset[int] | None = None
+        """Stages that compute again what another pipeline has left to the rest; None: it began anew."""
         self._early = EarlyTokens[tuple[StreamingToken, bytes]]()
         self._buffer: deque[tuple[SampledToken, bytes]] = deque()
         self._reader = trio.lowlevel.ParkingLot()
@@ -216,16 +216,21 @@ class Chain:
             self.start(session)
             return
         self._pass(ChainEvent.RESUME)
-        self.is_rebuilt = True
+        self.recomputed = recomputed(planned)
         self._feeding = Feeding(planned, n_due, self._chunk_tokens) if planned else None
         self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
         self._begin(session)
         self._feed()
 
     @property
+    def is_rebuilt(self) -> bool:
+        """It goes on with what another one left."""
+        return self.recomputed is not None
+
+    @property
     def is_to_be_checked(self) -> bool:
         """Whether its stages hold the rows that they computed, for a check."""
-        return self.checked_stage is not None and self.is_complete and not self.is_rebuilt
+        return self.checked_stage is not None and self.is_complete
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -302,9 +307,8 @@ class Chain:
         if self.silent_s < self._silence_timeout_s:
             await self._watch.look(self)
             return
-        self.fail(
-            DeadlineExceeded(f"the pipeline {self._described} was silent for {self._silence_timeout_s:g} s")
-        )
+        what = f"the pipeline {self._described} was silent for {self._silence_timeout_s:g} s"
+        self.fail(DeadlineExceeded(what))
 
     def next_chunk(self) -> Chunk | None:
         self._is_feeding = False
@@ -374,11 +378,8 @@ class Chain:
         """A node disconnected."""
         if node_id in self.node_ids:
             self.blame(node_id)
-            self.fail(
-                NodeUnreachable(
-                    f"node {self._name(node_id)} disconnected from the pipeline {self._described}"
-                )
-            )
+            what = f"node {self._name(node_id)} disconnected from the pipeline {self._described}"
+            self.fail(NodeUnreachable(what))
 
     def _token(self, message: StreamingToken, payload: bytes | memoryview) -> None:
         require_token(message.token, self.context.n_vocab, len(payload))
@@ -430,9 +431,8 @@ class Chain:
 
     def _failed_at(self, sender: NodeId, message: PipelineError) -> None:
         if sender not in self.node_ids:
-            log.warning(
-                "request %s: %s has no part in it and reports a failure", self.context.request_id, sender
-            )
+            what = "request %s: %s has no part in it and reports a failure"
+            log.warning(what, self.context.request_id, sender)
             return
         if message.damaged:
             self._require_possible(ChainEvent.DAMAGE)

@@ -66,6 +66,11 @@ def rebuilds(left: Sequence[Left], n_due: int) -> tuple[Rebuild, ...]:
     return tuple(reversed(found))
 
 
+def recomputed(planned: Sequence[Rebuild]) -> frozenset[int]:
+    """The stages that compute all rows again, those among them that would have them."""
+    return frozenset(stage for each in planned for stage in range(each.first, each.until + 1))
+
+
 def is_anew(planned: Sequence[Rebuild], n_stages: int) -> bool:
     """Whether nothing is left that would be of use."""
     return tuple(planned) == (Rebuild(None, n_stages - 1),)

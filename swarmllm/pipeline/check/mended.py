@@ -1,0 +1,35 @@
+"""Says which rows of a mended pipeline can be checked: those of which neighbours have the same records.
+
+A stage that took a lost one's place has computed the rows before the break again. The stage after it, where
+that one stayed, still has what the lost one sent. Other kernels compute otherwise, so the two records differ,
+and nobody lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class Comparable(NamedTuple):
+    """Rows `first` to `end`."""
+
+    first: int
+    end: int
+
+
+def comparable_rows(
+    stage: int, n_stages: int, recomputed: Collection[int], *, n_due: int, n_prompt: int, n_rows: int
+) -> Comparable | None:
+    """Of `n_rows` rows of `stage`. `recomputed`: the stages that computed all of the first `n_due` rows
+    again. None: what came to the stage is not what the one before it has."""
+    stays = stage not in recomputed
+    if stage and stays and stage - 1 in recomputed:
+        return None
+    end = n_rows
+    if stage == 0 and stays:
+        # The tokens came from a last stage that may be gone.
+        end = min(end, n_prompt)
+    is_last = stage == n_stages - 1
+    first = n_due if not is_last and not stays and stage + 1 not in recomputed else 0
+    return Comparable(first, end) if first < end else None
