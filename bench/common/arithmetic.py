@@ -102,9 +102,9 @@ class FakePool:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)
 
-    async def piece(self, model: ModelFile, token: int) -> bytes:
+    async def pieces(self, model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]:
         await trio.lowlevel.checkpoint()
-        return f"{token} ".encode()
+        return tuple(f"{token} ".encode() for token in tokens)
 
     async def end_tokens(self, model: ModelFile) -> frozenset[int]:
         await trio.lowlevel.checkpoint()

@@ -11,6 +11,7 @@ field is blamed.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Final, TypeVar
 
@@ -81,6 +82,7 @@ _records: Final = msgspec.msgpack.Decoder(NodeRecord)
 _requests: Final = msgspec.msgpack.Decoder(AnyRequest)
 _responses: Final = msgspec.msgpack.Decoder(AnyResponse)
 _scores: Final = msgspec.msgpack.Decoder(Scores)
+_pieces = msgspec.msgpack.Decoder(tuple[bytes, ...])
 _versions: Final = msgspec.msgpack.Decoder(_Versioned)
 
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -170,6 +172,21 @@ def decode_job(header: bytes, payload: Buffer = b"") -> JobMessage:
         if message.digest != _digest(memoryview(header)[:-DIGEST_SIZE], payload):
             raise DamagedJob(message.request_id, message.position)
     return message
+
+
+def encode_pieces(pieces: Sequence[bytes]) -> bytes:
+    return _msgpack.encode(pieces)
+
+
+def decode_pieces(payload: Buffer, n: int) -> tuple[bytes, ...]:
+    """Of so many tokens. Raises BadMessage."""
+    try:
+        pieces = _pieces.decode(payload)
+    except _UNREADABLE as error:
+        raise _bad_message(error) from None
+    if len(pieces) != n:
+        raise BadMessage("pieces", f"{len(pieces)} for {n} tokens")
+    return pieces
 
 
 def encode_scores(scores: Scores) -> bytes:

@@ -201,7 +201,8 @@ class Detokenize(DaemonMessage, frozen=True, tag=True):
     """Payload: i32 [n] token ids. Answered by Text, special tokens included."""
 
     as_generated: bool = False
-    """As a generation shows them, instead: most special tokens are left out."""
+    """What each of them adds to a text that is generated, instead, as a MessagePack list of bytes. Most
+    special tokens add nothing."""
 
 
 class Embed(DaemonMessage, frozen=True, tag=True):

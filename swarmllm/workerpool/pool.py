@@ -32,6 +32,8 @@ from swarmllm.workerpool.layers import HeldLayers
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
 from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.codec import decode_pieces
+from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
@@ -214,11 +216,15 @@ class WorkerPool:
         worker = await self._hosts.ready(model)
         return await self._text(worker, Detokenize(id=worker.new_id()), encode_tensor(tokens))
 
-    async def piece(self, model: ModelFile, token: int) -> bytes:
-        """What it adds to a text that is generated; not always whole characters."""
+    async def pieces(self, model: ModelFile, tokens: TokenIds) -> tuple[bytes, ...]:
+        """What each of i32 [n] adds to a text that is generated; not always whole characters."""
         worker = await self._hosts.ready(model)
         message = Detokenize(id=worker.new_id(), as_generated=True)
-        return await self._bytes(worker, message, encode_tensor(np.array([token], np.int32)))
+        data = await self._bytes(worker, message, encode_tensor(tokens))
+        try:
+            return decode_pieces(data, len(tokens))
+        except ProtocolError as error:
+            raise WorkerError(f"the worker's answer cannot be read: {error}") from None
 
     async def end_tokens(self, model: ModelFile) -> frozenset[int]:
         """Those that end a text."""

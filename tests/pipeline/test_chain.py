@@ -22,6 +22,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.tensors import Tensor
 
 from .fakes import Swarm, open_swarm
 
@@ -214,12 +215,13 @@ async def test_prompts_that_do_not_fit_are_refused_before_anybody_is_asked() -> 
 
 async def test_characters_cut_between_tokens_arrive_whole() -> None:
     pools = {A: FakePool("0:4"), B: FakePool("4:12")}
-    pieces = iter(["ü".encode()[:1], "ü".encode()[1:], b"x", "€".encode()[:2]])
+    tokens = [int(word) for word in (await uncut(PROMPT, 4)).split()]
+    known = dict(zip(tokens, ["ü".encode()[:1], "ü".encode()[1:], b"x", "€".encode()[:2]], strict=True))
 
-    async def piece(model: ModelFile, token: int) -> bytes:
-        return next(pieces)
+    async def pieces(model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]:
+        return tuple(known.get(token, b"") for token in tokens.tolist())
 
-    pools[A].piece = piece  # type: ignore[method-assign]
+    pools[A].pieces = pieces  # type: ignore[method-assign]
     async with (
         open_swarm(pools) as swarm,
         swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=4)) as generation,

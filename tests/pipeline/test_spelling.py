@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from node_ids import A, B, C, D
 
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
+from swarmllm.pipeline.origin.spelling import GROUP_TOKENS, MODELS_MAX, Pieces
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, Token
@@ -90,40 +92,59 @@ async def test_what_the_stage_says_of_the_text_is_not_shown(told: bytes, is_whol
 
 
 class Forgetful(FakePool):
-    """Its worker cannot say what a token means from the fourth call on."""
+    """Its worker cannot say at first what tokens mean."""
 
     n_calls = 0
 
-    async def piece(self, model: ModelFile, token: int) -> bytes:
+    async def pieces(self, model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]:
         self.n_calls += 1
-        if self.n_calls > 3:
+        if self.n_calls < 4:
             raise WorkerError("gone")
-        return await super().piece(model, token)
+        return await super().pieces(model, tokens)
 
 
 async def test_without_a_worker_that_says_it_the_text_is_the_stages() -> None:
-    pools = {A: Forgetful("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}
+    """And it is made up for when there is one."""
+    liar = Liar("8:12")
+    liar.text = b"lies "
+    forgetful = Forgetful("0:4")
+    pools = {A: forgetful, B: FakePool("4:8"), C: liar}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         text, generation = await read(swarm, Sampling(max_tokens=7))
-        assert text == await uncut(PROMPT, 7)
+        words = (await uncut(PROMPT, 7)).split()
+        assert text == "lies lies " + "".join(f"{word} " for word in words[3:])
         assert generation.n_recoveries == 0
+        assert forgetful.n_calls == 4
         text, _ = await read(swarm, Sampling(max_tokens=7))
         assert text == await uncut(PROMPT, 7)
+        assert forgetful.n_calls == 4
         await swarm.quiet()
 
 
-async def test_a_worker_is_asked_once_for_each_token() -> None:
-    pools = {A: FakePool("0:4"), B: FakePool("4:8"), C: FakePool("8:12")}
-    asked: list[int] = []
-    real = pools[A].piece
+class Numbers:
+    """A vocabulary in which each token is its number."""
 
-    async def piece(model: ModelFile, token: int) -> bytes:
-        asked.append(token)
-        return await real(model, token)
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
 
-    pools[A].piece = piece  # type: ignore[method-assign]
-    async with open_swarm(pools, settings=SETTINGS) as swarm:
-        for _ in range(2):
-            await read(swarm, Sampling(max_tokens=7))
-        assert sorted(asked) == sorted(set(map(int, (await uncut(PROMPT, 7)).split())))
-        await swarm.quiet()
+    async def pieces(self, model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]:
+        self.asked.append((int(tokens[0]), len(tokens)))
+        return tuple(str(token).encode() for token in tokens)
+
+    async def end_tokens(self, model: ModelFile) -> frozenset[int]:
+        return frozenset()
+
+
+async def test_a_worker_is_asked_once_for_each_group_of_tokens() -> None:
+    numbers = Numbers()
+    pieces = Pieces(numbers)
+    models = [ModelFile(f"{number:064x}", Path("/nowhere")) for number in range(MODELS_MAX + 1)]
+    for token in (0, GROUP_TOKENS - 1, GROUP_TOKENS, 0, GROUP_TOKENS + 4):
+        assert await pieces.of(models[0], token, GROUP_TOKENS + 5) == str(token).encode()
+    assert numbers.asked == [(0, GROUP_TOKENS), (GROUP_TOKENS, 5)]
+    for model in models[1:]:
+        await pieces.of(model, 3, 10)
+    # The first one has been forgotten, the last ones have not.
+    for model in (models[-1], models[0]):
+        await pieces.of(model, 3, 10)
+    assert numbers.asked[2:] == [(0, 10)] * (MODELS_MAX + 1)

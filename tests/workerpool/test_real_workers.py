@@ -308,7 +308,7 @@ async def test_text_survives_the_way_to_tokens_and_back(tmp_path: Path) -> None:
         assert await pool.detokenize(GUIDE, tokens) == prompt
         assert "Grüße, 世界" in prompt
         assert await pool.detokenize(GUIDE, tokens[:0]) == ""
-        shown = b"".join([await pool.piece(GUIDE, token) for token in tokens.tolist()]).decode()
+        shown = b"".join(await pool.pieces(GUIDE, tokens)).decode()
         assert "Grüße, 世界" in shown
         assert len(shown) < len(prompt)
         assert await pool.end_tokens(GUIDE) == set((await pool.info(GUIDE)).eos_tokens) != set()

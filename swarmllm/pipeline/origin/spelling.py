@@ -12,19 +12,24 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
 
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import TokenSource
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import FinishReason, Sampling
 from swarmllm_proto.swarm import StreamingToken
+from swarmllm_proto.tensors import Tensor
 from swarmllm_proto.text_stream import TextStream
 
 MODELS_MAX: Final = 16
 """Whose tokens are remembered."""
+GROUP_TOKENS: Final = 1024
+"""Tokens that are used often lie close together in most vocabularies."""
 
 log = logging.getLogger(__name__)
 
@@ -32,28 +37,33 @@ log = logging.getLogger(__name__)
 class Vocabulary(Protocol):
     """The part of WorkerPool that says what tokens mean."""
 
-    async def piece(self, model: ModelFile, token: int) -> bytes: ...
+    async def pieces(self, model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]: ...
 
     async def end_tokens(self, model: ModelFile) -> frozenset[int]: ...
 
 
 class Pieces:
-    """What tokens add to a text. A worker is asked once for each."""
+    """What tokens add to a text. A worker is asked once for each group of them: its answer waits for the step
+    that it is computing."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._known: dict[ModelId, dict[int, bytes]] = {}
+        self._known: dict[ModelId, dict[int, tuple[bytes, ...]]] = {}
+        """By model and group."""
 
-    async def of(self, model: ModelFile, token: int) -> bytes:
+    async def of(self, model: ModelFile, token: int, n_vocab: int) -> bytes:
         """Raises SwarmLLMError."""
         known = self._known.pop(model.model_id, {})
         # The one that was asked for last stands last.
         self._known[model.model_id] = known
         if len(self._known) > MODELS_MAX:
             del self._known[next(iter(self._known))]
-        if token not in known:
-            known[token] = await self._vocabulary.piece(model, token)
-        return known[token]
+        group, at = divmod(token, GROUP_TOKENS)
+        if group not in known:
+            first = group * GROUP_TOKENS
+            tokens = np.arange(first, min(first + GROUP_TOKENS, n_vocab), dtype=np.int32)
+            known[group] = await self._vocabulary.pieces(model, tokens)
+        return known[group][at]
 
     async def end(self, model: ModelFile, token: int) -> bool:
         """Whether it ends a text. Raises SwarmLLMError."""
@@ -87,7 +97,7 @@ class Spelling:
         if view.is_here(view.last):
             return token, piece
         try:
-            finish, spelled = await self._made(source.context.model, token)
+            finish, spelled = await self._made(source.context, token)
         except SwarmLLMError as error:
             log.warning("request %s: its text is as its last stage says: %s", token.request_id, error.message)
             return token, piece
@@ -97,15 +107,18 @@ class Spelling:
             return token, spelled
         return msgspec.structs.replace(token, finish_reason=finish, stopped_by=self.text.stopped_by), spelled
 
-    async def _made(self, model: ModelFile, token: StreamingToken) -> tuple[FinishReason | None, bytes]:
+    async def _made(
+        self, context: RequestContext, token: StreamingToken
+    ) -> tuple[FinishReason | None, bytes]:
+        model, n_vocab = context.model, context.n_vocab
         if self.n_done > len(self.generated):
             # The newest one was refuted.
             self.text, self.n_done = TextStream(self.sampling.stop), 0
         while self.n_done < len(self.generated):
-            self.text.push(await self.pieces.of(model, self.generated[self.n_done]))
+            self.text.push(await self.pieces.of(model, self.generated[self.n_done], n_vocab))
             self.n_done += 1
         ends = not self.sampling.ignore_eos and await self.pieces.end(model, token.token)
-        spelled = self.text.push(await self.pieces.of(model, token.token))
+        spelled = self.text.push(await self.pieces.of(model, token.token, n_vocab))
         self.n_done += 1
         is_full = self.n_done >= self.sampling.max_tokens
         # A worker elsewhere whose context is smaller may end the text where it is full.

@@ -59,7 +59,7 @@ class ObservedCompute:
         self.loaded, self.context_sizes = compute.loaded, compute.context_sizes
         self.tokenize, self.embed = compute.tokenize, compute.embed
         self.check_grammar, self.detokenize = compute.check_grammar, compute.detokenize
-        self.piece, self.end_tokens = compute.piece, compute.end_tokens
+        self.pieces, self.end_tokens = compute.pieces, compute.end_tokens
         self.name_prefix, self.cancel = compute.name_prefix, compute.cancel
         self.hold, self.resume, self.read_journal = compute.hold, compute.resume, compute.read_journal
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from swarmllm_proto import ipc
+from swarmllm_proto.codec import encode_pieces
 from swarmllm_proto.limits import IPC_PAYLOAD_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.grammar import spec_of
@@ -90,9 +91,13 @@ class TextHandlers:
 
     def _detokenize(self, message: ipc.Detokenize, payload: memoryview) -> None:
         vocabulary, tokens = self._state.engine().vocabulary, self._state.tokens(payload)
-        piece = vocabulary.piece if message.as_generated else vocabulary.full_piece
-        answer = ipc.Text(id=message.id)
-        self._answer(answer, lambda: [b"".join(map(piece, tokens.tolist()))], tokens.nbytes)
+
+        def text() -> Any:
+            if message.as_generated:
+                return [encode_pieces([vocabulary.piece(token) for token in tokens.tolist()])]
+            return [b"".join(map(vocabulary.full_piece, tokens.tolist()))]
+
+        self._answer(ipc.Text(id=message.id), text, tokens.nbytes)
 
     def _embed(self, message: ipc.Embed, payload: memoryview) -> None:
         engine, tokens = self._state.engine(), self._state.tokens(payload)
