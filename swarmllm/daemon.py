@@ -229,6 +229,7 @@ async def _open_rooms(
             trust=trust,
             kept=pool,
             prefix_key=network.prefix_key,
+            kept_pictures=pool.kept_pictures,
         )
         pool.on_notice = pipelines.on_notice
         await supervise_started(nursery, "pipelines", pipelines.run)

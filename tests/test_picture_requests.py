@@ -97,7 +97,25 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
             # The model comes from the other node, its projector from the disk.
             wait_for(lambda: sources(b, "seer"), PATIENCE_S, "the other node to know who has the file")
             assert lines(b, "/seer/load", {"layers": "2:4"})["model"]["stored"]
-            assert chat(b, shown)["status"] == 400
+            # So its pictures are encoded by the other node, which the answer names.
+            listed = b.http.get("/v1/models").json()["data"]
+            assert [m["id"] for m in listed if "image" in m["architecture"]["input_modalities"]] == ["seer"]
+            planned = b.http.get("/api/admin/plan?model=seer").json()
+            assert planned["takes_pictures"]
+            assert len(planned["encoders"]) == 1
+            far = chat(b, shown)
+            assert told(far) == whole
+            (looked,) = far["swarm"]["pictures"]
+            assert (looked["node"], looked["rows"], looked["kept"]) == (
+                planned["encoders"][0]["node_id"],
+                N_ROWS,
+                False,
+            )
+            again = chat(b, shown)
+            assert told(again) == whole
+            assert again["swarm"]["pictures"][0]["kept"]
+            assert chat(b, shown[:-30])["error"]["code"] == "invalid_value"
+            assert a.stats()["pipelines"]["pictures_given"] == 1
             assert "96" in lines(b, "/seer/projector", {"path": str(other)})["error"]["message"]
             assert (
                 lines(b, "/seer/projector", {"path": str(eyes)})["model"]["projector"] == added["projector"]

@@ -26,7 +26,16 @@ from swarmllm.models.model_files import FileState
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc import Effort, FinishReason, GenerateDone, KeptRows, Sampling, Token, TokenLogprob
+from swarmllm_proto.ipc import (
+    Effort,
+    FinishReason,
+    GenerateDone,
+    KeptRows,
+    Sampling,
+    TextPlace,
+    Token,
+    TokenLogprob,
+)
 from swarmllm_proto.tensors import Tensor
 
 N_LAYERS = 12
@@ -98,6 +107,7 @@ class FakePool:
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
         template: str = "",
+        place: TextPlace = "whole",
     ) -> Tensor:
         await trio.lowlevel.checkpoint()
         return np.array([ord(character) % PRIME for character in text or ""], np.int32)

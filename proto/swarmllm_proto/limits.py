@@ -43,13 +43,17 @@ OUTLINE_MAX: Final = 64 * MIB
 """What describes a model's tensors: 65 536 of them, with the longest names, are 38 MB."""
 
 IMAGE_MAX: Final = 3 * MIB
-"""A picture in one request. Encoders shrink what they are given to far less."""
+"""A slice of a picture in one request."""
 
 IMAGE_ROWS_MAX: Final = 3 * MIB
 """Bytes of what became of it, in one response: 192 rows of f32 x 4096."""
 
 PICTURE_BYTES_MAX: Final = 32 * MIB
 """The file of a picture, on its way to the process that decodes it."""
+
+PICTURE_ROWS_BYTES_MAX: Final = 128 * MIB
+"""What became of a picture, all rows together: 2880 rows of f32 x 8192 (LLaVA 1.6 with all tiles) are 94
+MB."""
 
 PICTURE_PIXELS_MAX: Final = 2**25
 """33 megapixels, 96 MiB once they are decoded: more than cameras of phones usually give."""

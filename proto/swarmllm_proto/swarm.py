@@ -53,8 +53,10 @@ from swarmllm_proto.swarm_base import RowsPiece as RowsPiece
 from swarmllm_proto.swarm_base import ShortText as ShortText
 from swarmllm_proto.swarm_base import StageRows as StageRows
 from swarmllm_proto.swarm_base import TensorName as TensorName
-from swarmllm_proto.swarm_base import VisionEncodeRequest as VisionEncodeRequest
-from swarmllm_proto.swarm_base import VisionEncodeResponse as VisionEncodeResponse
+from swarmllm_proto.swarm_vision import RECORD_PROJECTORS_MAX
+from swarmllm_proto.swarm_vision import ProjectorAnnounce as ProjectorAnnounce
+from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeRequest
+from swarmllm_proto.swarm_vision import VisionEncodeResponse as VisionEncodeResponse
 
 RUNNING_MAX: Final = 65_535
 RECORD_MODELS_MAX: Final = 256
@@ -201,6 +203,10 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Only where its user wants others to know."""
     shares: Annotated[tuple[SharedModel, ...], Meta(max_length=8)] | UnsetType = UNSET
     """Withdrawn when a newer record does not have it; unset: none."""
+    projectors: (
+        Annotated[tuple[ProjectorAnnounce, ...], Meta(max_length=RECORD_PROJECTORS_MAX)] | UnsetType
+    ) = UNSET
+    """With which it encodes pictures for others; unset: none."""
 
     def __post_init__(self) -> None:
         n_ranges = sum(len(m.ranges) + len(m.loading) + len(m.pinned) for m in self.models)

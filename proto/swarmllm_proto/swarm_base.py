@@ -1,4 +1,4 @@
-"""What messages between nodes are made of (see `swarm`): bases, checks, kept KV, broken pipelines, pictures.
+"""What messages between nodes are made of (see `swarm`): bases, checks, kept KV, broken pipelines.
 
 Unlike the names in a pipeline's assignment these hashes have no secret in them: anyone who has the same model
 and the same beginning of a prompt makes the same ones, and so finds out who has its KV. It also finds out
@@ -17,7 +17,7 @@ from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
 from swarmllm_proto.identifiers import NodeId as NodeId
 from swarmllm_proto.ipc_base import LayerIndex, Position, RequestId, StageIndex, TokenCount
-from swarmllm_proto.limits import CHECKED_ROWS_MAX, IMAGE_MAX, IMAGE_ROWS_MAX, PREFIX_KV_MAX
+from swarmllm_proto.limits import CHECKED_ROWS_MAX, PREFIX_KV_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -141,28 +141,3 @@ class ReplayRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.until <= self.stage:
             raise ValueError(f"field `until`: {self.until} must be after stage {self.stage}")
-
-
-class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: what a model's vision encoder makes of a picture."""
-
-    v: int = WIRE_VERSION
-    request_id: RequestId
-    model_id: ModelId
-    image: Annotated[memoryview, Meta(min_length=1, max_length=IMAGE_MAX)]
-    """A PNG, JPEG or WebP file."""
-    first_row: TokenCount = 0
-    """Where a response that was too long for one ends, the next begins."""
-
-
-class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Response to VisionEncodeRequest."""
-
-    v: int = WIRE_VERSION
-    request_id: RequestId
-    error: Literal["", "VisionEncoderUnavailable", "BadImage"] = ""
-    n_rows: TokenCount = 0
-    """Of the whole picture: as many positions of the prompt."""
-    n_embd: TokenCount = 0
-    rows: Annotated[memoryview, Meta(max_length=IMAGE_ROWS_MAX)] = memoryview(b"")
-    """f32, n_embd each, from `first_row` on, as many as fit."""

@@ -21,6 +21,7 @@ from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
 from swarmllm_proto.identifiers import PublishedName
+from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -205,6 +206,12 @@ KV_TYPE_RECORD = swarm.NodeRecord(
     ),
 )
 
+SEEING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=13,
+    projectors=(swarm.ProjectorAnnounce(model_id=MODEL_ID, projector="5e" * 32, n_embd=256),),
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,
@@ -313,6 +320,18 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             request_id=REQUEST_ID, model_id=MODEL_ID, image=memoryview(b"\x89PNG\r\n\x1a\n"), first_row=192
         ),
     ),
+    (
+        "vision-encode-slice",
+        swarm.VisionEncodeRequest(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            image=memoryview(bytes(range(16))),
+            projector="5e" * 32,
+            digest="ab" * 32,
+            size_bytes=3 * 2**20 + 16,
+            offset=3 * 2**20,
+        ),
+    ),
 ]
 
 RESPONSES: list[tuple[str, AnyResponse]] = [
@@ -352,6 +371,22 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
     (
         "vision-encode-refused",
         swarm.VisionEncodeResponse(request_id=REQUEST_ID, error="VisionEncoderUnavailable"),
+    ),
+    (
+        "vision-encode-not-yet",
+        swarm.VisionEncodeResponse(request_id=REQUEST_ID, n_received=3 * 2**20),
+    ),
+    (
+        "vision-encode-parts",
+        swarm.VisionEncodeResponse(
+            request_id=REQUEST_ID,
+            n_rows=2,
+            n_embd=2,
+            rows=memoryview(np.arange(4, dtype="<f4").tobytes()),
+            n_received=16,
+            parts=(PicturePart((7, 9)), PicturePart((), 2)),
+            digest=bytes(range(32)),
+        ),
     ),
 ]
 

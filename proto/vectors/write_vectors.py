@@ -32,6 +32,7 @@ from swarm_samples import (
     RECORD,
     REQUESTS,
     RESPONSES,
+    SEEING_RECORD,
     SHARING_RECORD,
     STATEMENTS,
     demo_signature,
@@ -88,6 +89,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
     yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
     yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
+    yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

@@ -103,6 +103,19 @@ def route_table(route: Sequence[ShownStage]) -> Table:
     return table(("node", "id", "layers", *numbers), rows, right=numbers)
 
 
+def looked(finished: Finished) -> list[str]:
+    """A line for each picture of the conversation: who looked at it."""
+    return [
+        f"picture {number}: {each['rows']} rows, "
+        + (
+            "encoded for an earlier question"
+            if each["kept"]
+            else f"encoded by {each['nickname'] or short_id(each['node'])} in {each['encode_ms']:.0f} ms"
+        )
+        for number, each in enumerate(finished.swarm.get("pictures", ()), start=1)
+    ]
+
+
 def summary(finished: Finished) -> str:
     """One line under an answer: how long, how fast, over how many nodes."""
     parts = [f"{finished.n_generated} tokens"]

@@ -346,6 +346,8 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         if projector := model["projector"]:
             yield "takes pictures", f"with {projector['path']} ({projector['family']})"
+        elif model.get("encoders"):
+            yield "takes pictures", "which other nodes encode"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(model["loaded"]) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"

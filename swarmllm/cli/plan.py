@@ -55,7 +55,7 @@ def plan(model: str, prompt_tokens: int, output_tokens: int, as_json: bool, api_
     if answer["ends_s"]:
         click.echo(f"to the first stage and back from the last: {duration(answer['ends_s'])}")
     if answer.get("takes_pictures"):
-        click.echo("it takes pictures, which the node that is asked encodes; their rows count as tokens")
+        click.echo(f"it takes pictures, which {_encoders(answer)} encodes; their rows count as tokens")
     if not answer.get("exact", True):
         click.echo("rows are rounded between stages (q8_0): the text is not exactly that of the uncut model")
     for rival in answer["rivals"]:
@@ -65,6 +65,14 @@ def plan(model: str, prompt_tokens: int, output_tokens: int, as_json: bool, api_
             click.echo(safe(f"may be refused: {stage['layers']}@{_name(stage)}, {stage['lacks']}"))
     for refusal in answer.get("refused", ()):
         click.echo(safe(f"not used: {refusal['layers']}@{_name(refusal)}, {refusal['reason']}"))
+
+
+def _encoders(answer: dict[str, Any]) -> str:
+    encoders = answer.get("encoders", ())
+    if not encoders:
+        return "the node that is asked"
+    names = " or ".join(safe(each["nickname"]) or short_id(each["node_id"]) for each in encoders[:3])
+    return f"{names} (of {len(encoders)} nodes)" if len(encoders) > 3 else names
 
 
 def _row(stage: dict[str, Any]) -> tuple[object, ...]:

@@ -19,8 +19,8 @@ import trio
 from msgspec import UNSET, UnsetType
 
 from swarmllm import __version__
-from swarmllm.errors import StoreLocked
-from swarmllm.models import Catalogue, LayerRange
+from swarmllm.errors import BadModel, StoreLocked
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, is_news_of_ways, is_news_of_work, machine_speed
 from swarmllm.node.damping import Damping
@@ -31,7 +31,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.ipc import KvType
 from swarmllm_proto.swarm import (
     MODEL_RANGES_MAX,
@@ -42,10 +42,12 @@ from swarmllm_proto.swarm import (
     NodeCapability,
     NodeRecord,
     PrefixCacheAnnounce,
+    ProjectorAnnounce,
     ShardAnnounce,
     SharedModel,
 )
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
+from swarmllm_proto.swarm_vision import RECORD_PROJECTORS_MAX
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -99,8 +101,10 @@ Holdings = tuple[
     tuple[FileAnnounce, ...],
     tuple[PrefixCacheAnnounce, ...],
     tuple[SharedModel, ...] | UnsetType,
+    tuple[ProjectorAnnounce, ...] | UnsetType,
 ]
-"""(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared)"""
+"""(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared,
+projectors)"""
 
 
 class Announcer:
@@ -217,7 +221,8 @@ class Announcer:
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
         ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
-        return ready, files, kept, self._placing.shares
+        seeing = () if self._leaves else await trio.to_thread.run_sync(_projectors, entries.values())
+        return ready, files, kept, self._placing.shares, seeing or UNSET
 
     def _kv_type(self, model_id: ModelId) -> KvType | UnsetType:
         loaded = self._pool.loaded_with(model_id)
@@ -235,7 +240,26 @@ class Announcer:
             files=holdings[1],
             prefix_caches=holdings[2],
             shares=holdings[3],
+            projectors=holdings[4],
         )
+
+
+def _projectors(entries: Iterable[CatalogueEntry]) -> tuple[ProjectorAnnounce, ...]:
+    """Those whose files are as they were. Blocking."""
+    found: list[ProjectorAnnounce] = []
+    for entry in entries:
+        if (projector := entry.projector) is None or len(found) == RECORD_PROJECTORS_MAX:
+            continue
+        try:
+            projector.check_file()
+        except BadModel:
+            continue
+        found.append(
+            ProjectorAnnounce(
+                model_id=entry.model_id, projector=Digest(projector.blake3), n_embd=projector.n_embd
+            )
+        )
+    return tuple(found)
 
 
 def _pairs(ranges: Iterable[LayerRange]) -> tuple[tuple[int, int], ...]:

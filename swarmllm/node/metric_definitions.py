@@ -237,6 +237,19 @@ PREFIX_CHECKS = Definition(
     "Beginnings of prompts from other nodes of which blocks were computed again: right or wrong.",
     ("outcome",),
 )
+PICTURES_GIVEN = Definition(
+    "swarmllm_pictures_given_total", "counter", "Pictures that were encoded here for other nodes."
+)
+PICTURES_FETCHED = Definition(
+    "swarmllm_pictures_fetched_total",
+    "counter",
+    "Pictures of this node's requests that other nodes encoded.",
+)
+PICTURES_REFUSED = Definition(
+    "swarmllm_picture_answers_refused_total",
+    "counter",
+    "Answers of other nodes about pictures that could not be used, and answers that did not come.",
+)
 WEIGHTS = Definition("swarmllm_worker_weights_bytes", "gauge", "Weights that a worker holds.", ("model_id",))
 PENDING = Definition(
     "swarmllm_worker_calls_pending", "gauge", "Calls a worker has not answered.", ("model_id",)

@@ -156,6 +156,9 @@ class _NodeState(Collector):
             (metric.PREFIX_TOKENS, pipelines.prefix_tokens),
             (metric.PREFIX_FETCHED, pipelines.prefix_fetched_bytes),
             (metric.PREFIX_GIVEN, pipelines.prefix_given_bytes),
+            (metric.PICTURES_GIVEN, pipelines.pictures_given),
+            (metric.PICTURES_FETCHED, pipelines.pictures_fetched),
+            (metric.PICTURES_REFUSED, pipelines.pictures_refused),
             (metric.LONGEST_STEP, node.watchdog.longest_s),
             (metric.SLOW_STEPS, node.watchdog.n_slow),
         ):

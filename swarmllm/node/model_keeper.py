@@ -119,7 +119,10 @@ class ModelKeeper:
         node_id: NodeId,
         nickname_of: Callable[[NodeId], str],
         publish: Callable[[], Awaitable[None]],
+        encoders_of: Callable[[ModelId, CatalogueEntry | None], Iterable[NodeId]],
     ) -> None:
+        """`encoders_of`: other nodes that encode pictures for a model; with what this node knows of it."""
+        self._encoders_of = encoders_of
         self._catalogue = catalogue
         self._pool = pool
         self._transfer = transfer
@@ -220,7 +223,9 @@ class ModelKeeper:
 
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         projector = await trio.to_thread.run_sync(read_projector, mmproj, report)
-        return self._view(await self._attach(entry, projector))
+        entry = await self._attach(entry, projector)
+        await self._publish()
+        return self._view(entry)
 
     async def _attach(self, entry: CatalogueEntry, projector: Projector) -> CatalogueEntry:
         """After a picture has been encoded with it. Raises BadModel."""
@@ -416,6 +421,7 @@ class ModelKeeper:
             loaded=self._pool.loaded(model_id),
             memory=self._pool.memory(model_id),
             settings=self._pool.loaded_with(model_id),
+            encoders=self._encoders_of(model_id, entry),
         )
 
 

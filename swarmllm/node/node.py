@@ -24,14 +24,11 @@ from swarmllm.config import Config
 from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import (
-    BadModel,
     ConfigError,
-    InvalidRequest,
     ModelNotFound,
     NodeUnreachable,
     StoreLocked,
     SwarmLLMError,
-    VisionEncoderUnavailable,
 )
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
@@ -136,6 +133,7 @@ class Node:
             node_id=router.node_id,
             nickname_of=self.nickname_of,
             publish=self.publish,
+            encoders_of=pipelines.encoders.elsewhere,
         )
         self.on_demand = OnDemand(
             loaded=lambda model_id: pool.loaded(ModelId(model_id)),
@@ -194,7 +192,7 @@ class Node:
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
         self.requests = UserRequests(self.metrics)
-        self.texts = Texts(pool, self._as_origin)
+        self.texts = Texts(pool, pipelines.prompts, self._as_origin)
         self.embeddings = Embeddings(
             pool, pipelines, self.admission, self._as_origin, self.requests, self.loaded
         )
@@ -317,14 +315,9 @@ class Node:
 
     async def require_sight(self, model: str, field: str) -> None:
         """For a request with a picture at `field`. Raises ModelNotFound, InvalidRequest where the model takes
-        no pictures, and VisionEncoderUnavailable where its projector is gone."""
+        no pictures, and VisionEncoderUnavailable where no projector for it can be used now."""
         entry = await self.models.find(model)
-        if entry.projector is None:
-            raise InvalidRequest(f"{entry.name} takes no pictures; send text only.", field=field)
-        try:
-            await trio.to_thread.run_sync(entry.projector.check_file)
-        except BadModel as error:
-            raise VisionEncoderUnavailable(error.message, field=field) from None
+        await self._pipelines.encoders.require(entry, field)
 
     @asynccontextmanager
     async def loaded(

@@ -8,15 +8,13 @@ from typing import Any
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
-from swarmllm.pipeline.origin.pictures import read_pictures
+from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.ipc import Effort
 
 Messages = list[dict[str, Any]]
 
 ENDING_CHARACTERS = 64
-COUNTED_MAX = 2**24
-"""Tokens with pictures among them, beyond which nobody counts on."""
 QUESTION: Messages = [{"role": "user", "content": "?"}]
 TOOLS: Messages = [
     {
@@ -38,9 +36,12 @@ CONVERSATION: Messages = [
 
 
 class Texts:
-    def __init__(self, pool: WorkerPool, find: Callable[[str], Awaitable[CatalogueEntry]]) -> None:
+    def __init__(
+        self, pool: WorkerPool, prompts: Prompts, find: Callable[[str], Awaitable[CatalogueEntry]]
+    ) -> None:
         """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
         self._pool = pool
+        self._prompts = prompts
         self._find = find
         self._samples: dict[tuple[str, int, Effort | None, str], str] = {}
 
@@ -63,17 +64,7 @@ class Texts:
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""
         entry = await self._find(model)
-        if prompt.pictures:
-            return len((await read_pictures(self._pool, entry, prompt, COUNTED_MAX))[0])
-        tokens = await self._pool.tokenize(
-            _file(entry),
-            text=prompt.text,
-            messages=prompt.messages,
-            tools=prompt.tools,
-            effort=prompt.effort,
-            template=prompt.template,
-        )
-        return len(tokens)
+        return await self._prompts.count(prompt, entry)
 
     async def apply_template(
         self,

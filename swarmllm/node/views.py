@@ -68,6 +68,8 @@ class ModelView:
     """A request would find a pipeline now."""
     trouble: str = ""
     """What is wrong with its file, where layers are loaded here: they run on, but cannot be loaded again."""
+    encoders: tuple[NodeId, ...] = ()
+    """Other connected nodes that encode pictures for it, sorted."""
     waiting: WaitingView | None = None
     """Only some layers of a file are here, and it is not known yet which model they are of; then there is no
     `model_id`."""
@@ -75,7 +77,7 @@ class ModelView:
     @property
     def takes_pictures(self) -> bool:
         """A request to this node may have some."""
-        return self.entry is not None and self.entry.projector is not None
+        return bool(self.encoders) or (self.entry is not None and self.entry.projector is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ def view_model(
     loaded: tuple[LayerRange, ...],
     memory: ModelMemory,
     settings: LoadOptions | None,
+    encoders: Iterable[NodeId] = (),
 ) -> ModelView:
     """`loaded` as `Coverages.of` has it."""
     n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
@@ -231,6 +234,7 @@ def view_model(
         holders=coverage.holders,
         missing=coverage.missing,
         complete=coverage.complete,
+        encoders=tuple(sorted(encoders)),
     )
 
 

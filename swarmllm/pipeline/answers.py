@@ -1,4 +1,5 @@
-"""Answers what other nodes ask of this one: bytes of models, states of stages, rows to check, kept KV."""
+"""Answers what other nodes ask of this one: bytes of models, states of stages, rows to check, kept KV,
+and what pictures become."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from swarmllm.pipeline.route.route_planner import LocalLoad
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
+from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm_proto.codec import encode_response
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, Digests, FetchDigests
 from swarmllm_proto.identifiers import NodeId
@@ -25,7 +27,6 @@ from swarmllm_proto.swarm import (
     PrefixKvFetch,
     ProbeStage,
     VisionEncodeRequest,
-    VisionEncodeResponse,
 )
 
 GivePiece = Callable[[FetchPiece], Awaitable[Piece]]
@@ -41,6 +42,7 @@ class Answers:
     tell_digests: TellDigests | None
     prefixes: PrefixServing | None
     here: LocalLoad
+    pictures: PictureServing
 
     async def on_request(self, sender: NodeId, body: bytes) -> bytes:
         """Raises SwarmLLMError, which the sender is told."""
@@ -60,8 +62,7 @@ class Answers:
             nothing = PrefixKv(status="absent")
             return await self.prefixes.answer(sender, request) if self.prefixes else nothing
         if isinstance(request, VisionEncodeRequest):
-            # Workers have no encoder: the sender is to look elsewhere at once.
-            return VisionEncodeResponse(request_id=request.request_id, error="VisionEncoderUnavailable")
+            return await self.pictures.answer(sender, request)
         ack = await self.sessions.acknowledge(sender, request)
         if not ack.accepted:
             return ack

@@ -9,7 +9,7 @@ cleaned up before the next one starts, under another request id, so that nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,9 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts, Weigh
-from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource, token_ids
-from swarmllm.pipeline.origin.pictures import PictureRows, read_pictures
+from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
+from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
 from swarmllm.pipeline.origin.spelling import Pieces, Spelling
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
@@ -50,12 +50,15 @@ from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.eyes import Encoders
+from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm.workerpool.encoders import KeptPictures
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
@@ -85,11 +88,13 @@ class Pipelines:
         budget: ByteBudget | None = None,
         kept: PrefixStore | None = None,
         prefix_key: str = "",
+        kept_pictures: KeptPictures | None = None,
     ) -> None:
         """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
         by way of the daemons. `kept`: KV of prompts, whose names are keyed with `prefix_key`; without it
-        none travels."""
+        none travels. `kept_pictures`: what pictures became here; what they become elsewhere joins
+        it."""
         self._observations = observations = observations or Observations()
         self._router = router
         self._registry = registry
@@ -130,6 +135,7 @@ class Pipelines:
         )
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
+        find_model = partial(trio.to_thread.run_sync, catalogue.get)
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
             kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
@@ -137,7 +143,7 @@ class Pipelines:
             )
             prefix_serving = PrefixServing(
                 kept,
-                partial(trio.to_thread.run_sync, catalogue.get),
+                find_model,
                 self._counts,
                 registry.may_share,
                 fetch.serving_timeout_s,
@@ -171,12 +177,33 @@ class Pipelines:
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self.stages_for
         )
+        self._pictures = PictureServing(pool, find_model, self._counts, trust, budget, self._start_soon)
+        self.encoders = Encoders(
+            pool,
+            router,
+            registry,
+            settings,
+            self._counts,
+            trust,
+            budget,
+            lambda: self._suspects.now(trio.current_time()),
+            self._first_stage,
+            kept_pictures,
+        )
+        self.prompts = Prompts(pool, self.encoders, settings)
         self._links = links or NoStageLinks()
         self._inbox = Inbox(
             self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
         )
         self.on_request = Answers(
-            self._inbox, self._sessions, pool, give_piece, tell_digests, prefix_serving, self._here
+            self._inbox,
+            self._sessions,
+            pool,
+            give_piece,
+            tell_digests,
+            prefix_serving,
+            self._here,
+            self._pictures,
         ).on_request
         """For requests of other nodes."""
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)
@@ -185,7 +212,7 @@ class Pipelines:
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
         counts.active_generations = len(self._requests)
-        counts.active_stage_requests = self._sessions.n_for_others()
+        counts.active_stage_requests = self._sessions.n_for_others() + len(self._pictures)
         counts.jobs_by_link = self._links.n_jobs
         counts.segments_served += sum(
             session.n_jobs for session in self._sessions.all_running() if session.view.origin != self._node_id
@@ -248,23 +275,9 @@ class Pipelines:
         RemoteError, WorkerError, DeadlineExceeded.
         """
         request_id = request_id or new_request_id()
-        model = ModelFile.of(entry)
         started_s = trio.current_time()
-        await self._pool.check_grammar(model, sampling)
-        pictures: PictureRows | None = None
-        if prompt.pictures:
-            tokens, pictures = await self._read_pictures(prompt, entry, sampling)
-        elif prompt.tokens is None:
-            tokens = await self._pool.tokenize(
-                model,
-                text=prompt.text,
-                messages=prompt.messages,
-                tools=prompt.tools,
-                effort=prompt.effort,
-                template=prompt.template,
-            )
-        else:
-            tokens = token_ids(entry, prompt.tokens, prompt.field)
+        await self._pool.check_grammar(ModelFile.of(entry), sampling)
+        tokens, pictures = await self.prompts.read(prompt, entry, sampling)
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         if self._settings.exact:
@@ -309,18 +322,8 @@ class Pipelines:
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
                     prompt=None if scored is None else scored.values,
+                    looked=() if pictures is None else pictures.looked,
                 )
-
-    async def _read_pictures(
-        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling
-    ) -> tuple[Tensor, PictureRows]:
-        """Raises InvalidRequest where pictures cannot be combined with what else is asked for, and as
-        `read_pictures` does."""
-        if prompt.top_logprobs is not None:
-            raise InvalidRequest("a prompt with pictures has no log-probabilities", field=prompt.field)
-        if sampling.exact or self._settings.exact:
-            raise InvalidRequest("a prompt with pictures cannot be exact", field="exact")
-        return await read_pictures(self._pool, entry, prompt, self._room_for(entry))
 
     async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
@@ -333,11 +336,7 @@ class Pipelines:
         self._inbox.take(sender, header, payload)
 
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
-        return fit(n_prompt_tokens, sampling, entry, self._room_for(entry), field)
-
-    def _room_for(self, entry: CatalogueEntry) -> int:
-        """Cells of its context here."""
-        return self._pool.context_sizes().get(entry.model_id, self._settings.n_ctx)
+        return fit(n_prompt_tokens, sampling, entry, self.prompts.room_for(entry), field)
 
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
@@ -424,10 +423,18 @@ class Pipelines:
         for request_id, assembly in broken:
             self._attempts.let_go(request_id, assembly.stages)
 
-    def _start_session(self, session: Session) -> None:
+    async def _first_stage(self, entry: CatalogueEntry) -> NodeId:
+        return (await self.stages_for(entry))[0].node_id
+
+    def _start_soon(
+        self, work: Callable[[], Awaitable[None]], failed: Callable[[Exception], object] | None = None
+    ) -> None:
         if self._nursery is None:
             raise SwarmLLMError("the node is stopping")
-        spawn(self._nursery, "request", self._run_session, session, failed=session.has_failed)
+        spawn(self._nursery, "request", work, failed=failed)
+
+    def _start_session(self, session: Session) -> None:
+        self._start_soon(partial(self._run_session, session), session.has_failed)
         self._links.join(session.context)
 
     async def _run_session(self, session: Session) -> None:
@@ -440,6 +447,7 @@ class Pipelines:
         for chain in self._requests.chains():
             chain.lost(node_id)
         self._sessions.lost(node_id)
+        self._pictures.lost(node_id)
 
     def _look_for_lost(self) -> None:
         """A reader of changes that falls behind may have missed a disconnection."""

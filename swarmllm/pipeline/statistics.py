@@ -52,6 +52,12 @@ class PipelineStatistics:
     prefix_checked: int = 0
     """Beginnings from other nodes of which blocks were computed again, and were right."""
     prefix_wrong: int = 0
+    pictures_given: int = 0
+    """Pictures encoded for other nodes."""
+    pictures_fetched: int = 0
+    """Pictures of this node's requests that other nodes encoded."""
+    pictures_refused: int = 0
+    """Answers of other nodes about pictures that could not be used."""
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0

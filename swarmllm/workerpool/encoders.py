@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,7 +27,7 @@ from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.ipc import EncodePicture, OpenProjector, PictureEncoded, ProjectorOpened
+from swarmllm_proto.ipc import EncodePicture, OpenProjector, PictureEncoded, PicturePart, ProjectorOpened
 from swarmllm_proto.limits import PICTURE_BYTES_MAX
 
 log = logging.getLogger("swarmllm.workerpool")
@@ -119,18 +119,19 @@ class PictureEncoders:
         return opened.n_rows if opened is not None else 0
 
     async def encode_picture(
-        self, model: ModelFile, projector: Projector, picture: Picture
+        self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
     ) -> EncodedPicture:
-        """Raises InvalidRequest for a picture that cannot be decoded, BadModel, WorkerDied (also at the
-        deadline), WorkerError, Overloaded."""
+        """`is_kept`: for the next time; not for other nodes, whose pictures would push out those of this
+        one's users. Raises InvalidRequest for a picture that cannot be decoded, BadModel, WorkerDied (also at
+        the deadline), WorkerError, Overloaded."""
         if len(picture.data) > PICTURE_BYTES_MAX:
             raise InvalidRequest(f"a picture has {PICTURE_BYTES_MAX} bytes at most", field="messages")
         key = model.model_id, projector.blake3, picture.digest
-        if (kept := self.kept.get(key)) is not None:
+        if is_kept and (kept := self.kept.get(key)) is not None:
             return kept
         encoder = self._encoder(model, projector)
         async with _turn(encoder):
-            if (kept := self.kept.get(key)) is not None:
+            if is_kept and (kept := self.kept.get(key)) is not None:
                 return kept
             worker, _ = await self._open(encoder, model, projector)
             message = EncodePicture(
@@ -141,7 +142,8 @@ class PictureEncoders:
             )
             encoded = checked_picture(told, payload, projector.n_embd)
         self.n_encoded += 1
-        self.kept.put(key, encoded)
+        if is_kept:
+            self.kept.put(key, encoded)
         return encoded
 
     async def forget(self, model_id: ModelId) -> None:
@@ -221,22 +223,37 @@ async def _turn(encoder: _Encoder) -> AsyncIterator[None]:
         encoder.n_waiting -= 1
 
 
+class RowsNotFinite(ValueError):
+    """Numbers that nothing can be computed from."""
+
+
 def checked_picture(told: PictureEncoded, payload: memoryview, n_embd: int) -> EncodedPicture:
     """Of a worker, which may be wrong. Raises WorkerError."""
+    rows = checked_tensor(payload, "rows of a picture", np.dtype(np.float32), 2)
+    try:
+        return encoded_picture(told.parts, rows, n_embd)
+    except ValueError as error:
+        raise WorkerError(f"the worker returned {error}") from None
+
+
+def encoded_picture(parts: Sequence[PicturePart], rows: Hidden, n_embd: int) -> EncodedPicture:
+    """`rows` f32 [n, n_embd] of all parts. Raises ValueError, saying what these are instead."""
+    # First of all: so many positions are made below.
+    n_rows = sum(part.n_rows for part in parts)
+    if not n_rows or rows.shape != (n_rows, n_embd):
+        raise ValueError(f"rows of a picture of the wrong shape: {rows.shape}")
+    if not np.isfinite(rows).all():
+        raise RowsNotFinite("rows of a picture that are not finite")
     runs: list[npt.NDArray[np.int32]] = []
     ends: set[int] = set()
     n_positions = 0
-    for part in told.parts:
+    for part in parts:
         if bool(part.tokens) == bool(part.n_rows):
-            raise WorkerError("the worker returned a part of a picture that is neither tokens nor rows")
+            raise ValueError("a part of a picture that is neither tokens nor rows")
         runs.append(np.array(part.tokens, np.int32) if part.tokens else np.full(part.n_rows, -1, np.int32))
         if part.n_rows:
             ends |= {n_positions, n_positions + part.n_rows}
         n_positions += len(runs[-1])
     tokens = np.concatenate(runs)
-    n_rows = int(np.count_nonzero(tokens < 0))
-    rows = checked_tensor(payload, "rows of a picture", np.dtype(np.float32), 2, n_rows=n_rows)
-    if not n_rows or rows.shape[1] != n_embd or not np.isfinite(rows).all():
-        raise WorkerError(f"the worker returned rows of a picture of the wrong shape: {rows.shape}")
     rows.flags.writeable = False
     return EncodedPicture(tokens, rows, tuple(sorted(ends)))

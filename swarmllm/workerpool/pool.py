@@ -138,6 +138,7 @@ class WorkerPool:
         self.export_prefix, self.import_prefix = prefixes.export_prefix, prefixes.import_prefix
         self._encoders = encoders = PictureEncoders(hosts)
         self.encode_picture, self.check_projector = encoders.encode_picture, encoders.check_projector
+        self.kept_pictures = encoders.kept
         repairs = Repairs(hosts)
         self.hold, self.resume, self.read_journal = repairs.hold, repairs.resume, repairs.read_journal
 

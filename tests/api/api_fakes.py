@@ -36,20 +36,25 @@ from swarmllm.pipeline.origin.generation import (
     Timings,
 )
 from swarmllm.pipeline.origin.prompt_rows import Rows
+from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.eyes import Encoders
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
+from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.peers.trust import NoOpinion
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import GuessCount, Sampling, TokenLogprob
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
 
@@ -82,6 +87,7 @@ class FakeGeneration:
         self.shape = "local"
         self.n_cached_tokens = 4
         self.fetched = None
+        self.looked = ()
         self.guesses = Guesses((GuessCount("lookup", 6, 5),))
         self.n_recoveries = 0
         self.n_rebuilt = 0
@@ -119,7 +125,20 @@ class Call:
 
 
 class FakePipelines:
-    def __init__(self) -> None:
+    def __init__(self, pool: FakePool, router: InMemoryRouter, registry: Registry) -> None:
+        settings, counts = PipelineSettings(), PipelineStatistics()
+        self.encoders = Encoders(
+            pool,  # type: ignore[arg-type]
+            router,
+            registry,
+            settings,
+            counts,
+            NoOpinion(),
+            ByteBudget(),
+            frozenset,
+            self.first_stage,
+        )
+        self.prompts = Prompts(pool, self.encoders, settings)  # type: ignore[arg-type]
         self.script = Script()
         self.calls: list[Call] = []
         self.started = trio.Event()
@@ -142,6 +161,9 @@ class FakePipelines:
             raise
         finally:
             call.ended.set()
+
+    async def first_stage(self, entry: CatalogueEntry) -> NodeId:
+        return NODE_A
 
     async def rows(self, tokens: Any, entry: CatalogueEntry, *, request_id: str) -> Rows:
         await trio.lowlevel.checkpoint()
@@ -321,10 +343,11 @@ async def open_node(
     await trio.Path(folder).mkdir(exist_ok=True)
     catalogue = Catalogue(folder / "catalogue.sqlite")
     await trio.to_thread.run_sync(catalogue.ensure, GUIDE_PATH, "guide")
-    pipelines, pool = FakePipelines(), FakePool()
+    pool = FakePool()
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         router = network.add(NODE_A)
         registry = Registry(NODE_A)
+        pipelines = FakePipelines(pool, router, registry)
         await nursery.start(follow_router, registry, router)
         transfer = ModelTransfer(
             router,

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import trio
 from deadlines import PATIENCE_S
+from msgspec import UNSET
 
 from bench.common.arithmetic import fake_entry
 from swarmllm.errors import WorkerError
@@ -23,7 +24,13 @@ from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
+from swarmllm_proto.swarm import (
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ProjectorAnnounce,
+    ShardAnnounce,
+)
 
 DEFAULTS = PipelineSettings()
 
@@ -77,6 +84,13 @@ class FakeNode:
         assert record is not None
         models = tuple(msgspec.structs.replace(each, kv_type=kv_type) for each in record.models)
         newer = msgspec.structs.replace(record, sequence=record.sequence + 1, models=models)
+        await self.router.publish(encode_record(newer))
+
+    async def announce_projectors(self, *announced: ProjectorAnnounce) -> None:
+        """The same as before, and with what it encodes pictures."""
+        record = self.registry.node(self.node_id)
+        assert record is not None
+        newer = msgspec.structs.replace(record, sequence=record.sequence + 1, projectors=announced or UNSET)
         await self.router.publish(encode_record(newer))
 
     async def say(self, capability: NodeCapability) -> None:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from node_ids import A
 from vision_models import picture
 
 from bench.common.arithmetic import fake_entry
-from swarmllm.errors import ContextFull
+from swarmllm.errors import ContextFull, NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture, PromptPictures
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow
-from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, read_pictures
+from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded
+from swarmllm.pipeline.origin.prompts import read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.eyes import Encoders
+from swarmllm.swarm.byte_budget import ByteBudget
+from swarmllm.swarm.peers.trust import NoOpinion
+from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 
 BOS = 1
@@ -62,7 +72,24 @@ def asking(text: str, *, as_messages: bool = False) -> Prompt:
 
 
 async def read(prompt: Prompt, n_ctx: int = 100) -> tuple[np.ndarray, PictureRows]:
-    return await read_pictures(Eyes(), seeing(), prompt, n_ctx)  # type: ignore[arg-type]
+    compute: Any = Eyes()
+    router: Any = SimpleNamespace(node_id=A)
+    encoders = Encoders(
+        compute,
+        router,
+        Registry(A),
+        PipelineSettings(),
+        PipelineStatistics(),
+        NoOpinion(),
+        ByteBudget(),
+        frozenset,
+        nobody,
+    )
+    return await read_pictures(compute, encoders, seeing(), prompt, n_ctx)
+
+
+async def nobody(entry: CatalogueEntry) -> NodeId:
+    raise NoPipeline("nobody has these layers")
 
 
 async def test_rows_stand_between_the_tokens_of_the_text_which_begins_once() -> None:

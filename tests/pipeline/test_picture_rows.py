@@ -23,7 +23,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.models.projector import read_projector
 from swarmllm.pictures import Picture, PromptPictures, parse_picture
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin import pictures
+from swarmllm.pipeline.origin import prompts
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -183,7 +183,7 @@ async def test_pictures_are_told_apart_where_the_ids_of_their_rows_are_not(
     def alike(tokens: np.ndarray, identity: bytes) -> np.ndarray:
         return np.where(tokens < 0, FIRST_ROW_ID, tokens).astype(np.int32)
 
-    monkeypatch.setattr(pictures, "with_row_ids", alike)
+    monkeypatch.setattr(prompts, "with_row_ids", alike)
     entry = entry_of(tmp_path / "models", "janus_pro", "llama", image=64)
     async with swarm_of(tmp_path, entry, HALVES) as swarm:
         seen = [

@@ -43,7 +43,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
     *(swarm.PrefixKvFetch, swarm.PrefixKv),
-    *(swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
+    *(swarm.ProjectorAnnounce, swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),
     *(neighbours.PeerExchangeRequest, neighbours.PeerExchangeResponse, neighbours.KnownPeer),

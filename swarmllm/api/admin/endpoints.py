@@ -23,6 +23,7 @@ from quart import Blueprint, Response, abort, request
 
 from swarmllm.api.admin.downloads import download_json
 from swarmllm.api.admin.node_json import (
+    HOLDERS_SHOWN,
     Json,
     details_report,
     model_json,
@@ -149,7 +150,13 @@ async def plan() -> Response:
     model, size = read_size(request.args)
     node = current_node()
     name, planned = await node.plan(model, size)
-    takes = {"takes_pictures": (await node.models.get(name)).takes_pictures}
+    view = await node.models.get(name)
+    has_own = view.entry is not None and view.entry.projector is not None
+    encoders = [] if has_own else view.encoders[:HOLDERS_SHOWN]
+    takes = {
+        "takes_pictures": view.takes_pictures,
+        "encoders": [{"node_id": each, "nickname": node.nickname_of(each)} for each in encoders],
+    }
     return _json(plan_report(name, size, planned, node.nickname_of) | takes)
 
 

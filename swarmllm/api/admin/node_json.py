@@ -164,6 +164,7 @@ def model_json(view: ModelView) -> Json:
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
         "projector": _projector(entry.projector) if entry and entry.projector else None,
+        "encoders": view.encoders[:HOLDERS_SHOWN],
         "files": _files(view.files) if view.files else None,
         "sources": view.sources[:HOLDERS_SHOWN],
         "n_sources": len(view.sources),
@@ -216,6 +217,7 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
     """`n_shown`: of the models that it has ready, and of those that it has files of."""
     info, record = view.info, view.record
     announced = record.models if record else ()
+    projectors = (record.projectors or ()) if record else ()
     capability = record.capability if record else NodeCapability()
     return {
         "node_id": info.node_id,
@@ -243,6 +245,7 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
             }
             for model in announced[:n_shown]
         ],
+        "encodes_for": [each.model_id for each in projectors[:n_shown]],
         "n_models": len(announced),
         "files": [
             {"name": files.name, "model_id": files.model_id} | _files(files)

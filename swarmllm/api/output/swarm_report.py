@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarmllm import __version__
 from swarmllm.node.embeddings import Embedded
 from swarmllm.pipeline.origin.generation import Generation, StageReport
+from swarmllm.pipeline.origin.pictures import Looked
 from swarmllm_proto.identifiers import NodeId
 
 Json = dict[str, object]
@@ -20,6 +21,7 @@ def swarm_object(generation: Generation) -> Json:
         "exact": generation.is_exact,
         "apart": generation.is_apart,
         "route": [stage_json(stage) for stage in generation.route],
+        "pictures": [_looked_json(looked) for looked in generation.looked],
         "prefix": _prefix_json(generation),
         "queue_ms": milliseconds(timings.queue_s),
         "tokenize_ms": milliseconds(timings.tokenize_s),
@@ -29,6 +31,16 @@ def swarm_object(generation: Generation) -> Json:
         "rebuilt": generation.n_rebuilt,
         "recovery_ms": milliseconds(generation.recovery_s),
         "decode_tokens_per_s": None if tokens_per_s is None else round(tokens_per_s, 1),
+    }
+
+
+def _looked_json(looked: Looked) -> Json:
+    return {
+        "node": looked.node_id,
+        "nickname": looked.nickname,
+        "rows": looked.n_rows,
+        "encode_ms": milliseconds(looked.seconds),
+        "kept": looked.is_kept,
     }
 
 

@@ -18,7 +18,7 @@ from swarmllm.cli.chat.conversation import Conversation, choose_model, question_
 from swarmllm.cli.chat.session import ChatSession, history_file, line_editing, show_answer
 from swarmllm.cli.chat.stream import Message, as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, WrongUsage
-from swarmllm.cli.display import make_console, route_table, summary
+from swarmllm.cli.display import looked, make_console, route_table, safe, summary
 from swarmllm.cli.options import api_option, image_option, json_option
 
 
@@ -94,4 +94,6 @@ def answer_once(
     if show_route and conversation.last:
         console.print()
         console.print(route_table(conversation.last.route))
+        for line in looked(conversation.last):
+            console.print(safe(line), markup=False)
         console.print(summary(conversation.last), style="dim")

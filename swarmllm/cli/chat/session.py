@@ -27,7 +27,7 @@ from swarmllm.cli.chat.conversation import (
 )
 from swarmllm.cli.chat.stream import Message
 from swarmllm.cli.client import CommandFailed
-from swarmllm.cli.display import WordWrap, route_table, safe, summary
+from swarmllm.cli.display import WordWrap, looked, route_table, safe, summary
 
 PROMPT: Final = "\n› "
 GOES_ON: Final = "… "
@@ -139,6 +139,8 @@ class ChatSession:
     def route(self, argument: str) -> None:
         last = self.conversation.last
         self.console.print(route_table(last.route) if last else "No answer yet.")
+        for line in looked(last) if last else ():
+            self._say(line)
 
     def new(self, argument: str) -> None:
         self.conversation.forget()

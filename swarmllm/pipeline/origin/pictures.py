@@ -16,17 +16,26 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
-from swarmllm.errors import ContextFull, InvalidRequest
-from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.ipc import TextPlace
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.tensors import Tensor
 
 FIRST_ROW_ID: Final = 2**30
 """Above every vocabulary; with 30 bits behind it, still an i32."""
-_ROW_IDS: Final = b"rows of a picture".ljust(32)
+ROW_IDS: Final = b"rows of a picture".ljust(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Who looked at one picture, for people."""
+
+    node_id: NodeId
+    nickname: str
+    n_rows: int
+    seconds: float
+    is_kept: bool
+    """It was there from an earlier prompt; `node_id` is this node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +51,8 @@ class PictureRows:
     those in which one process would compute the prompt."""
     digest: bytes
     """Of pictures, projector and positions: 32 bytes."""
+    looked: tuple[Looked, ...] = ()
+    """Who looked at each picture."""
 
     def within(self, position: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """(which of the rows [position, position + n_tokens) are a picture's, counted from `position`; f32
@@ -73,61 +84,12 @@ async def embedded(
     return mixed
 
 
-async def read_pictures(
-    compute: Compute, entry: CatalogueEntry, prompt: Prompt, n_ctx: int
-) -> tuple[Tensor, PictureRows]:
-    """Tokenise the text of a prompt between its pictures, and encode these, one after the other: i32 [n] with
-    ids of rows in it, and the rows. Raises InvalidRequest where the model takes no pictures or one cannot be
-    decoded, ContextFull as soon as they are too many, and what workers raise."""
-    model, projector = ModelFile.of(entry), entry.projector
-    if projector is None:
-        raise InvalidRequest(f"{entry.name} takes no pictures; send text only", field=prompt.field)
-    text = prompt.text
-    if text is None:
-        text = await compute.apply_template(
-            model, prompt.messages or [], prompt.tools, prompt.effort, prompt.template
-        )
-    parts = prompt.pictures.split(text)
-    if parts and not isinstance(parts[0], str):
-        parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.
-    place: TextPlace = "first" if prompt.text is None else "whole"
-    runs: list[Tensor] = []
-    rows: list[Tensor] = []
-    ends: set[int] = set()
-    digest = blake3(key=_ROW_IDS)
-    n_tokens = 0
-    for part in parts:
-        if isinstance(part, str):
-            runs.append(await compute.tokenize(model, text=part, place=place))
-            place = "later"
-        else:
-            try:
-                encoded = await compute.encode_picture(model, projector, part)
-            except InvalidRequest as error:
-                # The worker names its own field.
-                raise InvalidRequest(error.message, field=prompt.field) from None
-            identity = f"{projector.blake3} {part.digest}".encode()
-            runs.append(with_row_ids(encoded.tokens, identity))
-            rows.append(encoded.rows)
-            ends |= {n_tokens + end for end in encoded.ends}
-            digest.update(n_tokens.to_bytes(4, "little") + identity)
-        n_tokens += len(runs[-1])
-        if n_tokens >= n_ctx:
-            raise ContextFull(
-                f"the prompt has {n_tokens} tokens and more; {entry.name} has room for {n_ctx} here",
-                field=prompt.field,
-            )
-    tokens = np.concatenate(runs)
-    positions = np.flatnonzero(tokens >= FIRST_ROW_ID).astype(np.int32)
-    return tokens, PictureRows(positions, np.concatenate(rows), tuple(sorted(ends)), digest.digest())
-
-
 def with_row_ids(tokens: Tensor, identity: bytes) -> Tensor:
     """i32 [n] of the same picture and projector always the same: tokens, and in the place of -1 an id of that
     row."""
     is_row = tokens < 0
     n_rows = int(np.count_nonzero(is_row))
-    ids = np.frombuffer(blake3(identity, key=_ROW_IDS).digest(4 * n_rows), "<u4")
+    ids = np.frombuffer(blake3(identity, key=ROW_IDS).digest(4 * n_rows), "<u4")
     run = np.array(tokens, np.int32)
     run[is_row] = (ids % FIRST_ROW_ID + FIRST_ROW_ID).astype(np.int32)
     return run

@@ -74,9 +74,9 @@ class ObservedCompute:
         return await self._compute.apply_template(model, messages, tools, effort, template)
 
     async def encode_picture(
-        self, model: ModelFile, projector: Projector, picture: Picture
+        self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
     ) -> EncodedPicture:
-        return await self._compute.encode_picture(model, projector, picture)
+        return await self._compute.encode_picture(model, projector, picture, is_kept=is_kept)
 
     async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> ForwardResult:
         result = await self._compute.forward(model, **call)

@@ -33,6 +33,7 @@ from swarmllm.swarm.records.departures import Departed
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord
 from swarmllm.swarm.records.prefix_index import Beginning
+from swarmllm.swarm.records.projector_index import Projectors
 from swarmllm.swarm.records.registry import Announced, RegistryParts
 from swarmllm.swarm.records.spread import RecordParts
 from swarmllm_proto.identifiers import NodeId
@@ -59,6 +60,7 @@ class Peer:
     is_distrusted: bool | None = None
     indexed_record: IndexedRecord | None = None
     prefixes: tuple[Beginning, ...] | None = None
+    projectors: Projectors | None = None
     departed: Departed | None = None
 
     use: Use | None = None
@@ -113,5 +115,6 @@ class PeerDirectory(PeerTable):
             distrusted=Parts(self, "is_distrusted"),
             indexed=Parts(self, "indexed_record"),
             prefixes=Parts(self, "prefixes"),
+            projectors=Parts(self, "projectors"),
             departed=PassingParts(self, "departed"),
         )

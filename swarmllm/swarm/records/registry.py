@@ -33,11 +33,12 @@ from swarmllm.swarm.records.model_index import Holder as Holder
 from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
 from swarmllm.swarm.records.prefix_index import Beginning, PrefixIndex, PrefixMatch
+from swarmllm.swarm.records.projector_index import ProjectorIndex, Projectors
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import FileAnnounce, NodeRecord
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ProjectorAnnounce
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -76,6 +77,7 @@ class RegistryParts:
     """To find those that are, without a look at all."""
     indexed: Parts[IndexedRecord] = field(default_factory=Parts.alone)
     prefixes: Parts[tuple[Beginning, ...]] = field(default_factory=Parts.alone)
+    projectors: Parts[Projectors] = field(default_factory=Parts.alone)
     departed: PassingParts[Departed] = field(default_factory=PassingParts.alone)
 
 
@@ -99,6 +101,7 @@ class Registry:
         self._present = parts.present
         self._distrusted = parts.distrusted
         self._prefixes = PrefixIndex(peers=parts.prefixes)
+        self._projectors = ProjectorIndex(peers=parts.projectors)
         self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
         self.departures = Departures(parts.departed)
@@ -119,6 +122,7 @@ class Registry:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
         announced.record = decoded
         self._prefixes.put(node_id, decoded.prefix_caches)
+        self._projectors.put(node_id, decoded.projectors or ())
         self._place(node_id)
         return decoded
 
@@ -126,6 +130,7 @@ class Registry:
         if (announced := self._announced.drop(node_id)) is not None:
             announced.content = announced.record = None
         self._prefixes.forget(node_id)
+        self._projectors.forget(node_id)
         self._place(node_id)
 
     def set_reachable(self, node_ids: Iterable[NodeId]) -> None:
@@ -263,8 +268,19 @@ class Registry:
         """Prompts' beginnings of which that node announces the KV; 0 where its word does not count."""
         return self._prefixes.count(node_id) if self._shares(node_id) else 0
 
+    def encoders(self, model_id: ModelId) -> dict[NodeId, ProjectorAnnounce]:
+        """Which other reachable nodes that may work encode pictures for a model, and with what."""
+        return self._projectors.holders(model_id, self._counts_of_others)
+
+    def had_encoders(self, model_id: ModelId) -> bool:
+        """Whether there have been some since the start, as far as `encoders` was asked."""
+        return self._projectors.had_holders(model_id)
+
+    def _counts_of_others(self, node_id: NodeId) -> bool:
+        return node_id != self._node_id and self._counts(node_id)
+
     def _shares(self, node_id: NodeId) -> bool:
-        return node_id != self._node_id and self._counts(node_id) and self._may_share(node_id)
+        return self._counts_of_others(node_id) and self._may_share(node_id)
 
     def _settle(self, node_ids: Iterable[NodeId]) -> None:
         """Bring the index in line with the trust of now."""

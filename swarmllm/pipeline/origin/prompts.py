@@ -1,0 +1,134 @@
+"""Prompts as tokens, and as the rows that stand among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+
+from swarmllm.errors import ContextFull, InvalidRequest
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pictures import Picture
+from swarmllm.pipeline.origin.generation import Prompt, token_ids
+from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, ROW_IDS, PictureRows, with_row_ids
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.vision.eyes import Encoders, EncodersGone, Eyes
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.ipc import Sampling, TextPlace
+from swarmllm_proto.tensors import Tensor
+
+COUNTED_MAX: Final = 2**24
+"""Tokens with pictures among them, beyond which nobody counts on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    compute: Compute
+    encoders: Encoders
+    settings: PipelineSettings
+
+    async def read(
+        self, prompt: Prompt, entry: CatalogueEntry, sampling: Sampling
+    ) -> tuple[Tensor, PictureRows | None]:
+        """i32 [n], and the rows that take the place of some. Raises InvalidRequest where pictures cannot be
+        combined with what else is asked for, and as `read_pictures` does."""
+        if prompt.tokens is not None:
+            return token_ids(entry, prompt.tokens, prompt.field), None
+        if not prompt.pictures:
+            return await self._tokens(prompt, entry), None
+        if prompt.top_logprobs is not None:
+            raise InvalidRequest("a prompt with pictures has no log-probabilities", field=prompt.field)
+        if sampling.exact or self.settings.exact:
+            raise InvalidRequest("a prompt with pictures cannot be exact", field="exact")
+        return await read_pictures(self.compute, self.encoders, entry, prompt, self.room_for(entry))
+
+    async def count(self, prompt: Prompt, entry: CatalogueEntry) -> int:
+        """How many tokens of context a prompt takes. Raises as `read` does."""
+        if prompt.pictures:
+            return len((await read_pictures(self.compute, self.encoders, entry, prompt, COUNTED_MAX))[0])
+        return len(await self._tokens(prompt, entry))
+
+    def room_for(self, entry: CatalogueEntry) -> int:
+        """Cells of the model's context here."""
+        return self.compute.context_sizes().get(entry.model_id, self.settings.n_ctx)
+
+    async def _tokens(self, prompt: Prompt, entry: CatalogueEntry) -> Tensor:
+        return await self.compute.tokenize(
+            ModelFile.of(entry),
+            text=prompt.text,
+            messages=prompt.messages,
+            tools=prompt.tools,
+            effort=prompt.effort,
+            template=prompt.template,
+        )
+
+
+async def read_pictures(
+    compute: Compute, encoders: Encoders, entry: CatalogueEntry, prompt: Prompt, n_ctx: int
+) -> tuple[Tensor, PictureRows]:
+    """Tokenise the text of a prompt between its pictures, and encode these, one after the other: i32 [n] with
+    ids of rows in it, and the rows. Raises InvalidRequest where the model takes no pictures or one cannot be
+    decoded, VisionEncoderUnavailable where nobody can look at them now, ContextFull as soon as they are too
+    many, and what workers raise."""
+    model, text = ModelFile.of(entry), prompt.text
+    if text is None:
+        text = await compute.apply_template(
+            model, prompt.messages or [], prompt.tools, prompt.effort, prompt.template
+        )
+    parts = prompt.pictures.split(text)
+    if parts and not isinstance(parts[0], str):
+        parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    gone: EncodersGone | None = None
+    for eyes in await encoders.eyes(entry, pictures, prompt.field):
+        try:
+            return await _read(compute, eyes, entry, prompt, parts, n_ctx)
+        except EncodersGone as error:
+            gone = gone or error
+    assert gone is not None
+    raise encoders.unavailable(entry, gone, prompt.field)
+
+
+async def _read(
+    compute: Compute,
+    eyes: Eyes,
+    entry: CatalogueEntry,
+    prompt: Prompt,
+    parts: Sequence[str | Picture],
+    n_ctx: int,
+) -> tuple[Tensor, PictureRows]:
+    """With one projector. Raises EncodersGone, and as `read_pictures` does."""
+    model = ModelFile.of(entry)
+    place: TextPlace = "first" if prompt.text is None else "whole"
+    runs: list[Tensor] = []
+    rows: list[Tensor] = []
+    ends: set[int] = set()
+    digest = blake3(key=ROW_IDS)
+    n_tokens = 0
+    for part in parts:
+        if isinstance(part, str):
+            runs.append(await compute.tokenize(model, text=part, place=place))
+            place = "later"
+        else:
+            encoded = await eyes.look(part, prompt.field)
+            identity = f"{eyes.projector} {part.digest}".encode()
+            runs.append(with_row_ids(encoded.tokens, identity))
+            rows.append(encoded.rows)
+            ends |= {n_tokens + end for end in encoded.ends}
+            digest.update(n_tokens.to_bytes(4, "little") + identity)
+        n_tokens += len(runs[-1])
+        if n_tokens >= n_ctx:
+            raise ContextFull(
+                f"the prompt has {n_tokens} tokens and more; {entry.name} has room for {n_ctx} here",
+                field=prompt.field,
+            )
+    tokens = np.concatenate(runs)
+    positions = np.flatnonzero(tokens >= FIRST_ROW_ID).astype(np.int32)
+    found = PictureRows(
+        positions, np.concatenate(rows), tuple(sorted(ends)), digest.digest(), tuple(eyes.looked)
+    )
+    return tokens, found

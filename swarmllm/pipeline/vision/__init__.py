@@ -1,0 +1,1 @@
+"""Pictures on a node that has the encoder: the asked one, or another."""

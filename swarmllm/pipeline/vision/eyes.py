@@ -1,0 +1,309 @@
+"""The encoders of a model as an origin finds them: this node's own, or those of other nodes.
+
+All pictures of one prompt are encoded with one projector. Where this node has one for the model, it is that
+one, also while its file is gone; where it has none, the one of the node that is asked first. What pictures
+become on other nodes is kept as what they become here is.
+
+A picture that an encoder calls damaged, or that ends its process, is shown to one more node and then refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from swarmllm.errors import (
+    BadModel,
+    InvalidRequest,
+    NoPipeline,
+    Overloaded,
+    VisionEncoderUnavailable,
+)
+from swarmllm.log_filter import provoked_by
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pictures import Picture
+from swarmllm.pipeline.origin.pictures import Looked
+from swarmllm.pipeline.prefix.choice import HolderPath, Resting
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
+from swarmllm.pipeline.vision.choice import TRIED_MAX, Encoder, by_projector, in_order
+from swarmllm.swarm.byte_budget import ByteBudget
+from swarmllm.swarm.peers.trust import NodeTrust
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.encoders import EncodedPicture, KeptPictures
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import Digest, ModelId, NodeId
+from swarmllm_proto.swarm import ProjectorAnnounce
+
+log = logging.getLogger(__name__)
+
+BUSY_PAUSE_S: Final = 1.0
+BUSY_S: Final = 30.0
+"""So long nodes are asked again that are busy."""
+REFUSALS_MAX: Final = 2
+"""Encoders that may refuse a picture, or end over it, before it is the picture's fault."""
+FirstStage = Callable[[CatalogueEntry], Awaitable[NodeId]]
+
+
+class EncodersGone(Exception):
+    """No node that has this projector gives rows. `is_busy`: some have no place now."""
+
+    def __init__(self, why: str, *, is_busy: bool) -> None:
+        super().__init__(why)
+        self.is_busy = is_busy
+
+
+@dataclass(slots=True)
+class Eyes:
+    """One projector, for one prompt."""
+
+    _encoders: Encoders
+    _entry: CatalogueEntry
+    projector: Digest
+    _holders: list[NodeId]
+    """Other nodes, in the order in which they are asked."""
+    looked: list[Looked] = field(default_factory=list)
+    """One for each picture, in their order."""
+
+    async def look(self, picture: Picture, field: str) -> EncodedPicture:
+        """Raises InvalidRequest naming the field, EncodersGone, and what this node's encoder raises."""
+        began_s = trio.current_time()
+        encoded, node_id, is_kept = await self._encoders.encode(
+            self._entry, self.projector, self._holders, picture, field
+        )
+        took_s = trio.current_time() - began_s
+        self.looked.append(
+            Looked(node_id, self._encoders.nickname_of(node_id), len(encoded.rows), took_s, is_kept)
+        )
+        return encoded
+
+
+class Encoders:
+    def __init__(
+        self,
+        compute: Compute,
+        router: Router,
+        registry: Registry,
+        settings: PipelineSettings,
+        counts: PipelineStatistics,
+        trust: NodeTrust,
+        budget: ByteBudget,
+        suspects: Callable[[], frozenset[NodeId]],
+        first_stage: FirstStage,
+        kept: KeptPictures | None = None,
+    ) -> None:
+        """`first_stage`: the node that would run a model's first layers now; raises NoPipeline. `kept`: what
+        pictures became, of this node's own encoders, too."""
+        self._compute = compute
+        self._router = router
+        self._registry = registry
+        self._settings = settings
+        self._counts = counts
+        self._trust = trust
+        self._budget = budget
+        self._suspects = suspects
+        self._first_stage = first_stage
+        self._kept = KeptPictures() if kept is None else kept
+        self._resting = Resting()
+        """Nodes that did not give what they announced."""
+
+    def elsewhere(
+        self, model_id: ModelId, entry: CatalogueEntry | None
+    ) -> Mapping[NodeId, ProjectorAnnounce]:
+        """Other nodes that may be shown a picture for this model. `entry`: what this node knows of it."""
+        if entry is not None and self._is_private(entry.name):
+            return {}
+        found = self._registry.encoders(model_id)
+        if entry is None:
+            return {} if self._is_private("") else found
+        own = entry.projector
+        return {
+            node_id: each
+            for node_id, each in found.items()
+            if each.n_embd == entry.manifest.n_embd and (own is None or own.blake3 == each.projector)
+        }
+
+    def unavailable(
+        self, entry: CatalogueEntry, gone: EncodersGone, field: str
+    ) -> Overloaded | VisionEncoderUnavailable:
+        """Where none of `eyes` could look."""
+        if gone.is_busy:
+            return Overloaded(f"the nodes that encode pictures for {entry.name} are busy", field=field)
+        text = f"no node encodes pictures for {entry.name} now: {gone}"
+        return VisionEncoderUnavailable(text, field=field)
+
+    def missing(self, entry: CatalogueEntry, field: str) -> VisionEncoderUnavailable | InvalidRequest:
+        """Why a model takes no pictures where there is no encoder for it."""
+        name = entry.name
+        if entry.projector is not None:
+            return VisionEncoderUnavailable(
+                f"the projector of {name} cannot be used here, and no connected node encodes with it.",
+                field=field,
+            )
+        if not self._is_private(name) and self._registry.had_encoders(entry.model_id):
+            return VisionEncoderUnavailable(
+                f"no node that encodes pictures for {name} is connected now.", field=field
+            )
+        if self._is_private(name) and self._registry.encoders(entry.model_id):
+            return InvalidRequest(
+                f"{name} takes no pictures here: other nodes have its projector, but its prompts may not"
+                " leave this node.",
+                field=field,
+            )
+        return InvalidRequest(f"{name} takes no pictures; send text only.", field=field)
+
+    async def require(self, entry: CatalogueEntry, field: str) -> None:
+        """That there is an encoder for the model now. Raises InvalidRequest where it takes no pictures,
+        VisionEncoderUnavailable."""
+        if self.elsewhere(entry.model_id, entry) or await self._has_own(entry):
+            return
+        raise self.missing(entry, field)
+
+    async def eyes(self, entry: CatalogueEntry, pictures: Sequence[Picture], field: str) -> list[Eyes]:
+        """Each projector with which these pictures may be encoded, and who has it. Raises as `require`
+        does."""
+        ordered = await self._in_order(entry, sum(len(each.data) for each in pictures))
+        known = dict.fromkeys(
+            each.projector
+            for each in ordered
+            if any(self._kept.get((entry.model_id, each.projector, p.digest)) for p in pictures)
+        )
+        found = dict(by_projector(ordered, known))
+        if entry.projector is not None:
+            found.setdefault(Digest(entry.projector.blake3), [])
+        if not found:
+            raise self.missing(entry, field)
+        return [Eyes(self, entry, projector, holders) for projector, holders in found.items()]
+
+    async def encode(
+        self,
+        entry: CatalogueEntry,
+        projector: Digest,
+        holders: Sequence[NodeId],
+        picture: Picture,
+        field: str,
+    ) -> tuple[EncodedPicture, NodeId, bool]:
+        """What the picture became, where, and whether that was known. Raises as `Eyes.look` does."""
+        key = entry.model_id, projector, picture.digest
+        here = self._router.node_id
+        if (kept := self._kept.get(key)) is not None:
+            return kept, here, True
+        own = entry.projector
+        if own is not None and own.blake3 == projector:
+            try:
+                return await self._compute.encode_picture(ModelFile.of(entry), own, picture), here, False
+            except InvalidRequest as error:
+                # The worker names its own field.
+                raise InvalidRequest(error.message, field=field) from None
+            except BadModel as error:
+                if not holders:
+                    raise VisionEncoderUnavailable(error.message, field=field) from None
+                log.warning("pictures for %s are encoded on other nodes: %s", entry.name, error.message)
+        encoded, node_id = await self._ask(holders, PictureQuestion(entry, projector, picture), field)
+        self._kept.put(key, encoded)
+        return encoded, node_id, False
+
+    async def _ask(
+        self, holders: Sequence[NodeId], question: PictureQuestion, field: str
+    ) -> tuple[EncodedPicture, NodeId]:
+        """Raises InvalidRequest, EncodersGone."""
+        until_s = trio.current_time() + BUSY_S
+        left, refusals = list(holders[:TRIED_MAX]), list[NoAnswer]()
+        reason = "no connected node encodes with it"
+        while left:
+            busy: list[NodeId] = []
+            for node_id in left:
+                if self._resting.has(node_id, trio.current_time()):
+                    continue
+                try:
+                    encoded = await ask(self._router, self._budget, node_id, question)
+                except NoAnswer as error:
+                    reason = f"node {node_id}: {error}"
+                    provoked_by(log, node_id).info("a picture was not encoded by %s: %s", node_id, error)
+                    if error.why == "busy":
+                        busy.append(node_id)
+                        continue
+                    self._judge(node_id, error)
+                    if error.why in ("bad picture", "died"):
+                        refusals.append(error)
+                    if len(refusals) == REFUSALS_MAX:
+                        raise _refused(refusals, field) from None
+                else:
+                    self._counts.pictures_fetched += 1
+                    return encoded, node_id
+            if busy and trio.current_time() < until_s:
+                await trio.sleep(BUSY_PAUSE_S)
+                left = busy
+            else:
+                break
+        if refusals:
+            raise _refused(refusals, field)
+        raise EncodersGone(reason, is_busy=bool(left) and bool(busy))
+
+    def _judge(self, node_id: NodeId, error: NoAnswer) -> None:
+        if error.why in ("bad picture", "died"):
+            return
+        self._counts.pictures_refused += 1
+        self._resting.add(node_id, trio.current_time())
+        if error.deed is not None:
+            self._trust.note(node_id, error.deed, f"a picture: {error}")
+
+    async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
+        said = self.elsewhere(entry.model_id, entry)
+        now_s = trio.current_time()
+        candidates = [node_id for node_id in said if not self._resting.has(node_id, now_s)]
+        if not candidates:
+            return []
+        try:
+            first = await self._first_stage(entry)
+        except NoPipeline:
+            first = None
+        peers = {peer.node_id: peer for peer in self._router.peers()}
+        doubtful = self._suspects() | self._router.untried()
+        encoders = []
+        for node_id in candidates:
+            peer, record = peers.get(node_id), self._registry.node(node_id)
+            load = record.capability if record is not None else None
+            encoders.append(
+                Encoder(
+                    HolderPath(node_id, peer.rtt_s, peer.bytes_per_s) if peer else HolderPath(node_id),
+                    said[node_id].projector,
+                    self._trust.score(node_id),
+                    load.active_requests + load.stage_requests if load else 0,
+                    is_first_stage=node_id == first,
+                    is_doubtful=node_id in doubtful,
+                )
+            )
+        return in_order(encoders, picture_bytes, entry.manifest.n_embd)
+
+    async def _has_own(self, entry: CatalogueEntry) -> bool:
+        if entry.projector is None:
+            return False
+        try:
+            await trio.to_thread.run_sync(entry.projector.check_file)
+        except BadModel:
+            return False
+        return True
+
+    def nickname_of(self, node_id: NodeId) -> str:
+        record = self._registry.node(node_id)
+        return record.nickname if record is not None else ""
+
+    def _is_private(self, name: str) -> bool:
+        """Prompts of this model do not leave the node, nor do their pictures."""
+        constraints = self._settings.constraints
+        is_private = constraints.is_private or self._settings.local_embedding_privacy
+        return is_private or name in constraints.private_models
+
+
+def _refused(refusals: Sequence[NoAnswer], field: str) -> InvalidRequest | VisionEncoderUnavailable:
+    if all(each.why == "bad picture" for each in refusals):
+        return InvalidRequest("the picture is damaged: its encoder cannot decode it", field=field)
+    return VisionEncoderUnavailable("the picture ended the encoders that were to look at it", field=field)

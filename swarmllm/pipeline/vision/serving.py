@@ -1,0 +1,318 @@
+"""Encodes pictures for other nodes.
+
+A picture takes one place from its first slice to its last row. Places are shared among the asking nodes as
+those for requests are, and pictures of others are encoded one at a time: one of this node's users waits for
+one of them at most. What a place holds is charged to the node that asked, and gone when the place is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import trio
+from blake3 import blake3
+from msgspec import UNSET
+
+from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError, WorkerDied
+from swarmllm.log_filter import provoked_by
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.projector import Projector
+from swarmllm.pictures import parse_picture
+from swarmllm.pipeline.prefix.choice import Resting
+from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
+from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.slices import parts_of, rows_each
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
+from swarmllm.swarm.peers.trust import EARNED_MIN, Deed, NodeTrust
+from swarmllm.workerpool.encoders import EncodedPicture
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.identifiers import Digest, ModelId, NodeId
+from swarmllm_proto.limits import PICTURE_BYTES_MAX, PICTURE_ROWS_BYTES_MAX
+from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
+from swarmllm_proto.swarm_vision import NoRows, bound_digest
+
+log = logging.getLogger(__name__)
+
+PLACES: Final = 8
+ANSWER_S: Final = 5.0
+"""Within which a request is answered, with rows or without: the sender knows that this node lives."""
+SLICE_S: Final = 60.0
+"""So long a place is kept for the next request of its picture."""
+Key = tuple[NodeId, str]
+"""(asking node, request id)"""
+StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+class NotEncoded(Exception):
+    """Why there are no rows, in the word that travels."""
+
+    def __init__(self, error: NoRows, why: str) -> None:
+        super().__init__(why)
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    encoded: EncodedPicture
+    data: memoryview
+    """f32, little-endian."""
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Encoding:
+    """One picture of one asking node."""
+
+    key: Key
+    model: ModelFile
+    projector: Projector
+    digest: Digest
+    """That the picture must have."""
+    size_bytes: int
+    assigned_s: float
+    grant: Grant
+    data: bytearray = field(default_factory=bytearray)
+    has_begun: bool = False
+    rows: _Rows | None = None
+    failure: NotEncoded | None = None
+    is_given: bool = False
+    heard_s: float = 0.0
+    changed: trio.Event = field(default_factory=trio.Event)
+    """Something came from the sender, or the end of the encoding."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def is_settled(self) -> bool:
+        return self.rows is not None or self.failure is not None
+
+    def tell(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+class PictureServing:
+    def __init__(
+        self,
+        compute: Compute,
+        find_model: Callable[[ModelId], Awaitable[CatalogueEntry]],
+        counts: PipelineStatistics,
+        trust: NodeTrust,
+        budget: ByteBudget,
+        start_soon: StartSoon,
+        n_places: int = PLACES,
+    ) -> None:
+        """`find_model` raises ModelNotFound. `start_soon` runs a task that may outlive a request."""
+        self._compute = compute
+        self._find_model = find_model
+        self._counts = counts
+        self._trust = trust
+        self._budget = budget
+        self._start_soon = start_soon
+        self._shares = OriginShares(n_places)
+        self._encodings: dict[Key, _Encoding] = {}
+        self._turn = trio.Lock()
+        self._resting = Resting()
+        """Nodes whose pictures have just ended an encoder's process."""
+
+    def __len__(self) -> int:
+        """Pictures that have a place."""
+        return len(self._encodings)
+
+    def lost(self, node_id: NodeId) -> None:
+        """The node is gone, and what it asked for with it."""
+        for encoding in [each for each in self._encodings.values() if each.key[0] == node_id]:
+            encoding.scope.cancel()
+
+    async def answer(self, sender: NodeId, request: VisionEncodeRequest) -> VisionEncodeResponse:
+        """Raises InvalidRequest for slices that fit no picture."""
+        try:
+            encoding = self._encodings.get((sender, request.request_id))
+            if encoding is None:
+                encoding = await self._begin(sender, request)
+            encoding.heard_s = trio.current_time()
+            self._take(encoding, request)
+            if len(encoding.data) == encoding.size_bytes or encoding.has_begun:
+                with trio.move_on_after(ANSWER_S):
+                    while not encoding.is_settled:
+                        await encoding.changed.wait()
+            return self._response(encoding, request)
+        except NotEncoded as reason:
+            provoked_by(log, sender).info("a picture of %s is not encoded: %s", sender, reason)
+            return VisionEncodeResponse(request_id=request.request_id, error=reason.error)
+
+    async def _begin(self, sender: NodeId, request: VisionEncodeRequest) -> _Encoding:
+        """Raises NotEncoded, InvalidRequest."""
+        size_bytes = len(request.image) if request.size_bytes is UNSET else request.size_bytes
+        if size_bytes > PICTURE_BYTES_MAX:
+            self._trust.note(sender, Deed.BAD_REQUEST, "a picture that is too large")
+            raise InvalidRequest(f"a picture has {PICTURE_BYTES_MAX} bytes at most", field="size_bytes")
+        if request.offset or request.first_row or not request.image:
+            raise NotEncoded("VisionEncoderUnavailable", "nothing is known of it here any more")
+        try:
+            entry = await self._find_model(request.model_id)
+        except SwarmLLMError:
+            raise NotEncoded("VisionEncoderUnavailable", "the model is not here") from None
+        projector = entry.projector
+        if projector is None or projector.blake3 != request.projector or request.digest is UNSET:
+            raise NotEncoded("VisionEncoderUnavailable", "the projector is not here")
+        # From here on without a pause: what is checked still holds when the place is taken.
+        key, now_s = (sender, request.request_id), trio.current_time()
+        if key in self._encodings:
+            return self._encodings[key]
+        if self._resting.has(sender, now_s):
+            raise NotEncoded("Busy", "the last one ended the encoder's process")
+        self._make_room(sender, now_s)
+        grant = self._budget.reserve(sender, BudgetKind.JOBS, size_bytes)
+        if grant is None:
+            raise NotEncoded("Busy", "there is no memory for it")
+        encoding = _Encoding(
+            key,
+            ModelFile.of(entry),
+            projector,
+            request.digest,
+            size_bytes,
+            now_s,
+            grant,
+            heard_s=now_s,
+        )
+        self._encodings[key] = encoding
+        try:
+            self._start_soon(partial(self._run, encoding))
+        except SwarmLLMError:
+            self._drop(encoding)
+            raise
+        return encoding
+
+    def _make_room(self, sender: NodeId, now_s: float) -> None:
+        """Raises NotEncoded."""
+        places = [
+            # Ids of two nodes may be the same.
+            StagePlace("\n".join(each.key), each.key[0], each.assigned_s, each.has_begun)
+            for each in self._encodings.values()
+        ]
+        admission = self._shares.ask(sender, places, now_s, self._has_earned)
+        if not admission.is_granted:
+            raise NotEncoded("Busy", "all places are taken")
+        if admission.instead_of is not None:
+            given_up = next(k for k in self._encodings if "\n".join(k) == admission.instead_of)
+            encoding = self._encodings.pop(given_up)
+            encoding.failure = NotEncoded("Busy", "others need the place")
+            encoding.scope.cancel()
+            encoding.tell()
+
+    def _has_earned(self, node_id: NodeId) -> bool:
+        return self._trust.score(node_id) >= EARNED_MIN
+
+    def _take(self, encoding: _Encoding, request: VisionEncodeRequest) -> None:
+        """The next slice; one that is here already changes nothing. Raises InvalidRequest."""
+        offset = 0 if request.offset is UNSET else request.offset
+        if not request.image or encoding.has_begun or offset != len(encoding.data):
+            return
+        if offset + len(request.image) > encoding.size_bytes:
+            self._trust.note(encoding.key[0], Deed.BROKE_PROTOCOL, "a picture larger than it was to be")
+            encoding.scope.cancel()
+            raise InvalidRequest("the picture is larger than it was to be", field="image")
+        encoding.data += request.image
+        encoding.tell()
+
+    def _response(self, encoding: _Encoding, request: VisionEncodeRequest) -> VisionEncodeResponse:
+        """Raises NotEncoded."""
+        if encoding.failure is not None:
+            encoding.is_given = True
+            encoding.tell()
+            raise encoding.failure
+        rows = encoding.rows
+        if rows is None:
+            n_received = encoding.size_bytes if encoding.has_begun else len(encoding.data)
+            return VisionEncodeResponse(request_id=request.request_id, n_received=n_received)
+        n_rows, n_embd = rows.encoded.rows.shape
+        first = min(request.first_row, n_rows)
+        end = min(first + rows_each(n_embd), n_rows)
+        encoding.is_given = end == n_rows
+        encoding.tell()
+        return VisionEncodeResponse(
+            request_id=request.request_id,
+            n_rows=n_rows,
+            n_embd=n_embd,
+            rows=rows.data[4 * n_embd * first : 4 * n_embd * end],
+            n_received=encoding.size_bytes,
+            parts=UNSET if first else parts_of(rows.encoded),
+            digest=UNSET if first else rows.digest,
+        )
+
+    async def _run(self, encoding: _Encoding) -> None:
+        """Until its last row is given, or nobody asks any more."""
+        try:
+            with encoding.scope:
+                if not await self._wait(encoding, lambda: len(encoding.data) == encoding.size_bytes):
+                    return
+                try:
+                    encoding.rows = await self._encode(encoding)
+                except NotEncoded as reason:
+                    encoding.failure = reason
+                encoding.tell()
+                await self._wait(encoding, lambda: encoding.is_given)
+        finally:
+            if encoding.failure is None and encoding.rows is None:
+                encoding.failure = NotEncoded("VisionEncoderUnavailable", "its encoding was ended")
+            self._drop(encoding)
+            encoding.tell()
+
+    async def _wait(self, encoding: _Encoding, is_so: Callable[[], bool]) -> bool:
+        """False: nothing was heard of it for too long."""
+        while not is_so():
+            until_s = encoding.heard_s + SLICE_S
+            if trio.current_time() >= until_s:
+                return False
+            with trio.move_on_at(until_s):
+                await encoding.changed.wait()
+        return True
+
+    def _drop(self, encoding: _Encoding) -> None:
+        encoding.grant.release()
+        if self._encodings.get(encoding.key) is encoding:
+            del self._encodings[encoding.key]
+
+    async def _encode(self, encoding: _Encoding) -> _Rows:
+        """Raises NotEncoded."""
+        sender = encoding.key[0]
+        encoding.has_begun = True
+        data, encoding.data = bytes(encoding.data), bytearray()
+        try:
+            if await trio.to_thread.run_sync(lambda: blake3(data).hexdigest()) != encoding.digest:
+                self._trust.note(sender, Deed.DAMAGED, "a picture")
+                raise NotEncoded("VisionEncoderUnavailable", "it came damaged")
+            picture = parse_picture(data, "image")
+            async with self._turn:
+                encoded = await self._compute.encode_picture(
+                    encoding.model, encoding.projector, picture, is_kept=False
+                )
+        except InvalidRequest as error:
+            raise NotEncoded("BadImage", error.message) from None
+        except WorkerDied as error:
+            self._resting.add(sender, trio.current_time())
+            raise NotEncoded("EncoderDied", error.message) from None
+        except Overloaded as error:
+            raise NotEncoded("Busy", error.message) from None
+        except SwarmLLMError as error:
+            raise NotEncoded("VisionEncoderUnavailable", error.message) from None
+        rows = encoded.rows
+        if rows.nbytes > PICTURE_ROWS_BYTES_MAX or not rows_each(rows.shape[1]):
+            raise NotEncoded("VisionEncoderUnavailable", f"{rows.nbytes} bytes of rows are too many")
+        if not encoding.grant.grow(rows.nbytes):
+            raise NotEncoded("Busy", "there is no memory for its rows")
+        self._counts.pictures_given += 1
+        return await trio.to_thread.run_sync(_bound, encoding.model.model_id, encoding, encoded)
+
+
+def _bound(model_id: ModelId, encoding: _Encoding, encoded: EncodedPicture) -> _Rows:
+    data = np.ascontiguousarray(encoded.rows, "<f4").reshape(-1).view(np.uint8).data
+    projector = Digest(encoding.projector.blake3)
+    digest = bound_digest(model_id, projector, encoding.digest, parts_of(encoded), data)
+    return _Rows(encoded, data, digest)

@@ -1,0 +1,74 @@
+"""What pictures became, as it travels between nodes: parts, slices of rows, and a digest of all of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from swarmllm.swarm.peers.trust import Deed
+from swarmllm.workerpool.encoders import EncodedPicture, RowsNotFinite, encoded_picture
+from swarmllm_proto.identifiers import Digest, ModelId
+from swarmllm_proto.ipc import PicturePart
+from swarmllm_proto.limits import IMAGE_ROWS_MAX
+from swarmllm_proto.swarm_vision import bound_digest
+
+TOKENS_MAX: Final = 4096
+"""In one part."""
+PICTURE_TOKENS_MAX: Final = 65536
+"""Around the rows of one picture."""
+
+
+class WrongPicture(Exception):
+    """What a node says that a picture became is not what it can be. `deed`: what it did wrong."""
+
+    def __init__(self, why: str, deed: Deed = Deed.BROKE_PROTOCOL) -> None:
+        super().__init__(why)
+        self.deed = deed
+
+
+def parts_of(encoded: EncodedPicture) -> tuple[PicturePart, ...]:
+    """Of which `encoded_picture` makes the same again."""
+    edges = sorted({0, *encoded.ends, len(encoded.tokens)})
+    parts: list[PicturePart] = []
+    for start, end in pairwise(edges):
+        if encoded.tokens[start] < 0:
+            parts.append(PicturePart((), end - start))
+        else:
+            parts += [
+                PicturePart(tuple(encoded.tokens[at : min(at + TOKENS_MAX, end)].tolist()))
+                for at in range(start, end, TOKENS_MAX)
+            ]
+    return tuple(parts)
+
+
+def rows_each(n_embd: int) -> int:
+    """In one response; 0: one row is too large for it."""
+    return IMAGE_ROWS_MAX // (4 * n_embd)
+
+
+def assembled(
+    model_id: ModelId,
+    projector: Digest,
+    picture: Digest,
+    parts: tuple[PicturePart, ...],
+    rows: bytes | bytearray,
+    digest: bytes,
+    *,
+    n_embd: int,
+    n_vocab: int,
+) -> EncodedPicture:
+    """Of `rows` from another node, f32, `n_embd` each; takes milliseconds for megabytes. Raises
+    WrongPicture."""
+    if bound_digest(model_id, projector, picture, parts, rows) != digest:
+        raise WrongPicture("the digest is not that of this picture's rows", Deed.DAMAGED)
+    n_tokens = sum(len(part.tokens) for part in parts)
+    if n_tokens > PICTURE_TOKENS_MAX or any(token >= n_vocab for part in parts for token in part.tokens):
+        raise WrongPicture("there are tokens around the picture that the model does not have")
+    try:
+        return encoded_picture(parts, np.frombuffer(rows, "<f4").reshape(-1, n_embd), n_embd)
+    except RowsNotFinite as error:
+        raise WrongPicture(str(error), Deed.BAD_NUMBERS) from None
+    except ValueError as error:
+        raise WrongPicture(str(error)) from None
