@@ -255,7 +255,22 @@ async def test_what_cannot_be_is_refused_and_the_next_node_asked(name: str) -> N
         n_asked = len(asked)
         await look(swarm, picture(21, 21))
         if name not in NOT_BLAMED[2:]:
-            assert len(asked) == n_asked, "it is left alone for a while"
+            assert len(asked) == n_asked, "it comes last for a while"
+
+
+async def test_the_only_node_is_asked_again_after_a_failure() -> None:
+    async with seeing(B) as swarm:
+        n_lies = 1
+
+        def once(request: VisionEncodeRequest, said: VisionEncodeResponse) -> VisionEncodeResponse:
+            nonlocal n_lies
+            n_lies -= 1
+            return replaced(said, digest=UNSET) if n_lies >= 0 else said
+
+        lie(swarm[B], once)
+        with pytest.raises(VisionEncoderUnavailable):
+            await read(swarm, BLIND)
+        await read(swarm, BLIND)
 
 
 async def test_silence_is_not_waited_for_without_end(patient_clock: MockClock) -> None:

@@ -112,7 +112,7 @@ class Encoders:
         self._first_stage = first_stage
         self._kept = KeptPictures() if kept is None else kept
         self._resting = Resting()
-        """Nodes that did not give what they announced."""
+        """Nodes that did not give what they announced, and so are asked last."""
 
     def elsewhere(
         self, model_id: ModelId, entry: CatalogueEntry | None
@@ -214,14 +214,14 @@ class Encoders:
         self, holders: Sequence[NodeId], question: PictureQuestion, field: str
     ) -> tuple[EncodedPicture, NodeId]:
         """Raises InvalidRequest, EncodersGone."""
-        until_s = trio.current_time() + BUSY_S
-        left, refusals = list(holders[:TRIED_MAX]), list[NoAnswer]()
+        until_s = (now_s := trio.current_time()) + BUSY_S
+        # Those that have failed since they were put in order come last, too.
+        ordered = sorted(holders, key=lambda node_id: self._resting.has(node_id, now_s))
+        left, refusals = ordered[:TRIED_MAX], list[NoAnswer]()
         reason = "no connected node encodes with it"
         while left:
             busy: list[NodeId] = []
             for node_id in left:
-                if self._resting.has(node_id, trio.current_time()):
-                    continue
                 try:
                     encoded = await ask(self._router, self._budget, node_id, question)
                 except NoAnswer as error:
@@ -257,10 +257,9 @@ class Encoders:
 
     async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
         said = self.elsewhere(entry.model_id, entry)
-        now_s = trio.current_time()
-        candidates = [node_id for node_id in said if not self._resting.has(node_id, now_s)]
-        if not candidates:
+        if not said:
             return []
+        now_s = trio.current_time()
         try:
             first = await self._first_stage(entry)
         except NoPipeline:
@@ -268,7 +267,7 @@ class Encoders:
         peers = {peer.node_id: peer for peer in self._router.peers()}
         doubtful = self._suspects() | self._router.untried()
         encoders = []
-        for node_id in candidates:
+        for node_id in said:
             peer, record = peers.get(node_id), self._registry.node(node_id)
             load = record.capability if record is not None else None
             encoders.append(
@@ -278,7 +277,7 @@ class Encoders:
                     self._trust.score(node_id),
                     load.active_requests + load.stage_requests if load else 0,
                     is_first_stage=node_id == first,
-                    is_doubtful=node_id in doubtful,
+                    is_doubtful=node_id in doubtful or self._resting.has(node_id, now_s),
                 )
             )
         return in_order(encoders, picture_bytes, entry.manifest.n_embd)
