@@ -132,7 +132,8 @@ class Numbers:
         return tuple(str(token).encode() for token in tokens)
 
     async def end_tokens(self, model: ModelFile) -> frozenset[int]:
-        return frozenset()
+        self.asked.append((-1, 0))
+        return frozenset({3})
 
 
 async def test_a_worker_is_asked_once_for_each_group_of_tokens() -> None:
@@ -142,9 +143,13 @@ async def test_a_worker_is_asked_once_for_each_group_of_tokens() -> None:
     for token in (0, GROUP_TOKENS - 1, GROUP_TOKENS, 0, GROUP_TOKENS + 4):
         assert await pieces.of(models[0], token, GROUP_TOKENS + 5) == str(token).encode()
     assert numbers.asked == [(0, GROUP_TOKENS), (GROUP_TOKENS, 5)]
+    assert [await pieces.end(models[0], token) for token in (2, 3)] == [False, True]
+    assert numbers.asked.pop() == (-1, 0)
     for model in models[1:]:
         await pieces.of(model, 3, 10)
     # The first one has been forgotten, the last ones have not.
     for model in (models[-1], models[0]):
         await pieces.of(model, 3, 10)
     assert numbers.asked[2:] == [(0, 10)] * (MODELS_MAX + 1)
+    assert await pieces.end(models[0], 3)
+    assert numbers.asked.pop() == (-1, 0)

@@ -50,6 +50,7 @@ class Pieces:
         self._vocabulary = vocabulary
         self._known: dict[ModelId, dict[int, tuple[bytes, ...]]] = {}
         """By model and group."""
+        self._ends: dict[ModelId, frozenset[int]] = {}
 
     async def of(self, model: ModelFile, token: int, n_vocab: int) -> bytes:
         """Raises SwarmLLMError."""
@@ -57,7 +58,9 @@ class Pieces:
         # The one that was asked for last stands last.
         self._known[model.model_id] = known
         if len(self._known) > MODELS_MAX:
-            del self._known[next(iter(self._known))]
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._ends.pop(oldest, None)
         group, at = divmod(token, GROUP_TOKENS)
         if group not in known:
             first = group * GROUP_TOKENS
@@ -67,7 +70,10 @@ class Pieces:
 
     async def end(self, model: ModelFile, token: int) -> bool:
         """Whether it ends a text. Raises SwarmLLMError."""
-        return token in await self._vocabulary.end_tokens(model)
+        # No turn of the loop for each token: the reader would fall behind.
+        if model.model_id not in self._ends:
+            self._ends[model.model_id] = await self._vocabulary.end_tokens(model)
+        return token in self._ends[model.model_id]
 
 
 @dataclass(slots=True)
