@@ -26,7 +26,7 @@ from swarmllm.scheduling.constraints import Constraints
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 
-from .fakes import Swarm, open_swarm
+from .fakes import Swarm, computes, open_swarm
 
 pytestmark = pytest.mark.slow
 
@@ -285,6 +285,8 @@ async def test_a_spare_is_built_up_from_what_the_others_have(
 ) -> None:
     prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
     async with guide_swarm(tmp_path, entry, {**THIRDS, D: layers}) as swarm:
+        # By what it says it is slower, and so the spare.
+        await swarm.tell(A, {D: computes(entry.model_id, 10.0)})
         expected = await ask(swarm, A, QUESTIONS[0])
         tokens = []
         with trio.fail_after(PATIENCE_S):
