@@ -383,19 +383,25 @@ class Pipelines:
     ) -> tuple[TokenSource, Assembly]:
         """Assign a route, or one that takes less time by what the stages of the first say. Raises
         SwarmLLMError."""
-        for n_changes in range(CHANGES_MAX + 1):
+        accepted: Assembly | None = None
+        may_weigh = not request.generated
+        for n_changes in range(CHANGES_MAX + 2):
             assignment = request.assignment(assembly, self._node_id)
             request.tried.append(Attempt(assignment.request_id, assembly))
             context = request_context(assignment, request.entry, self._node_id)
             self._requests.attempts(request, replace(context, session=request.conversation))
-            may_change = n_changes < CHANGES_MAX and not request.generated
-            weigh = self._weigh(request, assembly) if may_change else None
+            weigh = self._weigh(request, assembly) if may_weigh and n_changes < CHANGES_MAX else None
             pipeline = self._attempts.open(request, assignment, self._routes.pace(request, assembly), weigh)
             try:
                 return await opened.enter_async_context(pipeline), assembly
             except LighterRoute as found:
-                assembly = found.assembly
+                accepted, assembly = assembly, found.assembly
                 self._counts.reassignments += 1
+            except SwarmLLMError:
+                # The one that was left had accepted.
+                if accepted is None or request.recovery.avoid & accepted.node_ids:
+                    raise
+                assembly, accepted, may_weigh = accepted, None, False
         raise AssertionError("the last route is not weighed")
 
     def _weigh(self, request: OriginRequest, assembly: Assembly) -> Weigh:

@@ -15,7 +15,7 @@ from bench.common.arithmetic import FakePool, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX
-from swarmllm.pipeline.route.told_loads import TOLD_S, ToldLoads
+from swarmllm.pipeline.route.told_loads import TOLD_S, ToldLoad, ToldLoads
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_response
 from swarmllm_proto.ipc import Sampling
@@ -142,12 +142,12 @@ async def test_nodes_that_all_say_more_than_is_so_are_asked_a_few_times_and_the_
 )
 def test_what_was_told_last_counts_for_a_while(events: list[dict[str, int] | float]) -> None:
     loads, now = ToldLoads(), 0.0
-    expected: dict[str, tuple[int, float]] = {}
+    expected: dict[str, ToldLoad] = {}
     for event in events:
         if isinstance(event, dict):
-            loads.told(event, now)
-            expected |= {node_id: (n, now) for node_id, n in event.items()}
+            loads.told(event, "r", now)
+            expected |= {node_id: ToldLoad(n, now, "r") for node_id, n in event.items()}
         else:
             now += event
-        fresh = {node_id: told for node_id, told in expected.items() if now - told[1] < TOLD_S}
+        fresh = {node_id: told for node_id, told in expected.items() if now - told.at_s < TOLD_S}
         assert loads.at(now) == fresh

@@ -39,6 +39,7 @@ from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
+from swarmllm.pipeline.route.told_loads import ToldLoad
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
@@ -152,7 +153,7 @@ class Attempts:
             # What its stages took over may have come of several pipelines, and who sent what is not known.
             chain.checked_stage = None
         session = self._sessions.open(context, chain)
-        request.chain = chain
+        request.chain, request.assigned_s = chain, trio.current_time()
         try:
             start = await self._agree(chain, session, assignment, weigh)
             if chain.failure is not None:
@@ -231,16 +232,23 @@ class Attempts:
             await weigh(n_running)
         return partial(chain.start, session, n_known)
 
-    def just_sent(self, told_at_s: Mapping[NodeId, float], besides: OriginRequest | None) -> Counter[NodeId]:
+    def just_sent(self, told: Mapping[NodeId, ToldLoad], besides: OriginRequest | None) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need
-        not say so; of a node that has told of its load itself, those since then."""
+        not say so; of a node that has told of its load itself, the one that it accepted then and those that
+        were assigned later."""
         unseen_s = trio.current_time() - UNSEEN_S
+
+        def is_unseen(request: OriginRequest, chain: Chain, node_id: NodeId) -> bool:
+            if (said := told.get(node_id)) is None:
+                return chain.began_s > unseen_s
+            return request.id == said.request_id or request.assigned_s > said.at_s
+
         return Counter(
             stage.node_id
             for request in self._requests
             if request is not besides and (chain := request.chain) is not None
             for stage in chain.context.view.stages
-            if chain.began_s >= told_at_s.get(stage.node_id, unseen_s)
+            if is_unseen(request, chain, stage.node_id)
         )
 
     def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:

@@ -71,6 +71,8 @@ class OriginRequest:
     """Of the latest attempt, once it has a route."""
     chain: Chain | None = None
     """Of the latest attempt, where stages on other nodes take part in it, for as long as it is open."""
+    assigned_s: float = 0.0
+    """When its stages were asked to take part."""
     n_changes: int = 0
     """Of the swarm, when the latest attempt was made: what has changed since is not to be waited for."""
 
@@ -167,6 +169,7 @@ class OriginRequests:
         one.known_as, other.known_as = other.known_as, one.known_as
         one.context, other.context = other.context, one.context
         one.chain, other.chain = other.chain, one.chain
+        one.assigned_s, other.assigned_s = other.assigned_s, one.assigned_s
         one.tried, other.tried = other.tried, one.tried
         one.was_rounded, other.was_rounded = other.was_rounded, one.was_rounded
         self.add(one)

@@ -22,7 +22,7 @@ from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
-from swarmllm.pipeline.route.told_loads import ToldLoads
+from swarmllm.pipeline.route.told_loads import ToldLoad, ToldLoads
 from swarmllm.pipeline.route.warming import RouteWarming
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
 from swarmllm.scheduling.plan import Plan
@@ -37,9 +37,9 @@ GAIN: Final = 1.1
 """So many times longer must the accepted route take for another one to be assigned."""
 
 
-JustSent = Callable[[Mapping[NodeId, float], OriginRequest | None], Mapping[NodeId, int]]
-"""(when nodes told of their load, a request that does not count) -> requests of this node that went to nodes
-since then or are in no record yet, by node id."""
+JustSent = Callable[[Mapping[NodeId, ToldLoad], OriginRequest | None], Mapping[NodeId, int]]
+"""(what nodes told of their load, a request that does not count) -> requests of this node that are in nothing
+that nodes have said, by node id."""
 
 
 class LighterRoute(Exception):
@@ -133,7 +133,7 @@ class RequestRoutes:
         """A route that takes clearly less time than the accepted one, by what its stages have said; None:
         there is none. `n_running`: requests that run there, by node id. `asked_s`: what it took to ask them,
         which asking others takes again."""
-        self._told.told(n_running, trio.current_time())
+        self._told.told(n_running, request.id, trio.current_time())
         if all(n <= accepted.n_active.get(node_id, 0) for node_id, n in n_running.items()):
             return None
         # A conversation's last pipeline has its KV.
@@ -169,6 +169,6 @@ class RequestRoutes:
     ) -> OwnLoad:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
         told = self._told.at(trio.current_time())
-        n_told = {node_id: n for node_id, (n, _) in told.items()}
-        sent = self._just_sent({node_id: at_s for node_id, (_, at_s) in told.items()}, besides)
+        n_told = {node_id: each.n_running for node_id, each in told.items()}
+        sent = self._just_sent(told, besides)
         return self._here.now(entry, n_tokens, sent, n_told, n_asking=n_asking)

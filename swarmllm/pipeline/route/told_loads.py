@@ -8,7 +8,7 @@ acknowledgement is how things are at that moment, so an origin that meets others
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from swarmllm_proto.identifiers import NodeId
 
@@ -16,29 +16,37 @@ TOLD_S: Final = 1.5
 """Nodes announce a change of load once a second, and it takes its time to arrive."""
 
 
+class ToldLoad(NamedTuple):
+    n_running: int
+    """Requests on the node, without the one that it accepted."""
+    at_s: float
+    request_id: str
+    """What it accepted."""
+
+
 class ToldLoads:
     def __init__(self) -> None:
-        self._told: dict[NodeId, tuple[int, float]] = {}
-        """(requests, when it was said), the latest last."""
+        self._told: dict[NodeId, ToldLoad] = {}
+        """The latest last."""
 
     def __repr__(self) -> str:
         return f"<ToldLoads {len(self._told)} nodes>"
 
-    def told(self, n_running: Mapping[NodeId, int], now: float) -> None:
-        """By the nodes themselves: requests that run there, without the one that was being assigned."""
+    def told(self, n_running: Mapping[NodeId, int], request_id: str, now: float) -> None:
+        """By nodes that have accepted this request: how many others run there."""
         for node_id, n in n_running.items():
             self._told.pop(node_id, None)
-            self._told[node_id] = n, now
+            self._told[node_id] = ToldLoad(n, now, request_id)
         self._forget(now)
 
-    def at(self, now: float) -> dict[NodeId, tuple[int, float]]:
-        """(requests, when it was said) of the nodes that said it within `TOLD_S`."""
+    def at(self, now: float) -> dict[NodeId, ToldLoad]:
+        """Of the nodes that said it within `TOLD_S`."""
         self._forget(now)
         return dict(self._told)
 
     def _forget(self, now: float) -> None:
         while self._told:
-            node_id, (_, at_s) = next(iter(self._told.items()))
-            if now - at_s < TOLD_S:
+            node_id, told = next(iter(self._told.items()))
+            if now - told.at_s < TOLD_S:
                 return
             del self._told[node_id]
