@@ -70,7 +70,7 @@ def test_most_untruths_are_well_formed_and_some_are_not(kind: type) -> None:
     names |= {name: node_id_named(f"honest{n}") for n, name in enumerate(HONEST)}
     names |= {address: f"/ip4/192.0.2.{n + 1}/tcp/4001" for n, address in enumerate(ADDRESSES)}
     n_read, n_refused = 0, 0
-    for value in drawn(wire_values(kind, guide_world()), SEED, 120):
+    for value in drawn(wire_values(kind, guide_world()), SEED, 240):
         try:
             msgspec.msgpack.decode(encoded(filled(value, names)), type=kind)
             n_read += 1
