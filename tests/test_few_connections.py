@@ -23,8 +23,10 @@ def connected(node: DaemonProcess) -> set[str]:
     return {peer["node_id"] for peer in node.http.get("/api/admin/peers").json()["peers"]}
 
 
-def is_complete(node: DaemonProcess) -> bool:
-    return bool(node.http.get("/api/admin/models/guide/status").json()["complete"])
+def planned(node: DaemonProcess) -> list[str]:
+    """Nodes by which a request would go now."""
+    plan = node.http.get("/api/admin/plan?model=guide")
+    return [stage["node_id"] for stage in plan.json()["stages"]] if plan.status_code == 200 else []
 
 
 def ask(node: DaemonProcess) -> str:
@@ -46,7 +48,8 @@ def test_stages_are_dialled_when_a_request_needs_them(tmp_path: Path) -> None:
         for node in (asked, first, last):
             wait_for(lambda n=node: connected(n) == {middle.node_id}, PATIENCE_S, "one connection each")
         middle.http.post("/api/admin/models/guide/unload", json={})
-        wait_for(lambda: is_complete(asked), PATIENCE_S, "the asked one to know who has the layers")
+        stages = [first.node_id, last.node_id]
+        wait_for(lambda: planned(asked) == stages, PATIENCE_S, "the asked one to know who has the layers")
         assert connected(asked) == {middle.node_id}
         assert ask(asked) == expected
         assert {first.node_id, last.node_id} <= connected(asked)
