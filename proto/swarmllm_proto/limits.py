@@ -28,6 +28,12 @@ PACKED_ROWS_MAX: Final = 16 * MIB
 """Rows that come packed, once they are unpacked: 512 rows of f32 x 8192. A few hundred bytes may say that
 they are as many."""
 
+WINDOW_ROWS_MAX: Final = 16
+"""Rows of one decode job: a token and guesses. Kernels give several rows the bits of single ones up to 7."""
+
+GUESSES_MAX: Final = WINDOW_ROWS_MAX - 1
+"""Behind the token of one decode job."""
+
 REQUEST_MAX: Final = 4 * MIB
 """Body of a request or response between nodes: py-libp2p's reads stop short above 4 MB."""
 

@@ -34,7 +34,7 @@ from swarmllm_proto.ipc import (
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.ipc_kv import BlockCount
-from swarmllm_proto.limits import PIECE_MAX
+from swarmllm_proto.limits import GUESSES_MAX, PIECE_MAX
 from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
@@ -409,7 +409,16 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     until: Annotated[int, Meta(ge=0, le=255)] | None = None
     """The last stage that computes these rows, where it is not the pipeline's last: the stages after it have
     them already."""
+    guesses: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=GUESSES_MAX)] | UnsetType = UNSET
+    """With step "embed": tokens that may follow `token`, to be embedded behind it; `n_tokens` counts them."""
+    window_rows: Annotated[int, Meta(ge=2, le=255)] | UnsetType = UNSET
+    """So many rows may come in one decode job, as far as the stages that the job has passed are concerned.
+    Unset: one; a stage that does not know the field leaves it out."""
     digest: Annotated[bytes, Meta(max_length=32)] = b""
+
+    def __post_init__(self) -> None:
+        if self.guesses is not UNSET and (self.step != "embed" or self.n_tokens != 1 + len(self.guesses)):
+            raise ValueError(f"field `guesses`: {len(self.guesses)} in a job of {self.n_tokens} rows")
 
 
 class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -427,6 +436,8 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """With the last token: of the prompt, not computed, because an earlier request there began alike."""
     stopped_by: StopIndex | None = None
     """Which of the sampling's stop strings ended the generation here; None: another thing did."""
+    guessed: tuple[TokenCount, TokenCount] | UnsetType = UNSET
+    """With the last token of several stages: guesses that were checked, and those that were right."""
 
 
 class RemoteGenerateRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -57,6 +57,26 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         b"",
     ),
     (
+        "layer-forward-guesses",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="embed",
+            stage=0,
+            position=130,
+            n_tokens=3,
+            token=15043,
+            guesses=(29_892, 3186),
+        ),
+        b"",
+    ),
+    (
+        "layer-forward-window",
+        swarm.LayerForward(
+            request_id=REQUEST_ID, step="layer", stage=1, position=130, n_tokens=2, window_rows=7
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
         "streaming-token",
         swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS, logprobs=LOGPROBS),
         "é".encode(),
@@ -71,6 +91,13 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
     (
         "streaming-token-stopped",
         swarm.StreamingToken(request_id=REQUEST_ID, index=9, token=13, finish_reason="stop", stopped_by=15),
+        b"",
+    ),
+    (
+        "streaming-token-guessed",
+        swarm.StreamingToken(
+            request_id=REQUEST_ID, index=9, token=2, finish_reason="length", guessed=(11, 7)
+        ),
         b"",
     ),
     (

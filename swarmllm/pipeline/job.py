@@ -46,6 +46,8 @@ class Job:
     """Prompt tokens after this chunk; 0: the head samples from the last row."""
     token: int | None = None
     """The sampled token that is to be embedded; None: rows of the prompt."""
+    guesses: tuple[int, ...] = ()
+    """Of the last stage, to be embedded behind `token`."""
     tensor: Tensor | None = None
     """f32 [n_tokens, n_embd], or i32 [n_tokens] where the first stage's worker embeds; None until EMBED."""
     timings: tuple[StageTiming, ...] = ()

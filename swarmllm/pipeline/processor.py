@@ -154,7 +154,7 @@ def advance(job: Job, state: JobState, outcome: JobOutcome, view: RequestView) -
         job.step = ComputeStep.LAYER if outcome is JobOutcome.TOKEN_TO_LAYERS else ComputeStep.EMBED
         job.stage = 0
         job.position += job.n_tokens
-        job.n_tokens = 1
+        job.n_tokens, job.guesses = 1, ()
         job.tensor = None
         job.timings = ()
     return after

@@ -118,7 +118,7 @@ class RingOfTwo:
         stage = job.stage
         self.n_brought += 1
         if job.step == "embed":
-            payload = b"".join(encode_tensor(np.array([job.token], np.int32)))
+            payload = b"".join(encode_tensor(np.array([job.token, *(job.guesses or ())], np.int32)))
         elif is_packed(payload):
             payload = tensor_bytes(unpack_rows(payload, n_rows=job.n_tokens, width=N_EMBD))
         is_chunk = job.position < self._prompts[job.request_id]
@@ -207,6 +207,7 @@ class RingOfTwo:
                 token=message.token,
                 finish_reason=message.finish_reason,
                 stopped_by=message.stopped_by,
+                logprobs=message.logprobs,
             )
             self._told(told, bytes(payload))
         if not message.onward and message.finish_reason is None:

@@ -78,8 +78,7 @@ class Chain:
 
     shape: Shape = "chain"
     fits_context = True  # A stage with less room would refuse the rows, and end no text.
-    guesses = Guesses()
-    """A worker that runs the whole model guesses, no chain does."""
+    guesses = Guesses()  # What the last stage says with the last token.
 
     def __init__(
         self,
@@ -405,6 +404,7 @@ class Chain:
         self._buffer.append((message, payload))
         self._reader.unpark_all()
         if message.finish_reason is not None:
+            self.guesses = Guesses.told(message.guessed, self._tokens.n_received)
             self.is_ended_by_model = message.finish_reason == "stop" and message.stopped_by is None
             # Nobody needs to wait for the reader: all stages may free their slots now.
             n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import UnsetType
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
@@ -24,6 +25,7 @@ from swarmllm.pipeline.origin.pictures import Looked
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Effort, FinishReason, GuessCount, Scores, TokenLogprob
+from swarmllm_proto.limits import GUESSES_MAX
 from swarmllm_proto.swarm import Stage, StageTiming
 from swarmllm_proto.tensors import Tensor
 
@@ -183,6 +185,15 @@ class Guesses(NamedTuple):
     """Tokens that were guessed ahead of the model (speculation)."""
 
     ways: tuple[GuessCount, ...] = ()
+
+    @classmethod
+    def told(cls, counts: tuple[int, int] | UnsetType, n_tokens: int) -> Guesses:
+        """By another node, of a request with so many tokens: guesses (checked, right). Counts that cannot be
+        are none."""
+        n_checked, n_right = counts or (0, 0)
+        if not 0 < n_checked <= GUESSES_MAX * n_tokens or n_right > min(n_checked, n_tokens):
+            return cls()
+        return cls((GuessCount("lookup", n_checked, n_right),))
 
     @property
     def checked(self) -> int:

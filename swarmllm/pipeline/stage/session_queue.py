@@ -84,11 +84,13 @@ def read_job(
     if message.until is not None and (message.until < message.stage or not message.prefill_left):
         raise BadTensor("until", "rows that end before the last stage are no token's, and get there")
     if message.step == "embed":
-        if message.n_tokens != 1 or message.prefill_left:
-            raise BadTensor("n_tokens", "a token is embedded alone")
-        if message.token >= context.n_vocab:
-            raise BadTensor("token", f"{message.token} of a vocabulary of {context.n_vocab}")
-        job.token = message.token
+        guesses = message.guesses or ()
+        if message.n_tokens != 1 + len(guesses) or message.prefill_left:
+            raise BadTensor("n_tokens", "a token is embedded alone, but for guesses")
+        for token in (message.token, *guesses):
+            if token >= context.n_vocab:
+                raise BadTensor("token", f"{token} of a vocabulary of {context.n_vocab}")
+        job.token, job.guesses = message.token, guesses
         return job
     if len(message.timings) > message.stage:
         raise BadTensor("timings", "more stages than the job has passed")

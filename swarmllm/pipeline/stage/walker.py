@@ -205,7 +205,7 @@ class Walker:
         if job.token is None:
             await self._embed_chunk(job, first_is_here)
         elif first_is_here:
-            job.tensor = np.array([job.token], np.int32)
+            job.tensor = np.array([job.token, *job.guesses], np.int32)
             job.step = ComputeStep.LAYER
         return self._advance(job, JobState.EMBED, after_embed(job, self._view))
 
@@ -232,7 +232,7 @@ class Walker:
         stage, tensor = job.stage, job.tensor
         if tensor is None:
             assert job.token is not None
-            tensor = np.array([job.token], np.int32)
+            tensor = np.array([job.token, *job.guesses], np.int32)
         samples = stage == self._view.last and job.prefill_left == 0
         first_sample = samples and not self._has_sampled
         want = "token" if samples else self._last_want if stage == self._view.last else "hidden"

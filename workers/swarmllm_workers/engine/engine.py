@@ -85,6 +85,11 @@ class Engine:
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer has a state that cannot be rolled back."""
+        return self._vocabulary_model.is_recurrent
+
+    @property
     def memory(self) -> Memory:
         """What the segments take, as predicted."""
         return self.layers.memory + self.apart.memory

@@ -18,11 +18,12 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
@@ -35,6 +36,7 @@ from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Seat:
     forward: ipc.Forward
     """What each job that comes by a link asks for, at its own position."""
     expected: int = 0
-    """The position after the newest job that was taken."""
+    """A job that was taken stood right before this position; none stood at it or beyond."""
     unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
     """What left last by the link, and may be in it still."""
     n_turned: int = 0
@@ -93,6 +95,22 @@ class Seat:
     waiting: deque[int] = field(default_factory=deque)
     """Payload bytes of each job that came by a link and has not been run."""
     n_bytes_waiting: int = 0
+    rows_max: int = 1
+    """That this stage takes in one decode job."""
+    rows_max_before: int = 0
+    """That the stages before take, by the newest job; 0: not all of them say that they take several."""
+    guesser: ChainGuesser | None = None
+    """Of the last stage, where it guesses."""
+    guesses: tuple[int, ...] = ()
+    """What left last behind a token."""
+    guessed_at: int = 0
+    """The position of that token."""
+
+    @property
+    def window_rows(self) -> int | UnsetType:
+        """What is said to the stages after it."""
+        n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
+        return n_rows if n_rows > 1 else UNSET
 
     def enter(self, n_bytes: int) -> bool:
         """A job comes. False: there is no room for it."""
@@ -162,10 +180,14 @@ class Ring:
         self._close_receiving(peer)
         self._lose_sending(peer, "closed here", is_news=False)
 
-    def take_seat(self, message: ipc.TakeSeat) -> None:
+    def take_seat(
+        self, message: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None
+    ) -> None:
         if len(self._seats) >= SEATS_MAX:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
-        self._seats[message.request_id, message.stage] = Seat(message, _forward_of(message))
+        self._seats[message.request_id, message.stage] = Seat(
+            message, _forward_of(message), rows_max=rows_max, guesser=guesser
+        )
         self._count()
 
     def leave(self, request_id: str) -> None:
@@ -244,6 +266,7 @@ class Ring:
             position=position,
             n_tokens=n_rows,
             timings=timings,
+            window_rows=seat.window_rows,
             digest=NO_DIGEST,
         )
         return self._pass_on(seat, ((message, payload),), may_relay)
@@ -256,8 +279,11 @@ class Ring:
         timings: tuple[StageTiming, ...],
         *,
         may_relay: bool,
+        before: Sequence[Decoded] = (),
+        guesses: tuple[int, ...] = (),
     ) -> bool:
-        """Send a token to the first stage, where it stands at `position`, unless it is the last one.
+        """Send a token to the first stage, where it stands at `position`, unless it is the last one, and
+        `guesses` behind it. `before`: tokens of the same job that nobody has been told of.
 
         An origin that runs the first stage is told by the same link, which wakes the fewest processes,
         unless a core is spare: then its daemon hears of the token from this one's, and the first worker
@@ -265,31 +291,25 @@ class Ring:
         told.
         """
         its = seat.message
-        told = StreamingToken(
-            request_id=its.request_id,
-            index=decoded.index,
-            token=decoded.token,
-            finish_reason=decoded.finish_reason,
-            timings=timings,
-            logprobs=decoded.logprobs,
-            stopped_by=decoded.stopped_by,
-        )
+        told = _told(its.request_id, (*before, decoded), timings, seat.guesser)
         job = LayerForward(
             request_id=its.request_id,
             step="embed",
             stage=0,
             position=position,
-            n_tokens=1,
+            n_tokens=1 + len(guesses),
             token=decoded.token,
+            guesses=guesses or UNSET,
             digest=NO_DIGEST,
         )
         jobs: tuple[tuple[JobMessage, bytes], ...] = ((job, b""),) if decoded.finish_reason is None else ()
         if its.origin == its.after and not (may_relay and self.has_spare_core):
-            return self._pass_on(seat, ((told, decoded.text), *jobs), may_relay)
+            return self._pass_on(seat, (*told, *jobs), may_relay)
         is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
         if may_relay:
             # After the job: the ring waits for one, a reader for the other.
-            self._relay(its.request_id, its.origin, told, decoded.text)
+            for token, text in told:
+                self._relay(its.request_id, its.origin, token, text)
         return is_on
 
     def cork(self) -> None:
@@ -354,7 +374,7 @@ class Ring:
             raise LinkClosed(
                 f"broke the protocol (more than {len(seat.waiting)} jobs wait for request {job.request_id})"
             )
-        seat.expected = job.position + job.n_tokens
+        seat.expected, seat.rows_max_before = job.position + 1, job.window_rows or 0
         seat.is_running = True
         self._tell_turned(seat, time.monotonic())
         try:
@@ -435,6 +455,36 @@ class Ring:
         self._watch(connection.fileno(), 0)
         self._peers.pop(connection.fileno(), None)
         connection.close()
+
+
+def _told(
+    request_id: str,
+    tokens: Sequence[Decoded],
+    timings: tuple[StageTiming, ...],
+    guesser: ChainGuesser | None,
+) -> tuple[tuple[StreamingToken, bytes], ...]:
+    """What the origin hears of the tokens of one job, which share its timings."""
+    n = len(tokens)
+    if n > 1:
+        timings = tuple(StageTiming(each.stage, each.compute_s / n, each.busy_s / n) for each in timings)
+    return tuple(
+        (
+            StreamingToken(
+                request_id=request_id,
+                index=each.index,
+                token=each.token,
+                finish_reason=each.finish_reason,
+                timings=timings,
+                logprobs=each.logprobs,
+                stopped_by=each.stopped_by,
+                guessed=(guesser.n_guessed, guesser.n_right)
+                if guesser is not None and each.finish_reason is not None
+                else UNSET,
+            ),
+            each.text,
+        )
+        for each in tokens
+    )
 
 
 def _frame(header: bytes, payload: bytes | memoryview) -> Iterable[bytes | memoryview]:

@@ -99,6 +99,7 @@ class RingWork(ForwardWork):
             decoded,
             self._timings(),
             may_relay=self._by_link,
+            guesses=self._next_guesses(decoded),
         )
         if self._by_link:
             self._ring.turn(self._seat, self._compute_s)
@@ -107,6 +108,11 @@ class RingWork(ForwardWork):
             token_message(message.id, message.request_id, decoded, self._compute_s, onward=onward),
             decoded.text,
         )
+
+    def _next_guesses(self, decoded: Decoded) -> tuple[int, ...]:
+        decoding = self._decodings[self.request_id]
+        position = decoded.index + self._seat.message.n_prompt_tokens
+        return next_guesses(self._ring, self._seat, decoding, decoded, position)
 
     def _timings(self) -> tuple[StageTiming, ...]:
         busy_s = max(0.0, time.perf_counter() - self._since)
@@ -171,7 +177,10 @@ class LoneSteps:
             decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
-            self._ring.pass_token(seat, position + 1, decoded, (*job.timings, timing), may_relay=True)
+            guesses = next_guesses(self._ring, seat, decoding, decoded, position + 1)
+            self._ring.pass_token(
+                seat, position + 1, decoded, (*job.timings, timing), may_relay=True, guesses=guesses
+            )
         if job.step == "layer":
             came = bytes(payload) if len(payload) == self._n_bytes else b"".join((self._head, fed.data))
             engine.received.append(its.request_id, its.start, position, came, len(self._head))
@@ -221,6 +230,24 @@ class LoneSteps:
         else:
             sent = pack(row, row_format)
         return sent, b"".join((self._head, row.data))
+
+
+def next_guesses(
+    ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded, position: int
+) -> tuple[int, ...]:
+    """What leaves behind a token that will stand at `position`, the newest of `decoding`."""
+    guesser = seat.guesser
+    if guesser is None:
+        return ()
+    guesses = guesser.guess(
+        decoding.tokens,
+        min(seat.rows_max, seat.rows_max_before),
+        decoding.sampling.max_tokens - decoding.n_generated,
+        time.perf_counter(),
+        is_alone=ring.n_requests == 1,
+    )
+    seat.guesses, seat.guessed_at = guesses, position
+    return guesses if decoded.finish_reason is None else ()
 
 
 def _taker() -> Any:

@@ -19,11 +19,14 @@ from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers import operating_system
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.decode.grammar import spec_of
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
+from swarmllm_workers.ring.window_work import WindowRows, WindowWork, is_window
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
@@ -35,6 +38,8 @@ from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings,
 from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
 from swarmllm_workers.server.worker_state import WorkerState, read_as, read_tensor
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser
+from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ log = logging.getLogger(__name__)
 PARSING_BYTES_MAX: Final = 32 * 2**20
 """What calls that wait for the thread that parses may hold or be answered with, above which no further
 message is read; one call may always wait."""
+CHAIN_GATES_MAX: Final = 64
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
 SLEPT_S: Final = 0.0005
@@ -73,6 +79,9 @@ class Handlers:
         self._arrived_at = 0.0
         self._manifest: PrefixManifest | None = None
         self._lone_steps: LoneSteps | None = None
+        self._windows: WindowRows | None = None
+        self._chain_gates: dict[tuple[str, str], CostGate] = {}
+        """What is known of trips, by the neighbours of a last stage; the latest last."""
         self._cohorts: Cohorts | None = None
         self._polls_at = 0.0
         self._decodings: dict[str, Decoding] = {}
@@ -183,6 +192,7 @@ class Handlers:
         if message.continuous_batching:
             self._cohorts = Cohorts(engine.n_layers)
         self._lone_steps = LoneSteps(engine, self._decodings, self.ring, self._cohorts)
+        self._windows = WindowRows(engine)
         self.state.scheduler = Scheduler(
             engine, planner, self.state.fail_work, self._read_ahead, self._cohorts, self.ring
         )
@@ -213,20 +223,9 @@ class Handlers:
             self._send(ipc.Done(id=message.id))
             return
         else:
-            seat.expected = message.position + len(data)
+            seat.expected, seat.rows_max_before = message.position + 1, 0
             since = self._arrived_at - message.waited_s
-            work = RingWork(
-                message,
-                message.position,
-                data,
-                self.state.engine(),
-                self._decodings,
-                self._send,
-                self.ring,
-                seat,
-                since,
-                message.timings,
-            )
+            work = self._ring_work(message, message.position, data, seat, since, message.timings)
         self.state.running().add(work)
 
     def _forward_by_link(
@@ -242,27 +241,33 @@ class Handlers:
                 self.state.engine().release_if_empty(job.request_id)
                 self.state.fail(0, error, job.request_id)
                 return
-        engine = self.state.engine()
-        data = np.array([job.token], np.int32) if job.step == "embed" else self._rows(payload, job.n_tokens)
+        if job.step == "embed":
+            data = np.array([job.token, *(job.guesses or ())], np.int32)
+        else:
+            data = self._rows(payload, job.n_tokens)
         self._check_forward(seat.forward, job.position, data)
         if len(data) != job.n_tokens:
             raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
-        self.state.running().add(
-            RingWork(
-                seat.forward,
-                job.position,
-                data,
-                engine,
-                self._decodings,
-                self._send,
-                self.ring,
-                seat,
-                came_at,
-                job.timings,
-                by_link=True,
-            ),
-            is_idle=is_idle,
-        )
+        work = self._ring_work(seat.forward, job.position, data, seat, came_at, job.timings, by_link=True)
+        self.state.running().add(work, is_idle=is_idle)
+
+    def _ring_work(
+        self,
+        message: ipc.Forward,
+        position: int,
+        data: np.ndarray,
+        seat: Seat,
+        since: float,
+        timings: tuple[ipc.StageTiming, ...],
+        *,
+        by_link: bool = False,
+    ) -> RingWork:
+        make: Callable[..., RingWork] = RingWork
+        if self._windows is not None and is_window(seat, position, len(data)):
+            make = partial(WindowWork, self._windows)
+        engine = self.state.engine()
+        of = (message, position, data, engine, self._decodings, self._send, self.ring)
+        return make(*of, seat, since, timings, by_link=by_link)
 
     def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
@@ -321,8 +326,23 @@ class Handlers:
         if (message.sampling is not None) != (message.end == self.state.engine().n_layers):
             raise CallError("bad_message", "the last stage samples, and no other", "sampling")
         _check_exact(message)
-        self.ring.take_seat(message)
+        self.ring.take_seat(message, *self._guessing(message))
         self._send(ipc.Done(id=message.id))
+
+    def _guessing(self, its: ipc.TakeSeat) -> tuple[int, ChainGuesser | None]:
+        """How many rows the stage takes in one job, and what guesses where it is the last one."""
+        speculation = self.state.speculation
+        if speculation is None or self.state.engine().is_recurrent or its.exact_rows:
+            return 1, None
+        n_max, size_max = speculation.settings.ngram_tokens_max, speculation.settings.ngram_size_max
+        if its.sampling is None or spec_of(its.sampling) is not None or not size_max:
+            return ROWS_MAX, None
+        key = its.before, its.after
+        gate = self._chain_gates.pop(key, CostGate()).successor()
+        self._chain_gates[key] = gate
+        if len(self._chain_gates) > CHAIN_GATES_MAX:
+            del self._chain_gates[next(iter(self._chain_gates))]
+        return ROWS_MAX, ChainGuesser(gate, size_max, n_max)
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
         engine = self.state.engine()

@@ -97,6 +97,10 @@ class CostGate:
         self.plain_s = plain_s
         self._costs_of(kind)[n_guessed] = seconds / plain_s
 
+    def has_measured(self, kind: str) -> bool:
+        """Whether what guesses of this kind cost has been seen."""
+        return bool(self._costs_of(kind))
+
     def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:
         """How many guesses of a kind to make and check in the next step, at most `n_max`. `n_left`: tokens
         that may still come; `start_s`: what the first guess takes beside, once for all of those."""

@@ -1,0 +1,239 @@
+"""Guesses over a model that is cut: the text is the same to the last bit, in fewer trips."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+from node_ids import A, B, C
+
+from swarmllm.guide import GUIDE_PATH
+from swarmllm_proto import ipc
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser
+from swarmllm_workers.speculation.cost_gate import CostGate
+
+from .client import DEADLINE_S, Worker
+from .ring_of_two import NODES, RingOfTwo, give, open_halves
+
+MakeRing = Callable[..., RingOfTwo]
+
+N_TOKENS = 120
+LINE_S = 0.008
+GREEDY = ipc.Sampling(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": replace(GREEDY, temperature=0.7, seed=11),
+    "logprobs": replace(GREEDY, logprobs=True, top_logprobs=2),
+    "penalties": replace(GREEDY, frequency_penalty=0.3, presence_penalty=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """The whole model, without guesses."""
+    worker = Worker(tmp_path_factory.mktemp("whole") / "socket")
+    worker.open(GUIDE_PATH, (0, 12), n_prefixes=0)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
+    folder = tmp_path_factory.mktemp("halves")
+    workers = (Worker(folder / "first"), Worker(folder / "last"))
+    open_halves(workers, n_slots=2, ngram_max_size=4, ngram_num_pred_tokens=10)
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def make_ring(halves: tuple[Worker, Worker]) -> Iterator[MakeRing]:
+    made: list[RingOfTwo] = []
+
+    def make(origin: NodeId = A) -> RingOfTwo:
+        ring = RingOfTwo(halves, origin)
+        lines.append(link_by_line(ring, 0))
+        ring.link(1)
+        made.append(ring)
+        return ring
+
+    lines: list[threading.Thread] = []
+    yield make
+    for ring in made:
+        ring.clean_up()
+    for line in lines:
+        line.join(DEADLINE_S)
+
+
+def n_trips(ring: RingOfTwo, request_id: str = "r") -> int:
+    """Tokens of one trip share its timings."""
+    return len({token.timings for token in ring.tokens[request_id].values()})
+
+
+def link_by_line(ring: RingOfTwo, sender: int) -> threading.Thread:
+    """A link over a line with a delay, as between two machines: there it pays to guess."""
+    ours, entry = socket.socketpair()
+    exit_, theirs = socket.socketpair()
+    give(ring.workers[1 - sender], theirs, peer=NODES[sender], direction="receiving")
+    give(ring.workers[sender], ours, peer=NODES[1 - sender], direction="sending")
+
+    def carry() -> None:
+        with entry, exit_, suppress(OSError):
+            while piece := entry.recv(1 << 16):
+                time.sleep(LINE_S)
+                exit_.sendall(piece)
+
+    line = threading.Thread(target=carry)
+    line.start()
+    return line
+
+
+def prompt_of(worker: Worker) -> np.ndarray:
+    return worker.tokenize(messages=[{"role": "user", "content": "What is a pipeline?"}])
+
+
+@pytest.mark.parametrize("origin", [A, B, C], ids=["first", "last", "elsewhere"])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_text_with_guesses_is_the_text_without(
+    make_ring: MakeRing, plain: Worker, origin: NodeId, kind: str
+) -> None:
+    sampling = SAMPLINGS[kind]
+    prompt = prompt_of(plain)
+    due = plain.generate(prompt, sampling=sampling)
+    ring = make_ring(origin)
+    ring.start("r", prompt, sampling)
+    ring.run(lambda: ring.finished("r"))
+    assert (ring.result("r"), ring.text["r"]) == (due.tokens, due.text)
+    last = ring.tokens["r"][N_TOKENS - 1]
+    assert last.guessed is not UNSET
+    n_guessed, n_right = last.guessed
+    assert n_guessed >= n_right > 3
+    assert n_trips(ring) == N_TOKENS - n_right, "a guess that is right saves a trip"
+
+
+@pytest.mark.parametrize("n_tokens", range(90, 97))
+def test_max_tokens_end_an_answer_in_the_middle_of_a_window(
+    make_ring: MakeRing, plain: Worker, n_tokens: int
+) -> None:
+    prompt = prompt_of(plain)
+    due = plain.generate(prompt, sampling=GREEDY)
+    ring = make_ring(A)
+    ring.start("r", prompt, replace(GREEDY, max_tokens=n_tokens))
+    ring.run(lambda: ring.finished("r"))
+    assert ring.result("r") == due.tokens[:n_tokens]
+    assert ring.tokens["r"][n_tokens - 1].finish_reason == "length"
+
+
+def test_a_stop_string_ends_an_answer_in_the_middle_of_a_window(make_ring: MakeRing, plain: Worker) -> None:
+    """It begins in one token of a repeated sentence and ends in another."""
+    prompt = prompt_of(plain)
+    stop = ("token.TTFT is the time to first token.TTFT",)
+    due = plain.generate(prompt, sampling=replace(GREEDY, stop=stop))
+    assert due.done.finish_reason == "stop"
+    ring = make_ring(A)
+    ring.start("r", prompt, replace(GREEDY, stop=stop))
+    ring.run(lambda: ring.finished("r"))
+    assert (ring.result("r"), ring.text["r"]) == (due.tokens, due.text)
+    assert n_trips(ring) < len(due.tokens)
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("closing", ["sending", "receiving"])
+def test_a_window_on_a_link_that_ends_is_neither_lost_nor_repeated(
+    make_ring: MakeRing, plain: Worker, sender: int, closing: str
+) -> None:
+    prompt = prompt_of(plain)
+    due = plain.generate(prompt, sampling=GREEDY)
+    ring = make_ring(A)
+
+    def disturb(token: object) -> None:
+        n_told = len(ring.tokens["r"])
+        if n_told % 9 == 5:
+            ring.close_links(sender if closing == "sending" else 1 - sender)
+        elif n_told % 9 == 8:
+            ring.link(0)
+            ring.link(1)
+
+    ring.on_token = disturb
+    ring.start("r", prompt, GREEDY)
+    ring.run(lambda: ring.finished("r"))
+    assert (ring.result("r"), ring.text["r"]) == (due.tokens, due.text)
+    assert 2 < ring.n_brought < 2 * N_TOKENS
+
+
+def test_two_requests_at_once_guess_nothing_and_neither_is_lost(make_ring: MakeRing, plain: Worker) -> None:
+    prompt = prompt_of(plain)
+    due = plain.generate(prompt, sampling=GREEDY)
+    ring = make_ring(A)
+    for request_id in ("one", "other"):
+        ring.start(request_id, prompt, GREEDY)
+    ring.run(lambda: ring.finished("one") and ring.finished("other"))
+    for request_id in ("one", "other"):
+        # Rows of several requests in one batch round differently; the guide is sure of its first words.
+        assert ring.text[request_id][:40] == due.text[:40]
+        assert len(ring.result(request_id)) == N_TOKENS
+    assert [ring.tokens[each][N_TOKENS - 1].guessed for each in ("one", "other")] == [(0, 0), (0, 0)]
+
+
+def trips(guesser: ChainGuesser, text: list[int], trip_s: Callable[[int], float]) -> list[int]:
+    """Guesses of each trip in which `text` is generated; `trip_s`: what one with so many rows takes."""
+    now, n_told, counts = 0.0, 1, []
+    while n_told < len(text):
+        guesses = guesser.guess(text[:n_told], 7, len(text) - n_told, now)
+        counts.append(len(guesses))
+        now += trip_s(1 + len(guesses))
+        right = 0
+        while right < len(guesses) and text[n_told + right : n_told + right + 1] == [guesses[right]]:
+            right += 1
+        n_told = min(n_told + right + 1, len(text))
+    return counts
+
+
+def test_windows_are_deep_where_the_line_is_long_and_the_text_repeats() -> None:
+    guesser = ChainGuesser(CostGate(), 4, 10)
+    counts = trips(guesser, [*range(10)] * 40, lambda n_rows: 0.160 + 0.001 * n_rows)
+    assert max(counts) == 6
+    assert 400 / len(counts) > 4
+
+
+def test_guesses_end_within_eight_tokens_where_they_do_not_pay() -> None:
+    """A pair of tokens that always goes on otherwise: each is found again, and no guess is right."""
+    text = [token for i in range(200) for token in (1, 2, 100 + i)]
+    guesser = ChainGuesser(CostGate(), 4, 10)
+    counts = trips(guesser, text, lambda n_rows: 0.01 * n_rows)
+    asked = [i for i, n in enumerate(counts) if n]
+    assert len(asked) < 12
+    assert sum(counts[8 + asked[0] :]) <= 0.02 * len(text)
+
+
+def test_a_guesser_whose_token_was_repeated_guesses_no_more() -> None:
+    guesser = ChainGuesser(CostGate(plain_s=0.1), 4, 10)
+    text = [1, 2, 3] * 9
+    assert guesser.guess(text, 7, 50, 1.0)
+    assert guesser.guess(text, 7, 50, 2.0) == ()
+    assert guesser.guess([*text, 1, 2], 7, 50, 3.0) == ()
+
+
+def test_logprobs_are_those_of_single_rows(
+    make_ring: MakeRing, halves: tuple[Worker, Worker], plain: Worker
+) -> None:
+    prompt, sampling = prompt_of(plain), SAMPLINGS["logprobs"]
+    by_daemons = RingOfTwo(halves, A)
+    by_daemons.start("alone", prompt, sampling)
+    by_daemons.run(lambda: by_daemons.finished("alone"))
+    by_daemons.clean_up()
+    ring = make_ring(A)
+    ring.start("r", prompt, sampling)
+    ring.run(lambda: ring.finished("r"))
+    assert n_trips(ring) < N_TOKENS
+    told = [ring.tokens["r"][index].logprobs for index in range(N_TOKENS)]
+    assert told == [by_daemons.tokens["alone"][index].logprobs for index in range(N_TOKENS)]

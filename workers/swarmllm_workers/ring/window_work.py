@@ -1,0 +1,179 @@
+"""A decode job of several rows: a token, and guesses of the head at those that follow it (a window).
+
+A stage computes a window's rows in one batch where these have the bits that each has alone, and one by one
+where that is not known of the layers that it holds, or not so: a trip is saved all the same. Which it is, is
+tried with the first window that comes, after that has left. The head samples row by row, as it would without
+guesses, and goes on while the guess was what it has sampled; what comes after a wrong one counts for nothing.
+The next job stands right behind the last token that counts, and so makes every stage forget the refused rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import numpy as np
+
+from swarmllm_proto.ipc import LayerResult
+from swarmllm_proto.limits import WINDOW_ROWS_MAX
+from swarmllm_workers.decode.decoding import Decoded
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.ranges import Route
+from swarmllm_workers.engine.segment import Segment, Span, Want
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
+from swarmllm_workers.ring.ring import Seat
+from swarmllm_workers.ring.ring_work import RingWork
+
+log = logging.getLogger(__name__)
+
+_TRIED_ROWS: Final = (ROWS_MAX, 3)
+"""As in `speculation`."""
+
+
+class WindowRows:
+    """Of one worker: how many rows of a window run in one batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._n_exact: dict[tuple[Segment, ...], int] = {}
+
+    def n_exact(self, route: Route) -> int | None:
+        """Rows of one batch that have the bits of single ones; None: that has not been tried."""
+        return self._n_exact.get(route.segments)
+
+    def try_out(self, route: Route, slot: int, position: int, data: np.ndarray) -> None:
+        """`data`, which the slot has at `position` and which is the last that it has, is computed again in
+        batches and row by row, where there is room; afterwards the slot has it as it was."""
+        engine, settings = self._engine, self._engine.settings
+        if (
+            self.n_exact(route) is not None
+            or position + WINDOW_ROWS_MAX > settings.n_ctx
+            or engine.prefixes.n_free(route.segments) < WINDOW_ROWS_MAX
+        ):
+            return
+        n_rows = len(data)
+        known = next((n for n in _TRIED_ROWS if self._is_exact(route, slot, position, data, n)), 1)
+        engine.rewind(route, Span(slot, position + n_rows, data[:1], "none"))
+        self._n_exact = {
+            segments: n
+            for segments, n in self._n_exact.items()
+            if not any(segment.is_closed for segment in segments)
+        }
+        self._n_exact[route.segments] = known
+        log.debug("layers %d:%d: windows run %d rows at a time", route.start, route.end, known)
+
+    def _is_exact(self, route: Route, slot: int, position: int, data: np.ndarray, n_rows: int) -> bool:
+        engine, has_head = self._engine, route.end == self._engine.n_layers
+        # At least the rows that the slot has, so that it ends with them.
+        rows = data[np.arange(max(n_rows, len(data))) % len(data)]
+        span = Span(slot, position, rows[:n_rows], "rows" if has_head else "hidden")
+        together = engine.run(route, [span])[0].copy()
+        is_exact = True
+        for i in range(len(rows)):
+            one = Span(slot, position + i, rows[i : i + 1], "logits" if has_head else "hidden")
+            alone = engine.run(route, [one])[0]
+            is_exact &= i >= n_rows or np.array_equal(alone.reshape(-1), together[i].reshape(-1))
+        return is_exact
+
+
+def is_window(seat: Seat, position: int, n_rows: int) -> bool:
+    """Whether rows for a seat are a token and guesses. A piece of a prompt is brought for a seat only where
+    it is the last stage's, which knows what it has guessed itself."""
+    if not 1 < n_rows <= WINDOW_ROWS_MAX or position < seat.message.n_prompt_tokens:
+        return False
+    return seat.message.sampling is None or (position, n_rows) == (seat.guessed_at, 1 + len(seat.guesses))
+
+
+class WindowWork(RingWork):
+    def __init__(self, windows: WindowRows, *arguments: Any, **named: Any) -> None:
+        """As RingWork."""
+        super().__init__(*arguments, **named)
+        self._windows = windows
+        self._guesses = self._seat.guesses
+        """At the last stage."""
+        self._decoded: list[Decoded] = []
+
+    @property
+    def goes_around(self) -> bool:
+        return False
+
+    @property
+    def n_waiting(self) -> int:
+        route = self._engine.known_route(self.request_id, *self.layers)
+        n_left = len(self._data) - self._n_done
+        return 1 if route is None else self._n_at_once(route, n_left)
+
+    def _n_at_once(self, route: Route, n_left: int) -> int:
+        return min(n_left, self._windows.n_exact(route) or 1)
+
+    def decode_step(self, route: Route) -> Span | None:
+        return self.next_span(self._n_at_once(route, len(self._data) - self._n_done))
+
+    def next_span(self, n_rows: int) -> Span:
+        span = super().next_span(n_rows)
+        if self._message.want != "token":
+            return span
+        want: Want = "rows" if len(span.data) > 1 else "logits"
+        return Span(span.slot, span.position, span.data, want)
+
+    def accept(self, result: np.ndarray, compute_s: float) -> None:
+        if self._message.want != "token":
+            super().accept(result, compute_s)
+        else:
+            self._compute_s += compute_s
+            self._n_done += self._n_running
+            if self._judge(np.atleast_2d(result)):
+                self._deliver_window()
+                self._keep_received()
+                self.is_finished = True
+        if self.is_finished:
+            self._try_out()
+
+    def _judge(self, logits: np.ndarray) -> bool:
+        """Whether the window is over: with the last row, the end of the answer, or a guess that was wrong."""
+        message = self._message
+        decoding = self._decodings.get(message.request_id)
+        if decoding is None:
+            raise CallError("position_gap", "nothing has been sampled before this window", "position")
+        n_before = self._position + 1 - message.n_prompt_tokens
+        for row in logits:
+            one = decoding.decode(row, n_before + len(self._decoded))
+            at = len(self._decoded)
+            self._decoded.append(one)
+            if one.finish_reason is not None or self._guesses[at : at + 1] != (one.token,):
+                return True
+        return False
+
+    def _deliver_window(self) -> None:
+        *before, last = self._decoded
+        engine, position = self._engine, self._position + len(self._decoded)
+        self._ring.pass_token(
+            self._seat,
+            position,
+            last,
+            self._timings(),
+            may_relay=True,
+            before=before,
+            guesses=self._next_guesses(last),
+        )
+        engine.empty(self.request_id, position)
+        if self._by_link:
+            self._ring.turn(self._seat, self._compute_s)
+            return
+        answer = LayerResult(
+            id=self.call_id, request_id=self.request_id, compute_s=self._compute_s, onward=True
+        )
+        self._send(answer, b"")
+
+    def _try_out(self) -> None:
+        """After the send: nobody waits for this but the next job, once."""
+        route = self._engine.known_route(self.request_id, *self.layers)
+        n_rows = self._n_done if not self._decoded else len(self._decoded)
+        if route is None or self._windows.n_exact(route) is not None:
+            return
+        try:
+            slot = self._engine.slots.take(self.request_id)
+            self._windows.try_out(route, slot, self._position, self._data[:n_rows])
+        except CallError as error:  # the next job has the rows computed again, or says what is wrong
+            log.info("windows were not tried: %s", error.message)
