@@ -25,11 +25,9 @@ from typing import Any
 
 import httpx
 
-from bench.common.delay_proxy import delay_proxy
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
-from bench.common.swarm_nodes import demo_nodes, wait_for
+from bench.common.swarm_nodes import behind_proxy, demo_nodes, wait_for
 from bench.decode import half_billion
-from bench.remote_generate import free_port
 from swarmllm.cli.client import Client
 from swarmllm_proto.blocks import BLOCK_TOKENS
 
@@ -88,25 +86,12 @@ def sharing_swarm(n_nodes: int, rtt_s: float, mbit_s: float, n_threads: int) -> 
         bootstrap: list[str] = []
         found: list[Node] = []
         for index in range(n_nodes):
-            name, settings = f"n{index + 1}", dict[str, Any]()
-            if mbit_s:
-                home, proxy = f"127.0.1.{2 * index + 1}", f"127.0.1.{2 * index + 2}"
-                ports = free_port(home), free_port(home)
-                ways = [((proxy, port), (home, port)) for port in ports]
-                stack.enter_context(delay_proxy(ways, rtt_s / 2, mbit_s * 125_000))
-                settings = {
-                    "listen_host": home,
-                    "announce": [proxy],
-                    "libp2p_port": ports[0],
-                    "data_port": ports[1],
-                }
+            name = f"n{index + 1}"
+            away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
             inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
-            node = nodes.start(name, [], bootstrap, inference, settings)
+            node = nodes.start(name, [], bootstrap, inference, away and away.settings)
             told = wait_for(node.announcement, f"{name} to start")
-            if mbit_s:
-                bootstrap = bootstrap or [f"/ip4/{proxy}/tcp/{ports[0]}/p2p/{told['node_id']}"]
-            else:
-                bootstrap = bootstrap or list(told["addresses"])
+            bootstrap = bootstrap or list(away.addresses(told["node_id"]) if away else told["addresses"])
             found.append(Node(stack.enter_context(Client(told["api_url"])), name))
         for each in found:
             each.load(path)

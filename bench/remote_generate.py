@@ -11,48 +11,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bench.common.delay_proxy import delay_proxy
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
-from bench.common.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
+from bench.common.swarm_nodes import Swarm, behind_proxy, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 
 PROMPT = "What is a pipeline?"
-HOMES = {"asked": ("127.0.0.2", "127.0.0.3"), "other": ("127.0.0.4", "127.0.0.5")}
-"""By node: where it listens, and where the proxy stands before it."""
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
 def far_swarm(asked: list[str], other: list[str], rtt_s: float) -> Iterator[Swarm]:
     """Two nodes that reach each other through the proxy only."""
-    ports = {name: (free_port(home), free_port(home)) for name, (home, _) in HOMES.items()}
-    ways = [((proxy, port), (home, port)) for name, (home, proxy) in HOMES.items() for port in ports[name]]
     with demo_nodes() as nodes, ExitStack() as stack:
-        stack.enter_context(delay_proxy(ways, rtt_s / 2))
         bootstrap: list[str] = []
         urls: dict[str, str] = {}
         for name, load in (("other", other), ("asked", asked)):
-            home, proxy = HOMES[name]
-            network = {
-                "listen_host": home,
-                "announce": [proxy],
-                "libp2p_port": ports[name][0],
-                "data_port": ports[name][1],
-            }
-            node = nodes.start(name, load, bootstrap, {"n_threads": 1}, network)
+            away = stack.enter_context(behind_proxy(rtt_s / 2))
+            node = nodes.start(name, load, bootstrap, {"n_threads": 1}, away.settings)
             announced: dict[str, Any] = wait_for(node.announcement, f"{name} to start")
             urls[name] = announced["api_url"]
-            bootstrap = [f"/ip4/{proxy}/tcp/{ports[name][0]}/p2p/{announced['node_id']}"]
+            bootstrap = away.addresses(announced["node_id"])
         client = stack.enter_context(Client(urls["asked"]))
         wait_for(lambda: is_complete(client, "guide"), "a pipeline for guide")
         yield Swarm(nodes, client, "guide")

@@ -7,6 +7,7 @@ own in each direction that carries so many bytes a second.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,12 @@ import trio
 
 Endpoint = tuple[str, int]
 CHUNK_BYTES = 1 << 16
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

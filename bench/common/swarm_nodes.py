@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from bench.common.delay_proxy import delay_proxy, free_port
 from bench.common.raw_stream import stream_events
 from bench.common.streamed import Endpoint
 from swarmllm.cli.client import Client
@@ -110,24 +112,80 @@ def swarm_of(
 ) -> Iterator[Swarm]:
     """`n_nodes` daemons, the layers of `gguf` shared out evenly and in order. `inference`: more keys of that
     table."""
-    bounds = [round(i * n_layers / n_nodes) for i in range(n_nodes + 1)]
+    with swarm_of_all(n_nodes, {gguf: n_layers}, None, n_threads=n_threads, n_ctx=n_ctx, **inference) as all_:
+        yield all_[0]
+
+
+@contextmanager
+def swarm_of_all(
+    n_nodes: int,
+    layers: Mapping[Path, int],
+    one_way_s: float | None,
+    *,
+    n_threads: int,
+    n_ctx: int,
+    **inference: object,
+) -> Iterator[list[Swarm]]:
+    """`n_nodes` daemons that share each of the models out evenly and in order; one Swarm of each model.
+    `layers`: how many each file has. `one_way_s`: between any two of them, by proxies; None: no proxies."""
     clients: list[Client] = []
     inference |= {"n_threads": n_threads, "n_ctx": n_ctx}
     with demo_nodes() as nodes, ExitStack() as stack:
         bootstrap: list[str] = []
         for i in range(n_nodes):
-            node = nodes.start(f"n{i + 1}", [], bootstrap, inference)
+            away = None if one_way_s is None else stack.enter_context(behind_proxy(one_way_s))
+            node = nodes.start(f"n{i + 1}", [], bootstrap, inference, away and away.settings)
             announced = wait_for(node.announcement, f"{node.name} to start")
             clients.append(stack.enter_context(Client(announced["api_url"])))
-            bootstrap = bootstrap or list(announced["addresses"])
-        name = ""
-        for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
-            for event in client.post_progress("/api/admin/models", {"path": str(gguf)}):
-                name = event.get("model", {}).get("name", name)
-            for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
-                pass
-        wait_for(lambda: is_complete(clients[0], name), f"a pipeline for {name}")
-        yield Swarm(nodes, clients[0], name)
+            addresses = away.addresses(announced["node_id"]) if away else announced["addresses"]
+            bootstrap = bootstrap or list(addresses)
+        names = [share_out(clients, gguf, n_layers) for gguf, n_layers in layers.items()]
+        yield [Swarm(nodes, clients[0], name) for name in names]
+
+
+def share_out(clients: Sequence[Client], gguf: Path, n_layers: int) -> str:
+    """Add a model to all nodes and load its layers evenly and in order; its name."""
+    bounds = [round(i * n_layers / len(clients)) for i in range(len(clients) + 1)]
+    name = ""
+    for client, start, end in zip(clients, bounds, bounds[1:], strict=False):
+        for event in client.post_progress("/api/admin/models", {"path": str(gguf)}):
+            name = event.get("model", {}).get("name", name)
+        for _ in client.post_progress(f"/api/admin/models/{name}/load", {"layers": f"{start}:{end}"}):
+            pass
+    wait_for(lambda: is_complete(clients[0], name), f"a pipeline for {name}")
+    return name
+
+
+@dataclass(frozen=True)
+class BehindProxy:
+    """A node that others reach through a proxy only."""
+
+    settings: dict[str, object]
+    """Of its table `network`."""
+
+    def addresses(self, node_id: str) -> list[str]:
+        """At which it is reached."""
+        (host,) = self.settings["announce"]  # type: ignore[misc]
+        return [f"/ip4/{host}/tcp/{self.settings['libp2p_port']}/p2p/{node_id}"]
+
+
+_HOMES = count(1)
+
+
+@contextmanager
+def behind_proxy(one_way_s: float, bytes_per_s: float = 0.0) -> Iterator[BehindProxy]:
+    """Two loopback addresses that nobody else has here: of a node, and of its proxy (see `delay_proxy`)."""
+    number = next(_HOMES)
+    home, proxy = (f"127.0.{1 + n // 250}.{1 + n % 250}" for n in (2 * number, 2 * number + 1))
+    ports = free_port(home), free_port(home)
+    settings: dict[str, object] = {
+        "listen_host": home,
+        "announce": [proxy],
+        "libp2p_port": ports[0],
+        "data_port": ports[1],
+    }
+    with delay_proxy([((proxy, port), (home, port)) for port in ports], one_way_s, bytes_per_s):
+        yield BehindProxy(settings)
 
 
 def is_complete(client: Client, name: str) -> bool:

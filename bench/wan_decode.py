@@ -1,0 +1,145 @@
+"""Tokens/s of one stream over a cut model when the nodes are far from each other, with guesses and without.
+
+    python -m bench.wan_decode --nodes 2 4 --rtt-ms 0 20 80 200 --rounds 3
+
+Daemons on loopback; whatever goes from one to another passes a proxy in user space that delays it by half the
+round trip. A token goes once around: by as many such ways as there are nodes. "Bound" is that, and what the
+same chain computes for a token where nothing is delayed: no chain without guesses is faster.
+
+Three texts. "repetitive": the 0.5B shape with layers that add nothing and few embeddings, which costs what
+any model of the shape costs, and says the same 30 tokens again and again. "free": the same shape with random
+layers, which never repeats itself: what trying costs. "guide": the bundled model answers questions. The bench
+fails if a text is another with guesses than without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from bench.common.figures import Figure, publish, ratios
+from bench.common.shapes import HALF_BILLION, build
+from bench.common.swarm_nodes import Answer, Swarm, swarm_of_all
+from bench.speculation import silence_layers
+from swarmllm.guide import GUIDE_PATH
+
+PLAIN, OURS = "one token a trip", "guesses"
+GUIDE_LAYERS: Final = 12
+SPEED = "tokens/s"
+PROMPTS = {
+    "repetitive": ("abcdefghij",),
+    "free": ("abcdefghij",),
+    "guide": ("What is a pipeline?", "How do I load a model on two nodes?"),
+}
+
+
+@contextmanager
+def swarms(
+    ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_s: float, n_threads: int
+) -> Iterator[dict[tuple[str, str], Swarm]]:
+    """By text and way."""
+    found: dict[tuple[str, str], Swarm] = {}
+    with ExitStack() as stack:
+        for way in (PLAIN, OURS):
+            of = swarm_of_all(
+                n_nodes,
+                dict(ggufs.values()),
+                rtt_s / 2,
+                n_threads=n_threads,
+                n_ctx=1024,
+                ngram_lookup_enabled=way == OURS,
+            )
+            for text, swarm in zip(ggufs, stack.enter_context(of), strict=True):
+                found[text, way] = swarm
+        yield found
+
+
+def ask(swarm: Swarm, text: str, n_tokens: int) -> tuple[float, list[Answer]]:
+    """Tokens/s from the first token on, of all prompts one after the other."""
+    answers = [swarm.ask(prompt, n_tokens) for prompt in PROMPTS[text]]
+    return sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers), answers
+
+
+def measure(
+    ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_ms: float, arguments: argparse.Namespace
+) -> dict[tuple[str, str], Figure]:
+    figures: dict[tuple[str, str], Figure] = {}
+    with swarms(ggufs, n_nodes, rtt_ms / 1e3, arguments.threads) as found:
+        for index in range(arguments.rounds + 1):
+            for text in ggufs:
+                said = []
+                for way in (PLAIN, OURS):
+                    label = f"{text}, {n_nodes} nodes, {rtt_ms:g} ms: {way}"
+                    speed, answers = ask(found[text, way], text, arguments.tokens)
+                    said.append([answer.text for answer in answers])
+                    if index:  # the first round makes links and learns what a trip costs
+                        figures.setdefault((text, way), Figure(label, SPEED)).values.append(speed)
+                assert said[0] == said[1], f"{text} over {n_nodes} nodes is another text with guesses"
+    return figures
+
+
+def compare(
+    ggufs: dict[str, tuple[Path, int]], arguments: argparse.Namespace
+) -> list[tuple[Figure, Figure | None]]:
+    rows: list[tuple[Figure, Figure | None]] = []
+    for n_nodes in arguments.nodes:
+        near_s: dict[str, float] = {}
+        for rtt_ms in arguments.rtt_ms:
+            figures = measure(ggufs, n_nodes, rtt_ms, arguments)
+            for text in ggufs:
+                n_before = len(rows)
+                plain, ours = figures[text, PLAIN], figures[text, OURS]
+                rows += [(plain, None), (ours, ratios(ours, plain))]
+                if not rtt_ms:
+                    near_s[text] = 1 / median(plain.values)
+                elif text in near_s:
+                    bound = 1 / (near_s[text] + n_nodes * rtt_ms / 2e3)
+                    name = f"{plain.name} / bound of {bound:.2f}"
+                    rows.append((Figure(name, "x", [value / bound for value in plain.values]), None))
+                for row, ratio in rows[n_before:]:
+                    print(row.name, f"{median(row.values):.2f}", row.unit, end=" ", flush=True)
+                    print(f"({median(ratio.values):.2f}x)" if ratio else "", flush=True)
+    return rows
+
+
+def build_all(texts: Sequence[str], folder: Path) -> dict[str, tuple[Path, int]]:
+    """The file and number of layers of each text's model."""
+    found: dict[str, tuple[Path, int]] = {}
+    for text in texts:
+        if text == "guide":
+            found[text] = GUIDE_PATH, GUIDE_LAYERS
+            continue
+        gguf = build(HALF_BILLION, folder / f"{text}.gguf")
+        found[text] = (silence_layers(gguf) if text == "repetitive" else gguf), HALF_BILLION.n_layers
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 20.0, 80.0, 200.0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--texts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(build_all(arguments.texts, Path(folder)), arguments)
+    publish(
+        "wan_decode",
+        f"python -m bench.wan_decode --nodes {' '.join(map(str, arguments.nodes))} "
+        f"--rtt-ms {' '.join(f'{each:g}' for each in arguments.rtt_ms)} --rounds {arguments.rounds} "
+        f"--tokens {arguments.tokens} --threads {arguments.threads} --texts {' '.join(arguments.texts)}",
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Guesses over cut models between real daemons: the text, what checks find, and a killed worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "What is a pipeline?"
+N_TOKENS = 160
+"""The guide has said all that it knows before, and repeats itself."""
+HALVES = {"first": "guide:0:5", "second": "guide:5:12", "third": "guide:5:12"}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, DaemonProcess]]:
+    """Two hold the second half, so that what one computes is checked by the other."""
+    folder = tmp_path_factory.mktemp("guesses")
+    common = {"n_threads": 1, "n_ctx": 2048, "check_rate": 1.0}
+    plain = common | {"ngram_lookup_enabled": False}
+    with (
+        running_daemon(folder, "whole", load=["guide"], inference=plain) as whole,
+        running_daemon(folder, "first", load=[HALVES["first"]], inference=common) as first,
+        running_daemon(
+            folder, "second", load=[HALVES["second"]], inference=common, bootstrap=first.addresses
+        ) as second,
+        running_daemon(
+            folder, "third", load=[HALVES["third"]], inference=common, bootstrap=first.addresses
+        ) as third,
+    ):
+        nodes = {"first": first, "second": second, "third": third}
+        wait_for(
+            lambda: len(first.http.get("/api/admin/peers").json()["peers"]) == len(nodes) - 1,
+            PATIENCE_S,
+            "all nodes to know each other",
+        )
+        for node in (whole, *nodes.values()):
+            wait_for(
+                lambda node=node: node.http.get("/api/admin/plan?model=guide").status_code == 200,
+                PATIENCE_S,
+                "a pipeline",
+            )
+        yield nodes | {"whole": whole}
+
+
+def answer(node: DaemonProcess, **fields: Any) -> dict[str, Any]:
+    body = {"model": "guide", "prompt": PROMPT, "max_tokens": N_TOKENS, "temperature": 0}
+    told = node.http.post("/v1/completions", json=body | {"ignore_eos": True} | fields)
+    assert told.status_code == 200, told.text
+    return dict(told.json())
+
+
+def n_right(told: dict[str, Any]) -> int:
+    return int(told["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])
+
+
+def checks(node: DaemonProcess) -> dict[str, int]:
+    found = re.findall(r'swarmllm_checks_total{outcome="(\w+)"} (\d+)', node.http.get("/metrics").text)
+    return {outcome: int(value) for outcome, value in found if int(value)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.4, "seed": 3},
+        {"logprobs": 3},
+        {"repetition_penalty": 1.01, "logit_bias": {"5": -1}},
+    ],
+    ids=["greedy", "seeded", "log-probabilities", "penalties"],
+)
+def test_the_text_is_that_of_one_node_without_guesses(
+    nodes: dict[str, DaemonProcess], fields: dict[str, Any]
+) -> None:
+    expected = answer(nodes["whole"], **fields)
+    for origin in ("first", "second"):
+        told = [answer(nodes[origin], **fields) for _ in range(3)]
+        assert all(len(each["swarm"]["route"]) == 2 for each in told)
+        assert [each["choices"] for each in told] == [expected["choices"]] * 3
+        assert any(n_right(each) for each in told)
+    assert n_right(expected) == 0
+
+
+def test_checks_of_rows_that_were_guessed_find_nothing_wrong(nodes: dict[str, DaemonProcess]) -> None:
+    before = checks(nodes["first"]).get("right", 0)
+    assert sum(n_right(answer(nodes["first"])) for _ in range(4))
+    wait_for(lambda: checks(nodes["first"]).get("right", 0) > before, PATIENCE_S, "a check to be over")
+    cut = [nodes[name] for name in HALVES]
+    for node in cut:
+        assert checks(node).keys() <= {"right", "dropped"}
+        for other in cut:
+            if other is not node:
+                trust = node.http.get(f"/api/admin/peers/{other.node_id}").json()["trust"]
+                assert trust["score"] >= 0.5, trust
+
+
+def test_a_stream_of_guesses_survives_a_killed_worker(nodes: dict[str, DaemonProcess]) -> None:
+    origin = nodes["first"]
+    expected = answer(nodes["whole"])["choices"][0]["text"]
+    for _ in range(3):
+        body = {"model": "guide", "prompt": PROMPT, "max_tokens": N_TOKENS, "temperature": 0, "stream": True}
+        recoveries = origin.stats()["pipelines"]["recoveries"]
+        text = ""
+        with origin.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
+            pids = [nodes[name].worker_pids()[0] for name in ("second", "third")]
+            for line in stream.iter_lines():
+                found = re.search(r'"text":("(?:[^"\\]|\\.)*")', line)
+                if found is None:
+                    continue
+                text += json.loads(found[1])
+                if pids and len(text.split()) > 20:
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                    pids = []
+        assert text == expected
+        if origin.stats()["pipelines"]["recoveries"] > recoveries:
+            return
+    raise AssertionError("no stream was disturbed")
