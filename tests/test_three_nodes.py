@@ -158,9 +158,12 @@ def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[Daem
         )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 50
+    # Guesses that were right saved a trip each.
+    n_jobs = 48 - (answer.usage.completion_tokens_details.accepted_prediction_tokens or 0)
+    assert n_jobs > 1
     for node, known in zip(nodes, before, strict=True):
         wait_for(
-            lambda node=node, known=known: node.stats()["pipelines"]["jobs_by_link"] >= known + 48,
+            lambda node=node, known=known: node.stats()["pipelines"]["jobs_by_link"] >= known + n_jobs,
             PATIENCE_S,
             "the node to have run decode jobs that came by links",
         )

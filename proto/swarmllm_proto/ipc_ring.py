@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import (
     DaemonMessage,
@@ -83,8 +85,13 @@ class Turned(WorkerMessage, frozen=True, tag=True):
     n_jobs: TokenCount
     """Finished."""
     compute_s: Seconds
+    """Of those with one row."""
     running: bool
     """Another one is here and not finished."""
+    n_windows: TokenCount | UnsetType = UNSET
+    """Of the jobs, those with several rows: a token and guesses."""
+    n_window_rows: TokenCount | UnsetType = UNSET
+    """Of all of these, also of guesses that were wrong."""
 
 
 class LinkLost(WorkerMessage, frozen=True, tag=True):

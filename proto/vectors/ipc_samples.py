@@ -331,6 +331,19 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("arrived", ipc.Arrived(sender=NODE_A), nested_frame()),
     ("relay", ipc.Relay(request_id=REQUEST_ID, receiver=NODE_B), nested_frame()),
     ("turned", ipc.Turned(request_id=REQUEST_ID, stage=1, n_jobs=60, compute_s=0.5, running=True), b""),
+    (
+        "turned-windows",
+        ipc.Turned(
+            request_id=REQUEST_ID,
+            stage=1,
+            n_jobs=9,
+            compute_s=0.1,
+            running=False,
+            n_windows=7,
+            n_window_rows=40,
+        ),
+        b"",
+    ),
     ("link-lost", ipc.LinkLost(peer=NODE_B, direction="sending", reason="ended by the neighbour"), b""),
     (
         "layer-result-scores",

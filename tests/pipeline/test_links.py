@@ -218,10 +218,10 @@ async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: 
         nursery.start_soon(session.run)
         for _ in range(5):
             await trio.sleep(silence_s * 0.9)
-            session.turned(0, 30, running=True)
+            session.turned(0, 30, 30, running=True)
             assert session.is_busy()
         assert session.n_jobs == 150
-        session.turned(0, 0, running=False)
+        session.turned(0, 0, 0, running=False)
         with trio.fail_after(3 * silence_s):
             await session.done.wait()
 
@@ -243,6 +243,14 @@ async def test_what_jobs_by_links_took_counts_as_this_nodes_speed() -> None:
         assert turned("r", 0, 0) is None
         assert turned("r", 0, 30) == pytest.approx(0.02)
         assert (session.n_jobs, links.n_jobs) == (30, 90)
+
+        # How long windows took is not known by the row: they change nothing.
+        windows = Turned(
+            request_id="r", stage=0, n_jobs=5, compute_s=0.0, running=True, n_windows=5, n_window_rows=30
+        )
+        tell(MODEL.model_id, windows, memoryview(b""))
+        assert observations.latency(MODEL.model_id).decode_s == pytest.approx(0.02)
+        assert (session.n_jobs, links.n_jobs) == (35, 95)
 
 
 async def test_only_nodes_of_the_request_are_sent_what_a_worker_says() -> None:

@@ -237,13 +237,15 @@ class LinkNotices:
         session = self.sessions.running(message.request_id)
         if session is None or message.stage > session.view.last:
             return
-        session.turned(message.stage, message.n_jobs, running=message.running)
-        if not message.n_jobs:
+        n_alone = max(0, message.n_jobs - (message.n_windows or 0))
+        n_rows = n_alone + (message.n_window_rows or 0)
+        session.turned(message.stage, message.n_jobs, n_rows, running=message.running)
+        if not n_alone:
             return
         self.observations.observe(
             session.context.model.model_id,
             "decode",
-            message.compute_s / message.n_jobs,
+            message.compute_s / n_alone,
             len(session.view.layers(message.stage)),
             1,
         )

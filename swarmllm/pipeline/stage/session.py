@@ -267,11 +267,11 @@ class Session:
         """Something came from another node. False: it comes too late, and has no effect."""
         return self._passes(SessionEvent.JOB) and self._state in AT_WORK
 
-    def turned(self, stage: int, n_jobs: int, *, running: bool) -> None:
-        """Jobs of this request went through this node's worker by links, and one may be there still."""
+    def turned(self, stage: int, n_jobs: int, n_rows: int, *, running: bool) -> None:
+        """Jobs of so many rows went through this node's worker by links, and one may be there still."""
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
-            self._computed(stage, n_jobs)
+            self._computed(stage, n_rows)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:

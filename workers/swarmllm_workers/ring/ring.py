@@ -86,7 +86,10 @@ class Seat:
     n_turned: int = 0
     """Jobs since the daemon was last told."""
     compute_s: float = 0.0
-    """Computing them."""
+    """Computing those with one row."""
+    n_windows: int = 0
+    """Of the jobs, those with several rows."""
+    n_window_rows: int = 0
     is_running: bool = False
     """A job that came by a link is here."""
     is_told_running: bool = False
@@ -213,11 +216,15 @@ class Ring:
             self._close_receiving(seat.message.before)
         return seat
 
-    def turn(self, seat: Seat, compute_s: float) -> None:
+    def turn(self, seat: Seat, compute_s: float, n_rows: int = 1) -> None:
         """A job that came by a link has been run: tell the daemon now and then."""
         seat.exit()
         seat.n_turned += 1
-        seat.compute_s += compute_s
+        if n_rows > 1:
+            seat.n_windows += 1
+            seat.n_window_rows += n_rows
+        else:
+            seat.compute_s += compute_s
         seat.is_running = False
         self._tell_turned(seat, time.monotonic())
 
@@ -242,8 +249,11 @@ class Ring:
                 n_jobs=seat.n_turned,
                 compute_s=seat.compute_s,
                 running=seat.is_running,
+                n_windows=seat.n_windows or UNSET,
+                n_window_rows=seat.n_window_rows or UNSET,
             )
         )
+        seat.n_windows = seat.n_window_rows = 0
         seat.n_turned, seat.compute_s, seat.is_told_running = 0, 0.0, seat.is_running
         return 0.0
 

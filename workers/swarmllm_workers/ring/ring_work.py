@@ -84,7 +84,7 @@ class RingWork(ForwardWork):
             may_relay=self._by_link,
         )
         if self._by_link:
-            self._ring.turn(self._seat, self._compute_s)
+            self._ring.turn(self._seat, self._compute_s, len(hidden))
             return
         answer = LayerResult(
             id=message.id, request_id=message.request_id, compute_s=self._compute_s, onward=onward

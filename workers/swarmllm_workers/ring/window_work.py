@@ -159,7 +159,7 @@ class WindowWork(RingWork):
         )
         engine.empty(self.request_id, position)
         if self._by_link:
-            self._ring.turn(self._seat, self._compute_s)
+            self._ring.turn(self._seat, self._compute_s, self._n_done)
             return
         answer = LayerResult(
             id=self.call_id, request_id=self.request_id, compute_s=self._compute_s, onward=True
