@@ -26,7 +26,8 @@ from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring import ring as ring_module
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring.ring import SEATS_MAX, TURNED_INTERVAL_S, Ring, Seat
+from swarmllm_workers.ring.ring import SEATS_MAX, TURNED_INTERVAL_S, Ring
+from swarmllm_workers.ring.seat import Seat
 
 SECRET = memoryview(bytes(range(32)) + bytes(8))
 ROW = tensor_bytes(np.zeros((1, 64), np.float32))

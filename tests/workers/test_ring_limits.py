@@ -19,7 +19,8 @@ from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
-from swarmllm_workers.ring.ring import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Ring, Seat
+from swarmllm_workers.ring.ring import Ring
+from swarmllm_workers.ring.seat import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Seat
 
 
 def seated() -> tuple[Ring, Seat]:

@@ -17,13 +17,11 @@ import logging
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
@@ -36,6 +34,7 @@ from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
+from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 
 log = logging.getLogger(__name__)
@@ -44,104 +43,15 @@ TURNED_INTERVAL_S: Final = 1.0
 LINKS_MAX: Final = 512
 """Of both directions: twice as many as the neighbours that a node looks for."""
 SEATS_MAX: Final = 1024
-SEAT_JOBS_MAX: Final = 256
-"""Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
-SEAT_BYTES_MAX: Final = 32 * 2**20
-"""Of their payloads."""
 _FAULTS_OF_SENDERS: Final = ("bad_message", "bad_tensor")
 """The daemon refuses such a job too, and says whose it was."""
 
 Send = Callable[..., None]
-Take = Callable[["Seat", LayerForward, memoryview, float, bool], None]
+Take = Callable[[Seat, LayerForward, memoryview, float, bool], None]
 """Run a job that came by a link: (seat, message, payload, when it came, whether nothing else has come with
 it). Raises CallError."""
 Watch = Callable[[int, int], None]
 """(descriptor, events of `select.poll`; 0: no more)"""
-
-
-def _forward_of(its: ipc.TakeSeat) -> ipc.Forward:
-    return ipc.Forward(
-        id=0,
-        request_id=its.request_id,
-        start=its.start,
-        end=its.end,
-        position=0,
-        want="hidden" if its.sampling is None else "token",
-        sampling=its.sampling,
-        n_prompt_tokens=its.n_prompt_tokens,
-        rounded=its.row_format == "q8_0",
-        exact_rows=its.exact_rows,
-    )
-
-
-@dataclass(slots=True)
-class Seat:
-    message: ipc.TakeSeat
-    forward: ipc.Forward
-    """What each job that comes by a link asks for, at its own position."""
-    expected: int = 0
-    """A job that was taken stood right before this position; none stood at it or beyond."""
-    unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
-    """What left last by the link, and may be in it still."""
-    n_turned: int = 0
-    """Jobs since the daemon was last told."""
-    compute_s: float = 0.0
-    """Computing those with one row."""
-    n_windows: int = 0
-    """Of the jobs, those with several rows."""
-    n_window_rows: int = 0
-    is_running: bool = False
-    """A job that came by a link is here."""
-    is_told_running: bool = False
-    """What the daemon believes."""
-    told_at: float = 0.0
-    waiting: deque[int] = field(default_factory=deque)
-    """Payload bytes of each job that came by a link and has not been run."""
-    n_bytes_waiting: int = 0
-    rows_max: int = 1
-    """That this stage takes in one decode job."""
-    rows_max_before: int = 0
-    """That the stages before take, by the newest job; 0: not all of them say that they take several."""
-    guesser: ChainGuesser | None = None
-    """Of the last stage, where it guesses."""
-    guesses: tuple[int, ...] = ()
-    """What left last behind a token."""
-    guessed_at: int = 0
-    """The position of that token."""
-
-    @property
-    def window_rows(self) -> int | UnsetType:
-        """What is said to the stages after it."""
-        n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
-        return n_rows if n_rows > 1 else UNSET
-
-    def enter(self, n_bytes: int) -> bool:
-        """A job comes. False: there is no room for it."""
-        if len(self.waiting) >= SEAT_JOBS_MAX or self.n_bytes_waiting + n_bytes > SEAT_BYTES_MAX:
-            return False
-        self.waiting.append(n_bytes)
-        self.n_bytes_waiting += n_bytes
-        return True
-
-    def exit(self) -> None:
-        """The job that came first has been run."""
-        if self.waiting:
-            self.n_bytes_waiting -= self.waiting.popleft()
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.n_turned) or self.is_running is not self.is_told_running
-
-    def takes(self, sender: NodeId, job: LayerForward) -> bool:
-        """Whether this is a decode job that `sender` has to send here."""
-        step = "layer" if self.message.stage else "embed"
-        return (
-            sender == self.message.before
-            and job.step == step
-            and job.prefill_left == 0
-            and job.position >= self.message.n_prompt_tokens
-            and len(job.timings) <= job.stage
-        )
 
 
 class Ring:
@@ -188,9 +98,7 @@ class Ring:
     ) -> None:
         if len(self._seats) >= SEATS_MAX:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
-        self._seats[message.request_id, message.stage] = Seat(
-            message, _forward_of(message), rows_max=rows_max, guesser=guesser
-        )
+        self._seats[message.request_id, message.stage] = Seat.of(message, rows_max, guesser)
         self._count()
 
     def leave(self, request_id: str) -> None:
@@ -218,14 +126,7 @@ class Ring:
 
     def turn(self, seat: Seat, compute_s: float, n_rows: int = 1) -> None:
         """A job that came by a link has been run: tell the daemon now and then."""
-        seat.exit()
-        seat.n_turned += 1
-        if n_rows > 1:
-            seat.n_windows += 1
-            seat.n_window_rows += n_rows
-        else:
-            seat.compute_s += compute_s
-        seat.is_running = False
+        seat.turned(compute_s, n_rows)
         self._tell_turned(seat, time.monotonic())
 
     def tell_news(self) -> int | None:
@@ -241,20 +142,7 @@ class Ring:
         if wait_s > 0:
             return wait_s
         seat.told_at = now
-        its = seat.message
-        self._send(
-            ipc.Turned(
-                request_id=its.request_id,
-                stage=its.stage,
-                n_jobs=seat.n_turned,
-                compute_s=seat.compute_s,
-                running=seat.is_running,
-                n_windows=seat.n_windows or UNSET,
-                n_window_rows=seat.n_window_rows or UNSET,
-            )
-        )
-        seat.n_windows = seat.n_window_rows = 0
-        seat.n_turned, seat.compute_s, seat.is_told_running = 0, 0.0, seat.is_running
+        self._send(seat.take_news())
         return 0.0
 
     def pass_rows(

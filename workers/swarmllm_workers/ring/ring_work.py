@@ -28,7 +28,8 @@ from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.kernels.interposing import find_library
 from swarmllm_workers.kernels.row_codec import RowTaker, pack, round_and_pack
-from swarmllm_workers.ring.ring import Ring, Seat
+from swarmllm_workers.ring.ring import Ring
+from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
 

@@ -24,8 +24,9 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
-from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Seat, Watch
+from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
+from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.ring.window_work import WindowRows, WindowWork, is_window
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork

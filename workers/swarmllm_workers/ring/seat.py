@@ -1,0 +1,133 @@
+"""The seat of a request at one stage of its ring: what the daemon has said of it, and how it stands."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+
+from swarmllm_proto import ipc
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.swarm import JobMessage, LayerForward
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser
+
+SEAT_JOBS_MAX: Final = 256
+"""Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
+SEAT_BYTES_MAX: Final = 32 * 2**20
+"""Of their payloads."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """Of one request at one stage: from whom jobs may come by a link, to whom they go, and how it stands."""
+
+    message: ipc.TakeSeat
+    forward: ipc.Forward
+    """What each job that comes by a link asks for, at its own position."""
+    expected: int = 0
+    """A job that was taken stood right before this position; none stood at it or beyond."""
+    unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
+    """What left last by the link, and may be in it still."""
+    n_turned: int = 0
+    """Jobs since the daemon was last told."""
+    compute_s: float = 0.0
+    """Computing those with one row."""
+    n_windows: int = 0
+    """Of the jobs, those with several rows."""
+    n_window_rows: int = 0
+    is_running: bool = False
+    """A job that came by a link is here."""
+    is_told_running: bool = False
+    """What the daemon believes."""
+    told_at: float = 0.0
+    waiting: deque[int] = field(default_factory=deque)
+    """Payload bytes of each job that came by a link and has not been run."""
+    n_bytes_waiting: int = 0
+    rows_max: int = 1
+    """That this stage takes in one decode job."""
+    rows_max_before: int = 0
+    """That the stages before take, by the newest job; 0: not all of them say that they take several."""
+    guesser: ChainGuesser | None = None
+    """Of the last stage, where it guesses."""
+    guesses: tuple[int, ...] = ()
+    """What left last behind a token."""
+    guessed_at: int = 0
+    """The position of that token."""
+
+    @classmethod
+    def of(cls, its: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None) -> Seat:
+        forward = ipc.Forward(
+            id=0,
+            request_id=its.request_id,
+            start=its.start,
+            end=its.end,
+            position=0,
+            want="hidden" if its.sampling is None else "token",
+            sampling=its.sampling,
+            n_prompt_tokens=its.n_prompt_tokens,
+            rounded=its.row_format == "q8_0",
+            exact_rows=its.exact_rows,
+        )
+        return cls(its, forward, rows_max=rows_max, guesser=guesser)
+
+    @property
+    def window_rows(self) -> int | UnsetType:
+        """What is said to the stages after it."""
+        n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
+        return n_rows if n_rows > 1 else UNSET
+
+    def enter(self, n_bytes: int) -> bool:
+        """A job comes. False: there is no room for it."""
+        if len(self.waiting) >= SEAT_JOBS_MAX or self.n_bytes_waiting + n_bytes > SEAT_BYTES_MAX:
+            return False
+        self.waiting.append(n_bytes)
+        self.n_bytes_waiting += n_bytes
+        return True
+
+    def exit(self) -> None:
+        """The job that came first has been run."""
+        if self.waiting:
+            self.n_bytes_waiting -= self.waiting.popleft()
+
+    def turned(self, compute_s: float, n_rows: int) -> None:
+        """The job that came first has been run: `n_rows` in so many seconds."""
+        self.exit()
+        self.n_turned += 1
+        if n_rows > 1:
+            self.n_windows += 1
+            self.n_window_rows += n_rows
+        else:
+            self.compute_s += compute_s
+        self.is_running = False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.n_turned) or self.is_running is not self.is_told_running
+
+    def take_news(self) -> ipc.Turned:
+        """What the daemon is told now."""
+        news = ipc.Turned(
+            request_id=self.message.request_id,
+            stage=self.message.stage,
+            n_jobs=self.n_turned,
+            compute_s=self.compute_s,
+            running=self.is_running,
+            n_windows=self.n_windows or UNSET,
+            n_window_rows=self.n_window_rows or UNSET,
+        )
+        self.n_turned, self.compute_s, self.is_told_running = 0, 0.0, self.is_running
+        self.n_windows = self.n_window_rows = 0
+        return news
+
+    def takes(self, sender: NodeId, job: LayerForward) -> bool:
+        """Whether this is a decode job that `sender` has to send here."""
+        step = "layer" if self.message.stage else "embed"
+        return (
+            sender == self.message.before
+            and job.step == step
+            and job.prefill_left == 0
+            and job.position >= self.message.n_prompt_tokens
+            and len(job.timings) <= job.stage
+        )
