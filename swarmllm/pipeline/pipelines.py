@@ -193,7 +193,13 @@ class Pipelines:
         self.prompts = Prompts(pool, self.encoders, settings)
         self._links = links or NoStageLinks()
         self._inbox = Inbox(
-            self._sessions, self._requests, self._suspects, self._counts, trust, self._checker.replies
+            self._sessions,
+            self._requests,
+            self._suspects,
+            self._counts,
+            trust,
+            self._checker.replies,
+            self._pictures.cancel,
         )
         self.on_request = Answers(
             self._inbox,

@@ -37,6 +37,7 @@ from swarmllm.pipeline.origin.pictures import Looked
 from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
+from swarmllm.pipeline.vision.race import FAR, SILENCE_S, USUAL_S, Paces, Race, Runner
 from swarmllm.pipeline.vision.serving import PLACES, SLICE_S
 from swarmllm.pipeline.vision.slices import parts_of
 from swarmllm.scheduling.constraints import Constraints
@@ -285,8 +286,130 @@ async def test_silence_is_not_waited_for_without_end(patient_clock: MockClock) -
         began_s = trio.current_time()
         _, looked = await look(swarm)
         assert looked.node_id == C
-        assert trio.current_time() - began_s < 60
+        assert trio.current_time() - began_s < 4
         assert swarm[A].trust.score(B) < NEUTRAL
+        began_s = trio.current_time()
+        await look(swarm, picture(21, 21))
+        assert trio.current_time() - began_s < 1, "it comes last for a while"
+
+
+async def test_who_is_far_slower_than_expected_is_overtaken_and_told_so(patient_clock: MockClock) -> None:
+    async with seeing(B, C) as swarm:
+        asked = lie(swarm[B], lambda request, response: response)
+        swarm.network.set_link(A, C, LinkQuality(0.02))
+        swarm[B].pool.gate = trio.Event()
+        began_s = trio.current_time()
+        encoded, looked = await look(swarm)
+        assert_same(encoded, what(SHOWN))
+        assert looked.node_id == C
+        assert 4 <= trio.current_time() - began_s < 6, "it lives, so it has some time"
+        assert len(asked) > 2
+        assert swarm[A].trust.score(B) == NEUTRAL, "slowness is no fault"
+        await trio.testing.wait_all_tasks_blocked()
+        assert not swarm[B].pipelines.statistics().active_stage_requests, "its place is free again"
+        assert not swarm[A].pipelines.statistics().messages_ignored
+        swarm[B].pool.gate.set()
+        assert (await look(swarm, picture(21, 21)))[1].node_id == C, "it comes last for a while"
+        await trio.sleep(61)
+        assert (await look(swarm, picture(22, 22)))[1].node_id == C, "and is known to be slow"
+
+
+async def test_the_slow_one_still_wins_where_the_others_are_slower(patient_clock: MockClock) -> None:
+    async with seeing(B, C, D) as swarm:
+        for node_id, rtt_s in ((C, 0.02), (D, 0.03)):
+            swarm.network.set_link(A, node_id, LinkQuality(rtt_s))
+            swarm[node_id].pool.gate = trio.Event()
+        slow = swarm[B].pool.gate = trio.Event()
+
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def _() -> None:
+                await trio.sleep(9)
+                slow.set()
+
+            encoded, looked = await look(swarm)
+        assert_same(encoded, what(SHOWN))
+        assert looked.node_id == B
+        assert [len(swarm[node_id].pool.seen) for node_id in (B, C, D)] == [1, 1, 1]
+        assert swarm[A].pipelines.statistics().pictures_fetched == 1
+        await trio.sleep(1)
+        assert not any(swarm[node_id].pipelines.statistics().active_stage_requests for node_id in (B, C, D))
+
+
+async def test_a_request_that_is_cancelled_leaves_nothing_at_its_encoders() -> None:
+    async with seeing(B) as swarm:
+        swarm[B].pool.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look, swarm)
+            while not swarm[B].pool.seen:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        await swarm.quiet()
+
+
+def asked_for(*names: str, now_s: float = 0.0, **fields: float) -> Race:
+    return Race.of([Runner(name, **fields) for name in names], now_s)
+
+
+def test_the_next_one_begins_beside_a_silent_one_and_three_run_at_most() -> None:
+    race = asked_for("a", "b", "c", "d")
+    first = race.begin(0.0)
+    assert first is not None
+    assert first.node_id == "a"
+    assert race.begin(SILENCE_S - 0.1) is None
+    assert race.look_again_s() == SILENCE_S
+    for index, name in enumerate("bc", start=1):
+        begun = race.begin(index * SILENCE_S)
+        assert begun is not None
+        assert begun.node_id == name
+    assert race.begin(1000.0) is None
+    assert race.look_again_s() == float("inf")
+    race.failed("b", 1000.0)
+    begun = race.begin(1000.0)
+    assert begun is not None
+    assert begun.node_id == "d"
+    assert not race.is_over
+    assert race.overtaken(1000.0) == [("a", 0.0, True), ("c", 2 * SILENCE_S, True)]
+
+
+def test_a_node_that_says_that_it_lives_has_as_long_as_was_expected_twice() -> None:
+    race = asked_for("a", "b", expected_s=5.0)
+    race.begin(0.0)
+    for second in range(1, 10):
+        assert race.begin(float(second)) is None
+        race.heard("a", float(second))
+    assert race.look_again_s() == FAR * 5.0
+    assert race.begin(FAR * 5.0) is not None
+    assert race.won("b") == FAR * 5.0
+    assert race.overtaken(FAR * 5.0) == [("a", 0.0, False)]
+    assert Runner("a", 1000.0).patience_s < 60
+
+
+def test_busy_ones_are_asked_again_after_all_others() -> None:
+    race = asked_for("a", "b")
+    race.begin(0.0)
+    race.failed("a", 0.1, is_busy=True)
+    begun = race.begin(0.1)
+    assert begun is not None
+    assert begun.node_id == "b"
+    race.failed("b", 0.2)
+    assert race.begin(0.2) is None
+    assert not race.is_over
+    assert race.begin(race.look_again_s()) is not None
+    race.failed("a", 40.0, is_busy=True)
+    assert race.is_over
+    assert race.is_busy
+
+
+def test_a_pace_rises_at_once_and_falls_by_and_by() -> None:
+    paces = Paces()
+    assert paces.expected_s("a") == USUAL_S
+    paces.took("a", 10.0)
+    paces.took("a", 0.0)
+    assert paces.expected_s("a") == 8.0
+    paces.took("a", 20.0)
+    assert paces.expected_s("a") == 20.0
 
 
 @pytest.mark.parametrize("what_it_says", ["nothing came", "not yet"])
@@ -302,7 +425,15 @@ async def test_who_never_finishes_is_left(what_it_says: str, patient_clock: Mock
             _, looked = await look(swarm)
         assert looked.node_id == C
         assert len(asked) < 500
-        assert swarm[A].trust.score(B) < NEUTRAL
+        n_asked = len(asked)
+        await look(swarm, picture(21, 21))
+        assert len(asked) == n_asked, "it comes last for a while"
+    async with seeing(B) as swarm:
+        asked = lie(swarm[B], late)
+        with trio.fail_after(200), pytest.raises(VisionEncoderUnavailable):
+            await read(swarm, BLIND)
+        assert len(asked) < 500
+        assert swarm[A].trust.score(B) < NEUTRAL, "nobody was faster: it has had all the time"
 
 
 async def test_a_node_that_is_lost_meanwhile_is_not_the_end() -> None:
@@ -573,7 +704,8 @@ def test_projectors_that_pictures_are_known_of_come_first() -> None:
     ordered = [replace(an_encoder(str(index)), projector=Digest("abcdefg"[index])) for index in range(7)]
     ordered.append(replace(an_encoder("7"), projector=Digest("c")))
     holders = by_projector(ordered, [Digest("c"), Digest("none")])
-    assert list(holders.items()) == [("c", ["2", "7"]), ("a", ["0"]), ("b", ["1"]), ("d", ["3"])]
+    found = {projector: [each.path.node_id for each in its] for projector, its in holders.items()}
+    assert list(found.items()) == [("c", ["2", "7"]), ("a", ["0"]), ("b", ["1"]), ("d", ["3"])]
 
 
 RUNS = st.lists(

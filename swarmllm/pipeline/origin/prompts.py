@@ -16,7 +16,8 @@ from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, ROW_IDS, PictureRows, with_row_ids
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.vision.eyes import Encoders, EncodersGone, Eyes
+from swarmllm.pipeline.vision.eyes import Encoders, Eyes
+from swarmllm.pipeline.vision.first_answer import EncodersGone
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, TextPlace
 from swarmllm_proto.tensors import Tensor

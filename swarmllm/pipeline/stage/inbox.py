@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -42,6 +43,8 @@ class Inbox:
     trust: NodeTrust
     replies: Replies = field(default_factory=Replies)
     """To checks."""
+    cancel_picture: Callable[[NodeId, str], bool] = lambda sender, request_id: False
+    """False: the request is about no picture."""
 
     def read_request(self, sender: NodeId, body: bytes) -> AnyRequest:
         """Raises InvalidRequest."""
@@ -79,7 +82,9 @@ class Inbox:
             session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive_replay(sender, message)
         elif isinstance(message, CancelInference):
-            accepted = self.sessions.cancel(sender, message.request_id, message.prefixes, hold=message.hold)
+            accepted = self.cancel_picture(sender, message.request_id) or self.sessions.cancel(
+                sender, message.request_id, message.prefixes, hold=message.hold
+            )
         else:
             chain, own = self.requests.chain(message.request_id), self.sessions.router.node_id
             accepted = chain is not None

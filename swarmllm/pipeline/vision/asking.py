@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -18,11 +18,11 @@ from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import PICTURE_TIMEOUT_S, EncodedPicture
-from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import Digest, NodeId
 from swarmllm_proto.limits import IMAGE_MAX, PICTURE_ROWS_BYTES_MAX
-from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
+from swarmllm_proto.swarm import CancelInference, VisionEncodeRequest, VisionEncodeResponse
 
 SILENCE_S: Final = 10.0
 """A node that lives answers within half of it; what an answer takes to travel comes on top."""
@@ -33,6 +33,9 @@ TRAVEL_S: Final = 60.0
 ENCODING_S: Final = PICTURE_TIMEOUT_S + 30.0
 """For one picture on one node, from its last slice to its first row: what an encoder may take, and its
 turn."""
+
+LEAVING_S: Final = 1.0
+"""For telling a node that its rows are not wanted any more."""
 
 Why = Literal["busy", "bad picture", "died", "absent", "failed"]
 
@@ -54,10 +57,15 @@ class PictureQuestion:
 
 
 async def ask(
-    router: Router, budget: ByteBudget, node_id: NodeId, question: PictureQuestion
+    router: Router,
+    budget: ByteBudget,
+    node_id: NodeId,
+    question: PictureQuestion,
+    heard: Callable[[], None] = lambda: None,
 ) -> EncodedPicture:
-    """Raises NoAnswer."""
-    asking = _Asking(router, node_id, question, new_request_id())
+    """`heard` is called with each answer. A node that is left before its last row is told so. Raises
+    NoAnswer."""
+    asking = _Asking(router, node_id, question, new_request_id(), heard)
     try:
         with _travelling(len(question.picture.data)):
             first = await asking.brought()
@@ -70,6 +78,9 @@ async def ask(
             return await asking.whole(first)
     except WrongPicture as error:
         raise NoAnswer("failed", str(error), error.deed) from None
+    except trio.Cancelled:
+        await asking.leave()
+        raise
 
 
 @contextmanager
@@ -88,6 +99,13 @@ class _Asking:
     node_id: NodeId
     question: PictureQuestion
     request_id: str
+    heard: Callable[[], None]
+
+    async def leave(self) -> None:
+        """Also where this is cancelled: the holder's place is for others then."""
+        with suppress(SwarmLLMError), trio.move_on_after(LEAVING_S) as scope:
+            scope.shield = True
+            await self.router.send(self.node_id, *encode_job(CancelInference(request_id=self.request_id)))
 
     async def brought(self) -> VisionEncodeResponse | None:
         """Send the picture; its first rows if they come with the last answer. Raises NoAnswer."""
@@ -171,6 +189,7 @@ class _Asking:
             raise NoAnswer("failed", error.message, Deed.FAILED) from None
         if not isinstance(said, VisionEncodeResponse) or said.request_id != self.request_id:
             raise NoAnswer("failed", "it answered something else", Deed.BROKE_PROTOCOL)
+        self.heard()
         return self._checked(said)
 
     def _checked(self, said: VisionEncodeResponse) -> VisionEncodeResponse:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarmllm.pipeline.prefix.choice import LANES, HolderPath
-from swarmllm_proto.identifiers import Digest, NodeId
+from swarmllm.pipeline.vision.race import USUAL_S
+from swarmllm_proto.identifiers import Digest
 from swarmllm_proto.limits import IMAGE_MAX, IMAGE_ROWS_MAX
 
 TRIED_MAX: Final = 8
@@ -40,13 +41,23 @@ class Encoder:
     """Of the model's layers it would run the first."""
     is_doubtful: bool = False
     """It may fail, or is but a name so far."""
+    encoding_s: float = USUAL_S
+    """What one picture takes there, without travelling."""
 
-    def takes_s(self, picture_bytes: int, n_embd: int) -> float:
+    def expected_s(self, picture_bytes: int, n_embd: int) -> float:
         rows_bytes = 4 * n_embd * USUAL_ROWS
         n_slices = -(-picture_bytes // IMAGE_MAX) + -(-rows_bytes // IMAGE_ROWS_MAX)
         # One slice after the other.
         travel_s = self.path.takes_s(picture_bytes + rows_bytes, n_slices * LANES)
-        return (travel_s + self.n_active * REQUEST_S) / max(self.trust, LEAST_TRUST)
+        return travel_s + self.n_active * REQUEST_S + self.encoding_s
+
+    def slice_s(self, picture_bytes: int) -> float:
+        """The largest slice that travels: of the picture, or of its rows."""
+        return self.path.takes_s(max(min(picture_bytes, IMAGE_MAX), IMAGE_ROWS_MAX), 1)
+
+    def takes_s(self, picture_bytes: int, n_embd: int) -> float:
+        """By which it is chosen."""
+        return self.expected_s(picture_bytes, n_embd) / max(self.trust, LEAST_TRUST)
 
 
 def in_order(encoders: Iterable[Encoder], picture_bytes: int, n_embd: int) -> list[Encoder]:
@@ -62,12 +73,12 @@ def in_order(encoders: Iterable[Encoder], picture_bytes: int, n_embd: int) -> li
     )
 
 
-def by_projector(ordered: Sequence[Encoder], known: Iterable[Digest] = ()) -> Mapping[Digest, list[NodeId]]:
+def by_projector(ordered: Sequence[Encoder], known: Iterable[Digest] = ()) -> Mapping[Digest, list[Encoder]]:
     """Who has which projector, `PROJECTORS_MAX` of them. Projectors with which pictures of the prompt are
     `known` already come first, then that of the first of `ordered`."""
-    holders: dict[Digest, list[NodeId]] = {}
+    holders: dict[Digest, list[Encoder]] = {}
     for projector in dict.fromkeys((*known, *(each.projector for each in ordered))):
-        found = [each.path.node_id for each in ordered if each.projector == projector]
+        found = [each for each in ordered if each.projector == projector]
         if found and len(holders) < PROJECTORS_MAX:
             holders[projector] = found
     return holders

@@ -3,8 +3,6 @@
 All pictures of one prompt are encoded with one projector. Where this node has one for the model, it is that
 one, also while its file is gone; where it has none, the one of the node that is asked first. What pictures
 become on other nodes is kept as what they become here is.
-
-A picture that an encoder calls damaged, or that ends its process, is shown to one more node and then refused.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import trio
 
@@ -23,16 +20,16 @@ from swarmllm.errors import (
     Overloaded,
     VisionEncoderUnavailable,
 )
-from swarmllm.log_filter import provoked_by
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Picture
 from swarmllm.pipeline.origin.pictures import Looked
-from swarmllm.pipeline.prefix.choice import HolderPath, Resting
+from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
-from swarmllm.pipeline.vision.choice import TRIED_MAX, Encoder, by_projector, in_order
+from swarmllm.pipeline.vision.asking import PictureQuestion
+from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
+from swarmllm.pipeline.vision.first_answer import EncodersGone, FirstAnswer
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
 from swarmllm.swarm.records.registry import Registry
@@ -44,20 +41,7 @@ from swarmllm_proto.swarm import ProjectorAnnounce
 
 log = logging.getLogger(__name__)
 
-BUSY_PAUSE_S: Final = 1.0
-BUSY_S: Final = 30.0
-"""So long nodes are asked again that are busy."""
-REFUSALS_MAX: Final = 2
-"""Encoders that may refuse a picture, or end over it, before it is the picture's fault."""
 FirstStage = Callable[[CatalogueEntry], Awaitable[NodeId]]
-
-
-class EncodersGone(Exception):
-    """No node that has this projector gives rows. `is_busy`: some have no place now."""
-
-    def __init__(self, why: str, *, is_busy: bool) -> None:
-        super().__init__(why)
-        self.is_busy = is_busy
 
 
 @dataclass(slots=True)
@@ -67,7 +51,7 @@ class Eyes:
     _encoders: Encoders
     _entry: CatalogueEntry
     projector: Digest
-    _holders: list[NodeId]
+    _holders: list[Encoder]
     """Other nodes, in the order in which they are asked."""
     looked: list[Looked] = field(default_factory=list)
     """One for each picture, in their order."""
@@ -105,14 +89,11 @@ class Encoders:
         self._router = router
         self._registry = registry
         self._settings = settings
-        self._counts = counts
         self._trust = trust
-        self._budget = budget
         self._suspects = suspects
         self._first_stage = first_stage
         self._kept = KeptPictures() if kept is None else kept
-        self._resting = Resting()
-        """Nodes that did not give what they announced, and so are asked last."""
+        self._elsewhere = FirstAnswer(router, counts, trust, budget)
 
     def elsewhere(
         self, model_id: ModelId, entry: CatalogueEntry | None
@@ -186,7 +167,7 @@ class Encoders:
         self,
         entry: CatalogueEntry,
         projector: Digest,
-        holders: Sequence[NodeId],
+        holders: Sequence[Encoder],
         picture: Picture,
         field: str,
     ) -> tuple[EncodedPicture, NodeId, bool]:
@@ -206,54 +187,10 @@ class Encoders:
                 if not holders:
                     raise VisionEncoderUnavailable(error.message, field=field) from None
                 log.warning("pictures for %s are encoded on other nodes: %s", entry.name, error.message)
-        encoded, node_id = await self._ask(holders, PictureQuestion(entry, projector, picture), field)
+        question = PictureQuestion(entry, projector, picture)
+        encoded, node_id = await self._elsewhere.ask(holders, question, field)
         self._kept.put(key, encoded)
         return encoded, node_id, False
-
-    async def _ask(
-        self, holders: Sequence[NodeId], question: PictureQuestion, field: str
-    ) -> tuple[EncodedPicture, NodeId]:
-        """Raises InvalidRequest, EncodersGone."""
-        until_s = (now_s := trio.current_time()) + BUSY_S
-        # Those that have failed since they were put in order come last, too.
-        ordered = sorted(holders, key=lambda node_id: self._resting.has(node_id, now_s))
-        left, refusals = ordered[:TRIED_MAX], list[NoAnswer]()
-        reason = "no connected node encodes with it"
-        while left:
-            busy: list[NodeId] = []
-            for node_id in left:
-                try:
-                    encoded = await ask(self._router, self._budget, node_id, question)
-                except NoAnswer as error:
-                    reason = f"node {node_id}: {error}"
-                    provoked_by(log, node_id).info("a picture was not encoded by %s: %s", node_id, error)
-                    if error.why == "busy":
-                        busy.append(node_id)
-                        continue
-                    self._judge(node_id, error)
-                    if error.why in ("bad picture", "died"):
-                        refusals.append(error)
-                    if len(refusals) == REFUSALS_MAX:
-                        raise _refused(refusals, field) from None
-                else:
-                    self._counts.pictures_fetched += 1
-                    return encoded, node_id
-            if busy and trio.current_time() < until_s:
-                await trio.sleep(BUSY_PAUSE_S)
-                left = busy
-            else:
-                break
-        if refusals:
-            raise _refused(refusals, field)
-        raise EncodersGone(reason, is_busy=bool(left) and bool(busy))
-
-    def _judge(self, node_id: NodeId, error: NoAnswer) -> None:
-        if error.why in ("bad picture", "died"):
-            return
-        self._counts.pictures_refused += 1
-        self._resting.add(node_id, trio.current_time())
-        if error.deed is not None:
-            self._trust.note(node_id, error.deed, f"a picture: {error}")
 
     async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
         said = self.elsewhere(entry.model_id, entry)
@@ -277,7 +214,8 @@ class Encoders:
                     self._trust.score(node_id),
                     load.active_requests + load.stage_requests if load else 0,
                     is_first_stage=node_id == first,
-                    is_doubtful=node_id in doubtful or self._resting.has(node_id, now_s),
+                    is_doubtful=node_id in doubtful or self._elsewhere.resting.has(node_id, now_s),
+                    encoding_s=self._elsewhere.paces.expected_s(node_id),
                 )
             )
         return in_order(encoders, picture_bytes, entry.manifest.n_embd)
@@ -300,9 +238,3 @@ class Encoders:
         constraints = self._settings.constraints
         is_private = constraints.is_private or self._settings.local_embedding_privacy
         return is_private or name in constraints.private_models
-
-
-def _refused(refusals: Sequence[NoAnswer], field: str) -> InvalidRequest | VisionEncoderUnavailable:
-    if all(each.why == "bad picture" for each in refusals):
-        return InvalidRequest("the picture is damaged: its encoder cannot decode it", field=field)
-    return VisionEncoderUnavailable("the picture ended the encoders that were to look at it", field=field)

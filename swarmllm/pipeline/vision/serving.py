@@ -40,7 +40,7 @@ from swarmllm_proto.swarm_vision import NoRows, bound_digest
 log = logging.getLogger(__name__)
 
 PLACES: Final = 8
-ANSWER_S: Final = 5.0
+ANSWER_S: Final = 1.0
 """Within which a request is answered, with rows or without: the sender knows that this node lives."""
 SLICE_S: Final = 60.0
 """So long a place is kept for the next request of its picture."""
@@ -128,6 +128,13 @@ class PictureServing:
         """The node is gone, and what it asked for with it."""
         for encoding in [each for each in self._encodings.values() if each.key[0] == node_id]:
             encoding.scope.cancel()
+
+    def cancel(self, sender: NodeId, request_id: str) -> bool:
+        """Its rows are not wanted any more. False: nothing is known of it."""
+        if (encoding := self._encodings.get((sender, request_id))) is None:
+            return False
+        encoding.scope.cancel()
+        return True
 
     async def answer(self, sender: NodeId, request: VisionEncodeRequest) -> VisionEncodeResponse:
         """Raises InvalidRequest for slices that fit no picture."""
