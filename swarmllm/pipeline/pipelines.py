@@ -50,6 +50,7 @@ from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.eyes import Encoders
 from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
@@ -178,6 +179,18 @@ class Pipelines:
             node_id, pool, settings, self._requests, self._attempts, self.stages_for
         )
         self._pictures = PictureServing(pool, find_model, self._counts, trust, budget, self._start_soon)
+        kept_pictures = KeptPictures() if kept_pictures is None else kept_pictures
+        self._picture_checker = PictureChecker(
+            pool,
+            router,
+            budget,
+            self._counts,
+            trust,
+            self._suspects,
+            self._here,
+            kept_pictures,
+            settings.check_rate,
+        )
         self.encoders = Encoders(
             pool,
             router,
@@ -189,6 +202,7 @@ class Pipelines:
             lambda: self._suspects.now(trio.current_time()),
             self._first_stage,
             kept_pictures,
+            self._picture_checker,
         )
         self.prompts = Prompts(pool, self.encoders, settings)
         self._links = links or NoStageLinks()
@@ -243,6 +257,7 @@ class Pipelines:
             self._nursery = nursery
             supervise(nursery, "links", self._links.run)
             supervise(nursery, "checks", self._checker.run)
+            supervise(nursery, "picture checks", self._picture_checker.run)
             supervise(nursery, "route warming", self._routes.warming.run)
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)

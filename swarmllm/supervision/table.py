@@ -93,6 +93,7 @@ TASKS: Final = (
     ),
     LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
     LongLived("checks", "restart", "computes rows of other nodes again", "less is checked"),
+    LongLived("picture checks", "restart", "has pictures encoded again", "such lies are not found"),
     LongLived("prefix checks", "restart", "computes KV from other nodes again", "such KV is not passed on"),
     LongLived("idle workers", "restart", "stops workers that nobody uses", "idle workers keep their memory"),
     LongLived(

@@ -28,6 +28,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import PictureQuestion
+from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
 from swarmllm.pipeline.vision.first_answer import EncodersGone, FirstAnswer
 from swarmllm.swarm.byte_budget import ByteBudget
@@ -82,9 +83,10 @@ class Encoders:
         suspects: Callable[[], frozenset[NodeId]],
         first_stage: FirstStage,
         kept: KeptPictures | None = None,
+        checker: PictureChecker | None = None,
     ) -> None:
         """`first_stage`: the node that would run a model's first layers now; raises NoPipeline. `kept`: what
-        pictures became, of this node's own encoders, too."""
+        pictures became, of this node's own encoders, too. `checker` is told of rows that come from others."""
         self._compute = compute
         self._router = router
         self._registry = registry
@@ -93,6 +95,7 @@ class Encoders:
         self._suspects = suspects
         self._first_stage = first_stage
         self._kept = KeptPictures() if kept is None else kept
+        self._checker = checker
         self._elsewhere = FirstAnswer(router, counts, trust, budget)
 
     def elsewhere(
@@ -190,6 +193,8 @@ class Encoders:
         question = PictureQuestion(entry, projector, picture)
         encoded, node_id = await self._elsewhere.ask(holders, question, field)
         self._kept.put(key, encoded)
+        if self._checker is not None:
+            self._checker.came(question, encoded, node_id, holders)
         return encoded, node_id, False
 
     async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
