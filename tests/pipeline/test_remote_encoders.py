@@ -370,20 +370,34 @@ def test_the_next_one_begins_beside_a_silent_one_and_three_run_at_most() -> None
     assert begun is not None
     assert begun.node_id == "d"
     assert not race.is_over
-    assert race.overtaken(1000.0) == [("a", 0.0, True), ("c", 2 * SILENCE_S, True)]
+    assert race.overtaken(1000.0) == [("a", 1000.0, True), ("c", 1000.0 - 2 * SILENCE_S, True)]
 
 
 def test_a_node_that_says_that_it_lives_has_as_long_as_was_expected_twice() -> None:
-    race = asked_for("a", "b", expected_s=5.0)
+    race = asked_for("a", "b", work_s=5.0)
     race.begin(0.0)
     for second in range(1, 10):
         assert race.begin(float(second)) is None
         race.heard("a", float(second))
     assert race.look_again_s() == FAR * 5.0
     assert race.begin(FAR * 5.0) is not None
-    assert race.won("b") == FAR * 5.0
-    assert race.overtaken(FAR * 5.0) == [("a", 0.0, False)]
-    assert Runner("a", 1000.0).patience_s < 60
+    assert race.won("b", FAR * 5.0 + 1.5) == 1.5
+    assert race.overtaken(FAR * 5.0) == [("a", FAR * 5.0, False)]
+    assert Runner("a", 1000.0).patience_s == 20.0
+
+
+def test_a_slow_line_is_no_reason_to_send_a_picture_twice() -> None:
+    line = Encoder(HolderPath("far", 0.1, 1e6), Digest("ab" * 32), 0.5, encoding_s=3.0)
+    small, large = 10**5, 32 * MIB
+    assert line.slice_s(small, 64) < 0.5, "rows that are few are not waited for as many are"
+    assert 3.1 < line.slice_s(large, 64) < 3.5
+    runner = Runner("far", line.work_s, line.travel_s(large, 64), line.slice_s(large, 64))
+    assert line.travel_s(large, 64) > 33
+    assert runner.patience_s > 2 * 33 + FAR * 3
+    race = Race.of([runner], 0.0)
+    race.begin(0.0)
+    assert race.won("far", runner.travel_s + 2.5) == pytest.approx(2.5), "travelling is no work"
+    assert runner.silence_s == SILENCE_S + FAR * line.slice_s(large, 64)
 
 
 def test_busy_ones_are_asked_again_after_all_others() -> None:

@@ -44,20 +44,26 @@ class Encoder:
     encoding_s: float = USUAL_S
     """What one picture takes there, without travelling."""
 
-    def expected_s(self, picture_bytes: int, n_embd: int) -> float:
+    def travel_s(self, picture_bytes: int, n_embd: int) -> float:
         rows_bytes = 4 * n_embd * USUAL_ROWS
         n_slices = -(-picture_bytes // IMAGE_MAX) + -(-rows_bytes // IMAGE_ROWS_MAX)
         # One slice after the other.
-        travel_s = self.path.takes_s(picture_bytes + rows_bytes, n_slices * LANES)
-        return travel_s + self.n_active * REQUEST_S + self.encoding_s
+        return self.path.takes_s(picture_bytes + rows_bytes, n_slices * LANES)
 
-    def slice_s(self, picture_bytes: int) -> float:
+    def slice_s(self, picture_bytes: int, n_embd: int) -> float:
         """The largest slice that travels: of the picture, or of its rows."""
-        return self.path.takes_s(max(min(picture_bytes, IMAGE_MAX), IMAGE_ROWS_MAX), 1)
+        rows_bytes = min(4 * n_embd * USUAL_ROWS, IMAGE_ROWS_MAX)
+        return self.path.takes_s(max(min(picture_bytes, IMAGE_MAX), rows_bytes), 1)
+
+    @property
+    def work_s(self) -> float:
+        """What is done there, and what comes before it."""
+        return self.n_active * REQUEST_S + self.encoding_s
 
     def takes_s(self, picture_bytes: int, n_embd: int) -> float:
         """By which it is chosen."""
-        return self.expected_s(picture_bytes, n_embd) / max(self.trust, LEAST_TRUST)
+        expected_s = self.travel_s(picture_bytes, n_embd) + self.work_s
+        return expected_s / max(self.trust, LEAST_TRUST)
 
 
 def in_order(encoders: Iterable[Encoder], picture_bytes: int, n_embd: int) -> list[Encoder]:

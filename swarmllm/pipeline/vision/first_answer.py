@@ -63,7 +63,12 @@ class FirstAnswer:
         n_bytes, n_embd = len(question.picture.data), question.entry.manifest.n_embd
         race = Race.of(
             (
-                Runner(each.path.node_id, each.expected_s(n_bytes, n_embd), each.slice_s(n_bytes))
+                Runner(
+                    each.path.node_id,
+                    each.work_s,
+                    each.travel_s(n_bytes, n_embd),
+                    each.slice_s(n_bytes, n_embd),
+                )
                 for each in ordered[:TRIED_MAX]
             ),
             now_s,
@@ -97,7 +102,7 @@ class FirstAnswer:
                 (node_id, found), now_s = outcome, trio.current_time()
                 if isinstance(found, EncodedPicture):
                     nursery.cancel_scope.cancel()
-                    self.paces.took(node_id, now_s - race.won(node_id))
+                    self.paces.took(node_id, race.won(node_id, now_s))
                     self._overtaken(race, now_s)
                     return found, node_id
                 reason = f"node {node_id}: {found}"
@@ -129,11 +134,11 @@ class FirstAnswer:
         send.send_nowait((node_id, answer))
 
     def _overtaken(self, race: Race, now_s: float) -> None:
-        for node_id, began_s, is_silent in race.overtaken(now_s):
+        for node_id, worked_s, is_silent in race.overtaken(now_s):
             self.resting.add(node_id, now_s)
             provoked_by(log, node_id).info("a picture came from another node sooner than from %s", node_id)
             if not is_silent:
-                self.paces.took(node_id, now_s - began_s)
+                self.paces.took(node_id, worked_s)
             else:
                 self._trust.note(node_id, Deed.TOO_SLOW, "a picture: it said nothing")
 

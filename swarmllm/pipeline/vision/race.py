@@ -25,7 +25,8 @@ LEAST_S: Final = 4.0
 FAR: Final = 2.0
 """So many times as long as expected."""
 MOST_S: Final = 20.0
-"""Whatever was expected."""
+"""Whatever an encoding was expected to take. (What bytes take to travel was measured, and comes on top: a
+second copy of a picture on the same slow line would make both later.)"""
 BUSY_PAUSE_S: Final = 1.0
 BUSY_S: Final = 30.0
 """So long nodes are asked again that are busy."""
@@ -54,8 +55,10 @@ class Paces:
 @dataclass(frozen=True, slots=True)
 class Runner:
     node_id: NodeId
-    expected_s: float = USUAL_S
-    """For all of it."""
+    work_s: float = USUAL_S
+    """What it is expected to do."""
+    travel_s: float = 0.0
+    """What the picture and its rows are expected to travel."""
     slice_s: float = 0.0
     """What one slice is expected to travel."""
 
@@ -65,22 +68,25 @@ class Runner:
 
     @property
     def patience_s(self) -> float:
-        return min(MOST_S, max(LEAST_S, FAR * self.expected_s))
+        return max(LEAST_S, min(MOST_S, FAR * self.work_s) + FAR * self.travel_s)
 
 
 @dataclass(slots=True)
 class _Running:
-    candidate: Runner
+    runner: Runner
     began_s: float
     heard_s: float
 
     def is_silent(self, now_s: float) -> bool:
-        return now_s >= self.heard_s + self.candidate.silence_s
+        return now_s >= self.heard_s + self.runner.silence_s
+
+    def worked_s(self, now_s: float) -> float:
+        return max(0.0, now_s - self.began_s - self.runner.travel_s)
 
     @property
     def late_s(self) -> float:
         """From then on another one begins beside it."""
-        return min(self.began_s + self.candidate.patience_s, self.heard_s + self.candidate.silence_s)
+        return min(self.began_s + self.runner.patience_s, self.heard_s + self.runner.silence_s)
 
 
 @dataclass(slots=True)
@@ -93,8 +99,8 @@ class Race:
     """Who said last that it was busy."""
 
     @classmethod
-    def of(cls, candidates: Iterable[Runner], now_s: float) -> Race:
-        return cls([(now_s, each) for each in candidates], now_s + BUSY_S)
+    def of(cls, runners: Iterable[Runner], now_s: float) -> Race:
+        return cls([(now_s, each) for each in runners], now_s + BUSY_S)
 
     @property
     def is_over(self) -> bool:
@@ -111,10 +117,10 @@ class Race:
         if now_s < self._next_s():
             return None
         at = min(range(len(self._waiting)), key=lambda index: self._waiting[index][0] > now_s)
-        _, candidate = self._waiting.pop(at)
-        self._running[candidate.node_id] = _Running(candidate, now_s, now_s)
-        self._busy.discard(candidate.node_id)
-        return candidate
+        _, runner = self._waiting.pop(at)
+        self._running[runner.node_id] = _Running(runner, now_s, now_s)
+        self._busy.discard(runner.node_id)
+        return runner
 
     def look_again_s(self) -> float:
         """`begin` has nobody before then; infinite: not before something is heard."""
@@ -127,20 +133,20 @@ class Race:
 
     def failed(self, node_id: NodeId, now_s: float, *, is_busy: bool = False) -> None:
         """`is_busy`: it may be asked again."""
-        candidate = self._running.pop(node_id).candidate
+        runner = self._running.pop(node_id).runner
         if is_busy:
             self._busy.add(node_id)
             if now_s < self._busy_until_s:
-                self._waiting.append((now_s + BUSY_PAUSE_S, candidate))
+                self._waiting.append((now_s + BUSY_PAUSE_S, runner))
 
-    def won(self, node_id: NodeId) -> float:
-        """When it began."""
-        return self._running.pop(node_id).began_s
+    def won(self, node_id: NodeId, now_s: float) -> float:
+        """How long it took, seconds, without travelling."""
+        return self._running.pop(node_id).worked_s(now_s)
 
     def overtaken(self, now_s: float) -> list[tuple[NodeId, float, bool]]:
-        """Who was late when another one had won: (node, since when it was asked, whether it was silent)."""
+        """Who was late when another one had won: (node, how long it has taken, whether it is silent)."""
         return [
-            (node_id, each.began_s, each.is_silent(now_s))
+            (node_id, each.worked_s(now_s), each.is_silent(now_s))
             for node_id, each in self._running.items()
             if now_s >= each.late_s
         ]
