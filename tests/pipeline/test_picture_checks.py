@@ -15,6 +15,7 @@ from vision_models import picture
 from bench.common.arithmetic import N_EMBD
 from swarmllm.errors import BadModel
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.checking import PENDING_MAX
 from swarmllm.swarm.in_memory.link import LinkQuality
 from swarmllm.swarm.peers.trust import EFFECTS, NEUTRAL, Deed, after
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
@@ -81,6 +82,7 @@ async def test_a_liar_is_charged_when_two_others_agree_and_its_rows_are_dropped(
         assert (counts.checks_wrong, counts.checks_disputed) == (1, 0)
         assert swarm[A].trust.score(B) == pytest.approx(WRONG)
         assert swarm[A].trust.score(C) == swarm[A].trust.score(D) == NEUTRAL
+        assert swarm[A].pipelines._suspects.now(trio.current_time()) == {B}
         encoded, looked = await look(swarm)
         assert_same(encoded, what(SHOWN))
         assert looked.node_id == C, "who was doubted comes last"
@@ -107,6 +109,7 @@ async def test_one_liar_against_one_honest_node_is_a_dispute_and_accuses_nobody(
             assert (counts.checks_wrong, counts.checks_disputed) == (0, 1)
             for node_id in (B, C):
                 assert swarm[A].trust.score(node_id) == NEUTRAL == EFFECTS[Deed.DISPUTED].floor
+            assert swarm[A].pipelines._suspects.now(trio.current_time()) == {B, C}
             assert not (await look(swarm))[1].is_kept, "nor are the rows believed"
 
 
@@ -169,3 +172,17 @@ async def test_a_holder_that_does_not_answer_a_check_is_no_witness() -> None:
         counts = await until(swarm, lambda counts: counts.checks_dropped == 1)
         assert counts.checked == 0
         assert swarm[A].trust.score(B) == swarm[A].trust.score(C) == NEUTRAL
+
+
+async def test_no_more_checks_wait_than_there_is_memory_for() -> None:
+    async with seeing(B, C, check_rate=1.0) as swarm:
+        near(swarm)
+        checker = swarm[A].pipelines._picture_checker
+        gate = swarm[C].pool.gate = trio.Event()
+        for index in range(PENDING_MAX + 4):
+            assert (await look(swarm, picture(40 + index, 40)))[1].node_id == B
+        assert len(checker._pending) == PENDING_MAX
+        gate.set()
+        # One was under way.
+        counts = await until(swarm, lambda counts: counts.checked == PENDING_MAX + 1)
+        assert counts.checks_wrong == 0

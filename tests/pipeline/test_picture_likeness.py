@@ -101,6 +101,8 @@ def test_zeros_noise_and_rows_in_another_order_are_no_likeness() -> None:
     assert likeness(seen(rows), seen(rows[:19])) is Match.WRONG
     marked = PicturePart((7,)), PicturePart((), 20)
     assert likeness(seen(rows), seen(rows, *marked)) is Match.WRONG
+    tiles = PicturePart((), 12), PicturePart((), 8)
+    assert likeness(seen(rows), seen(rows, *tiles)) is Match.WRONG
 
 
 def test_rows_of_a_flat_picture_may_be_rounded_otherwise() -> None:

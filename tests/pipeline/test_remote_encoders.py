@@ -411,6 +411,7 @@ def test_busy_ones_are_asked_again_after_all_others() -> None:
     assert race.begin(0.2) is None
     assert not race.is_over
     assert race.begin(race.look_again_s()) is not None
+    assert not race.is_busy, "it is asked again, and has not said so"
     race.failed("a", 40.0, is_busy=True)
     assert race.is_over
     assert race.is_busy

@@ -83,7 +83,7 @@ class PictureChecker:
         self._given.move_to_end(key)
         while len(self._given) > GIVEN_MAX:
             self._given.popitem(last=False)
-        if len(self._pending) >= PENDING_MAX or not self.base:
+        if len(self._pending) >= PENDING_MAX:
             return
         if self.chance() >= rate(self.trust.score(node_id), self.base):
             return

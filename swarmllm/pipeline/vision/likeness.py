@@ -32,7 +32,7 @@ def picture_distance(one: EncodedPicture, other: EncodedPicture) -> float:
         off = np.linalg.norm(other.rows - rows, axis=1)
         special = np.linalg.norm(rows - rows.mean(axis=0), axis=1)
         parts = off / np.maximum(special, FLAT * np.linalg.norm(rows, axis=1))
-    parts = np.where(off == 0, 0.0, np.where(np.isnan(parts), WORST_ROW, parts))
+    parts = np.where(off == 0, 0.0, parts)
     return float(np.mean(np.minimum(parts, WORST_ROW)))
 
 
