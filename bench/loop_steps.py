@@ -133,6 +133,12 @@ class HeardRouter:
     async def publish(self, record: bytes) -> None:
         await self.spread.publish(record)
 
+    def loads(self) -> Mapping[str, bytes]:
+        return self.spread.loads()
+
+    async def publish_load(self, load: bytes) -> None:
+        await self.spread.publish_load(load)
+
     def connected(self) -> frozenset[str]:
         return frozenset(self._connected)
 

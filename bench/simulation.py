@@ -196,7 +196,12 @@ async def cut_off(world: World, n_nodes: int) -> None:
 
 
 async def simulate(
-    n_nodes: int, duration_s: float, seed: int = 1, n_layers: int = N_LAYERS, ask_every_s: float = ASK_EVERY_S
+    n_nodes: int,
+    duration_s: float,
+    seed: int = 1,
+    n_layers: int = N_LAYERS,
+    ask_every_s: float = ASK_EVERY_S,
+    change_every_s: float = CHANGE_EVERY_S,
 ) -> World:
     """Under the mock clock. Returns with the figures."""
     async with SimulatedNetwork() as network, trio.open_nursery() as nursery:
@@ -228,7 +233,7 @@ async def simulate(
         world.settled = True
         before = (world.figures.n_record_bytes, trio.current_time())
         nursery.start_soon(every, ask_every_s, lambda: nursery.start_soon(ask, world))
-        nursery.start_soon(every, CHANGE_EVERY_S, lambda: change(world))
+        nursery.start_soon(every, change_every_s, lambda: change(world))
         await trio.sleep(duration_s / 2)
         world.figures.events.append((trio.current_time(), "cut off"))
         nursery.start_soon(cut_off, world, max(1, 3 * n_nodes // 100))

@@ -21,8 +21,7 @@ import trio
 from bench.common.simulated_network import Place, SimulatedNetwork, random_place
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.capability import is_news_of_ways, is_news_of_work
-from swarmllm.node.damping import Damping
+from swarmllm.node.news import News
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
@@ -31,6 +30,7 @@ from swarmllm.scheduling.placement import Hysteresis, Placement
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.codec import decode_record, encode_record
+from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
 from swarmllm_proto.swarm import (
     NetworkCoordinate,
     NodeCapability,
@@ -41,6 +41,8 @@ from swarmllm_proto.swarm import (
 
 NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})
 TICK_S = 5.0
+HEARTBEAT_BYTES = 185
+"""Of one that tells a load, signed, without that."""
 SPEAK_S = 1.0
 """How often nodes tell what is news, as the announcer does."""
 N_MEASURED = 12
@@ -86,7 +88,9 @@ class Figures:
     n_rerouted: int = 0
     n_reassigned: int = 0
     n_record_bytes: int = 0
+    """Of the heartbeats that tell a load too, those with what surrounds it."""
     n_records: int = 0
+    n_loads: int = 0
     n_lost_layers: int = 0
     """Held by nodes that left or died."""
     n_moved_layers: int = 0
@@ -118,16 +122,15 @@ class SimulatedNode:
         self.router.serve(self._answer, _ignore)
         self._world = world
         self._sequence = 0
-        self._ways = Damping()
+        self._news = News()
         self._told: tuple[object, ...] = ()
-        self._capability = NodeCapability()
         # The probe at the first start: right about the kind of machine, wrong about the details.
         self._guess_bytes_per_s = self.layer_bytes / (layer_s * world.rng.uniform(0.6, 1.6))
 
     @property
     def told_place(self) -> NetworkCoordinate | None:
         """As in its record."""
-        return self._capability.coordinate
+        return self._news.told.coordinate
 
     @property
     def free_bytes(self) -> int:
@@ -164,12 +167,13 @@ class SimulatedNode:
     async def publish(self) -> None:
         """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
-        is_of_work = told != self._told or is_news_of_work(self._capability, capability)
-        is_of_ways = is_news_of_ways(self._capability, capability)
-        tells_ways = self._ways.admits(trio.current_time(), is_news=is_of_ways)
-        if self._sequence and not is_of_work and not tells_ways:
+        means = self._news.of_all(capability, trio.current_time())
+        if means != "record" and told == self._told and self._sequence:
+            if means == "load":
+                await self._publish_load(capability)
             return
-        self._told, self._capability = told, capability
+        self._told = told
+        self._news.record_told(capability)
         self._sequence += 1
         announced = ShardAnnounce(
             model_id=self._world.model_id,
@@ -191,6 +195,13 @@ class SimulatedNode:
         self._world.figures.n_records += 1
         await self.router.publish(record)
 
+    async def _publish_load(self, capability: NodeCapability) -> None:
+        content = encode_load(load_of(capability))
+        self._news.load_told(capability, trio.current_time())
+        self._world.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
+        self._world.figures.n_loads += 1
+        await self.router.publish_load(content)
+
     def look_at_peers(self) -> None:
         peers = sorted(self.router.connected())
         rng, at = self._world.rng, self.observations.floating
@@ -205,9 +216,9 @@ class SimulatedNode:
 
     def known(self) -> dict[str, NodeRecord]:
         """Records of this node and of those it is connected to."""
-        connected = self.router.connected()
+        connected, loads = self.router.connected(), self.router.loads()
         return {
-            node_id: self._world.decoded(record)
+            node_id: self._world.decoded(record, loads.get(node_id, b""))
             for node_id, record in self.router.records().items()
             if node_id == self.node_id or node_id in connected
         }
@@ -265,7 +276,7 @@ class World:
         """Set, and replaced, when a node dies or is cut off."""
         self.n_moved = 0
         self.settled = False
-        self._decoded: dict[bytes, NodeRecord] = {}
+        self._decoded: dict[tuple[bytes, bytes], NodeRecord] = {}
         self._n_born = 0
 
     def born(self) -> SimulatedNode:
@@ -295,12 +306,14 @@ class World:
         elif self.settled:
             self.figures.n_moved_layers += n_layers
 
-    def decoded(self, record: bytes) -> NodeRecord:
-        if record not in self._decoded:
+    def decoded(self, record: bytes, load: bytes) -> NodeRecord:
+        key = record, load
+        if key not in self._decoded:
             if len(self._decoded) > 20_000:
                 self._decoded.clear()
-            self._decoded[record] = decode_record(record)
-        return self._decoded[record]
+            said = decode_record(record)
+            self._decoded[key] = with_load(said, decode_load(load)) if load else said
+        return self._decoded[key]
 
     async def speak(self) -> None:
         for node in list(self.nodes.values()):

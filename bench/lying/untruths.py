@@ -204,6 +204,12 @@ def bodies(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[bytes]:
     return st.one_of(told, told, st.sampled_from((b"", b"\x80")))
 
 
+def loads(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[bytes]:
+    """Numbers of a load that can be, and bytes that are none."""
+    numbers = st.lists(st.sampled_from((0, 1, 8, 2**31, 2**53, 2**64 - 1, -1)), max_size=7)
+    return st.one_of(numbers.map(msgspec.msgpack.encode), st.sampled_from((b"\xff", b"\x00" * 64)))
+
+
 MEANINGS: Final[dict[str, Meaning]] = {
     "v": lambda world, _: st.sampled_from((1,) * 15 + (2,)),
     "node_id": lambda world, _: node_ids(world),
@@ -226,6 +232,7 @@ MEANINGS: Final[dict[str, Meaning]] = {
     "stages": stages_of,
     "token": tokens,
     "generated": lambda world, so_far: st.lists(tokens(world, so_far), max_size=4),
+    "load": loads,
     "names": digests_of,
     "digests": digests_of,
     "stage": lambda world, _: st.sampled_from((0, 0, 1, 1, 2, 3, 255)),
@@ -480,15 +487,10 @@ def drawn(strategy: st.SearchStrategy[Any], seed_: int, n: int) -> list[Any]:
     """At most `n` values (fewer where there are no more), the same for the same seed."""
     values: list[Any] = []
 
+    alike = settings(database=None, deadline=None, derandomize=False, phases=[Phase.generate])
+
     @seed(seed_)
-    @settings(
-        max_examples=n,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(alike, max_examples=n, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def collect(value: Any) -> None:
         values.append(value)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, require_multiaddrs
-from swarmllm_proto.limits import RECORD_MAX
+from swarmllm_proto.limits import LOAD_MAX, RECORD_MAX
 
 ENVELOPE_VERSION = 1
 ENVELOPE_MAX = RECORD_MAX + 8 * 1024
@@ -63,6 +63,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     sequence: _Count
     beat: _Count
     """Counts up within a life, so that no two heartbeats are the same bytes (gossip drops repeats)."""
+    load: Annotated[bytes, Meta(min_length=1, max_length=LOAD_MAX)] | UnsetType = UNSET
+    """What the writer has to do now, if that has changed since this envelope. See `node_load`."""
 
     @property
     def version(self) -> tuple[int, int]:

@@ -41,6 +41,9 @@ RECORD_MAX: Final = 256 * KIB
 """What a node may say about itself. Gossip silently loses messages above 900 KB, and everybody stores every
 record."""
 
+LOAD_MAX: Final = 64
+"""What a node says in a heartbeat that it has to do."""
+
 PIECE_MAX: Final = MIB
 """Bytes of a model in one response: enough that the round trip hardly counts, little enough that the
 connection is soon free for others."""

@@ -22,6 +22,7 @@ from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Dige
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
 from swarmllm_proto.identifiers import PublishedName
 from swarmllm_proto.ipc import PicturePart
+from swarmllm_proto.node_load import NodeLoad, encode_load
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -460,6 +461,16 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
         ),
     ),
     ("heartbeat", Heartbeat(node_id=NODE_A, started_at_ms=1_760_000_000_500, sequence=17, beat=3)),
+    (
+        "heartbeat-load",
+        Heartbeat(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            sequence=17,
+            beat=4,
+            load=encode_load(NodeLoad(1, 2, free_slots=5, free_kv_tokens=8192)),
+        ),
+    ),
 ]
 """Signed by `demo_signature`, which is none: libp2p's keys do not belong here."""
 

@@ -22,8 +22,8 @@ from swarmllm import __version__
 from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.capability import float_among, is_news_of_ways, is_news_of_work, machine_speed
-from swarmllm.node.damping import Damping
+from swarmllm.node.capability import float_among, machine_speed
+from swarmllm.node.news import News
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm.swarm.records.registry import Registry
@@ -33,6 +33,7 @@ from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.ipc import KvType
+from swarmllm_proto.node_load import encode_load, load_of
 from swarmllm_proto.swarm import (
     MODEL_RANGES_MAX,
     RECORD_MODELS_MAX,
@@ -134,9 +135,8 @@ class Announcer:
         self._leaves = False
         self._sequence = 0
         self._published: Holdings | None = None
-        self._capability = NodeCapability()
+        self._news = News()
         self._changed = trio.Event()
-        self._ways = Damping()
         self._publishing = trio.Lock()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -149,7 +149,9 @@ class Announcer:
                 await self._changed.wait()
                 self._changed = trio.Event()
                 look_s = 0.0
-            if trio.current_time() < look_s and not is_news_of_work(self._capability, self._describe()):
+            if trio.current_time() < look_s and (means := self._news.of_work(self._describe())) != "record":
+                if means == "load":
+                    await self._publish_load()
                 continue
             look_s = trio.current_time() + FLOAT_S
             self._observations.floating = float_among(
@@ -189,15 +191,25 @@ class Announcer:
         async with self._publishing:
             holdings = await self._holdings()
             capability = self._describe()
-            is_of_work = holdings != self._published or is_news_of_work(self._capability, capability)
-            is_of_ways = is_news_of_ways(self._capability, capability)
-            if self._ways.admits(trio.current_time(), is_news=is_of_ways) or is_of_work:
+            means = self._news.of_all(capability, trio.current_time())
+            if means == "record" or holdings != self._published:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
                 ready, files, *_ = holdings
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
                 self._transfer.announce_far(names.items())
-                self._published, self._capability = holdings, capability
+                self._published = holdings
+                self._news.record_told(capability)
+            elif means == "load":
+                await self._tell_load(capability)
+
+    async def _publish_load(self) -> None:
+        async with self._publishing:
+            await self._tell_load(self._describe())
+
+    async def _tell_load(self, capability: NodeCapability) -> None:
+        await self._router.publish_load(encode_load(load_of(capability)))
+        self._news.load_told(capability, trio.current_time())
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}

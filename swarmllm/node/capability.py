@@ -172,8 +172,14 @@ def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: R
 
 
 def is_news_of_work(old: NodeCapability, new: NodeCapability) -> bool:
-    """Of load and speed, which routes should know as they were a second ago. Free memory alone is none."""
+    """Of speed and of what a node takes, which routes should know as they were a second ago. Free memory
+    alone is none."""
     return _counts(old) != _counts(new) or _changed(_work_s(old), _work_s(new))
+
+
+def is_news_of_load(old: NodeCapability, new: NodeCapability) -> bool:
+    """Which routes should know as soon, and which changes with every request."""
+    return _load(old) != _load(new)
 
 
 def is_news_of_ways(old: NodeCapability, new: NodeCapability) -> bool:
@@ -189,13 +195,18 @@ def _changed(before: dict[tuple[str, str], float], after: dict[tuple[str, str], 
     )
 
 
-def _counts(capability: NodeCapability) -> tuple[object, ...]:
+def _load(capability: NodeCapability) -> tuple[int, ...]:
     return (
         capability.active_requests,
         capability.stage_requests,
         capability.queued_requests,
-        capability.max_requests,
         min(capability.free_slots, FEW),
+    )
+
+
+def _counts(capability: NodeCapability) -> tuple[object, ...]:
+    return (
+        capability.max_requests,
         capability.placing_free_bytes,
         capability.placing_free_disk_bytes,
         capability.accepts_shares_of,

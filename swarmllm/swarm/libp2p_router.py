@@ -57,6 +57,7 @@ from swarmllm.swarm.router import (
     Reachability,
     RequestHandler,
     RequestRefused,
+    check_load,
     check_message,
     check_record,
     check_request,
@@ -149,15 +150,8 @@ class Libp2pRouter:
             partial(self._ask_kind, KIND_DIAL_BACK), self._connected, random.Random(), note
         )
         self._peer_exchange = PeerExchange(partial(self._ask_kind, KIND_PEERS), self, note)
-        self.wide_area = open_wide_area(
-            host,
-            nursery,
-            gater,
-            settings,
-            self.spread,
-            self,
-            directory.wide_area,
-        )
+        wide_area = directory.wide_area
+        self.wide_area = open_wide_area(host, nursery, gater, settings, self.spread, self, wide_area)
         self._memory = memory
         self._to_self = MemoryLink(identity.node_id, self.deliver, LinkQuality())
 
@@ -186,6 +180,13 @@ class Libp2pRouter:
     async def publish(self, record: bytes) -> None:
         check_record(record)
         await self.spread.publish(bytes(record))
+
+    def loads(self) -> Mapping[NodeId, bytes]:
+        return self.spread.loads()
+
+    async def publish_load(self, load: bytes) -> None:
+        check_load(load)
+        await self.spread.publish_load(load)
 
     def connected(self) -> frozenset[NodeId]:
         return frozenset(self._connected)

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.limits import LOAD_MAX, RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
 RequestHandler = Callable[[NodeId, bytes], Awaitable[bytes]]
 """(sender's node id, request body) -> response body. An exception becomes a RemoteError at the caller."""
@@ -162,6 +162,16 @@ class Router(Protocol):
         """Replace this node's record and spread it. Raises ValueError above the size limit."""
         ...
 
+    def loads(self) -> Mapping[NodeId, bytes]:
+        """What nodes have said since their record that they have to do, this one included, by node id; of
+        those that have."""
+        ...
+
+    async def publish_load(self, load: bytes) -> None:
+        """Say what this node has to do, until it publishes the next record. Cheaper than a record, and may be
+        lost on the way to some. Raises ValueError above the size limit."""
+        ...
+
     def connected(self) -> frozenset[NodeId]:
         """Nodes with which there is a connection now (never this node)."""
         ...
@@ -221,6 +231,12 @@ def check_record(record: bytes) -> None:
     """Raises ValueError unless the record may be published (1 byte .. RECORD_MAX)."""
     if not 0 < len(record) <= RECORD_MAX:
         raise ValueError(f"a record has 1 to {RECORD_MAX} bytes, not {len(record)}")
+
+
+def check_load(load: bytes) -> None:
+    """Raises ValueError unless the load may be published (1 byte .. LOAD_MAX)."""
+    if not 0 < len(load) <= LOAD_MAX:
+        raise ValueError(f"a load has 1 to {LOAD_MAX} bytes, not {len(load)}")
 
 
 def check_request(body: bytes) -> None:

@@ -20,6 +20,7 @@ from swarmllm.node.capability import (
     _best_s,
     describe,
     float_among,
+    is_news_of_load,
     is_news_of_ways,
     is_news_of_work,
     machine_speed,
@@ -107,8 +108,8 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
 
 
 def news(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
-    """Of work, of ways."""
-    return is_news_of_work(old, new), is_news_of_ways(old, new)
+    """Of work, which load is too, and of ways."""
+    return is_news_of_work(old, new) or is_news_of_load(old, new), is_news_of_ways(old, new)
 
 
 @pytest.mark.parametrize(

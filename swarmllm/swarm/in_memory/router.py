@@ -23,6 +23,7 @@ from swarmllm.swarm.router import (
     RequestHandler,
     RequestRefused,
     answer,
+    check_load,
     check_message,
     check_record,
     check_request,
@@ -33,9 +34,11 @@ from swarmllm_proto.identifiers import NodeId
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    version: tuple[int, int]
-    """(incarnation of its writer, count of its publications): the larger is the newer."""
+    version: tuple[int, int, int]
+    """(incarnation of its writer, count of its publications, count of its loads since): the larger is the
+    newer."""
     content: bytes
+    load: bytes = b""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +83,7 @@ class InMemoryRouter:
     def __init__(self, network: Surroundings, node_id: NodeId, incarnation: int) -> None:
         self._network = network
         self._node_id = node_id
-        self._version = (incarnation, 0)
+        self._version = (incarnation, 0, 0)
         self._records: dict[NodeId, Record] = {}
         """Of all nodes ever heard of, connected or not."""
         self._feed = ChangeFeed()
@@ -114,8 +117,19 @@ class InMemoryRouter:
     async def publish(self, record: bytes) -> None:
         check_record(record)
         await trio.lowlevel.checkpoint()
-        self._version = (self._version[0], self._version[1] + 1)
+        self._version = (self._version[0], self._version[1] + 1, 0)
         self._network.spread(self, self._node_id, Record(self._version, bytes(record)))
+
+    def loads(self) -> Mapping[NodeId, bytes]:
+        return {node_id: record.load for node_id, record in self._records.items() if record.load}
+
+    async def publish_load(self, load: bytes) -> None:
+        check_load(load)
+        await trio.lowlevel.checkpoint()
+        incarnation, n_published, n_loads = self._version
+        if own := self._records.get(self._node_id):
+            self._version = (incarnation, n_published, n_loads + 1)
+            self._network.spread(self, self._node_id, Record(self._version, own.content, bytes(load)))
 
     def connected(self) -> frozenset[NodeId]:
         return frozenset(self._peers)

@@ -73,6 +73,10 @@ class HeldEnvelope:
     envelope: Envelope
     sealed: bytes
     heard_at_s: float
+    load: bytes = b""
+    """What its writer has said since that it has to do; empty: nothing."""
+    beat: int = -1
+    """Of the heartbeat that said so."""
 
     @property
     def n_bytes(self) -> int:
@@ -152,6 +156,15 @@ class EnvelopeBook:
         if version >= held.envelope.version:
             held.heard_at_s = now
         return version > held.envelope.version
+
+    def hear_load(self, node_id: NodeId, version: tuple[int, int], beat: int, load: bytes) -> bool:
+        """What a heartbeat says of its writer's load. True: that is news. It belongs to the envelope that the
+        heartbeat names: a newer one has a newer load, and an older one is about to be replaced."""
+        held = self._entries.get(node_id)
+        if held is None or held.envelope.version != version or beat <= held.beat:
+            return False
+        held.load, held.beat = load, beat
+        return True
 
     def fingerprints(self, is_lost: IsLost) -> bytes:
         """One for each group of nodes, of which envelope is the newest of each, without the lost ones. Of few
@@ -246,6 +259,15 @@ class EnvelopeBook:
     def records(self) -> Mapping[NodeId, bytes]:
         """By node id, without the empty ones: as it is whenever it is looked at."""
         return _Records(self._entries)
+
+    def load(self, node_id: NodeId) -> bytes:
+        """Empty: it has said nothing since its record."""
+        entry = self._entries.get(node_id)
+        return entry.load if entry else b""
+
+    def loads(self) -> dict[NodeId, bytes]:
+        """Of those that have said since their record what they have to do."""
+        return {node_id: entry.load for node_id, entry in self._entries.items() if entry.load}
 
     def expire(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Forget who was not heard for `expiry_s` and is not connected; whom it forgot."""

@@ -38,6 +38,7 @@ from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.node_load import decode_load, with_load
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ProjectorAnnounce
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class Announced:
     content: bytes | None = None
     """As it came last, whether it could be read or not."""
     record: NodeRecord | None = None
-    """The last that could be read."""
+    """The last that could be read, with what the node has said since of its load."""
+    load: bytes | None = None
+    """As it came last since that record."""
     is_distrusted: bool = False
     """It is reachable, has a record and may not work."""
 
@@ -116,7 +119,7 @@ class Registry:
         Raises swarmllm_proto.errors.ProtocolError, naming the field: undecodable, or another node's.
         """
         announced = self._announced.put(node_id, self._node(node_id))
-        announced.content = record
+        announced.content, announced.load = record, None
         decoded = decode_record(record)
         if decoded.node_id != node_id:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
@@ -125,6 +128,23 @@ class Registry:
         self._projectors.put(node_id, decoded.projectors or ())
         self._place(node_id)
         return decoded
+
+    def apply_load(self, node_id: NodeId, load: bytes) -> None:
+        """Take over what `node_id` has said of its load since its record; without one it means nothing.
+
+        Raises swarmllm_proto.errors.ProtocolError, naming the field.
+        """
+        announced = self._announced.get(node_id)
+        if announced is None or announced.record is None:
+            return
+        announced.load = load
+        announced.record = with_load(announced.record, decode_load(load))
+        self._place(node_id)
+
+    def load(self, node_id: NodeId) -> bytes | None:
+        """What was applied last since the node's record, as it came."""
+        announced = self._announced.get(node_id)
+        return announced.load if announced else None
 
     def forget(self, node_id: NodeId) -> None:
         if (announced := self._announced.drop(node_id)) is not None:
@@ -343,8 +363,12 @@ async def _catch_up(registry: Registry, router: Router) -> None:
     for node_id in [each for each in registry.announcers() if each not in records]:
         registry.forget(node_id)
     for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
-        _apply(registry, node_id, records[node_id])
+        _apply(registry.apply, node_id, records[node_id])
         await trio.lowlevel.checkpoint()
+    for node_id, load in router.loads().items():
+        if registry.load(node_id) is not load:
+            _apply(registry.apply_load, node_id, load)
+            await trio.lowlevel.checkpoint()
     await _take_over_reachable(registry, router)
 
 
@@ -360,8 +384,8 @@ async def _take_over_reachable(registry: Registry, router: Router) -> None:
         await trio.lowlevel.checkpoint()
 
 
-def _apply(registry: Registry, node_id: NodeId, record: bytes) -> None:
+def _apply(apply: Callable[[NodeId, bytes], object], node_id: NodeId, record: bytes) -> None:
     try:
-        registry.apply(node_id, record)
+        apply(node_id, record)
     except ProtocolError as error:
         provoked_by(log, node_id).warning("record of node %s refused: %s", node_id, error)

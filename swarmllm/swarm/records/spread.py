@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -122,6 +123,7 @@ class RecordSpread:
         self.exchange = RecordExchange(self._book, ask, self)
         self.heard = self._book.heard
         self.records: Mapping[NodeId, bytes] = self._book.records()
+        self.loads = self._book.loads
 
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
         """From here on others hear of this node."""
@@ -141,12 +143,34 @@ class RecordSpread:
         if self._gossip is not None:
             await self._gossip.publish(MODELS, sealed)
 
+    async def publish_load(self, load: bytes) -> None:
+        """In a heartbeat, which is a fifth of the smallest record; in those that follow too, until the next
+        record."""
+        self._n_beats += 1
+        self._book.hear_load(self._identity.node_id, self.own.version, self._n_beats, load)
+        self._feed.announce(Change("record", self._identity.node_id))
+        if self._gossip is not None:
+            await self._gossip.publish(HEALTH, self._heartbeat())
+
+    def _heartbeat(self) -> bytes:
+        heartbeat = Heartbeat(
+            node_id=self._identity.node_id,
+            started_at_ms=self.own.started_at_ms,
+            sequence=self.own.sequence,
+            beat=self._n_beats,
+            load=self._book.load(self._identity.node_id) or UNSET,
+        )
+        return seal(heartbeat, self._identity.sign)
+
     async def reach_through(self, circuits: tuple[str, ...]) -> None:
         """This node is to be found there too from now on, and through no other relays."""
         own = [text for text in self.own.addresses if CircuitAddress.parse(text) is None]
         addresses = (*own[: ADDRESSES_MAX - len(circuits)], *circuits)
         self.own = msgspec.structs.replace(self.own, addresses=addresses)
+        load = self._book.load(self._identity.node_id)
         await self.publish(self.own.record)
+        if load:
+            await self.publish_load(load)
 
     def envelope(self, node_id: NodeId) -> Envelope | None:
         return self._book.envelope(node_id)
@@ -198,10 +222,15 @@ class RecordSpread:
             self.take(content, {})
             return
         heartbeat = unseal(content, Heartbeat, self._verify)
-        if heartbeat.node_id != self._identity.node_id and self._book.hear(
-            heartbeat.node_id, heartbeat.version, trio.current_time()
+        node_id = heartbeat.node_id
+        if node_id == self._identity.node_id:
+            return
+        if self._book.hear(node_id, heartbeat.version, trio.current_time()):
+            self._fetch_soon(node_id)
+        elif heartbeat.load and self._book.hear_load(
+            node_id, heartbeat.version, heartbeat.beat, heartbeat.load
         ):
-            self._fetch_soon(heartbeat.node_id)
+            self._feed.announce(Change("record", node_id))
 
     def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
@@ -237,13 +266,7 @@ class RecordSpread:
     async def _send_heartbeats(self, gossip: Gossip) -> None:
         while True:
             self._n_beats += 1
-            heartbeat = Heartbeat(
-                node_id=self._identity.node_id,
-                started_at_ms=self.own.started_at_ms,
-                sequence=self.own.sequence,
-                beat=self._n_beats,
-            )
-            await gossip.publish(HEALTH, seal(heartbeat, self._identity.sign))
+            await gossip.publish(HEALTH, self._heartbeat())
             await self._until_next_beat(trio.current_time())
             self._n_beats_since_news += 1
 

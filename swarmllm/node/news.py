@@ -1,0 +1,60 @@
+"""What of a node's load and speed is to be told to the swarm, and how: pure, `now` passed in.
+
+A record goes to every node, several times, so that what changes with every request is told by itself, in a
+heartbeat. Heartbeats that are missed are not repaired as records are: a load that stays is put into the
+record too, for nodes that join later.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from swarmllm.node.capability import is_news_of_load, is_news_of_ways, is_news_of_work
+from swarmllm.node.damping import Damping
+from swarmllm_proto.node_load import carrying, load_of
+from swarmllm_proto.swarm import NodeCapability
+
+SETTLED_S: Final = 60.0
+"""A load that has been the same for so long belongs into the record."""
+
+Means = Literal["record", "load", "nothing"]
+
+
+class News:
+    def __init__(self) -> None:
+        self._told = NodeCapability()
+        """As others know it."""
+        self._recorded = NodeCapability()
+        """As in the last record."""
+        self._load_told_s = 0.0
+        self._ways = Damping()
+
+    def __repr__(self) -> str:
+        return f"<News {self._ways}>"
+
+    @property
+    def told(self) -> NodeCapability:
+        return self._told
+
+    def of_work(self, capability: NodeCapability) -> Means:
+        """A quick look, at what routes should know at once."""
+        if is_news_of_work(self._told, capability):
+            return "record"
+        return "load" if is_news_of_load(self._told, capability) else "nothing"
+
+    def of_all(self, capability: NodeCapability, now: float) -> Means:
+        """To be asked now and then: what wanders by itself is told ever more rarely."""
+        is_of_ways = is_news_of_ways(self._told, capability)
+        tells_ways = self._ways.admits(now, is_news=is_of_ways)
+        means = self.of_work(capability)
+        is_settled = means == "nothing" and now >= self._load_told_s + SETTLED_S
+        if tells_ways or (is_settled and is_news_of_load(self._recorded, capability)):
+            return "record"
+        return means
+
+    def record_told(self, capability: NodeCapability) -> None:
+        self._told = self._recorded = capability
+
+    def load_told(self, capability: NodeCapability, now: float) -> None:
+        self._told = carrying(self._told, load_of(capability))
+        self._load_told_s = now

@@ -1,0 +1,73 @@
+"""What of its load and speed a node tells, and whether in a record or by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmllm.node.news import SETTLED_S, News
+from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
+
+MODEL_ID = "a" * 64
+
+
+def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> NodeCapability:
+    return NodeCapability(
+        observed_latencies=(ObservedLatency(model_id=MODEL_ID, decode_s=decode_s),),
+        observed_links=(ObservedLink(node_id="b", rtt_s=rtt_s),),
+        **counts,
+    )
+
+
+def in_step() -> News:
+    news = News()
+    news.record_told(capability())
+    return news
+
+
+@pytest.mark.parametrize(
+    ("new", "means"),
+    [
+        (capability(), "nothing"),
+        (capability(free_kv_tokens=900), "nothing"),
+        (capability(stage_requests=1), "load"),
+        (capability(active_requests=1, free_kv_tokens=900), "load"),
+        (capability(decode_s=0.01), "record"),
+        (capability(decode_s=0.01, stage_requests=1), "record"),
+        (capability(max_requests=4), "record"),
+    ],
+)
+def test_load_alone_goes_without_a_record(new: NodeCapability, means: str) -> None:
+    assert in_step().of_work(new) == means
+    assert in_step().of_all(new, 1.0) == means
+
+
+def test_where_a_node_is_goes_with_a_record_at_an_unhurried_look_only() -> None:
+    assert in_step().of_work(capability(rtt_s=0.2)) == "nothing"
+    assert in_step().of_all(capability(rtt_s=0.2), 1.0) == "record"
+
+
+def test_what_has_been_told_is_no_news() -> None:
+    news = in_step()
+    busy = capability(stage_requests=3, free_kv_tokens=70)
+    news.load_told(busy, 1.0)
+    assert news.of_work(busy) == "nothing"
+    assert news.told.free_kv_tokens == 70
+    assert news.of_work(capability()) == "load", "the record alone does not say so any more"
+
+
+def test_a_load_that_stays_is_put_into_the_record() -> None:
+    news = in_step()
+    busy = capability(stage_requests=3)
+    news.load_told(busy, 10.0)
+    assert news.of_all(busy, 9.0 + SETTLED_S) == "nothing"
+    assert news.of_all(capability(stage_requests=4), 10.0 + SETTLED_S) == "load"
+    assert news.of_all(busy, 10.0 + SETTLED_S) == "record"
+    news.record_told(busy)
+    assert news.of_all(busy, 11.0 + SETTLED_S) == "nothing"
+
+
+def test_a_load_that_is_again_what_the_record_says_is_not() -> None:
+    news = in_step()
+    news.load_told(capability(stage_requests=3), 10.0)
+    news.load_told(capability(), 11.0)
+    assert news.of_all(capability(), 12.0 + SETTLED_S) == "nothing"
