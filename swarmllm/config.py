@@ -79,6 +79,9 @@ class NetworkTable:
     bootstrap: tuple[str, ...] = _setting(
         (), "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected."
     )
+    bootstrap_file: Annotated[str, Meta(max_length=4096)] = _setting(
+        "", "File with further such addresses, one in each line; # begins a comment. Read at start."
+    )
     max_peers: Annotated[int, Meta(ge=1, le=4096)] = _setting(
         16,
         "Connections looked for, which carry gossip. Others may still connect, and nodes beyond them are "

@@ -12,6 +12,7 @@ from swarmllm.node.data_dir import KERNEL_TIMINGS
 from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints, Pin
+from swarmllm.swarm.discovery.bootstrap_file import read_bootstrap_file
 from swarmllm.swarm.membership.network_key import OPEN_SWARM, Network
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.settings import SwarmSettings
@@ -90,7 +91,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         listen_host=_ip(network.listen_host, "network.listen_host"),
         libp2p_port=network.libp2p_port,
         data_port=network.data_port,
-        bootstrap=network.bootstrap,
+        bootstrap=bootstrap_addresses(config),
         max_peers=network.max_peers,
         mdns=network.mdns,
         announce=tuple(_ip(text, "network.announce") for text in network.announce),
@@ -101,6 +102,13 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         strangers_mib=config.resources.strangers_mib,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )
+
+
+def bootstrap_addresses(config: Config) -> tuple[str, ...]:
+    """Of the configuration and of its file. Blocking. Raises ConfigError."""
+    file = _file(config.network.bootstrap_file)
+    more = read_bootstrap_file(file) if file else ()
+    return tuple(dict.fromkeys((*config.network.bootstrap, *more)))
 
 
 def _ip(text: str, field: str) -> str:

@@ -16,7 +16,10 @@ FEW = {"max_peers": 1, "dht": "off"}
 
 
 def one_more(folder: Path, name: str, load: list[str], first: DaemonProcess) -> Any:
-    return running_daemon(folder, name, load=load, bootstrap=first.addresses, network=FEW)
+    """It knows the first from a file, as a swarm may publish it."""
+    file = folder / "nodes.txt"
+    file.write_text("\n".join(["# to meet first", *first.addresses]))
+    return running_daemon(folder, name, load=load, network=FEW | {"bootstrap_file": str(file)})
 
 
 def connected(node: DaemonProcess) -> set[str]:

@@ -430,7 +430,17 @@ def examine(config_file: Path | None, api_url: str) -> Iterator[Finding]:
     if stats is not None:
         yield from check_daemon(stats)
     if stats is None or not stats["peers_connected"]:
-        yield from check_bootstrap(config.network.bootstrap)
+        yield from check_bootstrap(bootstrap_of(config))
+
+
+def bootstrap_of(config: Config) -> tuple[str, ...]:
+    # Late, as below.
+    from swarmllm.daemon_settings import bootstrap_addresses
+
+    try:
+        return bootstrap_addresses(config)
+    except ConfigError:
+        return config.network.bootstrap  # check_configuration has said it
 
 
 def segment_copies(config: Config) -> CopiesView:

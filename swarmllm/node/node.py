@@ -331,9 +331,14 @@ class Node:
         async with self.on_demand.using(entry, LoadOptions(n_ctx=preset.context), keep_s, keep_alive_s):
             yield
 
+    @property
+    def _meets_others(self) -> bool:
+        network = self.config.network
+        return bool(network.bootstrap or network.bootstrap_file)
+
     def _may_load_on_demand(self) -> bool:
         """Right after the start the nodes that hold a model may not be connected yet."""
-        joining_until = self.started_at + (JOINING_S if self.config.network.bootstrap else 0)
+        joining_until = self.started_at + (JOINING_S if self._meets_others else 0)
         return self.config.model.on_demand and time.time() >= joining_until
 
     async def tidy_copies(self) -> None:
@@ -405,7 +410,7 @@ class Node:
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
         """Right after the start, who has what is needed may not be connected yet."""
-        until_s = trio.current_time() + (JOINING_S if self.config.network.bootstrap else 0)
+        until_s = trio.current_time() + (JOINING_S if self._meets_others else 0)
         while True:
             try:
                 return await act()
