@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from swarmllm_proto.identifiers import NodeId
+
 
 def reason_of(error: BaseException) -> str:
     """What a foreign exception says, without the number and the path that an OSError also shows."""
@@ -157,9 +159,14 @@ class NodeUnreachable(RemoteError):
 
 
 class NodeRefused(RemoteError):
-    """Another node takes no part in a request (it lacks the layers, or a neighbour)."""
+    """Another node takes no part in a request (it lacks the layers, or a neighbour). `unreachable`: the id of
+    the neighbour that it does not reach, as it says."""
 
     code = "node_refused"
+
+    def __init__(self, message: str, *, unreachable: NodeId | None = None) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 class NodeBusy(RemoteError):

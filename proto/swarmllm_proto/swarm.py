@@ -304,6 +304,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the request that is resumed, what the stages here still have."""
     n_running: Annotated[int, Meta(ge=0, le=RUNNING_MAX)] | UnsetType = UNSET
     """Requests that run on this node beside this one."""
+    unreachable: NodeId | UnsetType = UNSET
+    """Refused because this stage's rows or tokens go to that node next, and this node does not reach it."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -375,6 +375,12 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
         ),
     ),
     ("pipeline-ack-running", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, n_running=3)),
+    (
+        "pipeline-ack-unreachable",
+        swarm.PipelineAck(
+            request_id=REQUEST_ID, accepted=False, reason="this node does not reach it", unreachable=NODE_B
+        ),
+    ),
     ("stage-state", swarm.StageState(request_id=REQUEST_ID, known=True, busy=True)),
     ("stage-state-rows", swarm.StageState(request_id=REQUEST_ID, known=True, n_received=9, n_sent=5)),
     (

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 import trio
-from msgspec import UNSET
-from node_ids import A, B, C
+from msgspec import UNSET, UnsetType
+from node_ids import A, B, C, D
 from trio.testing import MockClock
 
 from bench.common.arithmetic import fake_entry
 from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.request import request_context
 from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.ipc import Sampling
@@ -52,9 +53,9 @@ class Answering:
         return self.answers.get(node_id, ACCEPTS)
 
 
-async def asked(router: Answering, failed: list[str] | None = None) -> dict[str, PipelineAck]:
-    on_failure = [].append if failed is None else failed.append
-    return await assign(router, ASSIGNMENT, timeout_s=TIMEOUT_S, on_failure=on_failure)  # type: ignore[arg-type]
+async def asked(router: Answering, blamed: Blamed | None = None) -> dict[str, PipelineAck]:
+    blamed = Blamed() if blamed is None else blamed
+    return await assign(router, ASSIGNMENT, timeout_s=TIMEOUT_S, blamed=blamed)  # type: ignore[arg-type]
 
 
 async def test_only_who_samples_is_told_how_and_what_came_before() -> None:
@@ -70,7 +71,7 @@ async def test_all_stages_of_an_exact_request_are_told_what_its_bits_depend_on()
     router = Answering()
     sampling = Sampling(max_tokens=77, temperature=0.3, stop=("secret",), exact=True)
     assignment = msgspec.structs.replace(ASSIGNMENT, sampling=sampling)
-    await assign(router, assignment, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    await assign(router, assignment, timeout_s=TIMEOUT_S, blamed=Blamed())  # type: ignore[arg-type]
     last, other = (request_context(router.asked[node_id], fake_entry(), node_id) for node_id in (C, B))
     assert (other.sampling, other.generated) == (Sampling(max_tokens=77, exact=True), ())
     assert (last.n_prompt_rows, other.n_prompt_rows) == (10, 10)
@@ -96,12 +97,33 @@ async def test_all_stages_of_an_exact_request_are_told_what_its_bits_depend_on()
 async def test_an_answer_that_does_not_accept_fails_the_attempt_and_names_its_node(
     answer: bytes, kind: type[RemoteError], text: str
 ) -> None:
-    failed: list[str] = []
+    failed = Blamed()
     with pytest.raises(RemoteError, match=text) as raised:
         await asked(Answering({B: answer}), failed)
     assert type(raised.value) is kind
     assert f"node {B}" in raised.value.message
-    assert failed == [B]
+    assert failed == Blamed(culprit=B)
+
+
+@pytest.mark.parametrize(
+    ("named", "blamed"),
+    [
+        (C, Blamed(doubted=frozenset({B, C}))),
+        # None of these can be what it does not reach next.
+        (A, Blamed(culprit=B)),
+        (B, Blamed(culprit=B)),
+        (D, Blamed(culprit=B)),
+        (UNSET, Blamed(culprit=B)),
+    ],
+)
+async def test_one_that_does_not_reach_the_next_stage_is_not_to_blame_alone(
+    named: str | UnsetType, blamed: Blamed
+) -> None:
+    no = encode_response(PipelineAck(request_id="r1", accepted=False, reason="no", unreachable=named))
+    failed = Blamed()
+    with pytest.raises(NodeRefused):
+        await asked(Answering({B: no}), failed)
+    assert failed == blamed
 
 
 async def test_after_a_refusal_nobody_else_is_waited_for(autojump_clock: MockClock) -> None:
@@ -113,8 +135,8 @@ async def test_after_a_refusal_nobody_else_is_waited_for(autojump_clock: MockClo
 
 
 async def test_a_stage_that_does_not_answer_in_time_cannot_be_reached(autojump_clock: MockClock) -> None:
-    failed: list[str] = []
+    failed = Blamed()
     with pytest.raises(NodeUnreachable, match="within 3 s"):
         await asked(Answering(silent=C), failed)
-    assert failed == [C]
+    assert failed == Blamed(culprit=C)
     assert trio.current_time() == pytest.approx(TIMEOUT_S)

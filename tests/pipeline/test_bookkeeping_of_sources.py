@@ -20,6 +20,7 @@ from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError,
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
 from swarmllm.pipeline.repair.failover import Failover
@@ -180,7 +181,7 @@ async def test_who_does_not_accept_an_assignment_takes_no_part_and_is_named(
         n_prompt_tokens=3,
         sampling=Sampling(),
     )
-    failed: list[str] = []
+    failed = Blamed()
 
     async def respond(sender: str, body: bytes) -> bytes:
         return encode_response(answer)  # type: ignore[arg-type]
@@ -192,5 +193,5 @@ async def test_who_does_not_accept_an_assignment_takes_no_part_and_is_named(
         origin, other = network.add(A), network.add(B)
         other.serve(respond, ignore)
         with pytest.raises(error, match=words):
-            await assign(origin, assignment, timeout_s=5.0, on_failure=failed.append)
-    assert failed == [B]
+            await assign(origin, assignment, timeout_s=5.0, blamed=failed)
+    assert failed == Blamed(culprit=B)

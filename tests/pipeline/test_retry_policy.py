@@ -19,7 +19,13 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerDied,
 )
-from swarmllm.pipeline.repair.retry_policy import LONGEST_PAUSE_S, MAX_FAULTS, MAX_RECOVERIES, RetryPolicy
+from swarmllm.pipeline.repair.retry_policy import (
+    FIRST_REFUSALS,
+    LONGEST_PAUSE_S,
+    MAX_FAULTS,
+    MAX_RECOVERIES,
+    RetryPolicy,
+)
 
 LOST = NodeUnreachable("lost")
 NOBODY = NoPipeline("nobody")
@@ -85,6 +91,21 @@ def test_a_request_that_breaks_again_and_again_ends() -> None:
         recovery.token()
     with pytest.raises(WorkerDied, match="once more"):
         recovery.failed(WorkerDied("once more"), float(MAX_RECOVERIES))
+
+
+def test_refusals_before_the_first_token_are_asked_around_a_few_times() -> None:
+    recovery = RetryPolicy(5.0)
+    for n in range(FIRST_REFUSALS - 1):
+        assert recovery.failed(NodeRefused("no"), float(n)) == n
+    with pytest.raises(NodeRefused):
+        recovery.failed(NodeRefused("no"), 9.0)
+
+
+def test_a_failure_after_refusals_ends_the_request() -> None:
+    recovery = RetryPolicy(5.0)
+    recovery.failed(NodeRefused("no"), 0.0)
+    with pytest.raises(WorkerDied):
+        recovery.failed(WorkerDied("died"), 0.0)
 
 
 def test_what_is_given_up_names_the_cause_and_the_last_obstacle() -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import trio
 from deadlines import PATIENCE_S
-from node_ids import A, B, C, D, E, node_id_named
+from node_ids import A, B, C, D, E, M, node_id_named
 from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool, uncut
@@ -282,3 +282,17 @@ async def test_with_no_patience_a_stream_ends_with_its_pipeline() -> None:
     async with open_swarm(pools_of(a="0:4", b="4:12", c="4:12"), settings=mortal) as swarm:
         with pytest.raises(NodeUnreachable, match="disconnected"):
             await read(swarm, A, kills(swarm, B, C))
+
+
+@pytest.mark.parametrize("cut_off", [(B,), (B, D), (B, D, E)])
+async def test_who_is_cut_off_from_the_only_holder_of_a_stage_is_done_without(cut_off: tuple[NodeId]) -> None:
+    """The only holder refuses, because it does not reach the first stage. It is the first stage that has to
+    change."""
+    firsts = {"b": "0:4", "d": "0:4", "e": "0:4", "f": "0:4"}
+    async with open_swarm(pools_of(a="", c="4:8", m="8:12", **firsts), settings=SETTINGS) as swarm:
+        for first in cut_off:
+            swarm.network.cut(first, M)
+        text, generation = await read(swarm, A, kills(swarm))
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert generation.route[0].node_id not in cut_off
+        await swarm.quiet()

@@ -20,6 +20,7 @@ from swarmllm.errors import (
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -33,12 +34,13 @@ async def assign(
     assignment: PipelineAssignment,
     *,
     timeout_s: float,
-    on_failure: Callable[[NodeId], None] = lambda node_id: None,
+    blamed: Blamed | None = None,
     prefixes_of: Callable[[NodeId], tuple[StageBlocks, ...]] = lambda node_id: (),
 ) -> dict[NodeId, PipelineAck]:
     """By node id. Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too.
     Raises RemoteError (NodeBusy where it may be asked again later) for the first that did not, after
-    `on_failure` has been told its node id."""
+    `blamed` has been told its node id. One that does not reach the next stage is not to blame for that alone:
+    nobody here knows which of the two has lost the other."""
     failures: list[SwarmLLMError] = []
     acks: dict[NodeId, PipelineAck] = {}
     async with trio.open_nursery() as nursery:
@@ -49,7 +51,7 @@ async def assign(
                 acks[node_id] = await _ask(router, node_id, named, timeout_s)
             except SwarmLLMError as error:
                 if not failures:
-                    on_failure(node_id)
+                    _blame(Blamed() if blamed is None else blamed, node_id, error, assignment)
                 failures.append(error)
                 nursery.cancel_scope.cancel()
 
@@ -58,6 +60,17 @@ async def assign(
     if failures:
         raise failures[0]
     return acks
+
+
+def _blame(blamed: Blamed, node_id: NodeId, error: SwarmLLMError, assignment: PipelineAssignment) -> None:
+    other = error.unreachable if isinstance(error, NodeRefused) else None
+    if other is not None and other in {stage.node_id for stage in assignment.stages} - {
+        node_id,
+        assignment.origin,
+    }:
+        blamed.separate(node_id, other)
+    else:
+        blamed.blame(node_id)
 
 
 async def _ask(
@@ -88,5 +101,7 @@ async def _ask(
         raise RemoteError(f"node {node_id} answered something else than an acknowledgement")
     if ack.request_id != assignment.request_id or not ack.accepted:
         text = f"node {node_id} refused: {ack.reason or 'no reason given'}"
-        raise NodeBusy(text) if ack.busy else NodeRefused(text)
+        if ack.busy:
+            raise NodeBusy(text)
+        raise NodeRefused(text, unreachable=None if ack.unreachable is UNSET else ack.unreachable)
     return ack

@@ -165,6 +165,11 @@ class Blamed:
         """The first node that is named is the culprit: what else fails is usually its consequence."""
         self.culprit = self.culprit or node_id
 
+    def separate(self, node_id: NodeId, other: NodeId) -> None:
+        """One does not reach the other: the next pipeline is to do without either, where it can."""
+        if self.culprit is None:
+            self.doubted = frozenset({node_id, other})
+
     def lied(self, node_id: NodeId) -> None:
         """It said what cannot be so."""
         self.has_lied = self.culprit is None

@@ -22,6 +22,7 @@ from msgspec import UNSET
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
@@ -79,7 +80,7 @@ def prefix_names(secret: bytes | None, assignment: PipelineAssignment) -> Prefix
 class Asker(Protocol):
     """The origin's side of a chain."""
 
-    def blame(self, node_id: NodeId) -> None: ...
+    blamed: Blamed
 
     def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]: ...
 
@@ -101,7 +102,7 @@ async def agree(
         router,
         assignment,
         timeout_s=timeout_s,
-        on_failure=asker.blame,
+        blamed=asker.blamed,
         prefixes_of=asker.prefixes_of,
     )
     n_blocks = [ack.n_prefix_blocks for ack in acks.values()]

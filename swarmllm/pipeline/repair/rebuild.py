@@ -30,7 +30,7 @@ async def what_is_left(
 ) -> tuple[Left, ...]:
     """Ask every stage to take part in what resumes another request; what each still has of it. Raises as
     `assign` does."""
-    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, on_failure=asker.blame)
+    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=asker.blamed)
     said = {node_id: ack.kept for node_id, ack in acks.items()}
     said[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
     return left_of(assignment.stages, said)

@@ -2,10 +2,10 @@
 
 Pure: the clock comes in as `now_s`.
 
-Before its first token nobody has seen anything of a request, so it is tried twice and then refused with a
-status that a client understands. From then on somebody reads along, and a pause is better than an end: the
-stream looks for another pipeline for as long as its patience lasts, at first at once, then at growing
-intervals (the caller also tries when the swarm changes).
+Before its first token nobody has seen anything of a request, so it is tried twice (a few times more where
+nodes only refuse it) and then refused with a status that a client understands. From then on somebody reads
+along, and a pause is better than an end: the stream looks for another pipeline for as long as its patience
+lasts, at first at once, then at growing intervals (the caller also tries when the swarm changes).
 
 Nodes that failed are avoided as long as there are others; when there are none they are asked again, because
 a worker that died is started again and a node that was lost may return. What a worker did wrong counts more
@@ -40,6 +40,8 @@ from swarmllm_proto.identifiers import NodeId
 
 FIRST_ATTEMPTS = 2
 """Pipelines for a request without a token."""
+FIRST_REFUSALS = 4
+"""The same, where the nodes refuse: nothing was computed and nobody was waited for."""
 MAX_FAULTS = 3
 """Workers that may fail one after the other, without a token between them."""
 MAX_RECOVERIES = 256
@@ -132,7 +134,8 @@ class RetryPolicy:
         if isinstance(error, NoPipeline) and cause is not None:
             raise cause
         may_retry = isinstance(error, RemoteError | WorkerDied | DeadlineExceeded)
-        if not may_retry or self._n_failures >= FIRST_ATTEMPTS:
+        attempts = FIRST_REFUSALS if isinstance(error, NodeRefused) else FIRST_ATTEMPTS
+        if not may_retry or self._n_failures >= attempts:
             raise error
         return now_s
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -44,9 +45,13 @@ REMEMBERED_CANCELS = 1024
 
 
 class AssignmentRefused(Exception):
-    """Why this node takes no part."""
+    """Why this node takes no part. `unreachable`: because it does not reach that one."""
 
     busy = False
+
+    def __init__(self, reason: str, *, unreachable: NodeId | None = None) -> None:
+        super().__init__(reason)
+        self.unreachable = unreachable
 
 
 class StageBusy(AssignmentRefused):
@@ -95,6 +100,7 @@ class Sessions:
                 accepted=False,
                 reason=str(refusal)[:200],
                 busy=refusal.busy,
+                unreachable=refusal.unreachable or UNSET,
             )
         await self._reach_neighbours(context)
         kept = await self.take_over(context, assignment.resumes)
@@ -340,7 +346,8 @@ class Sessions:
     def _check_neighbours(self, context: RequestContext) -> None:
         unreachable = _next_nodes(context) - self.router.reachable()
         if unreachable:
-            raise AssignmentRefused(f"this node does not reach {min(unreachable)}")
+            node_id = min(unreachable)
+            raise AssignmentRefused(f"this node does not reach {node_id}", unreachable=node_id)
 
     # Of the sessions.
 
