@@ -42,6 +42,11 @@ ROOMS = {
     "pipeline/origin": ["swarmllm/pipeline/origin/*.py"],
     "pipeline/repair": ["swarmllm/pipeline/repair/*.py"],
     "pipeline/route": ["swarmllm/pipeline/route/*.py"],
+    "pipeline/vision": ["swarmllm/pipeline/vision/*.py"],
+    "node": [
+        f"swarmllm/node/{x}.py"
+        for x in ("news", "damping", "remembered_loads", "share_book", "accepted_shares")
+    ],
     "log_limit": ["swarmllm/log_limit.py"],
     "supervision": ["swarmllm/supervision/*.py"],
     "scheduling/tiers": ["swarmllm/scheduling/tiers.py"],

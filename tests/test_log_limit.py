@@ -170,3 +170,21 @@ def test_an_error_of_this_node_keeps_its_traceback(output: io.StringIO) -> None:
     except KeyError:
         logging.getLogger("limited.node").exception("saving failed")
     assert "Traceback" in output.getvalue()
+
+
+def test_a_token_comes_once_for_the_time_that_has_passed() -> None:
+    limit = LogLimit(own=Rate(1, 0.1))
+    times_s = (0.0, 10.0, 10.0, 15.0, 20.0, 20.0)
+    assert [limit.admit("key", s, is_provoked=False) for s in times_s] == [0, 0, None, None, 2, None]
+
+
+def test_a_silent_key_stays_a_minute_and_those_that_spoke_later_stay() -> None:
+    limit = LogLimit(own=Rate(1, 0.001))
+    for key, at_s in (("a", 0.0), ("b", 10.0)):
+        for _ in range(2):
+            limit.admit(key, at_s, is_provoked=False)
+    assert limit.due(SUMMARY_S - 0.1) == []
+    assert [each.key for each in limit.due(SUMMARY_S)] == ["a"]
+    assert len(limit) == 1
+    assert limit.due(SUMMARY_S + 9.9) == []
+    assert [each.key for each in limit.due(SUMMARY_S + 10.0)] == ["b"]

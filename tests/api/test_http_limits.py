@@ -138,3 +138,49 @@ def test_the_longest_waiting_of_the_most_numerous_gives_way() -> None:
     places.end(crowd[1], "key")
     assert places.enter("192.0.2.4", "newer").evicted is crowd[2]
     assert len(places) == 4
+
+
+def test_a_budget_is_used_to_its_last_byte_and_what_is_given_back_is_there_again() -> None:
+    budget = ClientByteBudget(100, 70)
+    assert budget.take("a", 70)
+    assert not budget.take("a", 1)
+    assert budget.take("b", 30)
+    assert not budget.take("c", 1)
+    budget.give_back("a", 20)
+    assert not budget.take("b", 41)
+    assert not budget.take("a", 21)
+    assert budget.take("a", 20)
+    assert budget.n_held == 100
+    budget.give_back("a", 70)
+    budget.give_back("b", 30)
+    assert (budget.n_held, dict(budget._held)) == (0, {})
+
+
+@pytest.mark.parametrize(("client", "n_max"), [("192.0.2.1", 3), ("127.0.0.1", 5)])
+def test_an_address_has_all_its_places_and_this_machine_those_of_everybody(client: str, n_max: int) -> None:
+    """Every one of them runs a request, so that none gives way."""
+    limits = HttpLimits(connections=5, connections_of_address=3, requests_of_client=9)
+    places: ConnectionPlaces[int] = ConnectionPlaces(limits)
+    entered = []
+    for n in range(6):
+        place = places.enter(client, n).place
+        if place is not None:
+            assert places.begin(place, "key")
+            entered.append(place)
+    assert len(entered) == len(places) == n_max
+    for place in entered:
+        places.end(place, "key")
+        places.leave(place)
+    assert (len(places), dict(places._n_of), dict(places._running)) == (0, {}, {})
+    assert places.enter(client, 9).evicted is None
+
+
+def test_an_address_with_all_its_places_takes_its_own_and_no_place_of_others() -> None:
+    places: ConnectionPlaces[str] = ConnectionPlaces(HttpLimits(connections=9, connections_of_address=2))
+    places.enter("192.0.2.1", "the longest waiting of all")
+    own = [places.enter("192.0.2.2", f"own {n}").place for n in range(2)]
+    assert places.enter("192.0.2.2", "new").evicted is own[0]
+    for place in (own[1], next(each for each in places if each.holder == "new")):
+        assert place is not None
+        assert places.begin(place, "key")
+    assert places.enter("192.0.2.2", "newer").place is None, "both of its places are in use"

@@ -40,3 +40,16 @@ def test_it_never_tells_what_is_no_news_nor_more_often_than_it_may(news: list[bo
     at = told(news)
     assert all(news[n] for n in at)
     assert all((later - earlier) * LOOK_S >= FIRST_S for earlier, later in pairwise(at))
+
+
+def test_each_look_that_finds_nothing_halves_the_wait() -> None:
+    damping = Damping(1.0, 64.0)
+    at_s = 0.0
+    for wait_s in (1.0, 2.0, 4.0, 8.0):
+        assert damping.admits(at_s, is_news=True)
+        at_s += wait_s
+    for wait_s in (8.0, 4.0, 2.0, 1.0, 1.0):
+        assert not damping.admits(at_s, is_news=False)
+        assert repr(damping) == f"<Damping {wait_s:g} s>"
+    assert Damping.admits(damping, at_s, is_news=True)
+    assert repr(damping) == "<Damping 2 s>"

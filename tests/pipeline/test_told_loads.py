@@ -151,3 +151,18 @@ def test_what_was_told_last_counts_for_a_while(events: list[dict[str, int] | flo
             now += event
         fresh = {node_id: told for node_id, told in expected.items() if now - told.at_s < TOLD_S}
         assert loads.at(now) == fresh
+
+
+def test_who_has_said_it_again_does_not_keep_older_words_of_others_alive() -> None:
+    loads = ToldLoads()
+    loads.told({A: 1}, "first", 0.0)
+    loads.told({B: 2}, "second", 0.1)
+    loads.told({A: 3}, "third", TOLD_S)
+    assert loads.at(TOLD_S + 0.2) == {A: ToldLoad(3, TOLD_S, "third")}
+
+
+def test_nothing_is_kept_of_a_crowd_that_said_it_long_ago() -> None:
+    loads = ToldLoads()
+    for n in range(50):
+        loads.told({f"node{n}": n}, "r", n * TOLD_S)
+    assert repr(loads) == "<ToldLoads 1 nodes>"

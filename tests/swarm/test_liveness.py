@@ -15,6 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
 from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.data.keepalive import CHECK_S, SILENCE_S
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, Unanswering
 from swarmllm.swarm.libp2p.host import PeerWatcher
@@ -38,6 +39,8 @@ class Host:
         """At those."""
         self.defect: Exception | None = None
         self.closed: list[NodeId] = []
+        self.voices: list[Any] = []
+        """What carries the streams of every peer."""
         self.watcher: PeerWatcher | None = None
 
     def watch_peers(self, watcher: PeerWatcher) -> None:
@@ -76,7 +79,7 @@ class Host:
             self.n_of[node_id] = 1
 
     def muxers(self, node_id: NodeId) -> list[Any]:
-        return []
+        return self.voices
 
     async def close_hard(self, node_id: NodeId) -> None:
         self.closed.append(node_id)
@@ -88,6 +91,7 @@ class Plane:
     def __init__(self) -> None:
         self.connected: set[NodeId] = set()
         self.reached: list[tuple[NodeId, float]] = []
+        self.is_in_reach = True
 
     def has_connection(self, node_id: NodeId) -> bool:
         return node_id in self.connected
@@ -97,6 +101,8 @@ class Plane:
 
     async def reach(self, node_id: NodeId) -> None:
         self.reached.append((node_id, trio.current_time()))
+        if not self.is_in_reach:
+            raise NodeUnreachable("there is no way")
         self.connected.add(node_id)
 
 
@@ -414,3 +420,86 @@ async def test_where_there_are_too_many_strangers_give_way_and_their_places_coun
         it.host.open(NodeId("newcomer"))
         await trio.sleep(5.0)
         assert "newcomer" in it.liveness.connected
+
+
+async def test_one_that_gives_way_and_comes_again_before_it_has_left_takes_a_place_again(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness_module, "CONNECTIONS_MAX", 2)
+    async with node() as it:
+        for node_id in (A, C):
+            it.host.open(node_id)
+        await trio.sleep(0.1)
+        newcomer = NodeId("newcomer")
+        it.host.open(newcomer)
+        it.host.open(newcomer)
+        await trio.sleep(5.0)
+        assert sorted(it.greeted) == [A, C], "its second connection is one too many, too"
+        assert sorted(it.liveness.connected) == [A, C]
+        assert list(it.parts.attempts) == []
+
+
+class Voice:
+    """What carries the streams of a peer that answers no ping: it speaks when the test says so."""
+
+    def __init__(self) -> None:
+        self.secured_conn = self
+        self.peer_id = A
+        self._ping_id = 0
+        self._heard_at_s = trio.current_time()
+
+    def speak(self) -> None:
+        self._heard_at_s = trio.current_time()
+
+    async def _write_frame(self, frame: bytes) -> None: ...
+
+
+@asynccontextmanager
+async def silent_peer() -> AsyncIterator[tuple[Node, Voice]]:
+    """A peer without a data connection that counts no more because it has been silent."""
+    async with node() as it:
+        voice = Voice()
+        it.host.voices = [voice]
+        it.plane.is_in_reach = False
+        it.host.open(A)
+        await trio.sleep(SILENCE_S + 3 * CHECK_S)
+        assert it.changes == [("connected", A), ("disconnected", A)]
+        yield it, voice
+
+
+async def test_a_silent_peer_that_speaks_counts_again_without_being_greeted(
+    autojump_clock: MockClock,
+) -> None:
+    async with silent_peer() as (it, voice):
+        voice.speak()
+        await trio.sleep(CHECK_S)
+        assert it.changes[2:] == [("connected", A)]
+        assert it.greeted == [A]
+        await trio.sleep(SILENCE_S + 3 * CHECK_S)
+        assert it.changes[3:] == [("disconnected", A)], "it is watched as before"
+        await trio.sleep(liveness_module._SILENT_TOO_LONG_S + CHECK_S)
+        assert it.host.closed == [A]
+
+
+async def test_a_silent_peer_that_is_greeted_anew_counts_once_that_is_over(autojump_clock: MockClock) -> None:
+    async with silent_peer() as (it, voice):
+        it.greeting_s = 3.0
+        it.host.open(A)
+        await trio.sleep(0.1)
+        voice.speak()
+        await trio.sleep(CHECK_S)
+        assert it.changes[2:] == []
+        await trio.sleep(3.0)
+        assert it.changes[2:] == [("connected", A)]
+        assert it.greeted == [A, A]
+
+
+async def test_a_last_word_of_a_peer_whose_connection_has_ended_does_not_count(
+    autojump_clock: MockClock,
+) -> None:
+    async with silent_peer() as (it, voice):
+        it.host.end(A)
+        voice.speak()
+        await trio.sleep(CHECK_S)
+        assert it.changes[2:] == []
+        assert list(it.liveness.connected) == []

@@ -17,7 +17,8 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import DOUBT_FIRST_S, WANTED_MAX, Dial, Dialler
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.reachable import IDLE_S, UNTRIED_MAX, ReachableNodes
+from swarmllm.swarm.peers.reachable import IDLE_S, UNTRIED_MAX, ReachableNodes, Use
+from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -41,7 +42,9 @@ class Stand:
         self.book = Book()
         self.connected: Parts[float] = Parts.alone()
         self.dialler = Dialler(NodeId("me"), random.Random(0), peers_max=0)
-        self.nodes = ReachableNodes(self.book, self.dialler, self.connected, ChangeFeed())
+        self.feed = ChangeFeed()
+        self.uses: Parts[Use] = Parts.alone()
+        self.nodes = ReachableNodes(self.book, self.dialler, self.connected, self.feed, self.uses)
         self.answering: set[str] = set()
         self.dialled: list[str] = []
 
@@ -270,3 +273,68 @@ async def test_a_dead_node_costs_one_dial_and_is_reachable_no_more(tmp_path: Pat
             await a.request(b.node_id, b"1")
         assert b.node_id not in a.reachable()
         assert b.node_id not in middle.reachable()
+
+
+async def test_readers_hear_of_a_dial_in_vain_whether_it_fails_or_takes_too_long(
+    autojump_clock: MockClock,
+) -> None:
+    stand = Stand()
+    stand.hears("a", "b")
+    stand.answering.add("b")
+    async with stand.feed.subscribe() as changes, stand.dialling():
+        with pytest.raises(NodeUnreachable):
+            await stand.nodes.reach(NodeId("a"), 5.0)
+        assert await anext(changes) == Change("reachable", NodeId("a"))
+        with pytest.raises(DeadlineExceeded):
+            await stand.nodes.reach(NodeId("b"), 0.05)
+        assert await anext(changes) == Change("reachable", NodeId("b"))
+
+
+async def test_readers_hear_once_of_what_time_alone_has_changed(autojump_clock: MockClock) -> None:
+    stand = Stand()
+    stand.hears("a", "b")
+    async with stand.feed.subscribe() as changes:
+
+        async def heard() -> set[str]:
+            found = set()
+            with trio.move_on_after(0.1):
+                async for change in changes:
+                    found.add(f"{change.kind} {change.node_id}")
+            return found
+
+        stand.nodes.announce_changes(200.0)
+        assert await heard() == {"reachable a", "reachable b"}
+        stand.nodes.announce_changes(201.0)
+        assert await heard() == set()
+        stand.dialler.dialled(NodeId("b"), 201.0, succeeded=False)
+        stand.nodes.announce_changes(201.5)
+        assert await heard() == {"reachable b"}
+
+
+def test_a_connected_node_takes_no_place_among_the_untried() -> None:
+    stand = Stand()
+    names = [f"n{number}" for number in range(UNTRIED_MAX + 1)]
+    stand.hears(*names)
+    stand.connected.put_last(NodeId(names[0]), 0.0)
+    assert stand.nodes.untried(200.0) == set(names[1:])
+
+
+async def test_of_a_connection_that_has_ended_nothing_is_kept(autojump_clock: MockClock) -> None:
+    stand = Stand()
+    stand.hears("a")
+    stand.answering.add("a")
+    async with stand.dialling():
+        await stand.nodes.reach(NodeId("a"), 5.0)
+    assert list(stand.uses) == ["a"]
+    assert stand.nodes.idle({}, 1, 10 * IDLE_S) == []
+    assert list(stand.uses) == []
+
+
+async def test_one_that_never_had_a_message_is_idle_from_its_dial_on(autojump_clock: MockClock) -> None:
+    stand = Stand()
+    stand.hears("a")
+    stand.answering.add("a")
+    async with stand.dialling():
+        await stand.nodes.reach(NodeId("a"), 5.0)
+    reached_s = trio.current_time()
+    assert stand.nodes.idle({NodeId("a"): 0}, 1, reached_s + IDLE_S) == ["a"]

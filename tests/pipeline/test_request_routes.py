@@ -1,0 +1,196 @@
+"""What the planner is asked for on behalf of a request, and what becomes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from node_ids import A, B, C, D
+
+from bench.common.arithmetic import fake_entry
+from swarmllm.errors import NoPipeline
+from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.repair.retry_policy import RetryPolicy
+from swarmllm.pipeline.route.assembly import AFFINITY, Assembly
+from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.request_routes import GAIN, LighterRoute, RequestRoutes
+from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.route.suspects import Suspects
+from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
+from swarmllm.swarm.peers.trust import NoOpinion
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import Sampling
+
+from .test_assembly import stages
+
+ENTRY = fake_entry()
+VIA_B = Assembly(stages("a 0:6", "b 6:12"), (None, None), n_active={B: 1})
+VIA_C = stages("a 0:6", "c 6:12")
+
+
+class Stand:
+    """The parts that routes are made of, as a planner, a router and this node's load; it remembers what it
+    was asked."""
+
+    announced_s = 0.0
+
+    def __init__(self) -> None:
+        self.answer: Assembly | None = VIA_B
+        self.sizes: list[RequestSize] = []
+        self.asked: list[dict[str, Any]] = []
+        self.loads: list[OwnLoad] = []
+        self.met: list[tuple[int, int]] = []
+        """Tokens that a request is for, and how many of those that count here it is."""
+        self.sent_besides: list[OriginRequest | None] = []
+        self.untried_nodes: list[str] = []
+        self.suspects = Suspects()
+        stand: Any = self
+        trust = NoOpinion()
+        self.routes = RequestRoutes(stand, stand, stand, self.suspects, trust, self._just_sent)
+
+    def _just_sent(self, told: Mapping[NodeId, Any], besides: OriginRequest | None) -> Mapping[NodeId, int]:
+        self.sent_besides.append(besides)
+        return {}
+
+    def now(
+        self, entry: object, n_tokens: int, sent: Any, told: Mapping[NodeId, int], *, n_asking: int
+    ) -> OwnLoad:
+        self.met.append((n_tokens, n_asking))
+        return OwnLoad(len(self.met), "", sent, told)
+
+    def untried(self) -> list[str]:
+        return self.untried_nodes
+
+    async def choose(
+        self, entry: object, size: RequestSize, load: OwnLoad, avoid: object, **how: Any
+    ) -> Assembly:
+        assert entry is ENTRY
+        self.sizes.append(size)
+        self.loads.append(load)
+        self.asked.append({"avoid": avoid, **how})
+        if self.answer is None:
+            raise NoPipeline("nobody has it")
+        return self.answer
+
+    async def plan(self, entry: object, size: RequestSize, load: OwnLoad) -> tuple[RequestSize, OwnLoad]:
+        return size, load
+
+
+def request(n_tokens: int = 10, max_tokens: int = 7, **fields: Any) -> OriginRequest:
+    tokens = np.arange(n_tokens, dtype=np.int32)
+    return OriginRequest("r", ENTRY, tokens, Sampling(max_tokens=max_tokens), RetryPolicy(0.0), **fields)
+
+
+def other(cost_s: float = 1.0, instead_s: float = 10.0) -> Assembly:
+    return Assembly(VIA_C, (None, None), cost_s=cost_s, instead_s=instead_s)
+
+
+async def test_a_question_without_a_request_counts_none_as_its_own() -> None:
+    stand = Stand()
+    size = RequestSize(100, 23)
+    assert await stand.routes.stages_for(ENTRY, {B}, size) == VIA_B.stages
+    assert stand.asked == [{"avoid": {B}}]
+    planned: Any = await stand.routes.plan(ENTRY, size)
+    assert planned[0] == size
+    assert stand.met == [(123, 0), (123, 0)]
+    assert stand.sent_besides == [None, None]
+
+
+@pytest.mark.parametrize("max_tokens", [7, EXPECTED_OUTPUT_TOKENS + 5])
+async def test_a_request_is_planned_for_the_answer_that_may_be_expected(max_tokens: int) -> None:
+    stand = Stand()
+    await stand.routes.choose(request(10, max_tokens))
+    n_output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
+    assert stand.sizes == [RequestSize(10, n_output)]
+    assert stand.met == [(10 + n_output, 1)], "it counts here already"
+
+
+async def test_what_a_request_asks_for_is_kept_connected() -> None:
+    stand = Stand()
+    await stand.routes.choose(request())
+    assert list(stand.routes.warming._asked) == [ENTRY.model_id]
+
+
+async def test_a_standby_is_looked_for_with_all_rows_that_it_would_have_to_compute() -> None:
+    stand = Stand()
+    assert await stand.routes.standby(request(generated=[1, 2, 3]), frozenset({C})) is VIA_B
+    assert stand.sizes == [RequestSize(13, 7)]
+    assert stand.asked[0]["suspects"] == [C]
+
+
+async def test_first_those_are_spared_that_this_request_waits_for_and_last_the_untried() -> None:
+    stand = Stand()
+    stand.untried_nodes = [D, B]
+    stand.suspects.doubt([C], trio.current_time())
+    await stand.routes.choose(request(), suspected=[B])
+    assert stand.asked[0]["suspects"] == [B, C, D]
+
+
+async def test_an_accepted_route_stays_where_nobody_has_more_to_do_than_it_had_said() -> None:
+    stand = Stand()
+    stand.answer = other()
+    assert await stand.routes.lighter(request(), VIA_B, {A: 0, B: 1}, 0.1) is None
+    assert stand.asked == []
+    for n_running in ({A: 1, B: 1}, {A: 0, B: 2}):
+        assert await stand.routes.lighter(request(), VIA_B, n_running, 0.1) is stand.answer
+    assert stand.loads[-1].told == {A: 0, B: 2}
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked_s", "is_taken"),
+    [
+        (other(cost_s=4.0, instead_s=5.0), 0.5, True),
+        (other(cost_s=4.0, instead_s=5.0), 1.0, False),
+        (other(cost_s=5.0, instead_s=5.0), 0.0, False),
+        (Assembly(VIA_B.stages, (None, None), cost_s=1.0, instead_s=9.0), 0.0, False),
+        (None, 0.0, False),
+    ],
+    ids=["clearly less", "as much with asking", "as much", "the same stages", "there is none"],
+)
+async def test_another_route_is_taken_only_where_it_takes_less_with_what_asking_takes(
+    answer: Assembly | None, asked_s: float, is_taken: bool
+) -> None:
+    stand = Stand()
+    stand.answer = answer
+    asked = request()
+    found = await stand.routes.lighter(asked, VIA_B, {B: 9}, asked_s)
+    assert found is (answer if is_taken else None)
+    assert stand.sent_besides == [asked], "the accepted attempt is no load of others"
+    assert stand.asked[0]["accepted"] is VIA_B
+
+
+@pytest.mark.parametrize(("is_reused", "factor"), [(True, AFFINITY), (False, GAIN)])
+async def test_a_conversation_keeps_its_last_pipeline_for_longer(is_reused: bool, factor: float) -> None:
+    stand = Stand()
+    accepted = Assembly(VIA_B.stages, (None, None), is_reused)
+    await stand.routes.lighter(request(), accepted, {B: 9}, 0.0)
+    assert stand.asked[0]["accepted_factor"] == factor
+
+
+def test_a_conversation_goes_where_its_last_turn_went() -> None:
+    routes = Stand().routes
+    turn = request(conversation="chat")
+    assert routes.previous(turn) == ()
+    routes.took_over(turn, VIA_B)
+    assert routes.previous(turn) == VIA_B.stages
+    assert routes.previous(request(conversation="another")) == ()
+
+
+async def test_changing_a_slow_pipeline_is_worth_what_the_rest_takes_without_the_slow_ones() -> None:
+    stand = Stand()
+    stand.answer = other(cost_s=3.0)
+    pace = stand.routes.pace(request(), VIA_B)
+    assert await pace.is_worth_changing(3.0, [B])
+    assert not await pace.is_worth_changing(2.9, [B])
+    assert await pace.is_worth_changing(3.0, [B, C]), "one of them is spared"
+    assert not await pace.is_worth_changing(3.0, [C]), "it needs all of them"
+    stand.answer = None
+    assert not await pace.is_worth_changing(3.0, [B])
+
+
+def test_a_lighter_route_comes_with_the_error_that_leads_to_it() -> None:
+    found = LighterRoute(VIA_B)
+    assert (found.assembly, found.args) == (VIA_B, (VIA_B,))
