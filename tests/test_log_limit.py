@@ -188,3 +188,19 @@ def test_a_silent_key_stays_a_minute_and_those_that_spoke_later_stay() -> None:
     assert len(limit) == 1
     assert limit.due(SUMMARY_S + 9.9) == []
     assert [each.key for each in limit.due(SUMMARY_S + 10.0)] == ["b"]
+
+
+def test_the_key_that_was_used_longest_ago_makes_room_and_not_the_oldest() -> None:
+    limit = LogLimit(own=Rate(1, 0.001), keys_max=2)
+    for key in ("a", "b", "a", "c"):
+        limit.admit(key, 0.0, is_provoked=False)
+    assert limit.admit("a", 0.0, is_provoked=False) is None, "it is still known"
+    assert limit.admit("b", 0.0, is_provoked=False) == 0
+
+
+def test_what_a_forgotten_key_left_out_is_told_once() -> None:
+    limit = LogLimit(own=Rate(1, 0.001), keys_max=1)
+    for key in ("a", "a", "b"):
+        limit.admit(key, 0.0, is_provoked=False)
+    assert [each.key for each in limit.due(0.0)] == ["a"]
+    assert limit.due(0.0) == []

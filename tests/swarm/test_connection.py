@@ -326,3 +326,52 @@ async def test_a_transfer_gives_way_after_every_slice_on_both_ends(autojump_cloc
         assert n_given_way["a"] == n_slices
         assert n_slices - 1 <= n_given_way["b"] <= n_slices
         nursery.cancel_scope.cancel()
+
+
+async def test_what_was_sent_is_settled_once_it_is_handled(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        await a.connection.send(b"message", b"")
+        settled: list[list[tuple[bytes, bytes]]] = []
+
+        async def settle() -> None:
+            await a.connection.settle()
+            settled.append(list(b.arrived))
+
+        for _ in range(2):
+            nursery.start_soon(settle)
+        await trio.sleep(20.0)
+        assert settled == []
+        b.may_handle.set()
+        await trio.sleep(1.0)
+        assert settled == [[(b"message", b"")]] * 2
+        assert a.connection._marks == {}
+        assert a.connection.rtt_s is None or a.connection.rtt_s < 60.0, "a mark is no round trip"
+
+
+async def test_a_pong_that_is_left_out_is_asked_for_again(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        # b is writing when the mark comes, and answers no ping then.
+        b.connection._writing = True
+        nursery.start_soon(a.connection.settle)
+        await trio.sleep(0.5)
+        assert len(a.connection._marks) == 1
+        b.connection._writing = False
+        await trio.sleep(0.5)
+        assert a.connection._marks == {}
+
+
+async def test_who_waits_for_what_was_sent_hears_of_the_end(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        b.may_handle = trio.Event()
+        await a.connection.send(b"message", b"")
+
+        async def settle() -> None:
+            with pytest.raises(NodeUnreachable):
+                await a.connection.settle()
+
+        async with trio.open_nursery() as waiting:
+            waiting.start_soon(settle)
+            await trio.sleep(1.0)
+            a.connection.end("a test")
+        assert a.connection._marks == {}

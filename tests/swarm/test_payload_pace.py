@@ -185,3 +185,26 @@ def test_what_this_side_did_not_read_is_not_the_senders_slowness() -> None:
     assert not pace.is_late(100.0 + FIRST_S, 0)
     pace.ended()
     assert not pace.is_late(1e9, 0)
+
+
+async def test_a_payload_keeps_its_room_to_its_end_and_the_next_one_takes_it_over(
+    autojump_clock: MockClock,
+) -> None:
+    """There is room for one of them. What ends the first comes in one piece with what begins the second."""
+    size = 4 * MIB
+    async with receiving(2 * size, size + MIB) as node:
+        connection, sender = await node.connect("peer")
+        header = bytes((FrameKind.MESSAGE,)) + b"m"
+        pieces = encode_frame(
+            header, bytes(size), header_max=SWARM_HEADER_MAX + 1, payload_max=SWARM_PAYLOAD_MAX
+        )
+        stream = b"".join(pieces) * 2
+        step = MIB - 1000
+        for start in range(0, len(stream), step):
+            await sender._out.send(stream[start : start + step])
+            await trio.sleep(0.01)
+            n_left_over = min(start + step, len(stream)) % (len(stream) // 2)
+            assert n_left_over - KIB <= connection.n_reserved_bytes <= node.budget.n_bytes <= size + MIB
+        assert node.arrived == [("peer", size)] * 2
+        assert connection.alive
+        assert node.budget.n_bytes == connection.n_reserved_bytes == 0
