@@ -18,11 +18,13 @@ Handler = Callable[[NodeId, Any], Awaitable[None]]
 class MemoryStream:
     """One end, as libp2p's streams look to a protocol. It counts what is written at a time."""
 
-    def __init__(self, pipe: trio.StapledStream[Any, Any], first: bytes = b"") -> None:
+    def __init__(self, pipe: trio.StapledStream, first: bytes = b"") -> None:
         self._pipe = pipe
         self._first = first
         self.writes: list[int] = []
         self.ended = ""
+        self.takes_writes = True
+        """Else each takes for ever."""
 
     async def read(self, n: int) -> bytes:
         if self._first:
@@ -32,6 +34,8 @@ class MemoryStream:
 
     async def write(self, data: bytes) -> None:
         self.writes.append(len(data))
+        if not self.takes_writes:
+            await trio.sleep_forever()
         await self._pipe.send_all(data)
 
     async def close(self) -> None:
@@ -63,10 +67,14 @@ class MemoryHost:
         self.peers: set[NodeId] = set()
         self.dialled: list[NodeId] = []
         self.closed: list[NodeId] = []
+        self.opens_streams = True
+        """Else each takes for ever."""
         self.opened: list[tuple[MemoryStream, bytes]] = []
         """Streams of this end, and what went with their proposals."""
         self.asked_of: list[NodeId] = []
         """With whom."""
+        self.answered: list[MemoryStream] = []
+        """The other ends, of all streams that were opened from here."""
 
     def serve(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
@@ -89,11 +97,14 @@ class MemoryHost:
         handler = self._network.hosts[node_id].handlers.get(protocol)
         if node_id not in self.peers or handler is None:
             raise NodeUnreachable("no such protocol")
+        if not self.opens_streams:
+            await trio.sleep_forever()
         here, there = trio.testing.memory_stream_pair()
         stream = MemoryStream(here)
         self.opened.append((stream, first))
         self.asked_of.append(node_id)
-        self._network.nursery.start_soon(self._answer, handler, MemoryStream(there, first))
+        self.answered.append(MemoryStream(there, first))
+        self._network.nursery.start_soon(self._answer, handler, self.answered[-1])
         return stream
 
     async def _answer(self, handler: Handler, stream: MemoryStream) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm.swarm.libp2p.requests import (
     _BODY_MAX,
+    _RESPOND_S,
     _STUCK_S,
     EXCHANGES_PER_PEER,
     PROTOCOL,
@@ -191,7 +193,9 @@ async def test_so_many_are_under_way_with_a_node_and_the_next_waits_for_its_turn
         assert answers == [b"ba"] * (EXCHANGES_PER_PEER + 1)
 
 
-@pytest.mark.parametrize(("n_bytes", "error"), [(2, NodeBusy), (65 * 1024, RemoteError)])
+@pytest.mark.parametrize(
+    ("n_bytes", "error"), [(2, NodeBusy), (64 * 1024 - 1, NodeBusy), (64 * 1024, RemoteError)]
+)
 async def test_a_node_that_is_asked_too_much_at_once_says_so_to_short_requests(
     n_bytes: int, error: type[Exception]
 ) -> None:
@@ -240,3 +244,94 @@ async def test_an_answer_without_room_there_is_said_to_be_too_much(autojump_cloc
         await wait_all_tasks_blocked()
         assert here.keeps_nothing()
         assert there.keeps_nothing()
+
+
+def test_a_peer_with_which_anything_is_under_way_is_kept() -> None:
+    assert PeerRequests().is_empty
+    exchange: Any = object()
+    assert not PeerRequests(waited_for={exchange}).is_empty
+    assert not PeerRequests(outgoing={exchange}).is_empty
+    assert not PeerRequests(n_incoming=1).is_empty
+
+
+async def test_a_request_that_finds_no_room_there_is_read_to_its_end_and_answered_busy(
+    autojump_clock: MockClock,
+) -> None:
+    async with ends(budget_there=full(BudgetKind.REQUESTS)) as (here, there):
+        with pytest.raises(NodeBusy, match="it is busy"):
+            await here.ask(bytes(2 * MIB))
+        assert there.asked == []
+        await wait_all_tasks_blocked()
+        assert here.host.answered[0].ended == "closed"
+        assert there.deeds == []
+        assert there.keeps_nothing()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_the_answering_end_closes_its_stream_and_resets_a_broken_one(breaks: bool) -> None:
+    async with ends() as (here, there):
+        there.refusal = KeyError("a defect") if breaks else None
+        with contextlib.suppress(RemoteError):
+            await here.ask(b"x")
+        await wait_all_tasks_blocked()
+        assert here.host.answered[0].ended == ("reset" if breaks else "closed")
+
+
+async def test_a_stream_that_never_opens_takes_its_connection_with_it_in_the_end(
+    autojump_clock: MockClock,
+) -> None:
+    async with ends() as (here, _):
+        here.host.opens_streams = False
+        began_s = trio.current_time()
+        with pytest.raises(DeadlineExceeded):
+            await here.ask(b"x")
+        assert trio.current_time() - began_s == pytest.approx(TIMEOUT_S)
+        await trio.sleep(_STUCK_S - 1.0)
+        assert here.host.closed == []
+        await trio.sleep(2.0)
+        assert here.host.closed == [B]
+        assert here.keeps_nothing()
+
+
+async def test_an_answer_that_nobody_takes_ends_the_connection(autojump_clock: MockClock) -> None:
+    async with ends() as (here, there):
+        message = (1 + 2**20).to_bytes(4, "little") + bytes((KIND,)) + bytes(2**20)
+        stream: MemoryStream = await here.host.open_stream(B, PROTOCOL, message)
+        here.host.answered[0].takes_writes = False
+        await trio.sleep(_RESPOND_S - 1.0)
+        assert there.host.closed == []
+        assert there.budget.n_bytes == 2**20
+        await trio.sleep(2.0)
+        assert there.host.closed == [A]
+        assert there.keeps_nothing()
+        assert stream.ended == ""
+
+
+async def test_a_node_of_which_all_was_forgotten_meanwhile_is_answered_all_the_same() -> None:
+    async with ends() as (here, there):
+        there.may_answer = trio.Event()
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                assert await here.ask(b"ab") == b"ba"
+
+            nursery.start_soon(ask)
+            await wait_all_tasks_blocked()
+            for each in (here, there):
+                for node_id in list(each.parts):
+                    each.parts.drop(node_id)
+            there.may_answer.set()
+        assert here.keeps_nothing()
+        assert there.keeps_nothing()
+
+
+async def test_what_follows_a_request_is_no_part_of_it() -> None:
+    async with ends() as (here, there):
+        size = 100 * 1024
+        message = size.to_bytes(4, "little") + bytes((KIND,)) + bytes(size - 1)
+        stream: MemoryStream = await here.host.open_stream(B, PROTOCOL, message + b"more")
+        assert await stream.read(5) == size.to_bytes(4, "little") + b"\x00"
+        n_read = 0
+        while piece := await stream.read(2**20):
+            n_read += len(piece)
+        assert n_read == size - 1
