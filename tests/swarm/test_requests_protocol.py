@@ -326,7 +326,7 @@ async def test_a_node_of_which_all_was_forgotten_meanwhile_is_answered_all_the_s
 
 
 async def test_what_follows_a_request_is_no_part_of_it() -> None:
-    async with ends() as (here, there):
+    async with ends() as (here, _):
         size = 100 * 1024
         message = size.to_bytes(4, "little") + bytes((KIND,)) + bytes(size - 1)
         stream: MemoryStream = await here.host.open_stream(B, PROTOCOL, message + b"more")
