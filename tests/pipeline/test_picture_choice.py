@@ -332,3 +332,14 @@ def test_rows_at_other_places_or_with_other_tokens_are_of_another_picture() -> N
     assert likeness(one, rows_picture(SPECIAL, rows, rows, PicturePart((7,)))) is Match.WRONG
     joined = rows_picture(SPECIAL, PicturePart((), 4))
     assert likeness(joined, rows_picture(SPECIAL, rows, rows)) is Match.WRONG
+
+
+def test_the_reason_is_the_text_of_the_error() -> None:
+    error = WrongPicture("why")
+    assert (str(error), error.deed) == ("why", Deed.BROKE_PROTOCOL)
+
+
+def test_the_token_nought_is_a_token() -> None:
+    rows = np.ones((1, N_EMBD), np.float32)
+    parts = (PicturePart((0, 5)), PicturePart((), 1), PicturePart((0,)))
+    assert parts_of(encoded_picture(parts, rows, N_EMBD)) == parts

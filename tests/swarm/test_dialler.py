@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import (
+    ADDRESSES_PER_NODE,
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
+    CANDIDATES_MAX,
     DIALS_FIRST,
     DIALS_MAX,
     DOUBT_FIRST_S,
+    DOUBT_MAX_S,
     HOLD_BACK_S,
+    LET_GO_S,
     PEERS_MAX,
     QUICK_S,
     SLOW_S,
+    DialCandidate,
     Dialler,
 )
 from swarmllm.swarm.peers.connection_limits import Standings
+from swarmllm.swarm.peers.peer_table import Parts
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]
@@ -203,3 +210,209 @@ def test_strangers_on_every_place_do_not_keep_it_from_dialling_whom_it_knows() -
     d = Dialler("me", random.Random(0), 2, standings)
     d.suggest("zoe", HERE, now=0.0)
     assert names(d.due(HOLD_BACK_S, {"zed", "friend"})) == []
+
+
+class Kept:
+    """A dialler, and what it keeps of one node."""
+
+    def __init__(self, node_id: str = "zoe", **suggested: object) -> None:
+        self.candidates: Parts[DialCandidate] = Parts.alone()
+        self.d = Dialler("me", random.Random(0), peers=self.candidates)
+        self.node_id = node_id
+        self.suggest(HERE, 0.0, **suggested)
+
+    def suggest(self, addresses: list[Address], now: float, **how: object) -> None:
+        self.d.suggest(self.node_id, addresses, now, **how)  # type: ignore[arg-type]
+
+    def fail(self, now: float, n: int = 1) -> None:
+        for _ in range(n):
+            self.d.dialled(self.node_id, now, succeeded=False)
+
+    @property
+    def it(self) -> DialCandidate:
+        found = self.candidates.get(self.node_id)
+        assert found is not None
+        return found
+
+
+def test_the_newest_addresses_come_first_and_are_bounded() -> None:
+    kept = Kept()
+    kept.suggest([*THERE, *THERE, *HERE], 1.0)
+    assert kept.it.addresses == [*THERE, *HERE]
+    kept.suggest(HERE, 2.0)
+    assert kept.it.addresses == [*HERE, *THERE]
+    many = [Address("192.0.2.3", port) for port in range(1, ADDRESSES_PER_NODE)]
+    kept.suggest(many, 3.0)
+    assert kept.it.addresses == [*many, *HERE]
+
+
+def test_known_addresses_are_no_reason_to_hurry_and_a_new_one_is_no_reason_to_wait() -> None:
+    kept = Kept()
+    kept.fail(0.0, 9)
+    due_at_s = kept.it.due_at_s
+    assert due_at_s > HOLD_BACK_S
+    kept.suggest(HERE, 1.0)
+    assert (kept.it.n_failures, kept.it.due_at_s) == (9, due_at_s)
+    kept.suggest([*HERE, *THERE], 1.0)
+    assert (kept.it.n_failures, kept.it.due_at_s) == (0, 1.0 + HOLD_BACK_S)
+    kept.suggest([Address("192.0.2.9", 1)], 2.0)
+    assert kept.it.due_at_s == 1.0 + HOLD_BACK_S
+
+
+def test_the_longest_patience_counts_and_a_lasting_one_stays_lasting() -> None:
+    kept = Kept(patience=3)
+    kept.suggest(HERE, 0.0, patience=5)
+    kept.suggest(HERE, 0.0, patience=2)
+    kept.fail(0.0, 4)
+    assert kept.it.n_failures == 4
+    kept.fail(0.0)
+    assert list(kept.candidates) == []
+    kept = Kept(patience=1, lasting=True)
+    kept.suggest(HERE, 0.0)
+    kept.fail(0.0, 3)
+    assert kept.it.n_failures == 3
+    kept.d.forget("zoe")
+    assert kept.it.lasting
+
+
+def test_one_of_the_settings_is_dialled_at_once_and_first() -> None:
+    d = dialler()
+    for number in range(9):
+        d.suggest(f"zoe{number}", HERE, now=0.0)
+    d.suggest("ann", HERE, now=0.0, lasting=True)
+    assert names(d.due(0.0, set()))[0] == "ann"
+
+
+def test_names_are_bounded_but_for_those_of_the_settings() -> None:
+    kept = Kept()
+    for number in range(CANDIDATES_MAX):
+        kept.d.suggest(f"z{number}", HERE, now=0.0)
+    assert len(kept.candidates) == CANDIDATES_MAX
+    kept.d.suggest("named", HERE, now=0.0, lasting=True)
+    assert len(kept.candidates) == CANDIDATES_MAX + 1
+    kept.suggest(THERE, 0.0)
+    assert kept.it.addresses == [*THERE, *HERE], "who is known is spoken of"
+
+
+@pytest.mark.parametrize(("on_purpose", "least_s"), [(False, 0.25), (True, 2.0)])
+def test_a_lost_node_waits_for_as_long_as_after_so_many_failures(on_purpose: bool, least_s: float) -> None:
+    waits_s = []
+    for seed in range(50):
+        d = Dialler("me", random.Random(seed))
+        d.suggest("zoe", HERE, now=0.0)
+        d.lost("zoe", 100.0, on_purpose=on_purpose)
+        waits_s.append(d.due(100.0, set())[1] - 100.0)
+    assert least_s <= min(waits_s) < 1.2 * least_s
+    assert 1.8 * least_s < max(waits_s) <= 2 * least_s
+    assert BACKOFF_FIRST_S == 0.5
+
+
+def test_one_that_is_let_go_lives_and_is_left_alone_for_a_while() -> None:
+    kept = Kept()
+    kept.d.answered("zoe")
+    kept.d.let_go("zoe", 10.0)
+    assert kept.d.due(10.0, set()) == ([], 10.0 + LET_GO_S)
+    assert kept.d.is_tried("zoe")
+    assert kept.d.may_answer("zoe", 0.0, 10.0)
+    assert names(kept.d.due(10.0 + LET_GO_S, set())) == ["zoe"]
+
+
+def test_a_node_that_is_doubted_is_not_counted_on_for_a_moment_and_is_not_lost() -> None:
+    kept = Kept()
+    kept.d.answered("zoe")
+    kept.d.doubt("zoe", 10.0)
+    assert not kept.d.is_tried("zoe")
+    assert not kept.d.is_lost("zoe", 0.0)
+    assert not kept.d.may_answer("zoe", 0.0, 10.0 + DOUBT_FIRST_S)
+    assert kept.d.may_answer("zoe", 0.0, 10.1 + DOUBT_FIRST_S)
+    kept.fail(20.0, 40)
+    assert not kept.d.may_answer("zoe", 0.0, 20.0 + DOUBT_MAX_S)
+    assert kept.d.may_answer("zoe", 0.0, 20.1 + DOUBT_MAX_S)
+    kept.d.dialled("zoe", 21.0, succeeded=True)
+    assert kept.d.may_answer("zoe", 0.0, 21.0)
+
+
+def test_of_a_stranger_nothing_is_known_and_nothing_is_kept() -> None:
+    kept = Kept()
+    d = kept.d
+    for change in (d.let_go, d.doubt):
+        change("nobody", 1.0)
+    d.lost("nobody", 1.0, on_purpose=False)
+    d.answered("nobody")
+    d.forget("nobody")
+    d.dialled("nobody", 1.0, succeeded=True)
+    assert list(kept.candidates) == ["zoe"]
+    assert not d.is_lost("nobody", 0.0)
+    assert not d.is_tried("nobody")
+    assert not d.may_answer("nobody", 9.0, 9.0)
+
+
+async def test_who_wants_a_node_shares_its_dial_with_others_and_hears_how_it_ended() -> None:
+    kept = Kept()
+    kept.fail(0.0, 9)
+    wanted = kept.d.want("zoe", 1.0)
+    assert kept.d.want("zoe", 2.0) is wanted
+    full = {f"peer {number}" for number in range(PEERS_MAX)}
+    assert names(kept.d.due(1.0, full)) == ["zoe"]
+    assert names(kept.d.due(1.0, full)) == [], "it is being dialled"
+    kept.d.dialled("zoe", 1.5, succeeded=True)
+    await wanted.within(1.0, "a test")
+    assert names(kept.d.due(1.6, full)) == [], "nobody wants it any more"
+    again = kept.d.want("zoe", 2.0)
+    assert again is not wanted
+    kept.d.due(2.0, full)
+    kept.fail(2.5)
+    with pytest.raises(NodeUnreachable, match="could not be reached"):
+        await again.within(1.0, "a test")
+    forgotten = kept.d.want("zoe", 3.0)
+    kept.d.forget("zoe")
+    with pytest.raises(NodeUnreachable):
+        await forgotten.within(1.0, "a test")
+
+
+def test_a_wanted_node_is_dialled_although_it_is_connected_and_waits_for_no_place() -> None:
+    kept = Kept()
+    for number in range(9):
+        kept.d.suggest(f"z{number}", HERE, now=0.0)
+    kept.d.want("zoe", 0.0)
+    assert names(kept.d.due(0.0, {"zoe"}))[0] == "zoe"
+
+
+def test_places_that_are_taken_or_being_taken_are_left_to_those() -> None:
+    d = Dialler("me", random.Random(0), peers_max=3)
+    for number in range(9):
+        d.suggest(f"z{number}", HERE, now=0.0)
+    assert len(names(d.due(0.0, {"a", "b"}))) == 1
+    assert names(d.due(0.0, {"a", "b"})) == []
+    assert len(names(d.due(0.0, {"a"}))) == 1
+
+
+def test_the_earliest_of_those_that_are_not_due_says_when_to_ask_again() -> None:
+    d = dialler()
+    for number, now in enumerate((5.0, 2.0, 4.0)):
+        d.suggest(f"a{number}", HERE, now)
+    assert d.due(4.9, set()) == ([], 2.0 + HOLD_BACK_S)
+    assert names(d.due(2.0 + HOLD_BACK_S, set())) == ["a1"]
+    assert d.due(2.0 + HOLD_BACK_S, set()) == ([], 4.0 + HOLD_BACK_S)
+    d.suggest("b", [], 0.0)
+    assert d.due(4.0 + HOLD_BACK_S, {"a2"}) == ([], 5.0 + HOLD_BACK_S)
+
+
+async def test_it_looks_again_now_and_then_though_nothing_is_said(autojump_clock: MockClock) -> None:
+    connected = {"zoe"}
+    dialled_at_s: list[float] = []
+
+    async def dial(node_id: str, addresses: list[Address]) -> None:
+        dialled_at_s.append(trio.current_time())
+        connected.add(node_id)
+
+    d = dialler()
+    d.suggest("zoe", HERE, trio.current_time())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.run, dial, lambda: connected)
+        await trio.sleep(0.1)
+        began_s = trio.current_time() - 0.1
+        connected.clear()
+        await trio.sleep(2 * BACKOFF_MAX_S)
+        nursery.cancel_scope.cancel()
+    assert dialled_at_s == [pytest.approx(began_s + BACKOFF_MAX_S)]
