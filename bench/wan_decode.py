@@ -8,8 +8,9 @@ same chain computes for a token where nothing is delayed: no chain without guess
 
 Three texts. "repetitive": the 0.5B shape with layers that add nothing and few embeddings, which costs what
 any model of the shape costs, and says the same 30 tokens again and again. "free": the same shape with random
-layers, which never repeats itself: what trying costs. "guide": the bundled model answers questions. The bench
-fails if a text is another with guesses than without.
+layers, which never repeats itself: what trying costs. "guide": the bundled model answers questions, to the
+end of its answers, and its draft guesses. No prompt comes twice. The bench fails if a text is another with
+guesses than without.
 """
 
 from __future__ import annotations
@@ -31,11 +32,20 @@ from swarmllm.guide import GUIDE_PATH
 PLAIN, OURS = "one token a trip", "guesses"
 GUIDE_LAYERS: Final = 12
 SPEED = "tokens/s"
-PROMPTS = {
-    "repetitive": ("abcdefghij",),
-    "free": ("abcdefghij",),
-    "guide": ("What is a pipeline?", "How do I load a model on two nodes?"),
-}
+TEXTS: Final = ("repetitive", "free", "guide")
+QUESTIONS: Final = (
+    "What is a pipeline?",
+    "How do I load a model on two nodes?",
+    "What does the scheduler do?",
+    "What is a hidden state?",
+    "How does a node join a swarm?",
+    "What happens when a node dies?",
+    "What is the prefix cache?",
+    "How do I see the peers of my node?",
+    "What is a layer?",
+    "What is gossip used for?",
+)
+QUESTIONS_PER_ROUND: Final = 2
 
 
 @contextmanager
@@ -53,15 +63,26 @@ def swarms(
                 n_threads=n_threads,
                 n_ctx=1024,
                 ngram_lookup_enabled=way == OURS,
+                speculative_decoding=way == OURS,
+                guess_from_prompt="on",
             )
             for text, swarm in zip(ggufs, stack.enter_context(of), strict=True):
                 found[text, way] = swarm
         yield found
 
 
-def ask(swarm: Swarm, text: str, n_tokens: int) -> tuple[float, list[Answer]]:
-    """Tokens/s from the first token on, of all prompts one after the other."""
-    answers = [swarm.ask(prompt, n_tokens) for prompt in PROMPTS[text]]
+def prompts(text: str, index: int) -> tuple[str, ...]:
+    """Of a round: others than of those before."""
+    if text != "guide":
+        letters = "abcdefghij"
+        return (letters[index % len(letters) :] + letters[: index % len(letters)],)
+    first = QUESTIONS_PER_ROUND * index
+    return tuple(QUESTIONS[(first + i) % len(QUESTIONS)] for i in range(QUESTIONS_PER_ROUND))
+
+
+def ask(swarm: Swarm, text: str, index: int, n_tokens: int) -> tuple[float, list[Answer]]:
+    """Tokens/s from the first token on, of all prompts of a round one after the other."""
+    answers = [swarm.ask(prompt, n_tokens, ignore_eos=text != "guide") for prompt in prompts(text, index)]
     return sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers), answers
 
 
@@ -75,7 +96,7 @@ def measure(
                 said = []
                 for way in (PLAIN, OURS):
                     label = f"{text}, {n_nodes} nodes, {rtt_ms:g} ms: {way}"
-                    speed, answers = ask(found[text, way], text, arguments.tokens)
+                    speed, answers = ask(found[text, way], text, index, arguments.tokens)
                     said.append([answer.text for answer in answers])
                     if index:  # the first round makes links and learns what a trip costs
                         figures.setdefault((text, way), Figure(label, SPEED)).values.append(speed)
@@ -128,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--texts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(build_all(arguments.texts, Path(folder)), arguments)

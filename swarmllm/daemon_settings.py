@@ -43,6 +43,14 @@ def shares_prefixes(config: Config, network: Network) -> bool:
     return is_wanted and config.inference.prefix_cache_enabled
 
 
+def tells_prompt(config: Config, network: Network) -> bool:
+    """Whether the last stage of a model over several nodes gets to know prompts, to guess from them."""
+    inference = config.inference
+    wanted = inference.guess_from_prompt
+    is_wanted = network.is_private if wanted == "auto" else wanted == "on"
+    return is_wanted and not inference.local_embedding_privacy
+
+
 def worker_settings(config: Config, data_dir: Path, network: Network) -> WorkerSettings:
     inference = config.inference
     return WorkerSettings(
@@ -135,6 +143,8 @@ def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
         check_rate=inference.check_rate,
         hedge=inference.hedge,
         local_embedding_privacy=inference.local_embedding_privacy,
+        guesses=inference.ngram_lookup_enabled or inference.speculative_decoding,
+        tells_prompt=tells_prompt(config, network),
         activation_compression=inference.activation_compression,
         n_ctx=inference.n_ctx,
         exact=inference.exact,

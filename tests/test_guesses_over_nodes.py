@@ -28,14 +28,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daemon
     common = {"n_threads": 1, "n_ctx": 2048, "check_rate": 0.0}
     plain = common | {"ngram_lookup_enabled": False}
     checking = common | {"check_rate": 1.0}
+    telling = common | {"guess_from_prompt": "on"}
+    drafting = common | {"speculative_decoding": True}
     with (
         running_daemon(folder, "whole", load=["guide"], inference=plain) as whole,
-        running_daemon(folder, "first", load=[HALVES["first"]], inference=common) as first,
+        running_daemon(folder, "first", load=[HALVES["first"]], inference=telling) as first,
         running_daemon(
-            folder, "second", load=[HALVES["second"]], inference=common, bootstrap=first.addresses
+            folder, "second", load=[HALVES["second"]], inference=drafting, bootstrap=first.addresses
         ) as second,
         running_daemon(
-            folder, "third", load=[HALVES["third"]], inference=common, bootstrap=first.addresses
+            folder, "third", load=[HALVES["third"]], inference=drafting, bootstrap=first.addresses
         ) as third,
         running_daemon(folder, "checking", load=[], inference=checking, bootstrap=first.addresses) as fourth,
     ):
@@ -90,6 +92,16 @@ def test_the_text_is_that_of_one_node_without_guesses(
         assert [each["choices"] for each in told] == [expected["choices"]] * 3
         assert any(n_right(each) for each in told)
     assert n_right(expected) == 0
+
+
+def test_a_last_stage_that_is_told_the_prompt_remembers_how_it_went_on(
+    nodes: dict[str, DaemonProcess],
+) -> None:
+    fields = {"prompt": "How do I load a model on two nodes?", "max_tokens": 48}
+    expected = answer(nodes["whole"], **fields)
+    told = [answer(nodes["first"], **fields) for _ in range(5)]
+    assert [each["choices"] for each in told] == [expected["choices"]] * 5
+    assert max(map(n_right, told)) > 24
 
 
 def test_checks_of_rows_that_were_guessed_find_nothing_wrong(nodes: dict[str, DaemonProcess]) -> None:

@@ -52,8 +52,9 @@ class Swarm:
         pids = [mark.pid for node in self.nodes.nodes for mark in family(node.process.pid)]
         return Endpoint(name, self.client.api_url, self.model, tuple(pids))
 
-    def ask(self, prompt: str, n_tokens: int) -> Answer:
-        """Greedy, `n_tokens` exactly (EOS ignored). Times are the client's: first text to finish chunk."""
+    def ask(self, prompt: str, n_tokens: int, *, ignore_eos: bool = True) -> Answer:
+        """Greedy, `n_tokens` exactly, or at most where the model may end its answer. Times are the client's:
+        first text to finish chunk."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -61,7 +62,7 @@ class Swarm:
             "stream_options": {"include_usage": True},
             "temperature": 0,
             "max_tokens": n_tokens,
-            "ignore_eos": True,
+            "ignore_eos": ignore_eos,
         }
         start_s = time.perf_counter()
         events = stream_events(self.client.api_url, "/v1/chat/completions", body)

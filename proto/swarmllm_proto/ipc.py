@@ -61,7 +61,16 @@ from swarmllm_proto.ipc_kv import (  # noqa: F401
     Resumed,
     ResumeRequest,
 )
-from swarmllm_proto.ipc_ring import Arrived, CloseLinks, LinkLost, Relay, TakeLink, TakeSeat, Turned
+from swarmllm_proto.ipc_ring import (
+    Arrived,
+    CloseLinks,
+    LinkLost,
+    Relay,
+    TakeLink,
+    TakePrompt,
+    TakeSeat,
+    Turned,
+)
 from swarmllm_proto.ipc_vision import (  # noqa: F401
     EncodePicture,
     OpenProjector,
@@ -368,8 +377,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
 
 
 class Done(WorkerMessage, frozen=True, tag=True):
-    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks and TakeSeat; and a Forward
-    that was `resent` and had come before."""
+    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat and TakePrompt;
+    and a Forward that was `resent` and had come before."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
@@ -402,6 +411,7 @@ AnyDaemonMessage: TypeAlias = (
     | TakeLink
     | CloseLinks
     | TakeSeat
+    | TakePrompt
     | Generate
     | CancelRequest
     | ReleaseRequestKv

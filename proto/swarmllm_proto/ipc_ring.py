@@ -61,6 +61,14 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
         require_layer_range(self.start, self.end)
 
 
+class TakePrompt(DaemonMessage, frozen=True, tag=True):
+    """The prompt of a request whose last layers run here, to guess from what follows. Payload: i32
+    [n_prompt_tokens]. Answered by Done; of no use without a seat."""
+
+    request_id: RequestId
+    stage: StageIndex
+
+
 class Arrived(WorkerMessage, frozen=True, tag=True):
     """A job message came by a link and is not for this worker to deal with (id 0). Payload: its
     frame."""

@@ -226,6 +226,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         require_layer_range(self.start, self.end)
 
 
+TOLD_TOKENS_MAX: Final = 2**18
+"""Of a prompt that the last stage is told."""
+
+
 class StageBlocks(msgspec.Struct, frozen=True, array_like=True):
     """Names of the complete blocks (see `blocks`) of what one stage has computed or is about to; travels as
     an array of its fields in this order. The origin makes them with a secret of its own, other ones for each
@@ -304,8 +308,24 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the request that is resumed, what the stages here still have."""
     n_running: Annotated[int, Meta(ge=0, le=RUNNING_MAX)] | UnsetType = UNSET
     """Requests that run on this node beside this one."""
+    guesses: bool | UnsetType = UNSET
+    """Of the last stage: it guesses tokens, and more of them where it is told the prompt (TellPrompt)."""
     unreachable: NodeId | UnsetType = UNSET
     """Refused because this stage's rows or tokens go to that node next, and this node does not reach it."""
+
+
+class TellPrompt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request, origin -> last stage that `guesses`, where the origin allows it: the prompt, to guess from.
+    Answered by PipelineAck."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * TOLD_TOKENS_MAX)]
+    """i32 each, little-endian."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) % 4:
+            raise ValueError(f"field `tokens`: {len(self.tokens)} bytes are no tokens of 4 bytes each")
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -487,6 +507,12 @@ JobMessage: TypeAlias = (
     | ReplayRows
 )
 SwarmRequest: TypeAlias = (
-    PipelineAssignment | FetchPiece | ProbeStage | FetchRows | PrefixKvFetch | VisionEncodeRequest
+    PipelineAssignment
+    | TellPrompt
+    | FetchPiece
+    | ProbeStage
+    | FetchRows
+    | PrefixKvFetch
+    | VisionEncodeRequest
 )
 SwarmResponse: TypeAlias = PipelineAck | Piece | StageState | RowsPiece | PrefixKv | VisionEncodeResponse

@@ -160,6 +160,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(HIDDEN),
     ),
     ("take-link", ipc.TakeLink(id=14, peer=NODE_B, direction="sending"), bytes(range(40))),
+    ("take-prompt", ipc.TakePrompt(id=18, request_id=REQUEST_ID, stage=1), tensor_bytes(TOKEN_IDS)),
     ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
     (
         "take-seat-exact",

@@ -316,6 +316,7 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             scored=(15043, 2**31 - 1),
         ),
     ),
+    ("tell-prompt", swarm.TellPrompt(request_id=REQUEST_ID, tokens=bytes.fromhex("c33a0000ffffff7f"))),
     ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),
     (
         "fetch-rows",
@@ -375,6 +376,7 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
         ),
     ),
     ("pipeline-ack-running", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, n_running=3)),
+    ("pipeline-ack-guesses", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, guesses=True)),
     (
         "pipeline-ack-unreachable",
         swarm.PipelineAck(

@@ -26,6 +26,7 @@ from swarmllm_proto.swarm import (
     PrefixKv,
     PrefixKvFetch,
     ProbeStage,
+    TellPrompt,
     VisionEncodeRequest,
 )
 
@@ -56,6 +57,8 @@ class Answers:
             return await self.tell_digests(sender, request) if self.tell_digests else unknown
         if isinstance(request, ProbeStage):
             return self.sessions.state(sender, request.request_id)
+        if isinstance(request, TellPrompt):
+            return self.sessions.take_prompt(sender, request)
         if isinstance(request, FetchRows):
             return await answer(self.compute, self.sessions.context_for(sender, request.request_id), request)
         if isinstance(request, PrefixKvFetch):

@@ -121,7 +121,10 @@ class Pipelines:
         self._n_changes = 0
         self._suspects = Suspects()
         budget = budget or ByteBudget()
-        self._sessions = Sessions(pool, router, catalogue, settings, self._start_session, trust, budget)
+        self._links = links or NoStageLinks()
+        self._sessions = Sessions(
+            pool, router, catalogue, settings, self._start_session, trust, budget, self._links.tell_prompt
+        )
         self._requests = OriginRequests()
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
@@ -205,7 +208,6 @@ class Pipelines:
             self._picture_checker,
         )
         self.prompts = Prompts(pool, self.encoders, settings)
-        self._links = links or NoStageLinks()
         self._inbox = Inbox(
             self._sessions,
             self._requests,
@@ -330,6 +332,7 @@ class Pipelines:
             prompt.session,
             is_exact=sampling.exact,
             pictures=pictures,
+            tells_prompt=self._settings.tells_prompt,
         )
         with self._requests.under_way(request):
             async with self._open(request) as source:

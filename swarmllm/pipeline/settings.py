@@ -29,6 +29,11 @@ class PipelineSettings:
     """Whether KV of prompts' beginnings is fetched from other nodes and given to them."""
     local_embedding_privacy: bool = False
     """No prompt leaves as token ids: a node that runs the whole model gets rows, too."""
+    guesses: bool = False
+    """This node's workers guess tokens of models that are cut. The daemon's default is another one."""
+    tells_prompt: bool = False
+    """The last of several stages is told the prompt's token ids, so that it guesses from them. The daemon's
+    default is another one."""
     check_rate: float = 0.0
     """The part of the requests of fully trusted nodes whose results are computed again (strangers: four times
     as many); 0: none. The daemon's default is another one."""

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Final, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakeSeat
+from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakePrompt, TakeSeat
 from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.tensors import encode_tensor
 
 CALL_TIMEOUT_S: Final = 10.0
 """A worker in the middle of a long prompt answers after its step; a link may wait that long, but no more."""
@@ -82,6 +86,17 @@ class RingCalls:
             exact_rows=exact_rows,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
+
+    async def take_prompt(
+        self, model_id: ModelId, *, request_id: str, stage: int, prompt: npt.NDArray[np.int32]
+    ) -> None:
+        """After its seat: what the last stage guesses from. `prompt`: i32 [n_prompt_tokens]."""
+        worker = self._hosts.worker(model_id)
+        if worker is None:
+            return
+        message = TakePrompt(id=worker.new_id(), request_id=request_id, stage=stage)
+        payload = b"".join(encode_tensor(prompt))
+        await worker.call(message, Done, payload=payload, timeout_s=CALL_TIMEOUT_S)
 
     async def take_link(
         self,

@@ -41,7 +41,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.StageRows, swarm.PrefixCacheAnnounce, swarm.KeptPrefix),
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
-    *(swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
+    *(swarm.TellPrompt, swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
     *(swarm.PrefixKvFetch, swarm.PrefixKv),
     *(swarm.ProjectorAnnounce, swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),

@@ -17,6 +17,7 @@ from swarmllm_proto.codec import decode_job, encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_proto.swarm import LayerForward, StreamingToken
 from swarmllm_proto.tensors import decode_tensor, encode_tensor, is_packed, tensor_bytes, unpack_rows
 
@@ -52,6 +53,8 @@ class RingOfTwo:
         self.origin = origin
         self.tokens: dict[str, dict[int, StreamingToken]] = {}
         self.text: dict[str, bytes] = {}
+        self._early: dict[str, dict[int, tuple[StreamingToken, bytes]]] = {}
+        """Tokens before which others are due, by request and index."""
         self.heard: list[Any] = []
         """What workers said, apart from answers to forwards."""
         self.on_token: Callable[[StreamingToken], None] = lambda token: None
@@ -92,8 +95,10 @@ class RingOfTwo:
         }
         self.run(lambda: due <= self._done)
 
-    def start(self, request_id: str, prompt: np.ndarray, sampling: ipc.Sampling) -> None:
-        """Seats, and the prompt by way of the daemons."""
+    def start(
+        self, request_id: str, prompt: np.ndarray, sampling: ipc.Sampling, *, tells_prompt: bool = False
+    ) -> None:
+        """Seats, and the prompt by way of the daemons. `tells_prompt`: the last worker knows it."""
         self._prompts[request_id], self._samplings[request_id] = len(prompt), sampling
         self.tokens[request_id], self.text[request_id] = {}, b""
         for stage, worker in enumerate(self.workers):
@@ -110,6 +115,10 @@ class RingOfTwo:
                 sampling=sampling if stage else None,
                 row_format="f32" if stage else self._row_format,
             )
+        if tells_prompt:
+            last = len(self.workers) - 1
+            known = b"".join(encode_tensor(prompt))
+            self.workers[last].send(ipc.TakePrompt, known, request_id=request_id, stage=last)
         first = LayerForward(request_id=request_id, step="layer", stage=0, position=0, n_tokens=len(prompt))
         self.forward(first, b"".join(encode_tensor(prompt)))
 
@@ -226,7 +235,12 @@ class RingOfTwo:
         if token.index in known:
             assert known[token.index].token == token.token
             return
-        assert token.index == len(known), "tokens are told in order"
-        known[token.index] = token
-        self.text[token.request_id] += text
-        self.on_token(token)
+        # A token that left by a link that has ended comes by the daemons, and a later one may overtake it.
+        early = self._early.setdefault(token.request_id, {})
+        early[token.index] = token, text
+        assert len(early) <= WINDOW_ROWS_MAX, "no more overtake it than one trip brings"
+        while len(known) in early:
+            token, text = early.pop(len(known))
+            known[token.index] = token
+            self.text[token.request_id] += text
+            self.on_token(token)

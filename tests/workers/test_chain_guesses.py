@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -14,11 +14,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from node_ids import A, B, C
 
-from swarmllm.guide import GUIDE_PATH
+from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
+from swarmllm_workers.speculation.drafting import Draft, NgramLookup, Worth
 
 from .client import DEADLINE_S, Worker
 from .ring_of_two import NODES, RingOfTwo, give, open_halves
@@ -120,6 +121,59 @@ def test_text_with_guesses_is_the_text_without(
     assert n_trips(ring) == N_TOKENS - n_right, "a guess that is right saves a trip"
 
 
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_head_that_knows_the_prompt_remembers_how_it_went_on(
+    make_ring: MakeRing, plain: Worker, kind: str
+) -> None:
+    sampling = SAMPLINGS[kind]
+    prompt = plain.tokenize(messages=[{"role": "user", "content": f"What is a layer? ({kind})"}])
+    due = plain.generate(prompt, sampling=sampling)
+    needed = []
+    for request_id in ("first", "again"):
+        ring = make_ring(A)
+        ring.start(request_id, prompt, sampling, tells_prompt=True)
+        ring.run(lambda ring=ring, each=request_id: ring.finished(each))  # type: ignore[misc]
+        assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
+        needed.append(n_trips(ring, request_id))
+        ring.clean_up()
+    assert needed[1] < N_TOKENS / 4, needed
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
+    """The last one has the draft model, and looks nothing up."""
+    folder = tmp_path_factory.mktemp("drafting")
+    workers = (Worker(folder / "first"), Worker(folder / "last"))
+    open_halves(workers, n_slots=2, draft_path=str(DRAFT_PATH), speculative_gamma=4)
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_the_draft_model_guesses_at_the_head(
+    drafting: tuple[Worker, Worker], plain: Worker, kind: str
+) -> None:
+    sampling = replace(SAMPLINGS[kind], ignore_eos=False)
+    prompt = plain.tokenize(messages=[{"role": "user", "content": "How do I load a model on two nodes?"}])
+    due = plain.generate(prompt, sampling=sampling)
+    n_trips_of = {}
+    for tells_prompt in (False, True):
+        # The second request knows from the first what trips take.
+        for request_id in ("first", "second"):
+            ring = RingOfTwo(drafting, A)
+            line = link_by_line(ring, 0)
+            ring.link(1)
+            ring.start(request_id, prompt, sampling, tells_prompt=tells_prompt)
+            ring.run(lambda ring=ring, each=request_id: ring.finished(each))  # type: ignore[misc]
+            assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
+            n_trips_of[tells_prompt] = n_trips(ring, request_id)
+            ring.clean_up()
+            line.join(DEADLINE_S)
+    assert n_trips_of[False] == len(due.tokens), "nobody guesses without the prompt"
+    assert n_trips_of[True] < len(due.tokens) / 2
+
+
 @pytest.mark.parametrize("n_tokens", range(90, 97))
 def test_max_tokens_end_an_answer_in_the_middle_of_a_window(
     make_ring: MakeRing, plain: Worker, n_tokens: int
@@ -184,6 +238,13 @@ def test_two_requests_at_once_guess_nothing_and_neither_is_lost(make_ring: MakeR
     assert [ring.tokens[each][N_TOKENS - 1].guessed for each in ("one", "other")] == [(0, 0), (0, 0)]
 
 
+def lookup(gate: CostGate, prompt: Sequence[int] = ()) -> ChainGuesser:
+    guesser = ChainGuesser(gate, lambda known: [NgramLookup(4, 10)])
+    if prompt:
+        guesser.know(np.array(prompt, np.int32))
+    return guesser
+
+
 def trips(guesser: ChainGuesser, text: list[int], trip_s: Callable[[int], float]) -> list[int]:
     """Guesses of each trip in which `text` is generated; `trip_s`: what one with so many rows takes."""
     now, n_told, counts = 0.0, 1, []
@@ -199,16 +260,78 @@ def trips(guesser: ChainGuesser, text: list[int], trip_s: Callable[[int], float]
 
 
 def test_windows_are_deep_where_the_line_is_long_and_the_text_repeats() -> None:
-    guesser = ChainGuesser(CostGate(), 4, 10)
+    guesser = lookup(CostGate())
     counts = trips(guesser, [*range(10)] * 40, lambda n_rows: 0.160 + 0.001 * n_rows)
     assert max(counts) == 6
     assert 400 / len(counts) > 4
 
 
+def test_what_the_prompt_says_is_guessed_at_the_first_chance() -> None:
+    """The answer quotes the prompt."""
+    prompt = [*range(100, 160)]
+    counts = trips(lookup(CostGate(), prompt), prompt[20:60], lambda n_rows: 0.160 + 0.001 * n_rows)
+    assert len(counts) < 40 / 3
+    assert not any(trips(lookup(CostGate()), prompt[20:60], lambda n_rows: 0.160 + 0.001 * n_rows))
+
+
+class Reader:
+    """Always guesses 7, and reads for 50 ms before its first guess."""
+
+    is_closed = False
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        once_s = 0.05 if history[-1] == 1 else 0.0
+        n = worth("model", once_s)
+        return Draft((7,) * n, "model", once_s) if n else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_prompt_that_comes_late_is_guessed_from_all_the_same() -> None:
+    prompt, known = np.arange(100, 160, dtype=np.int32), []
+
+    def begin(said: np.ndarray) -> list[NgramLookup]:
+        known.append(len(said))
+        return [NgramLookup(4, 10)]
+
+    guesser = ChainGuesser(CostGate(plain_s=0.1), begin, lambda *answer: known.append(answer[1]))
+    assert guesser.guess([7, 120], 7, 50, 0.1) == ()
+    guesser.know(prompt)
+    guesser.know(prompt[:5])
+    assert guesser.guess([7, 120, 121], 7, 50, 0.2)[:1] == (122,)
+    assert known == [0, 60], "what guesses is made anew, once"
+    guesser.answered([7, 8])
+    assert known[-1] == [7, 8]
+
+
+def test_what_guesses_cost_once_is_no_part_of_the_trip() -> None:
+    gate = CostGate(plain_s=0.1, spare_steps=9.0)
+    gate.measured("model", 0.1, 6, 0.1)
+    reader = Reader()
+    guesser = ChainGuesser(gate, lambda known: [reader])
+    text = [1]
+    n_guesses = len(guesser.guess(text, 7, 50, 0.0))
+    text += [7] * (1 + n_guesses)
+    assert guesser.guess(text, 7, 40, 0.16)
+    # 160 ms went by, of which 50 for reading: 1.1 steps, of which the newest weighs a fifth.
+    assert gate.n_worth("model", 6, 40)
+    assert gate._cost("model", n_guesses) == pytest.approx(1.02)
+
+
+def test_a_guesser_that_is_closed_lets_go_of_its_drafts() -> None:
+    reader = Reader()
+    guesser = ChainGuesser(CostGate(plain_s=0.1, spare_steps=9.0), lambda known: [reader])
+    assert guesser.guess([1], 7, 50, 0.0)
+    guesser.close()
+    assert reader.is_closed
+    assert guesser.guess([1, 7, 7], 7, 50, 1.0) == ()
+
+
 def test_guesses_end_within_eight_tokens_where_they_do_not_pay() -> None:
     """A pair of tokens that always goes on otherwise: each is found again, and no guess is right."""
     text = [token for i in range(200) for token in (1, 2, 100 + i)]
-    guesser = ChainGuesser(CostGate(), 4, 10)
+    guesser = lookup(CostGate())
     counts = trips(guesser, text, lambda n_rows: 0.01 * n_rows)
     asked = [i for i, n in enumerate(counts) if n]
     assert len(asked) < 12
@@ -216,7 +339,7 @@ def test_guesses_end_within_eight_tokens_where_they_do_not_pay() -> None:
 
 
 def test_a_guesser_whose_token_was_repeated_guesses_no_more() -> None:
-    guesser = ChainGuesser(CostGate(plain_s=0.1), 4, 10)
+    guesser = lookup(CostGate(plain_s=0.1))
     text = [1, 2, 3] * 9
     assert guesser.guess(text, 7, 50, 1.0)
     assert guesser.guess(text, 7, 50, 2.0) == ()

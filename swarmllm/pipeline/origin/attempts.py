@@ -27,6 +27,7 @@ from swarmllm.errors import (
     RemoteError,
     SwarmLLMError,
 )
+from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Fetched, TokenSource
@@ -49,10 +50,17 @@ from swarmllm.supervision import spawn
 from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
-from swarmllm_proto.codec import encode_job
+from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import EXACT_ROWS
-from swarmllm_proto.swarm import CancelInference, PipelineAssignment, PipelineError, Stage
+from swarmllm_proto.swarm import (
+    CancelInference,
+    PipelineAck,
+    PipelineAssignment,
+    PipelineError,
+    Stage,
+    TellPrompt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +163,7 @@ class Attempts:
         session = self._sessions.open(context, chain)
         request.chain, request.assigned_s = chain, trio.current_time()
         try:
-            start = await self._agree(chain, session, assignment, weigh)
+            start = await self._agree(request, chain, session, assignment, weigh)
             if chain.failure is not None:
                 raise chain.failure
             start()
@@ -218,19 +226,48 @@ class Attempts:
             self._start_soon(collect)
 
     async def _agree(
-        self, chain: Chain, session: Session, assignment: PipelineAssignment, weigh: Weigh | None
+        self,
+        request: OriginRequest,
+        chain: Chain,
+        session: Session,
+        assignment: PipelineAssignment,
+        weigh: Weigh | None,
     ) -> Callable[[], None]:
         """Ask every stage to take part; how the chain begins then."""
         context, timeout_s = chain.context, self._settings.ack_timeout_s
         if assignment.resumes:
-            left = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            left, acks = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            self._tell_prompt(request, assignment, acks)
             return partial(chain.resume, session, left)
-        n_known, n_running = await agree(
-            self._pool, self._router, assignment, context, chain, timeout_s=timeout_s
-        )
+        n_known, acks = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
         if weigh is not None:
-            await weigh(n_running)
+            said = {node_id: ack.n_running for node_id, ack in acks.items()}
+            await weigh({node_id: n for node_id, n in said.items() if n is not UNSET})
+        self._tell_prompt(request, assignment, acks)
         return partial(chain.start, session, n_known)
+
+    def _tell_prompt(
+        self, request: OriginRequest, assignment: PipelineAssignment, acks: Mapping[NodeId, PipelineAck]
+    ) -> None:
+        """To the last stage, if it guesses and may know the prompt. Nobody waits for it."""
+        last = assignment.stages[-1].node_id
+        is_here = last == self._router.node_id
+        if not is_here and (not request.tells_prompt or acks[last].guesses is not True):
+            return
+        tokens = request.prompt_for_guesses(assignment.stages)
+        if not tokens:
+            return
+        message = TellPrompt(request_id=assignment.request_id, tokens=tokens)
+        if is_here:
+            self._sessions.take_prompt(last, message)
+        elif self._start_soon is not None:
+            self._start_soon(self._ask_to_guess, last, encode_request(message))
+
+    async def _ask_to_guess(self, node_id: NodeId, body: bytes) -> None:
+        try:
+            await self._router.request(node_id, body, timeout_s=TELL_TIMEOUT_S)
+        except SwarmLLMError as error:
+            provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
 
     def just_sent(self, told: Mapping[NodeId, ToldLoad], besides: OriginRequest | None) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import trio
 from blake3 import blake3
-from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -30,7 +29,7 @@ from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.ipc_kv import join_names
-from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
+from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAck, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -93,9 +92,9 @@ async def agree(
     asker: Asker,
     *,
     timeout_s: float,
-) -> tuple[int, dict[NodeId, int]]:
-    """Ask every stage to take part; of how many blocks of the prompt all of them have rows, and how many
-    other requests run on the nodes that say so. Raises as `assign` does."""
+) -> tuple[int, dict[NodeId, PipelineAck]]:
+    """Ask every stage to take part; of how many blocks of the prompt all of them have rows, and what the
+    other nodes said. Raises as `assign` does."""
     view = context.view
     n_here = await give_names(compute, context, asker.prefixes_of(view.node_id))
     acks = await assign(
@@ -108,8 +107,7 @@ async def agree(
     n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
     if not acks or any(map(view.is_here, range(len(view.stages)))):
         n_blocks.append(n_here)
-    n_running = {node_id: ack.n_running for node_id, ack in acks.items() if ack.n_running is not UNSET}
-    return min(n_blocks), n_running
+    return min(n_blocks), acks
 
 
 def last_names(side: OriginSide | None, node_id: NodeId) -> tuple[StageBlocks, ...]:

@@ -8,7 +8,7 @@ state of its chain (see `lifecycle`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -28,7 +28,7 @@ from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.capacity import HeldCapacity, held_here
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAssignment
+from swarmllm_proto.swarm import TOLD_TOKENS_MAX, PipelineAssignment, Stage
 from swarmllm_proto.tensors import Tensor
 
 RESUMED_MAX: Final = 16
@@ -57,6 +57,8 @@ class OriginRequest:
     """Its rows may not be rounded on the way."""
     pictures: PictureRows | None = None
     """What of `tokens` are ids of rows."""
+    tells_prompt: bool = False
+    """The last of several stages may know the prompt where it is another node's."""
     was_rounded: bool = False
     """Rows were, of the tokens that the reader has or is about to have."""
     known_as: str = ""
@@ -93,6 +95,7 @@ class OriginRequest:
             self.recovery,
             is_exact=self.is_exact,
             pictures=self.pictures,
+            tells_prompt=self.tells_prompt,
             was_rounded=self.was_rounded,
             known_as=further_id(self.id),
             generated=self.generated,
@@ -135,6 +138,14 @@ class OriginRequest:
             else (),
             row_formats=assembly.row_formats or UNSET,
         )
+
+    def prompt_for_guesses(self, stages: Sequence[Stage]) -> bytes:
+        """Little-endian i32, for the last stage; empty where it is of no use. (What stands for a picture's
+        rows are no tokens.)"""
+        may_guess = len(stages) > 1 and self.pictures is None and not self.sampling.exact
+        if not may_guess or len(self.tokens) > TOLD_TOKENS_MAX:
+            return b""
+        return self.tokens.astype("<i4", copy=False).tobytes()
 
 
 class OriginRequests:

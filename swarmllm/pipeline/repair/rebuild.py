@@ -17,7 +17,7 @@ from swarmllm.pipeline.repair.plan import Left, Rebuild
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.swarm import PipelineAssignment, ReplayRows, Stage, StageRows
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, ReplayRows, Stage, StageRows
 
 
 async def what_is_left(
@@ -27,13 +27,13 @@ async def what_is_left(
     asker: Asker,
     *,
     timeout_s: float,
-) -> tuple[Left, ...]:
-    """Ask every stage to take part in what resumes another request; what each still has of it. Raises as
-    `assign` does."""
+) -> tuple[tuple[Left, ...], dict[NodeId, PipelineAck]]:
+    """Ask every stage to take part in what resumes another request; what each still has of it, and what the
+    other nodes said. Raises as `assign` does."""
     acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=asker.blamed)
     said = {node_id: ack.kept for node_id, ack in acks.items()}
     said[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
-    return left_of(assignment.stages, said)
+    return left_of(assignment.stages, said), acks
 
 
 def left_of(stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]]) -> tuple[Left, ...]:

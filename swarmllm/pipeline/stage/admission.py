@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import trio
 from msgspec import UNSET
 
@@ -34,7 +35,15 @@ from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, NoOpinion
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks, StageRows, StageState
+from swarmllm_proto.swarm import (
+    PipelineAck,
+    PipelineAssignment,
+    StageBlocks,
+    StageRows,
+    StageState,
+    TellPrompt,
+)
+from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +81,8 @@ class Sessions:
     """Also has the workers' links take part in its request."""
     trust: NodeTrust = field(default_factory=NoOpinion)
     budget: ByteBudget = field(default_factory=ByteBudget)
+    on_prompt: Callable[[RequestContext, Tensor], None] = lambda context, prompt: None
+    """Has the worker of the last stage, which is here, guess from a prompt (i32)."""
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
@@ -108,8 +119,39 @@ class Sessions:
         if self.running(assignment.request_id) is None:
             await self._forget(context)
         return PipelineAck(
-            request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks, kept=kept
+            request_id=assignment.request_id,
+            accepted=True,
+            n_prefix_blocks=n_blocks,
+            kept=kept,
+            guesses=self._guesses(context) or UNSET,
         )
+
+    def _guesses(self, context: RequestContext) -> bool:
+        """Whether this node guesses the request's tokens."""
+        view, sampling = context.view, context.sampling
+        is_last_of_several = len(view.stages) > 1 and view.is_here(view.last)
+        may_guess = context.wants == "tokens" and not sampling.exact
+        return self.settings.guesses and is_last_of_several and may_guess
+
+    def take_prompt(self, sender: NodeId, message: TellPrompt) -> PipelineAck:
+        """The prompt of a request whose last stage is here, to guess from; at most once is enough."""
+        session = self.running(message.request_id)
+        reason = "no such request"
+        if session is not None and session.view.origin == sender:
+            reason = self._refuse_prompt(session.context, prompt := np.frombuffer(message.tokens, "<i4"))
+            if not reason:
+                self.on_prompt(session.context, prompt)
+        return PipelineAck(request_id=message.request_id, accepted=not reason, reason=reason)
+
+    def _refuse_prompt(self, context: RequestContext, prompt: Tensor) -> str:
+        """Why it is not taken; "": it is."""
+        if not self._guesses(context):
+            return "nothing guesses here"
+        if len(prompt) != context.n_prompt_tokens:
+            return f"{len(prompt)} tokens of a prompt of {context.n_prompt_tokens}"
+        if not 0 <= prompt.min() <= prompt.max() < context.n_vocab:
+            return f"token ids lie in [0, {context.n_vocab})"
+        return ""
 
     async def take_over(self, context: RequestContext, resumes: Sequence[str]) -> tuple[StageRows, ...]:
         """Give a request what is left here of those that it resumes: of the first of which there is anything.

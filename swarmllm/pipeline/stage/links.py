@@ -32,6 +32,7 @@ from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.ipc import AnyWorkerMessage, Arrived, Error, LinkLost, Relay, Turned
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class NoStageLinks:
     n_jobs = 0
 
     def join(self, context: RequestContext) -> None:
+        pass
+
+    def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         pass
 
     def lost(self, node_id: NodeId) -> None:
@@ -109,6 +113,21 @@ class StageLinks(NoStageLinks):
             before = view.stages[stage - 1].node_id
             if view.is_here(stage) and {before, after} != {self._node_id}:
                 self._spawn(self._take_seat, context, stage, before, after)
+
+    def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
+        """The worker of the last stage, which is here, guesses from the prompt (i32) from now on."""
+        self._spawn(self._tell_prompt, context, prompt)
+
+    async def _tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
+        request_id, stage = context.request_id, context.view.last
+        try:
+            await self._workers.take_prompt(
+                context.model.model_id, request_id=request_id, stage=stage, prompt=prompt
+            )
+        except SwarmLLMError as error:
+            provoked_by(log, context.view.origin).info(
+                "request %s guesses without its prompt: %s", request_id, error.message
+            )
 
     def lost(self, node_id: NodeId) -> None:
         """A node is gone: what its workers still send is not to be listened to."""

@@ -105,6 +105,8 @@ class Ring:
         """The request is over here."""
         for key in [key for key in self._seats if key[0] == request_id]:
             seat = self._seats.pop(key)
+            if seat.guesser is not None:
+                seat.guesser.close()
             if seat.n_turned:
                 seat.is_running, seat.told_at = False, 0.0
                 self._tell_turned(seat, time.monotonic())
@@ -112,6 +114,9 @@ class Ring:
 
     def _count(self) -> None:
         self.n_requests = len({request_id for request_id, _ in self._seats})
+
+    def seat(self, request_id: str, stage: int) -> Seat | None:
+        return self._seats.get((request_id, stage))
 
     def seat_of(self, message: ipc.Forward) -> Seat | None:
         """The seat for a job that the daemon brings."""

@@ -248,7 +248,10 @@ def next_guesses(
         is_alone=ring.n_requests == 1,
     )
     seat.guesses, seat.guessed_at = guesses, position
-    return guesses if decoded.finish_reason is None else ()
+    if decoded.finish_reason is None:
+        return guesses
+    guesser.answered(decoding.tokens)
+    return ()
 
 
 def _taker() -> Any:

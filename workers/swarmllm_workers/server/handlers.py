@@ -96,6 +96,7 @@ class Handlers:
             ipc.Forward: self._forward,
             ipc.TakeLink: self._take_link,
             ipc.CloseLinks: self._close_links,
+            ipc.TakePrompt: self._take_prompt,
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
             ipc.Shutdown: self._shutdown,
@@ -330,20 +331,32 @@ class Handlers:
         self.ring.take_seat(message, *self._guessing(message))
         self._send(ipc.Done(id=message.id))
 
+    def _take_prompt(self, message: ipc.TakePrompt, payload: memoryview) -> None:
+        seat = self.ring.seat(message.request_id, message.stage)
+        if seat is not None and seat.guesser is not None:
+            prompt, n_due = self.state.tokens(payload), seat.message.n_prompt_tokens
+            if len(prompt) != n_due:
+                raise CallError("bad_tensor", f"{len(prompt)} tokens of a prompt of {n_due}", "payload")
+            seat.guesser.know(prompt)
+        self._send(ipc.Done(id=message.id))
+
     def _guessing(self, its: ipc.TakeSeat) -> tuple[int, ChainGuesser | None]:
         """How many rows the stage takes in one job, and what guesses where it is the last one."""
-        speculation = self.state.speculation
-        if speculation is None or self.state.engine().is_recurrent or its.exact_rows:
+        speculation, engine = self.state.speculation, self.state.engine()
+        if speculation is None or engine.is_recurrent or its.exact_rows:
             return 1, None
-        n_max, size_max = speculation.settings.ngram_tokens_max, speculation.settings.ngram_size_max
-        if its.sampling is None or spec_of(its.sampling) is not None or not size_max:
+        if its.sampling is None or spec_of(its.sampling) is not None or not speculation.guesses_at_head:
             return ROWS_MAX, None
         key = its.before, its.after
         gate = self._chain_gates.pop(key, CostGate()).successor()
         self._chain_gates[key] = gate
         if len(self._chain_gates) > CHAIN_GATES_MAX:
             del self._chain_gates[next(iter(self._chain_gates))]
-        return ROWS_MAX, ChainGuesser(gate, size_max, n_max)
+        return ROWS_MAX, ChainGuesser(
+            gate,
+            lambda prompt: speculation.begin_at_head(engine.slots.get(its.request_id), prompt),
+            speculation.answered,
+        )
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:
         engine = self.state.engine()

@@ -108,7 +108,7 @@ class LoadHandlers:
 
     def _loading(self, message: ipc.Load) -> Operation[None]:
         engine, speculation = self._state.engine(), self._state.speculation
-        guesses = speculation if (message.start, message.end) == (0, engine.n_layers) else None
+        guesses = speculation if message.end == engine.n_layers else None
         if guesses is not None:
             yield from guesses.loading()
         yield from engine.layers.loading(message.start, message.end, self._progress_of(message.id))
@@ -116,7 +116,7 @@ class LoadHandlers:
         if guesses is not None and guesses.settings.draft_path:
             paths.insert(0, Path(guesses.settings.draft_path))
         yield from self._tuning(paths)
-        if guesses is not None:
+        if guesses is not None and message.start == 0:
             yield from guesses.trying(self._progress_of(message.id))
         self._has_loaded = True
         self._answer_loaded(message.id)

@@ -87,6 +87,11 @@ class Speculation:
         settings = self.settings
         return bool(settings.ngram_size_max or settings.draft_path or settings.swift_tokens_max)
 
+    @property
+    def guesses_at_head(self) -> bool:
+        """Whether anything can guess for a model that is cut."""
+        return bool(self.settings.ngram_size_max or self.settings.draft_path)
+
     def loading(self) -> Operation[None]:
         """The draft model, where there is to be one. Raises CallError bad_model, out_of_memory."""
         if self.settings.draft_path and self._draft_model is None:
@@ -108,6 +113,21 @@ class Speculation:
     def memory(self) -> Memory:
         """Of the draft model."""
         return self._draft_model.memory if self._draft_model is not None else Memory()
+
+    def begin_at_head(self, slot: int | None, prompt: np.ndarray) -> list[Drafter]:
+        """What guesses for a request whose last layers run here. `prompt`: i32, empty where it is not known
+        here; `slot`: of the request."""
+        settings, is_known = self.settings, bool(len(prompt))
+        drafters: list[Drafter] = []
+        if settings.ngram_size_max:
+            if is_known:
+                drafters.append(Remembered(len(prompt), self.continuations.recall(prompt, time.monotonic())))
+            drafters.append(NgramLookup(settings.ngram_size_max, settings.ngram_tokens_max))
+        if self._draft_model is not None and is_known and slot is not None:
+            # A trip is worth more guesses than a step.
+            n_tokens = max(settings.draft_tokens_max, ROWS_MAX - 1)
+            drafters.append(ModelDrafter(self._draft_model, slot, n_tokens))
+        return drafters
 
     def begin(self, route: Route, slot: int, prompt: np.ndarray) -> Guesser | None:
         """What guesses for a request; None where nothing does."""

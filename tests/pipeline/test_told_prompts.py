@@ -1,0 +1,135 @@
+"""Who is told a prompt, to guess from it: the last stage that guesses, where the origin allows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from node_ids import A, B, C
+
+from bench.common.arithmetic import FakePool, fake_entry, uncut
+from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import TOLD_TOKENS_MAX, PipelineAck, PipelineAssignment, Stage, TellPrompt
+from swarmllm_proto.tensors import Tensor
+
+from .fakes import Swarm, open_swarm
+
+TEXT = "what follows from this?"
+N_TOKENS = 6
+PLAIN, GUESSES = PipelineSettings(), PipelineSettings(guesses=True)
+TELLS = PipelineSettings(guesses=True, tells_prompt=True)
+FIRST_HERE, LAST_HERE = {A: "0:6", B: "6:12"}, {A: "6:12", B: "0:6"}
+
+
+def listen(swarm: Swarm) -> dict[str, list[list[int]]]:
+    """The prompts that workers are told from here on, by node id."""
+    heard: dict[str, list[list[int]]] = {node_id: [] for node_id in swarm.nodes}
+    for node_id, node in swarm.nodes.items():
+
+        def hear(context: RequestContext, prompt: Tensor, node_id: str = node_id) -> None:
+            heard[node_id].append(prompt.tolist())
+
+        node.pipelines._sessions.on_prompt = hear
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("holdings", "origin", "last", "is_told"),
+    [
+        (FIRST_HERE, TELLS, PLAIN, False),
+        (FIRST_HERE, TELLS, GUESSES, True),
+        (FIRST_HERE, GUESSES, GUESSES, False),
+        (LAST_HERE, GUESSES, GUESSES, True),
+        (LAST_HERE, PLAIN, GUESSES, False),
+        ({A: "0:6", B: "0:12"}, TELLS, GUESSES, False),
+    ],
+    ids=["no guesses there", "allowed", "not allowed", "here", "no guesses here", "one stage"],
+)
+async def test_the_last_stage_is_told_where_it_guesses_and_may_know(
+    holdings: dict[str, str], origin: PipelineSettings, last: PipelineSettings, is_told: bool
+) -> None:
+    pools = {node_id: FakePool(ranges) for node_id, ranges in holdings.items()}
+    async with open_swarm(pools, settings={A: origin, B: last}) as swarm:
+        heard, text = listen(swarm), ""
+        sampling = Sampling(max_tokens=N_TOKENS)
+        prompt = Prompt(text=TEXT)
+        async with swarm[A].pipelines.generate(prompt, swarm.entry, sampling) as generation:
+            async for piece in generation:
+                text += piece.text
+        await swarm.quiet()
+        assert text == await uncut(TEXT, N_TOKENS)
+        told, other = (A, B) if holdings is LAST_HERE else (B, A)
+        tokens = (await swarm[A].pipelines.prompts.read(prompt, swarm.entry, sampling))[0].tolist()
+    assert heard == {told: [tokens] if is_told else [], other: []}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_of_use"),
+    [
+        ({}, True),
+        ({"sampling": Sampling(exact=True)}, False),
+        ({"tokens": np.zeros(TOLD_TOKENS_MAX, np.int32)}, True),
+        ({"tokens": np.zeros(TOLD_TOKENS_MAX + 1, np.int32)}, False),
+        ({"pictures": object()}, False),
+    ],
+    ids=["plain", "exact", "long", "too long", "with a picture"],
+)
+def test_prompts_are_told_where_they_are_of_use(changed: dict[str, Any], is_of_use: bool) -> None:
+    fields = {"tokens": np.array([4, 5], np.int32), "sampling": Sampling(), **changed}
+    request = OriginRequest("r", fake_entry(), **fields)
+    two = (Stage(node_id=C, start=0, end=4), Stage(node_id=B, start=4, end=8))
+    assert request.prompt_for_guesses(two) == (fields["tokens"].tobytes() if is_of_use else b"")
+    assert request.prompt_for_guesses((Stage(node_id=B, start=0, end=8),)) == b""
+
+
+def told(*tokens: int, request_id: str = "r") -> TellPrompt:
+    return TellPrompt(request_id=request_id, tokens=np.array(tokens, "<i4").tobytes())
+
+
+REFUSED = {
+    "of nobody": (A, told(1, 2, 3, request_id="other"), "no such request"),
+    "of another origin": (C, told(1, 2, 3), "no such request"),
+    "too few": (A, told(1, 2), "2 tokens of a prompt of 3"),
+    "negative": (A, told(1, -1, 3), "token ids lie in"),
+    "no such token": (A, told(1, 2, 10**6), "token ids lie in"),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "last stage elsewhere", "of use"])
+async def test_a_prompt_that_cannot_be_meant_is_refused_and_not_guessed_from(case: str) -> None:
+    sender, message, reason = REFUSED.get(case, (A, told(1, 2, 3), ""))
+    here, next_one = Stage(node_id=B, start=6, end=12), Stage(node_id=A, start=0, end=6)
+    stages = (next_one, here)
+    holdings = {A: "0:6", B: "6:12", C: ""}
+    if case == "last stage elsewhere":
+        holdings, reason = {A: "6:12", B: "0:6", C: ""}, "nothing guesses here"
+        stages = (Stage(node_id=B, start=0, end=6), Stage(node_id=A, start=6, end=12))
+    pools = {node_id: FakePool(*ranges.split()) for node_id, ranges in holdings.items()}
+    async with open_swarm(pools, settings=TELLS) as swarm:
+        heard, answer = listen(swarm), swarm[B].pipelines.on_request
+        assignment = PipelineAssignment(
+            request_id="r",
+            model_id=swarm.entry.model_id,
+            origin=A,
+            stages=stages,
+            n_prompt_tokens=3,
+            sampling=Sampling(),
+        )
+        ack = decode_response(await answer(A, encode_request(assignment)))
+        assert isinstance(ack, PipelineAck)
+        assert (ack.accepted, ack.guesses is True) == (True, case != "last stage elsewhere")
+        ack = decode_response(await answer(sender, encode_request(message)))
+        assert isinstance(ack, PipelineAck)
+        assert (ack.accepted, reason in ack.reason) == (not reason, True)
+    assert heard[B] == ([] if reason else [[1, 2, 3]])
+
+
+def test_a_prompt_of_broken_tokens_is_refused_at_the_edge() -> None:
+    with pytest.raises(ValueError, match=r"`tokens`: 5 bytes"):
+        TellPrompt(request_id="r", tokens=b"12345")
