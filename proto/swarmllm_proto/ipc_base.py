@@ -142,9 +142,9 @@ class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_
     """Of the call that is answered; 0: nobody asked."""
 
 
-Guesser: TypeAlias = Literal["again", "lookup", "draft", "swift"]
-"""The answer that the same prompt had before, the text so far, a small model, or the model with a part of its
-layers."""
+Guesser: TypeAlias = Literal["again", "lookup", "draft", "swift", "chain"]
+"""The answer that the same prompt had before, the text so far, a small model, the model with a part of its
+layers, or, of a model over several nodes, any of these at its last stage."""
 
 
 class GuessCount(msgspec.Struct, frozen=True, array_like=True):

@@ -87,7 +87,7 @@ def short_id(identifier: str) -> str:
 
 
 def route_table(route: Sequence[ShownStage]) -> Table:
-    numbers = ("compute ms/token", "node ms/token", "network ms/token", "prefill ms")
+    numbers = ("compute ms/token", "node ms/token", "network ms/token", "bytes/token", "prefill ms")
     rows = (
         (
             stage.nickname or "-",
@@ -96,6 +96,7 @@ def route_table(route: Sequence[ShownStage]) -> Table:
             milliseconds(stage.compute_ms_per_token),
             milliseconds(stage.overhead_ms_per_token),
             milliseconds(stage.network_ms_per_token),
+            "-" if stage.bytes_per_token is None else f"{stage.bytes_per_token:,}",
             milliseconds(stage.prefill_ms),
         )
         for stage in route
@@ -123,6 +124,8 @@ def summary(finished: Finished) -> str:
         parts.append(f"{finished.decode_tokens_per_s:.0f} tokens/s")
     if finished.prefill_ms is not None:
         parts.append(f"prefill of {finished.n_prompt_tokens} tokens {finished.prefill_ms:.0f} ms")
+    if n_checked := (finished.swarm.get("guesses") or {}).get("checked"):
+        parts.append(f"{finished.swarm['guesses']['right']} of {n_checked} guesses right")
     n_nodes = len({stage.node_id for stage in finished.route})
     if n_nodes:
         parts.append(f"{n_nodes} node{'s' if n_nodes > 1 else ''}")

@@ -27,7 +27,7 @@ from swarmllm_proto.swarm import (
     StageBlocks,
     StreamingToken,
 )
-from swarmllm_proto.tensors import Tensor
+from swarmllm_proto.tensors import BLOCK_BYTES, BLOCK_VALUES, Tensor
 
 OriginMessage = StreamingToken | PrefillProgress | PipelineError
 PREFIX: Final = "req_"
@@ -93,6 +93,13 @@ class RequestContext:
     def row_format(self, stage: int) -> RowFormat:
         """In which rows come to a stage."""
         return self.row_formats[stage] if stage < len(self.row_formats) else "f32"
+
+    def row_bytes(self) -> list[int | None]:
+        """Of a row from each stage to the next; None after the last one, and where rows are packed as small
+        as they get."""
+        sizes = {"f32": 4 * self.n_embd, "q8_0": self.n_embd // BLOCK_VALUES * BLOCK_BYTES}
+        following = range(1, len(self.view.stages))
+        return [*(sizes.get(self.row_format(stage)) for stage in following), None]
 
     def rounds(self, stage: int) -> bool:
         """Whether a stage rounds the rows that it sends on."""

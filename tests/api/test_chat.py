@@ -64,7 +64,9 @@ async def test_an_answer_has_openais_shape_and_says_how_it_was_made(tmp_path: Pa
         "overhead_ms_per_token": 0.0,
         "network_ms_per_token": 0.0,
         "prefill_ms": 10.0,
+        "bytes_per_token": None,
     }
+    assert body["swarm"]["guesses"] == {"checked": 6, "right": 5}
     assert body["swarm"]["decode_tokens_per_s"] == 4.0
     assert answer.headers["x-swarm-route"] == f"local 0:12@{NODE_A}"
     assert answer.headers["x-swarm-nodes"] == "1"

@@ -132,9 +132,11 @@ SWARM = {
             "overhead_ms_per_token": 0.125,
             "network_ms_per_token": 0.25,
             "prefill_ms": 2.0,
+            "bytes_per_token": 1024 if index == 1 else None,
         }
         for index, layers in enumerate(("0:6", "6:12"), 1)
     ],
+    "guesses": {"checked": 8, "right": 7},
     "prefill_ms": 5.0,
     "decode_tokens_per_s": 400.0,
 }

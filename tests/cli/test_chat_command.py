@@ -124,7 +124,7 @@ def test_nothing_to_ask_is_a_usage_error(run: Run, answering: FakeNode) -> None:
 def test_the_route_is_shown_on_demand(run: Run, answering: FakeNode) -> None:
     shown = run("chat", "hi", "--route").stdout
     assert "node-2" in shown
-    assert "2 tokens · 400 tokens/s · prefill of 7 tokens 5 ms · 2 nodes" in shown
+    assert "2 tokens · 400 tokens/s · prefill of 7 tokens 5 ms · 7 of 8 guesses right · 2 nodes" in shown
 
 
 def test_json_has_the_answer_and_how_it_was_made(run: Run, answering: FakeNode) -> None:

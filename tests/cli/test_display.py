@@ -46,8 +46,8 @@ def test_a_table_shows_markup_as_text() -> None:
 
 
 STAGES = (
-    ShownStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.125, 0.25, 3.0),
-    ShownStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None, None),
+    ShownStage("12D3KooWaaaaAAAAAAAA", "node-1", "0:4", 0.5, 0.125, 0.25, 3.0, 3584),
+    ShownStage("12D3KooWbbbbBBBBBBBB", "", "4:8", None, None, None, None, None),
 )
 
 
@@ -55,10 +55,10 @@ def test_the_route_names_node_layers_and_times() -> None:
     lines = rendered(route_table(STAGES)).splitlines()
     assert lines[0].split() == [
         "node", "id", "layers",
-        "compute", "ms/token", "node", "ms/token", "network", "ms/token", "prefill", "ms",
+        "compute", "ms/token", "node", "ms/token", "network", "ms/token", "bytes/token", "prefill", "ms",
     ]  # fmt: skip
-    assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.12", "0.25", "3.00"]
-    assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-", "-"]
+    assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.12", "0.25", "3,584", "3.00"]
+    assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-", "-", "-"]
 
 
 def test_the_summary_says_how_fast_and_over_how_many_nodes() -> None:
@@ -66,3 +66,9 @@ def test_the_summary_says_how_fast_and_over_how_many_nodes() -> None:
     assert summary(finished) == (
         "56 tokens · 322 tokens/s · prefill of 34 tokens 12 ms · 2 nodes · cut off at max_tokens"
     )
+
+
+def test_the_summary_says_how_many_guesses_were_right() -> None:
+    for guesses, shown in (({"checked": 9, "right": 7}, "7 of 9 guesses right · "), ({"checked": 0}, "")):
+        finished = Finished("stop", STAGES, 12.4, None, 34, 56, {"guesses": guesses})
+        assert summary(finished) == f"56 tokens · prefill of 34 tokens 12 ms · {shown}2 nodes"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from node_ids import A, B
 
+from bench.common.arithmetic import fake_entry
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import StageAccount
-from swarmllm_proto.swarm import Stage, StageTiming
+from swarmllm.pipeline.request import request_context
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import PipelineAssignment, Stage, StageTiming
 
 
 def account(*node_ids: str) -> StageAccount:
@@ -48,3 +51,21 @@ def test_a_prompt_is_messages_or_text_and_shows_neither() -> None:
         Prompt()
     with pytest.raises(InvalidRequest):
         Prompt(text="a", messages=[])
+
+
+def test_rows_have_the_size_of_their_format_on_the_way_to_the_next_stage() -> None:
+    stages = tuple(Stage(node_id=node_id, start=i, end=i + 1) for i, node_id in enumerate((A, B, A, B, A)))
+    assignment = PipelineAssignment(
+        request_id="r",
+        model_id="ab" * 32,
+        origin=A,
+        stages=stages,
+        n_prompt_tokens=3,
+        sampling=Sampling(),
+        row_formats=("f32", "f32", "q8_0", "lossless", "f32"),
+    )
+    context = request_context(assignment, fake_entry(), A)
+    width = context.n_embd
+    assert context.row_bytes() == [4 * width, width // 32 * 34, None, 4 * width, None]
+    told = StageAccount(stages, context.row_bytes())
+    assert [each.row_bytes for each in told.reports([""] * 5, 0.0)] == context.row_bytes()

@@ -23,6 +23,7 @@ def swarm_object(generation: Generation) -> Json:
         "route": [stage_json(stage) for stage in generation.route],
         "pictures": [_looked_json(looked) for looked in generation.looked],
         "prefix": _prefix_json(generation),
+        "guesses": {"checked": generation.guesses.checked, "right": generation.guesses.right},
         "queue_ms": milliseconds(timings.queue_s),
         "tokenize_ms": milliseconds(timings.tokenize_s),
         "prefill_ms": milliseconds(timings.prefill_s),
@@ -125,6 +126,7 @@ def stage_json(stage: StageReport) -> Json:
         "overhead_ms_per_token": milliseconds(stage.overhead_s),
         "network_ms_per_token": milliseconds(stage.network_s),
         "prefill_ms": milliseconds(stage.prefill_s),
+        "bytes_per_token": stage.row_bytes,
     }
 
 

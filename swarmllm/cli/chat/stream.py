@@ -27,6 +27,7 @@ class ShownStage:
     overhead_ms_per_token: float | None
     network_ms_per_token: float | None
     prefill_ms: float | None
+    bytes_per_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def _stage(stage: dict[str, Any]) -> ShownStage:
         overhead_ms_per_token=stage.get("overhead_ms_per_token"),
         network_ms_per_token=stage.get("network_ms_per_token"),
         prefill_ms=stage.get("prefill_ms"),
+        bytes_per_token=stage.get("bytes_per_token"),
     )
 
 

@@ -108,7 +108,7 @@ class Chain:
         """In this attempt."""
         self._chunk_tokens = chunk_tokens
         self.window = PromptWindow(len(prompt), chunk_tokens, len(stages) + 1)
-        self.account = StageAccount(stages)
+        self.account = StageAccount(stages, context.row_bytes())
         self.failure: Exception | None = None
         self.blamed = Blamed()
         self.pace = pace

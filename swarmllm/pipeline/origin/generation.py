@@ -116,6 +116,9 @@ class StageReport:
     """Mean per generated token, after the first: the hop from this stage to the next."""
     prefill_s: float = 0.0
     """Computing all rows of the prompt."""
+    row_bytes: int | None = None
+    """Of a token's row on its way to the next stage; None: the last stage sends tokens, and packed rows have
+    no fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +135,11 @@ class Timings:
 class StageAccount:
     """Sums per stage, fed with the timings that tokens and prefill notes bring along."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], row_bytes: Sequence[int | None] = ()) -> None:
+        """`row_bytes`: of each stage, as in its report."""
         self.stages = tuple(stages)
         n = len(self.stages)
+        self._row_bytes = row_bytes or [None] * n
         self.prefill_s = [0.0] * n
         self.compute_s = [0.0] * n
         self.busy_s = [0.0] * n
@@ -164,6 +169,7 @@ class StageAccount:
                 overhead_s=max(0.0, self.busy_s[index] - self.compute_s[index]) / n,
                 network_s=network_s[index],
                 prefill_s=self.prefill_s[index],
+                row_bytes=self._row_bytes[index],
             )
             for index, stage in enumerate(self.stages)
         )
@@ -193,7 +199,7 @@ class Guesses(NamedTuple):
         n_checked, n_right = counts or (0, 0)
         if not 0 < n_checked <= GUESSES_MAX * n_tokens or n_right > min(n_checked, n_tokens):
             return cls()
-        return cls((GuessCount("lookup", n_checked, n_right),))
+        return cls((GuessCount("chain", n_checked, n_right),))
 
     @property
     def checked(self) -> int:
