@@ -163,12 +163,16 @@ def quantised(folder: Path, kind: int) -> Path:
 async def test_coarser_weights_of_the_same_model_are_wrong(
     name: str, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a stage that announces another type of KV."""
+    """Also of a stage that announces another type of KV. Six bits are close to the limit: not every
+    stretch that is drawn shows them."""
     monkeypatch.setattr(checker, "TOLD_S", 0.0)
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     async with guide_swarm(tmp_path, entry, quantised(tmp_path, kind)) as swarm:
         await announced(swarm, {B: "q8_0", M: "f16", N: "f16"})
-        await ask(swarm, LONG_QUESTION, B)
+        for _ in range(1 if name == "Q4_0" else 8):
+            await ask(swarm, LONG_QUESTION, B)
+            if swarm[A].trust.count(B, Deed.WRONG_RESULT):
+                break
         assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
 
