@@ -9,8 +9,8 @@ same chain computes for a token where nothing is delayed: no chain without guess
 Three texts. "repetitive": the 0.5B shape with layers that add nothing and few embeddings, which costs what
 any model of the shape costs, and says the same 30 tokens again and again. "free": the same shape with random
 layers, which never repeats itself: what trying costs. "guide": the bundled model answers questions, to the
-end of its answers, and its draft guesses. No prompt comes twice. The bench fails if a text is another with
-guesses than without.
+end of its answers, and its draft guesses. No prompt comes twice in four rounds. The bench fails if a text is
+another with guesses than without.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from swarmllm_proto.limits import GUESSES_MAX, PIECE_MAX
 from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
+from swarmllm_proto.swarm_base import TOLD_TOKENS_MAX as TOLD_TOKENS_MAX
 from swarmllm_proto.swarm_base import WIRE_VERSION as WIRE_VERSION
 from swarmllm_proto.swarm_base import Count as Count
 from swarmllm_proto.swarm_base import Digest as Digest
@@ -51,7 +52,9 @@ from swarmllm_proto.swarm_base import PrefixKvFetch as PrefixKvFetch
 from swarmllm_proto.swarm_base import ReplayRows as ReplayRows
 from swarmllm_proto.swarm_base import RowsPiece as RowsPiece
 from swarmllm_proto.swarm_base import ShortText as ShortText
+from swarmllm_proto.swarm_base import StageBlocks as StageBlocks
 from swarmllm_proto.swarm_base import StageRows as StageRows
+from swarmllm_proto.swarm_base import TellPrompt as TellPrompt
 from swarmllm_proto.swarm_base import TensorName as TensorName
 from swarmllm_proto.swarm_vision import RECORD_PROJECTORS_MAX
 from swarmllm_proto.swarm_vision import ProjectorAnnounce as ProjectorAnnounce
@@ -226,26 +229,6 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         require_layer_range(self.start, self.end)
 
 
-TOLD_TOKENS_MAX: Final = 2**18
-"""Of a prompt that the last stage is told."""
-
-
-class StageBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Names of the complete blocks (see `blocks`) of what one stage has computed or is about to; travels as
-    an array of its fields in this order. The origin makes them with a secret of its own, other ones for each
-    stage's layers: they say that two of its requests begin alike, and nothing of how."""
-
-    stage: Annotated[int, Meta(ge=0, le=255)]
-    names: Annotated[bytes, Meta(max_length=NAMES_MAX)]
-    """32 bytes each, one after the other."""
-
-    def __post_init__(self) -> None:
-        if len(self.names) % DIGEST_SIZE:
-            raise ValueError(
-                f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
-            )
-
-
 class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Request: take part in one request's walk. Sent to every stage, answered by PipelineAck."""
 
@@ -312,20 +295,6 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the last stage: it guesses tokens, and more of them where it is told the prompt (TellPrompt)."""
     unreachable: NodeId | UnsetType = UNSET
     """Refused because this stage's rows or tokens go to that node next, and this node does not reach it."""
-
-
-class TellPrompt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request, origin -> last stage that `guesses`, where the origin allows it: the prompt, to guess from.
-    Answered by PipelineAck."""
-
-    v: int = WIRE_VERSION
-    request_id: RequestId
-    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * TOLD_TOKENS_MAX)]
-    """i32 each, little-endian."""
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) % 4:
-            raise ValueError(f"field `tokens`: {len(self.tokens)} bytes are no tokens of 4 bytes each")
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):

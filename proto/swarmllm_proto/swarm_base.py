@@ -141,3 +141,37 @@ class ReplayRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.until <= self.stage:
             raise ValueError(f"field `until`: {self.until} must be after stage {self.stage}")
+
+
+TOLD_TOKENS_MAX: Final = 2**18
+"""Of a prompt that the last stage is told."""
+
+
+class StageBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Names of the complete blocks (see `blocks`) of what one stage has computed or is about to; travels as
+    an array of its fields in this order. The origin makes them with a secret of its own, other ones for each
+    stage's layers: they say that two of its requests begin alike, and nothing of how."""
+
+    stage: Annotated[int, Meta(ge=0, le=255)]
+    names: Annotated[bytes, Meta(max_length=NAMES_MAX)]
+    """32 bytes each, one after the other."""
+
+    def __post_init__(self) -> None:
+        if len(self.names) % DIGEST_SIZE:
+            raise ValueError(
+                f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
+            )
+
+
+class TellPrompt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Request, origin -> last stage that `guesses`, where the origin allows it: the prompt, to guess from.
+    Answered by PipelineAck."""
+
+    v: int = WIRE_VERSION
+    request_id: RequestId
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * TOLD_TOKENS_MAX)]
+    """i32 each, little-endian."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) % 4:
+            raise ValueError(f"field `tokens`: {len(self.tokens)} bytes are no tokens of 4 bytes each")
