@@ -77,15 +77,25 @@ class NetworkTable:
     libp2p_port: Port = _setting(8810, "TCP port of the control plane (libp2p); 0 takes any free port.")
     data_port: Port = _setting(8811, "TCP port of the data plane (activations); 0 takes any free port.")
     bootstrap: tuple[str, ...] = _setting(
-        (), "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected."
+        (),
+        "Multiaddrs, each with /p2p/ID, of nodes that are dialled at start and again while not connected.",
+        reload=True,
     )
     bootstrap_file: Annotated[str, Meta(max_length=4096)] = _setting(
-        "", "File with further such addresses, one in each line; # begins a comment. Read at start."
+        "",
+        "File with further such addresses, one in each line; # begins a comment. Read at start, and at "
+        "SIGHUP for more; those that are gone from it are dialled until a restart.",
+        reload=True,
     )
     max_peers: Annotated[int, Meta(ge=1, le=4096)] = _setting(
         16,
         "Connections looked for, which carry gossip. Others may still connect, and nodes beyond them are "
         "dialled when a request needs them.",
+    )
+    max_connections: Annotated[int, Meta(ge=0, le=16384)] = _setting(
+        0,
+        "Connections that this node has at most, whoever made them; beyond that somebody gives way. 0: 300, "
+        "and 2000 for `swarmllm bootstrap`.",
     )
     mdns: bool = _setting(True, "Find nodes on the local network by mDNS, and be found.")
     dht: Literal["on", "client", "off"] = _setting(

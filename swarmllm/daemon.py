@@ -18,10 +18,10 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import trio
@@ -29,7 +29,13 @@ import trio
 from swarmllm import __version__
 from swarmllm.api import open_api
 from swarmllm.config import Config
-from swarmllm.daemon_settings import pipeline_settings, swarm_settings, transfer_settings, worker_settings
+from swarmllm.daemon_settings import (
+    bootstrap_addresses,
+    pipeline_settings,
+    swarm_settings,
+    transfer_settings,
+    worker_settings,
+)
 from swarmllm.downloads import SharedDigests
 from swarmllm.errors import SwarmLLMError
 from swarmllm.keys import KeyFile
@@ -93,16 +99,36 @@ def allow_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+class RunningNode(Protocol):
+    """What the process asks of what it runs."""
+
+    def nickname_in_log(self, node_id: str) -> str: ...
+
+    async def drain(self, limit_s: float) -> None:
+        """Finish what runs before the end, within `limit_s` seconds."""
+        ...
+
+
+Reread = Callable[[], Config] | None
+"""Gets the configuration anew, for SIGHUP; None: SIGHUP is not handled. Blocks, raises ConfigError."""
+Apply = Callable[[Config], Awaitable[None]]
+"""Takes over what may change in a configuration. Raises ConfigError, InvalidRequest before it changes
+anything."""
+OpenNode = Callable[
+    [Config, Reread, ServiceManager, Callable[[RunningNode], None]], AbstractAsyncContextManager[DaemonInfo]
+]
+
+
 async def run_daemon(
     config: Config,
     *,
-    reread: Callable[[], Config] | None = None,
+    reread: Reread = None,
     on_serving: Callable[[DaemonInfo], None] = lambda whereabouts: None,
+    open_node: OpenNode | None = None,
     task_status: TaskStatus[DaemonInfo] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation; started when HTTP answers (models may still load), which
-    `on_serving` is told too. `reread` gets the configuration anew, for SIGHUP; without it SIGHUP is not
-    handled.
+    `on_serving` is told too. `open_node`: what runs, see open_daemon.
 
     Raises ConfigError, and other SwarmLLMErrors for what keeps a daemon from running.
     """
@@ -112,11 +138,12 @@ async def run_daemon(
     try:
         with Supervision().active():
             async with trio.open_nursery() as nursery:
-                first_signal, nodes = trio.Event(), list[Node]()
+                first_signal, nodes = trio.Event(), list[RunningNode]()
                 await supervise_started(
                     nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope, first_signal, nodes
                 )
-                async with open_daemon(config, reread, manager, nodes.append) as whereabouts:
+                opened = (open_node or open_daemon)(config, reread, manager, nodes.append)
+                async with opened as whereabouts:
                     lines.nickname_of = nodes[0].nickname_in_log
                     # What lives as long as the daemon need not be looked through between two tokens.
                     gc.collect()
@@ -141,7 +168,7 @@ async def run_daemon(
 @asynccontextmanager
 async def open_daemon(
     config: Config,
-    reread: Callable[[], Config] | None = None,
+    reread: Reread = None,
     manager: ServiceManager | None = None,
     on_open: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[DaemonInfo]:
@@ -161,15 +188,32 @@ async def open_daemon(
         trio.open_nursery() as nursery,
     ):
         if reread is not None:
-            manager = manager or ServiceManager({})
-            await supervise_started(
-                nursery, "reload on SIGHUP", reload_on_sighup, config, reread, apply, manager
-            )
+            await follow_sighup(nursery, config, reread, apply, manager)
         # From here on, because imports at the start are slow steps that delay nobody.
         with watchdog.watching():
             on_open(node)
             yield whereabouts
         nursery.cancel_scope.cancel()
+
+
+async def follow_sighup(
+    nursery: trio.Nursery,
+    config: Config,
+    reread: Callable[[], Config],
+    apply: Apply,
+    manager: ServiceManager | None,
+) -> None:
+    manager = manager or ServiceManager({})
+    await supervise_started(nursery, "reload on SIGHUP", reload_on_sighup, config, reread, apply, manager)
+
+
+async def apply_to_swarm(config: Config, router: Libp2pRouter) -> None:
+    """The part of a changed configuration that counts for every kind of node. Raises ConfigError,
+    InvalidRequest."""
+    addresses = await trio.to_thread.run_sync(bootstrap_addresses, config)
+    if n_new := router.finding.read_again(addresses):
+        log.warning("SIGHUP: %d more bootstrap addresses", n_new)
+    logging.getLogger("swarmllm").setLevel(config.node.log_level.upper())
 
 
 @asynccontextmanager
@@ -180,7 +224,7 @@ async def _open_rooms(
     router: Libp2pRouter,
     trust: Trust,
     watchdog: LoopWatchdog,
-) -> AsyncIterator[tuple[DaemonInfo, Callable[[Config], None], Node]]:
+) -> AsyncIterator[tuple[DaemonInfo, Apply, Node]]:
     """Everything above the network, bottom up; yields also what takes over a configuration, and the node."""
     network = await trio.to_thread.run_sync(NetworkFile(data_dir).read)
     settings = worker_settings(config, data_dir, network)
@@ -253,8 +297,8 @@ async def _open_rooms(
         await supervise_started(nursery, "announcer", node.run)
         supervise(nursery, "speed probe", node.measure, data_dir / MACHINE_FILE)
 
-        def apply(changed: Config) -> None:
-            logging.getLogger("swarmllm").setLevel(changed.node.log_level.upper())
+        async def apply(changed: Config) -> None:
+            await apply_to_swarm(changed, router)
             node.configure(changed)
             transfer.configure(transfer_settings(changed))
 
@@ -290,7 +334,7 @@ def write_whereabouts(file: Path, whereabouts: DaemonInfo) -> None:
 
 
 async def _stop_on_signal(
-    scope: trio.CancelScope, first: trio.Event, nodes: list[Node], *, task_status: TaskStatus[None]
+    scope: trio.CancelScope, first: trio.Event, nodes: list[RunningNode], *, task_status: TaskStatus[None]
 ) -> None:
     """The first signal sets `first` where there is a node already; the next cancels `scope`."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

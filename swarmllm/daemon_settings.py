@@ -15,6 +15,7 @@ from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.swarm.discovery.bootstrap_file import read_bootstrap_file
 from swarmllm.swarm.membership.network_key import OPEN_SWARM, Network
 from swarmllm.swarm.membership.peer_lists import PeerLists
+from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm.transfer import TransferSettings
 from swarmllm.workerpool import WorkerSettings
@@ -101,6 +102,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         data_port=network.data_port,
         bootstrap=bootstrap_addresses(config),
         max_peers=network.max_peers,
+        max_connections=network.max_connections or CONNECTIONS_MAX,
         mdns=network.mdns,
         announce=tuple(_ip(text, "network.announce") for text in network.announce),
         dht=network.dht,

@@ -11,13 +11,13 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import trio
 
 from swarmllm.config import TABLES, Config, keys_of
-from swarmllm.errors import ConfigError
+from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.sd_notify import ServiceManager
 
 if TYPE_CHECKING:
@@ -48,23 +48,24 @@ def merge(old: Config, new: Config) -> tuple[Config, list[str], list[str]]:
 async def reload_on_sighup(
     config: Config,
     reread: Callable[[], Config],
-    apply: Callable[[Config], None],
+    apply: Callable[[Config], Awaitable[None]],
     manager: ServiceManager,
     *,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """For ever; `reread` blocks and raises ConfigError."""
+    """For ever; `reread` blocks, it and `apply` raise ConfigError or InvalidRequest before they change
+    anything."""
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()
         async for _ in signals:
             manager.tell(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
             try:
-                new = await trio.to_thread.run_sync(reread)
-            except ConfigError as error:
+                merged, applied, waiting = merge(config, await trio.to_thread.run_sync(reread))
+                await apply(merged)
+            except (ConfigError, InvalidRequest) as error:
                 log.error("SIGHUP: %s; nothing is changed", error.message)  # noqa: TRY400 (it says it all)
             else:
-                config, applied, waiting = merge(config, new)
-                apply(config)
+                config = merged
                 log.warning("SIGHUP: %s", _account(applied, waiting))
             manager.tell(READY=1)
 

@@ -26,6 +26,7 @@ PACKAGES = {
 LAYERS = (
     "swarmllm.__main__",
     "swarmllm.cli",
+    "swarmllm.bootstrap_node",
     "swarmllm.daemon",
     "swarmllm.daemon_settings",
     "swarmllm.reloading",

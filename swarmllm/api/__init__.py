@@ -3,12 +3,13 @@
 `open_api` serves a `Node`. `http` is the server: connections, keys, errors, limits. `openai`, `anthropic`,
 `ollama` and `llamacpp` are the dialects: each parses a body into a prompt and sampling, or refuses it with
 the name of the field, and words the answer. `output` is what they share: it runs the generation beside its
-HTTP response, and finds reasoning and tool calls in the text. `admin` is for operators.
+HTTP response, and finds reasoning and tool calls in the text. `admin` is for operators. `bootstrap` is all
+that a node without models serves.
 """
 
 from __future__ import annotations
 
 from swarmllm.api.http.app import create_app
-from swarmllm.api.http.endpoint import open_api
+from swarmllm.api.http.endpoint import open_api, open_bootstrap_api
 
-__all__ = ["create_app", "open_api"]
+__all__ = ["create_app", "open_api", "open_bootstrap_api"]

@@ -1,5 +1,7 @@
 """`swarmllm daemon`: flags become configuration, then the daemon takes over.
 
+`swarmllm bootstrap` starts in the same way.
+
 Every flag is one configuration key and takes its help from there; the table says which. A flag for each of
 the thirty-odd keys would bury the few that people type, so the rest are set in the file or the environment.
 """
@@ -7,7 +9,7 @@ the thirty-odd keys would bury the few that people type, so the rest are set in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError, SwarmLLMError
 
 if TYPE_CHECKING:
-    from swarmllm.daemon import DaemonInfo
+    from swarmllm.daemon import DaemonInfo, OpenNode
     from swarmllm.swarm.membership.network_key import Network
 
 FLAGS = {
@@ -42,18 +44,31 @@ FLAGS = {
 KINDS = {int: click.INT, float: click.FLOAT}
 
 
-def _configuration_flags(command: Callable[..., None]) -> Callable[..., None]:
-    for flag, name in reversed(FLAGS.items()):
-        table, _, key = name.partition(".")
-        field = keys_of(table)[key]
-        many = isinstance(field.default, tuple)
-        text = str(field.metadata["doc"]) + (" May be given several times." if many else "")
-        kind = KINDS.get(type(field.default))
-        command = click.option(flag, key, type=kind, multiple=many, default=None, help=text)(command)
-    return command
+def configuration_flags(flags: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Options for keys of the configuration, passed on by the name of the key."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for flag, name in reversed(list(flags.items())):
+            table, _, key = name.partition(".")
+            field = keys_of(table)[key]
+            many = isinstance(field.default, tuple)
+            text = str(field.metadata["doc"]) + (" May be given several times." if many else "")
+            kind = KINDS.get(type(field.default))
+            command = click.option(flag, key, type=kind, multiple=many, default=None, help=text)(command)
+        return command
+
+    return decorate
 
 
-def _print_line(whereabouts: DaemonInfo) -> None:
+serving_json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one line of JSON (pid, api_url, node_id, addresses) when the node serves.",
+)
+
+
+def print_line(_data_dir: Path, whereabouts: DaemonInfo) -> None:
     click.echo(msgspec.json.encode(whereabouts))
 
 
@@ -92,13 +107,8 @@ Examples:
 """,
 )
 @config_option
-@_configuration_flags
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one line of JSON (pid, api_url, node_id, addresses) when the node serves.",
-)
+@configuration_flags(FLAGS)
+@serving_json_option
 def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
     """Run a node: join the swarm, serve layers, answer on the HTTP endpoint. Ctrl-C stops it cleanly.
 
@@ -107,7 +117,20 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
     `swarmllm status` shows. On a terminal it prints where the dashboard is and how others
     join. SIGHUP makes it read its settings again.
     """
-    given = {name: values[name.partition(".")[2]] for name in FLAGS.values()}
+    run_node(config_file, FLAGS, values, on_serving=print_line if as_json else _say_where)
+
+
+def run_node(
+    config_file: Path | None,
+    flags: Mapping[str, str],
+    values: Mapping[str, object],
+    *,
+    on_serving: Callable[[Path, DaemonInfo], None],
+    open_node: OpenNode | None = None,
+) -> None:
+    """Until it is stopped. `values`: of the flags, by the names of their keys. `on_serving` is told the data
+    folder too; `open_node`: what runs, where it is not a daemon. Raises WrongUsage, CommandFailed."""
+    given = {name: values[name.partition(".")[2]] for name in flags.values()}
     read = partial(
         load_config,
         config_file,
@@ -128,7 +151,8 @@ def daemon(config_file: Path | None, as_json: bool, **values: object) -> None:
                 run_daemon,
                 config,
                 reread=read,
-                on_serving=_print_line if as_json else partial(_say_where, config.data_dir),
+                on_serving=partial(on_serving, config.data_dir),
+                open_node=open_node,
             )
         )
     except ConfigError as error:

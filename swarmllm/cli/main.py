@@ -23,6 +23,9 @@ class LazyCommand:
 
 COMMANDS = {
     "daemon": LazyCommand("swarmllm.cli.daemon", "Run a node on this machine until Ctrl-C."),
+    "bootstrap": LazyCommand(
+        "swarmllm.cli.bootstrap_node", "Run a node without models that others find each other by."
+    ),
     "status": LazyCommand("swarmllm.cli.status", "Show what the node is doing."),
     "top": LazyCommand("swarmllm.cli.top", "Watch nodes, pipelines, tokens per second and memory."),
     "doctor": LazyCommand("swarmllm.cli.doctor", "Look for what keeps this node from working well."),

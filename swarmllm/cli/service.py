@@ -27,13 +27,14 @@ from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError, reason_of
 
 UNIT_NAME = "swarmllm.service"
+BOOTSTRAP_UNIT_NAME = "swarmllm-bootstrap.service"
 SYSTEM_USER = "swarmllm"
 SYSTEM_HOME = Path("/var/lib/swarmllm")
 """The state folder; the node's data folder lies in it where a user's lies in the home folder."""
 
 UNIT = """\
 [Unit]
-Description=SwarmLLM node
+Description={description}
 Wants=network-online.target
 After=network-online.target
 
@@ -82,23 +83,30 @@ SystemCallErrorNumber=EPERM
 SystemCallFilter=@system-service
 """
 """Devices stay visible: a GPU is one."""
+WITHOUT_MODELS = "PrivateDevices=yes\n"
 
 
-def unit_file(*, system: bool) -> Path:
+def unit_name(*, bootstrap: bool) -> str:
+    return BOOTSTRAP_UNIT_NAME if bootstrap else UNIT_NAME
+
+
+def unit_file(*, system: bool, bootstrap: bool = False) -> Path:
     if system:
-        return Path("/etc/systemd/system") / UNIT_NAME
+        return Path("/etc/systemd/system") / unit_name(bootstrap=bootstrap)
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "systemd" / "user" / UNIT_NAME
+    return Path(base).expanduser() / "systemd" / "user" / unit_name(bootstrap=bootstrap)
 
 
-def unit_text(config_file: Path | None, *, system: bool) -> str:
+def unit_text(config_file: Path | None, *, system: bool, bootstrap: bool = False) -> str:
     """Raises WrongUsage where a path cannot be written into a unit."""
-    words = [sys.executable, "-m", "swarmllm", "daemon"]
+    words = [sys.executable, "-m", "swarmllm", "bootstrap" if bootstrap else "daemon"]
     words += ["--config", str(config_file)] if config_file else []
+    hardening = SYSTEM_HARDENING + (WITHOUT_MODELS if bootstrap else "")
     return UNIT.format(
+        description="SwarmLLM bootstrap node" if bootstrap else "SwarmLLM node",
         command=" ".join(map(quoted, words)),
         exit_usage=EXIT_USAGE,
-        more=SYSTEM_HARDENING if system else "",
+        more=hardening if system else "",
         target="multi-user.target" if system else "default.target",
     )
 
@@ -128,6 +136,7 @@ Examples:
   swarmllm service install --config ~/node.toml
   sudo /opt/swarmllm/.venv/bin/swarmllm service install --system
   swarmllm service install --print
+  sudo /opt/swarmllm/.venv/bin/swarmllm service install --system --bootstrap
   swarmllm service uninstall
 """,
 )
@@ -144,9 +153,17 @@ system_option = click.option(
     "[default: --user]",
 )
 
+bootstrap_option = click.option(
+    "--bootstrap",
+    is_flag=True,
+    help="The service of a node without models, as `swarmllm bootstrap` runs it. Beside a daemon's it needs "
+    "a configuration with another data folder and other ports.",
+)
+
 
 @service.command(short_help="Install and start the service.")
 @system_option
+@bootstrap_option
 @click.option(
     "--config",
     "config_file",
@@ -157,13 +174,17 @@ system_option = click.option(
 @click.option("--start/--no-start", default=True, help="Start it now and every time.  [default: start]")
 @click.option("--print", "only_print", is_flag=True, help="Print the unit instead of installing it.")
 @json_option
-def install(system: bool, config_file: Path | None, start: bool, only_print: bool, as_json: bool) -> None:
+def install(
+    system: bool, bootstrap: bool, config_file: Path | None, start: bool, only_print: bool, as_json: bool
+) -> None:
     """Write the unit and start it. Again does no harm: the unit is replaced and the node restarted."""
     try:
         load_config(config_file)
     except ConfigError as error:
         raise WrongUsage(error.message) from None
-    file, unit = unit_file(system=system), unit_text(config_file, system=system)
+    name = unit_name(bootstrap=bootstrap)
+    file = unit_file(system=system, bootstrap=bootstrap)
+    unit = unit_text(config_file, system=system, bootstrap=bootstrap)
     if only_print:
         if as_json:
             print_json({"path": str(file), "unit": unit})
@@ -179,33 +200,34 @@ def install(system: bool, config_file: Path | None, start: bool, only_print: boo
         raise CommandFailed(f"Cannot write {file}: {error.strerror}") from None
     if start:
         systemctl("daemon-reload", system=system)
-        systemctl("enable", UNIT_NAME, system=system)
-        systemctl("restart", UNIT_NAME, system=system)
+        systemctl("enable", name, system=system)
+        systemctl("restart", name, system=system)
     if as_json:
         print_json({"path": str(file), "started": start})
         return
     click.echo(f"Wrote {file}")
     if start and system:
-        click.echo("The node runs. Its log: journalctl -u swarmllm -f")
+        click.echo(f"The node runs. Its log: journalctl -u {file.stem} -f")
         click.echo(
             f"What belongs to the node is done as its user: sudo -u {SYSTEM_USER} -H swarmllm key create NAME"
         )
     elif start:
-        click.echo("The node runs. Its log: journalctl --user -u swarmllm -f")
+        click.echo(f"The node runs. Its log: journalctl --user -u {file.stem} -f")
         click.echo("To have it run while you are logged out too: loginctl enable-linger")
 
 
 @service.command(short_help="Stop the service and remove it.")
 @system_option
+@bootstrap_option
 @json_option
-def uninstall(system: bool, as_json: bool) -> None:
+def uninstall(system: bool, bootstrap: bool, as_json: bool) -> None:
     """Stop the node and remove the unit. Models, identity and configuration stay."""
-    file = unit_file(system=system)
+    file = unit_file(system=system, bootstrap=bootstrap)
     if not file.exists():
         raise CommandFailed(f"There is no {file}: nothing to remove.")
     if system:
         require_root()
-    systemctl("disable", "--now", UNIT_NAME, system=system)
+    systemctl("disable", "--now", file.name, system=system)
     file.unlink()
     systemctl("daemon-reload", system=system)
     if as_json:

@@ -288,6 +288,23 @@ SCOPE_FAILURES = Definition(
     ("scope",),
 )
 
+KNOWN = Definition("swarmllm_nodes_known", "gauge", "Nodes of which a bootstrap node has a record.")
+CONNECTIONS = Definition(
+    "swarmllm_connections", "gauge", "Connections of a bootstrap node, those that are being greeted too."
+)
+CONNECTIONS_MAX = Definition("swarmllm_connections_max", "gauge", "How many of them it may have.")
+RESERVATIONS = Definition(
+    "swarmllm_relay_reservations", "gauge", "Nodes that are reached through a bootstrap node."
+)
+CIRCUITS = Definition(
+    "swarmllm_relay_circuits", "gauge", "Connections between others that a bootstrap node carries."
+)
+RELAYED = Definition(
+    "swarmllm_relay_bytes_total", "counter", "Bytes that it carried over such connections that have ended."
+)
+OF_BOOTSTRAP_NODES = (KNOWN, CONNECTIONS, CONNECTIONS_MAX, RESERVATIONS, CIRCUITS, RELAYED)
+"""What `swarmllm bootstrap` has and `swarmllm daemon` has not."""
+
 DEFINITIONS = tuple(value for value in list(vars().values()) if isinstance(value, Definition))
 
 

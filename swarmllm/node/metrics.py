@@ -48,13 +48,21 @@ Outcome = Literal["completed", "failed", "cancelled"]
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Observed(Protocol):
+class ObservedProcess(Protocol):
+    """What every kind of node is asked at every scrape."""
+
+    @property
+    def started_at(self) -> float: ...
+    @property
+    def watchdog(self) -> LoopWatchdog: ...
+    @property
+    def supervision(self) -> Supervision: ...
+
+
+class Observed(ObservedProcess, Protocol):
     """The part of a node that is asked at every scrape."""
 
-    started_at: float
     admission: Admission
-    watchdog: LoopWatchdog
-    supervision: Supervision
 
     def readiness(self) -> Readiness: ...
     def peers(self) -> tuple[PeerView, ...]: ...
@@ -134,10 +142,8 @@ class _NodeState(Collector):
     def collect(self) -> Iterator[Metric]:
         node = self._node
         pipelines, admission = node.pipeline_statistics(), node.admission
-        yield _family(metric.INFO, [((__version__,), 1)])
         for definition, value in (
             (metric.READY, node.readiness().status == "ready"),
-            (metric.STARTED, node.started_at),
             (metric.PEERS, len(node.peers())),
             (metric.ACTIVE, admission.n_active),
             (metric.QUEUED, admission.n_queued),
@@ -159,10 +165,8 @@ class _NodeState(Collector):
             (metric.PICTURES_GIVEN, pipelines.pictures_given),
             (metric.PICTURES_FETCHED, pipelines.pictures_fetched),
             (metric.PICTURES_REFUSED, pipelines.pictures_refused),
-            (metric.LONGEST_STEP, node.watchdog.longest_s),
-            (metric.SLOW_STEPS, node.watchdog.n_slow),
         ):
-            yield _family(definition, [((), value)])
+            yield family(definition, [((), value)])
         n_right = pipelines.checked - pipelines.checks_wrong - pipelines.checks_disputed
         outcomes = {
             "right": n_right,
@@ -170,58 +174,70 @@ class _NodeState(Collector):
             "disputed": pipelines.checks_disputed,
             "dropped": pipelines.checks_dropped,
         }
-        yield _family(metric.CHECKS, [((outcome,), value) for outcome, value in outcomes.items()])
+        yield family(metric.CHECKS, [((outcome,), value) for outcome, value in outcomes.items()])
         fetches = {
             "hit": pipelines.prefix_hits,
             "miss": pipelines.prefix_misses,
             "declined": pipelines.prefix_declined,
         }
-        yield _family(metric.PREFIX_FETCHES, [((outcome,), value) for outcome, value in fetches.items()])
+        yield family(metric.PREFIX_FETCHES, [((outcome,), value) for outcome, value in fetches.items()])
         checks = {"right": pipelines.prefix_checked, "wrong": pipelines.prefix_wrong}
-        yield _family(metric.PREFIX_CHECKS, [((outcome,), value) for outcome, value in checks.items()])
-        tasks = node.supervision.statuses()
-        yield _family(metric.TASK_FAILURES, [((t.name,), t.n_failures) for t in tasks if t.n_failures])
-        yield _family(metric.TASKS_DOWN, [((), sum(task.is_down for task in tasks))])
-        yield _family(
-            metric.SCOPE_FAILURES, [((s,), n) for s, n in node.supervision.scope_failures().items()]
-        )
-        if (dht := node.dht_statistics()) is not None:
-            yield _family(metric.DHT_NODES, [((), dht.n_nodes)])
-            yield _family(metric.DHT_RECORDS, [((), dht.n_records)])
-        yield _family(metric.TIER_ACTIVE, [((tier,), admission.n_active_of(tier)) for tier in TIERS])
-        yield _family(metric.TIER_QUEUED, [((tier,), admission.n_queued_of(tier)) for tier in TIERS])
-        yield _family(metric.TIER_TURNS, [((tier,), n) for tier, n in admission.caps.items()])
-        yield _family(metric.REFUSED, [(labels, n) for labels, n in sorted(admission.refused.items())])
+        yield family(metric.PREFIX_CHECKS, [((outcome,), value) for outcome, value in checks.items()])
+        yield from process_families(node)
+        yield from dht_families(node.dht_statistics())
+        yield family(metric.TIER_ACTIVE, [((tier,), admission.n_active_of(tier)) for tier in TIERS])
+        yield family(metric.TIER_QUEUED, [((tier,), admission.n_queued_of(tier)) for tier in TIERS])
+        yield family(metric.TIER_TURNS, [((tier,), n) for tier, n in admission.caps.items()])
+        yield family(metric.REFUSED, [(labels, n) for labels, n in sorted(admission.refused.items())])
         peers = [peer.info for peer in node.peers()]
-        yield _family(metric.SENT, [((peer.node_id,), peer.bytes_sent) for peer in peers])
-        yield _family(metric.RECEIVED, [((peer.node_id,), peer.bytes_received) for peer in peers])
-        yield _family(metric.RTT, [((p.node_id,), p.rtt_s) for p in peers if p.rtt_s is not None])
-        yield _family(
+        yield family(metric.SENT, [((peer.node_id,), peer.bytes_sent) for peer in peers])
+        yield family(metric.RECEIVED, [((peer.node_id,), peer.bytes_received) for peer in peers])
+        yield family(metric.RTT, [((p.node_id,), p.rtt_s) for p in peers if p.rtt_s is not None])
+        yield family(
             metric.BANDWIDTH, [((p.node_id,), p.bytes_per_s) for p in peers if p.bytes_per_s is not None]
         )
-        yield _family(metric.DAMAGED, [((view.info.node_id,), view.n_damaged) for view in node.peers()])
-        yield _family(metric.COMPLETE, [((view.name,), view.complete) for view in self.models])
-        yield _family(
+        yield family(metric.DAMAGED, [((view.info.node_id,), view.n_damaged) for view in node.peers()])
+        yield family(metric.COMPLETE, [((view.name,), view.complete) for view in self.models])
+        yield family(
             metric.MISSING,
             [((view.name,), sum(len(layers) for layers in view.missing)) for view in self.models],
         )
         names = {view.model_id: view.name for view in self.models}
         totals = node.served_tokens().items()
-        yield _family(metric.SERVED_TOKENS, [((names[each],), n) for each, n in totals if each in names])
+        yield family(metric.SERVED_TOKENS, [((names[each],), n) for each, n in totals if each in names])
         served = [
             ((names[each.model_id], each.origin), each) for each in node.served() if each.model_id in names
         ]
-        yield _family(metric.SERVED_RATE, [(labels, each.tokens_per_s) for labels, each in served])
-        yield _family(metric.SERVED_ACTIVE, [(labels, each.n_active) for labels, each in served])
+        yield family(metric.SERVED_RATE, [(labels, each.tokens_per_s) for labels, each in served])
+        yield family(metric.SERVED_ACTIVE, [(labels, each.n_active) for labels, each in served])
         workers = node.worker_statistics()
-        yield _family(metric.WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
-        yield _family(metric.PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])
-        yield _family(metric.STARTS, [((worker.model_id,), worker.n_starts) for worker in workers])
+        yield family(metric.WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
+        yield family(metric.PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])
+        yield family(metric.STARTS, [((worker.model_id,), worker.n_starts) for worker in workers])
 
 
-def _family(definition: Definition, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+def process_families(node: ObservedProcess) -> Iterator[Metric]:
+    """What there is of every kind of node."""
+    yield family(metric.INFO, [((__version__,), 1)])
+    yield family(metric.STARTED, [((), node.started_at)])
+    yield family(metric.LONGEST_STEP, [((), node.watchdog.longest_s)])
+    yield family(metric.SLOW_STEPS, [((), node.watchdog.n_slow)])
+    tasks = node.supervision.statuses()
+    yield family(metric.TASK_FAILURES, [((t.name,), t.n_failures) for t in tasks if t.n_failures])
+    yield family(metric.TASKS_DOWN, [((), sum(task.is_down for task in tasks))])
+    failures = node.supervision.scope_failures()
+    yield family(metric.SCOPE_FAILURES, [((scope,), n) for scope, n in failures.items()])
+
+
+def dht_families(dht: DhtStatistics | None) -> Iterator[Metric]:
+    if dht is not None:
+        yield family(metric.DHT_NODES, [((), dht.n_nodes)])
+        yield family(metric.DHT_RECORDS, [((), dht.n_records)])
+
+
+def family(definition: Definition, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family = kind(definition.name, definition.meaning, labels=definition.labels)
+    made = kind(definition.name, definition.meaning, labels=definition.labels)
     for labels, value in samples:
-        family.add_metric(labels, value)
-    return family
+        made.add_metric(labels, value)
+    return made

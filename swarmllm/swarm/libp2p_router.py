@@ -132,6 +132,7 @@ class Libp2pRouter:
             self._greet,
             gater,
             directory.liveness,
+            settings.max_connections,
         )
         self.host = host
         self.plane = DataPlane(
@@ -144,6 +145,7 @@ class Libp2pRouter:
             budget=self.budget,
             neighbours=directory.neighbours,
             bulk_peers=directory.bulk_peers,
+            connections_max=settings.max_connections,
         )
         self._dial_backs = DialBacks(identity, gater, self.spread, host, directory.dial_back_turns)
         self._checks = ReachabilityChecks(
@@ -476,13 +478,15 @@ async def _running_router(
 
             async def one_life(*, task_status: Any) -> None:
                 port = host.port or settings.libp2p_port
-                async with run_libp2p(host, settings.listen_host, port, ips), run_gossip(gossip, host):
+                running = run_libp2p(host, settings.listen_host, port, ips, settings.max_connections)
+                async with running, run_gossip(gossip, host):
                     task_status.started()
                     await trio.sleep_forever()
 
             # A new host on the same port, with the same key, is up in well under a second. Peers wait ten
             # seconds for a neighbour that libp2p has lost (see liveness); data connections go on.
             await supervise_started(nursery, "libp2p", one_life)
+            router.finding.named = named
             router.begin(gossip, listeners, ips, bootstrap)
             if settings.mdns and not is_loopback(settings.listen_host):
                 found = router.finding.found_by_mdns

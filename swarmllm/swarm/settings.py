@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from swarmllm.swarm.byte_budget import TOTAL_MIB
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
+from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
 from swarmllm.swarm.router import DhtMode
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """What a relay promises at the same time."""
+
+    reservations: int = 128
+    circuits: int = 64
+
+
+RELAY_LIMITS: Final = RelayLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,8 @@ class SwarmSettings:
     """Multiaddrs with /p2p/ID of nodes to find the swarm through; tried until connected."""
     max_peers: int = PEERS_MAX
     """Connections looked for. Others may connect beyond that, and holders of a model that is asked for."""
+    max_connections: int = CONNECTIONS_MAX
+    """Of libp2p, whoever made them."""
     mdns: bool = True
     """Find and be found on the local network. Never on a loopback address."""
     announce: tuple[str, ...] = ()
@@ -36,6 +51,7 @@ class SwarmSettings:
     """Be reached through a relay where nobody can dial this node, and reach such nodes."""
     relay_service: bool = False
     """Be a relay for others."""
+    relay_limits: RelayLimits = RELAY_LIMITS
     hole_punching: bool = True
     """Replace connections through a relay by direct ones where that can be done."""
     strangers_mib: int = TOTAL_MIB

@@ -85,6 +85,30 @@ def test_a_configuration_that_cannot_be_used_is_not_installed(tmp_path: Path, ca
     assert f'"--config" "{file}"' in printed
 
 
+def test_a_bootstrap_node_has_a_unit_of_its_own(tmp_path: Path, calls: Path) -> None:
+    assert service("install").exit_code == 0
+    installed = service("install", "--bootstrap")
+    assert installed.exit_code == 0
+    assert "journalctl --user -u swarmllm-bootstrap -f" in installed.output
+    units = tmp_path / "config" / "systemd" / "user"
+    text = (units / "swarmllm-bootstrap.service").read_text()
+    assert text == unit_text(None, system=False, bootstrap=True)
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(text)
+    assert shlex.split(unit["Service"]["ExecStart"]) == [sys.executable, "-m", "swarmllm", "bootstrap"]
+    assert unit["Unit"]["Description"] == "SwarmLLM bootstrap node"
+    assert calls.read_text().splitlines()[-2:] == [
+        "--user enable swarmllm-bootstrap.service",
+        "--user restart swarmllm-bootstrap.service",
+    ]
+    assert service("uninstall", "--bootstrap").exit_code == 0
+    assert [file.name for file in units.iterdir()] == ["swarmllm.service"], "the daemon's stays"
+    of_machine = service("install", "--system", "--bootstrap", "--print").output
+    assert "\nPrivateDevices=yes\n" in of_machine
+    assert "PrivateDevices" not in service("install", "--system", "--print").output, "a GPU is one"
+
+
 def test_what_systemctl_says_is_passed_on(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT", "daemon-reload")
     result = service("install")
@@ -94,12 +118,13 @@ def test_what_systemctl_says_is_passed_on(calls: Path, monkeypatch: pytest.Monke
     assert "There is no systemctl here" in service("install").output
 
 
-def test_the_machines_unit_passes_systemds_own_examination(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), ("--bootstrap",)], ids=["daemon", "bootstrap"])
+def test_the_machines_unit_passes_systemds_own_examination(tmp_path: Path, mode: tuple[str, ...]) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed here")
     file = tmp_path / "swarmllm.service"
-    file.write_text(service("install", "--system", "--print").output)
+    file.write_text(service("install", "--system", *mode, "--print").output)
     verified = subprocess.run([analyze, "verify", "--man=no", str(file)], capture_output=True, text=True)
     assert "swarmllm.service" not in verified.stderr, "a directive that is unknown or wrong"
     # 10 is a unit without any hardening, 0 one that can do nothing.
@@ -118,7 +143,7 @@ def test_a_node_of_the_machine_gets_a_user_of_its_own(
     useradd.write_text(f'#!/bin/sh\necho "useradd $@" >> {shlex.quote(str(calls))}\n')
     useradd.chmod(0o755)
     file = tmp_path / "system" / "swarmllm.service"
-    monkeypatch.setattr(service_command, "unit_file", lambda *, system: file)
+    monkeypatch.setattr(service_command, "unit_file", lambda **which: file)
     monkeypatch.setattr(service_command, "SYSTEM_USER", "nobody-knows-me")
     monkeypatch.setattr(service_command, "first_private_folder", lambda *paths: None)
     result = as_user(monkeypatch, 0, "install", "--system")

@@ -123,7 +123,8 @@ async def test_of_too_many_streams_in_all_the_peer_with_the_most_loses_its_own(
         stranger(victim) as modest,
     ):
         ours = {each for each in bounded_yamux._allowance._connections if each.streams}
-        monkeypatch.setattr(bounded_yamux, "STREAMS_MAX", sum(len(each.streams) for each in ours) + 60)
+        n_ours = sum(len(each.streams) for each in ours)
+        monkeypatch.setattr(bounded_yamux._allowance, "streams_max", n_ours + 60)
         for _ in range(25):
             await open_unread(greedy, victim)
         await open_unread(modest, victim)

@@ -20,7 +20,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, Unanswering
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
-from swarmllm.swarm.peers.connection_limits import Standing
+from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
 from swarmllm.swarm.peers.liveness import Liveness, LivenessParts
 from swarmllm_proto.identifiers import NodeId
 
@@ -123,7 +123,7 @@ class Known:
 
 
 class Node:
-    def __init__(self, nursery: trio.Nursery, node_id: NodeId = B) -> None:
+    def __init__(self, nursery: trio.Nursery, node_id: NodeId, connections_max: int) -> None:
         self.host, self.plane, self.requests = Host(node_id), Plane(), Requests()
         self.dialler = Dialler(node_id, random.Random(0))
         self.parts = LivenessParts()
@@ -136,7 +136,15 @@ class Node:
         host: Any = self.host
         requests: Any = self.requests
         self.liveness = Liveness(
-            host, nursery, self.feed, self.dialler, requests, self._greet, Known(), self.parts
+            host,
+            nursery,
+            self.feed,
+            self.dialler,
+            requests,
+            self._greet,
+            Known(),
+            self.parts,
+            connections_max,
         )
         nursery.start_soon(self._follow)
         plane: Any = self.plane
@@ -159,9 +167,9 @@ class Node:
 
 
 @asynccontextmanager
-async def node(node_id: NodeId = B) -> AsyncIterator[Node]:
+async def node(node_id: NodeId = B, connections_max: int = CONNECTIONS_MAX) -> AsyncIterator[Node]:
     async with trio.open_nursery() as nursery:
-        made = Node(nursery, node_id)
+        made = Node(nursery, node_id, connections_max)
         await wait_all_tasks_blocked()
         yield made
         nursery.cancel_scope.cancel()
@@ -402,10 +410,9 @@ async def test_surplus_connections_end_once_they_are_idle(autojump_clock: MockCl
 
 
 async def test_where_there_are_too_many_strangers_give_way_and_their_places_count_once(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock,
 ) -> None:
-    monkeypatch.setattr(liveness_module, "CONNECTIONS_MAX", 2)
-    async with node() as it:
+    async with node(connections_max=2) as it:
         for node_id in (A, C):
             it.host.open(node_id)
         await trio.sleep(0.1)
@@ -423,10 +430,9 @@ async def test_where_there_are_too_many_strangers_give_way_and_their_places_coun
 
 
 async def test_one_that_gives_way_and_comes_again_before_it_has_left_takes_a_place_again(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock,
 ) -> None:
-    monkeypatch.setattr(liveness_module, "CONNECTIONS_MAX", 2)
-    async with node() as it:
+    async with node(connections_max=2) as it:
         for node_id in (A, C):
             it.host.open(node_id)
         await trio.sleep(0.1)

@@ -13,7 +13,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data import bulk, data_plane
+from swarmllm.swarm.data import bulk
 from swarmllm.swarm.data.bulk import Bulk, NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.discovery.dht import table
@@ -160,13 +160,13 @@ async def test_so_many_nodes_are_dialled_back_at_once(autojump_clock: object) ->
 
 async def test_nodes_that_cannot_be_reached_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "_PEERS_MAX", 8)
-    monkeypatch.setattr(data_plane, "_NEIGHBOURS_MAX", 8)
 
     async def unreachable(*_: Any) -> None:
         raise NodeUnreachable("gone")
 
     plane = DataPlane.__new__(DataPlane)
     plane._neighbours = Parts.alone()
+    plane.connections_max = 4
     plane._establish = unreachable  # type: ignore[method-assign, assignment]
     async with trio.open_nursery() as nursery:
         transfers = Bulk(NodeId("me"), nursery, NoWays())

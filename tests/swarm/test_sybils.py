@@ -13,7 +13,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data import data_plane as dataplane
+from swarmllm.swarm.data.data_plane import HANDSHAKES_MAX
 from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
@@ -22,7 +22,7 @@ from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity
 from swarmllm.swarm.membership.peer_lists import PeerLists
-from swarmllm.swarm.peers import liveness
+from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
 from swarmllm.swarm.settings import SwarmSettings
 
 from .conftest import DEADLINE_S, until
@@ -34,13 +34,16 @@ LOOK_EVERY_S = 0.02
 
 
 @asynccontextmanager
-async def node(folder: Path, *bootstrap: str, allow: str = "") -> AsyncIterator[Libp2pRouter]:
+async def node(
+    folder: Path, *bootstrap: str, allow: str = "", max_connections: int = CONNECTIONS_MAX
+) -> AsyncIterator[Libp2pRouter]:
     settings = SwarmSettings(
         folder,
         "127.0.0.1",
         0,
         0,
         bootstrap=bootstrap,
+        max_connections=max_connections,
         mdns=False,
         lists=PeerLists.of([allow] if allow else [], [], only_allowed=False),
     )
@@ -92,10 +95,10 @@ def somebody() -> Identity:
 
 
 async def test_who_is_known_gets_in_where_strangers_have_every_place_and_is_not_pushed_out(
-    tmp_path: Path, friend_id: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, friend_id: str
 ) -> None:
-    monkeypatch.setattr(liveness, "CONNECTIONS_MAX", N_PLACES)
-    async with node(tmp_path / "victim", allow=friend_id) as victim, sybils(victim, 2 * N_PLACES):
+    running = node(tmp_path / "victim", allow=friend_id, max_connections=N_PLACES)
+    async with running as victim, sybils(victim, 2 * N_PLACES):
         serve(victim)
         await few_connections(victim)
         assert sum(victim.host.n_connections().values()) == N_PLACES
@@ -117,10 +120,10 @@ async def few_connections(victim: Libp2pRouter) -> None:
 
 
 async def test_names_that_take_every_data_connection_keep_no_peer_from_its_own(
-    tmp_path: Path, friend_id: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, friend_id: str
 ) -> None:
-    monkeypatch.setattr(dataplane, "CONNECTIONS_MAX", N_PLACES)
     async with node(tmp_path / "victim") as victim, AsyncExitStack() as wires:
+        victim.plane.connections_max = N_PLACES
         arrived = serve(victim)
         for _ in range(N_PLACES):
             wire = await knock(victim)
@@ -141,7 +144,7 @@ async def test_names_that_take_every_data_connection_keep_no_peer_from_its_own(
 
 async def test_silence_at_the_data_port_keeps_nobody_out(tmp_path: Path) -> None:
     async with node(tmp_path / "victim") as victim, AsyncExitStack() as silent:
-        for _ in range(dataplane.HANDSHAKES_MAX + 1):
+        for _ in range(HANDSHAKES_MAX + 1):
             await silent.enter_async_context(await trio.open_tcp_stream("127.0.0.1", data_port(victim)))
         (await knock(victim)).abort()
 

@@ -44,6 +44,7 @@ from swarmllm.api.openai.pictures import FETCHER
 from swarmllm.api.openai.remote_pictures import PictureFetcher
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
+from swarmllm.errors import SwarmLLMError
 from swarmllm.keys import KeyRing
 from swarmllm.log_output import REQUEST_ID
 from swarmllm.node import ModelView, Node
@@ -109,11 +110,16 @@ def is_ollamas(path: str) -> bool:
     return path.startswith("/api/") and not path.startswith(("/api/admin", "/api/events"))
 
 
+def refusal(error: SwarmLLMError) -> Response:
+    """In the words of the dialect to which the present request's path belongs."""
+    if is_ollamas(request.path):
+        return failure_response(error, encode({"error": error.message}))
+    return error_response(error)
+
+
 def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     """`keys` None: nobody is asked for a key."""
-    app = App("swarmllm", static_folder=None)
-    # The server bounds and times bodies, before they come here.
-    app.config["MAX_CONTENT_LENGTH"] = app.config["BODY_TIMEOUT"] = None
+    app = base_app(config, keys)
     app.extensions[NODE] = node
     app.extensions[RESPONSES] = ResponseStore()
     app.extensions[FETCHER] = PictureFetcher()
@@ -121,6 +127,14 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.extensions[PULSE] = Pulse(node, works)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
+    return app
+
+
+def base_app(config: Config, keys: KeyRing | None) -> App:
+    """The checks before every request and the shape of every error, and no endpoints."""
+    app = App("swarmllm", static_folder=None)
+    # The server bounds and times bodies, before they come here.
+    app.config["MAX_CONTENT_LENGTH"] = app.config["BODY_TIMEOUT"] = None
     allowed_hosts = frozenset(name.lower() for name in config.api.allowed_hosts)
 
     origins = Origins(config.api.allowed_origins)
@@ -163,9 +177,6 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
 
     @app.errorhandler(Exception)
     async def any_error(error: Exception) -> Response:
-        failure = as_swarmllm_error(error)
-        if is_ollamas(request.path):
-            return failure_response(failure, encode({"error": failure.message}))
-        return error_response(failure)
+        return refusal(as_swarmllm_error(error))
 
     return app

@@ -11,21 +11,23 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
+from swarmllm.api.bootstrap import create_bootstrap_app
 from swarmllm.api.http.app import create_app
 from swarmllm.api.http.auth import is_loopback, secret_of
-from swarmllm.api.http.exchange import Headers
+from swarmllm.api.http.exchange import Application, Headers
 from swarmllm.api.http.limits import HttpLimits, limits_for
 from swarmllm.api.http.server import HttpServer
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError, reason_of
 from swarmllm.keys import KeyFile, KeyRing
 from swarmllm.node import Node
+from swarmllm.node.bootstrap_node import BootstrapNode
 from swarmllm.operating_system import limit_silence
 from swarmllm.supervision import supervise_started
 
@@ -35,21 +37,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@contextlib.asynccontextmanager
-async def open_api(
+def open_api(
     node: Node, config: Config, keys: KeyFile | None = None, limits: HttpLimits | None = None
-) -> AsyncIterator[str]:
+) -> contextlib.AbstractAsyncContextManager[str]:
     """Serve until the block ends; yields the URL.
 
     Raises ConfigError where the port cannot be had, other machines could reach it and there is no key, or the
     certificate cannot be used.
     """
+    return _serve(partial(create_app, node, config), config, keys, limits)
+
+
+def open_bootstrap_api(
+    node: BootstrapNode, config: Config, keys: KeyFile | None = None
+) -> contextlib.AbstractAsyncContextManager[str]:
+    """The same for a node without models. Raises ConfigError."""
+    return _serve(partial(create_bootstrap_app, node, config), config, keys, None)
+
+
+@contextlib.asynccontextmanager
+async def _serve(
+    create: Callable[[KeyRing | None], Application],
+    config: Config,
+    keys: KeyFile | None,
+    limits: HttpLimits | None,
+) -> AsyncIterator[str]:
     limits = limits or limits_for(config.api.max_body_bytes)
     ring, tls = await trio.to_thread.run_sync(_prepare, config, keys)
     listener = bind(config.api.host, config.api.port, has_keys=ring is not None and ring.is_required)
     _bound_what_waits(listener, limits)
     host, port = listener.getsockname()[:2]
-    server = HttpServer(create_app(node, config, ring), limits, tls=tls, key_of=partial(_key_id, ring))
+    server = HttpServer(create(ring), limits, tls=tls, key_of=partial(_key_id, ring))
 
     async def one_life(*, task_status: TaskStatus[None]) -> None:
         # A socket of its own, which the server closes. While the task is down, clients wait at the other.

@@ -48,9 +48,8 @@ from swarmllm_proto.identifiers import NodeId
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1024
+"""Unless the node has more of libp2p's: every peer that counts has one of each."""
 CONNECTIONS_PER_PEER = 6
-_NEIGHBOURS_MAX = 2 * CONNECTIONS_MAX
-"""For more, those are forgotten that could not be reached."""
 HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet; for more the oldest make room."""
 
@@ -92,7 +91,10 @@ class DataPlane:
         budget: ByteBudget | None = None,
         neighbours: Parts[Neighbour] | None = None,
         bulk_peers: Parts[BulkPeer] | None = None,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:
+        self.connections_max = max(CONNECTIONS_MAX, connections_max)
+        """For twice as many peers, those are forgotten that could not be reached."""
         self._identity = identity
         self._budget = budget or ByteBudget()
         self._gater = gater
@@ -155,7 +157,7 @@ class DataPlane:
 
     async def reach(self, node_id: NodeId) -> Connection:
         """The connection to send on, established if need be. Raises NodeUnreachable."""
-        if len(self._neighbours) >= _NEIGHBOURS_MAX:
+        if len(self._neighbours) >= 2 * self.connections_max:
             self._forget_unreachable()
         neighbour = self._neighbour(node_id)
         async with neighbour.establishing:
@@ -398,7 +400,7 @@ class DataPlane:
         n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}
         if node_id == self._identity.node_id or n_of_each.get(node_id, 0) >= CONNECTIONS_PER_PEER:
             return False
-        leaving = who_makes_room(n_of_each, node_id, CONNECTIONS_MAX, self._standing)
+        leaving = who_makes_room(n_of_each, node_id, self.connections_max, self._standing)
         if leaving not in (None, node_id):
             self._user.lost(leaving, GAVE_WAY)
         return leaving != node_id

@@ -42,11 +42,26 @@ class AddressSources:
         self._nursery = nursery
         self._dialler = dialler
         self._admission = admission
+        self._bootstrap: set[NodeAddress] = set()
+        self.named: set[NodeId] = set()
+        """Nodes that a person has written down."""
 
     def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
-        for where in bootstrap:
-            supervise(self._nursery, "bootstrap resolver", self._keep_resolving, where)
+        self._meet_also(bootstrap)
         supervise(self._nursery, "dialler", self._dialler.run, dial, self._host.connected)
+
+    def read_again(self, bootstrap: Iterable[str]) -> int:
+        """The settings were read again: addresses that are new are dialled from now on, too. How many they
+        are. Raises InvalidRequest, and then nothing is changed."""
+        return self._meet_also([NodeAddress.parse(text, field="bootstrap") for text in bootstrap])
+
+    def _meet_also(self, bootstrap: Iterable[NodeAddress]) -> int:
+        new = dict.fromkeys(where for where in bootstrap if where not in self._bootstrap)
+        for where in new:
+            self._bootstrap.add(where)
+            self.named.add(where.node_id)
+            supervise(self._nursery, "bootstrap resolver", self._keep_resolving, where)
+        return len(new)
 
     def found_by_mdns(self, node_id: NodeId, addresses: list[Address]) -> None:
         self._suggest(node_id, addresses)

@@ -226,5 +226,7 @@ def open_wide_area(
     relaying = Relaying(host, circuits, node, random.Random())
     if settings.relay:
         host.detour = relaying.detour
-    relay_service = RelayService(host, parts.reservations) if settings.relay_service else None
+    relay_service = (
+        RelayService(host, parts.reservations, settings.relay_limits) if settings.relay_service else None
+    )
     return WideArea(dht, user, relaying, relay_service)

@@ -30,6 +30,9 @@ FRAME_MAX_BYTES = DEFAULT_WINDOW_SIZE
 STREAMS_PER_CONNECTION = 512
 """Opened by the peer. Another node of ours has at most 256 open, and closes them a moment before this one."""
 STREAMS_MAX = 8_000
+STREAMS_OF_EACH = 8
+"""Of all connections, where there may be so many that STREAMS_MAX would be less than these: twice what quiet
+connections have."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
 UNREAD_PER_CONNECTION = 32 * 1024 * 1024
 """Three times what the streams of another node of ours hold at most, while this one reads none of them."""
@@ -49,13 +52,14 @@ class Allowance:
     def __init__(self) -> None:
         self._connections: weakref.WeakSet[BoundedYamux] = weakref.WeakSet()
         self._arrived_bytes = 0
+        self.streams_max = STREAMS_MAX
 
     def include(self, connection: BoundedYamux) -> None:
         self._connections.add(connection)
 
     def stream_came(self) -> None:
         n_streams = {each: len(each.streams) for each in self._connections}
-        if sum(n_streams.values()) > STREAMS_MAX:
+        if sum(n_streams.values()) > self.streams_max:
             max(n_streams, key=n_streams.__getitem__).end("more streams than any other")
 
     def bytes_came(self, n_bytes: int) -> None:
@@ -151,6 +155,7 @@ class _Buffer(bytearray):
         _allowance.bytes_came(len(data))
 
 
-def hold_peers_to_their_windows() -> None:
-    """The library makes its own class whatever class it is given."""
+def hold_peers_to_their_windows(connections_max: int) -> None:
+    """The library makes its own class whatever class it is given. `connections_max`: of one host."""
+    _allowance.streams_max = max(_allowance.streams_max, STREAMS_OF_EACH * connections_max)
     muxer_multistream.Yamux = BoundedYamux

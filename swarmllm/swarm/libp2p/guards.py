@@ -24,11 +24,14 @@ import trio
 from libp2p.connection_types import ConnectionType
 from libp2p.network.config import RetryConfig
 from libp2p.network.exceptions import SwarmException
+from libp2p.rcmgr import new_resource_manager
+from libp2p.rcmgr.manager import ResourceLimits
 from libp2p.tools.anyio_service import trio_manager, trio_tasks
 from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 
 from swarmllm.log_filter import provoked_by
 from swarmllm.operating_system import limit_silence
+from swarmllm.swarm.libp2p.bounded_yamux import STREAMS_OF_EACH
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ DEPARTED_MAX = 64
 """Peers without a connection of which something is kept."""
 HALF_OPEN_MAX = 64
 """Inbound connections in the middle of their handshakes."""
+
+STREAMS_MAX = 10_000
+"""Of all connections, and for many connections more (see bounded_yamux)."""
 
 _RESET_S = 2.0
 _USER_TIMEOUT_MS = 8000
@@ -86,6 +92,14 @@ def _recent_description(host: Any) -> tuple[bytes, bool]:
         description, _ = _describe(host)
         _descriptions[host] = now, description
     return description, False
+
+
+def room_for_connections(connections_max: int) -> Any:
+    """A resource manager for so many. The library's default refuses the 1001st connection whatever its
+    configuration allows, and from then on lowers its own limits step by step."""
+    connections = 2 * (connections_max + HALF_OPEN_MAX)
+    limits = ResourceLimits(connections, max_streams=max(STREAMS_MAX, STREAMS_OF_EACH * connections))
+    return new_resource_manager(limits=limits)
 
 
 def quieten_expected_failures() -> None:

@@ -364,10 +364,12 @@ class Host:
 
 
 @asynccontextmanager
-async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) -> AsyncIterator[None]:
+async def run_libp2p(
+    host: Host, listen_host: str, port: int, ips: list[str], connections_max: int = CONNECTIONS_MAX
+) -> AsyncIterator[None]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
-    hold_peers_to_their_windows()
+    hold_peers_to_their_windows(connections_max)
     host_guards.batch_window_updates()
     host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()
@@ -382,13 +384,14 @@ async def run_libp2p(host: Host, listen_host: str, port: int, ips: list[str]) ->
         # Otherwise 0.0.0.0 is told to everybody. The port is only known once it listens.
         addrs_factory=lambda _: [Multiaddr(str(Address(ip, host.port))) for ip in ips if host.port],
         sec_opt={NOISE: host.security()},
+        resource_manager=host_guards.room_for_connections(connections_max),
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
         connection_config=ConnectionConfig(
             # Who is one too many is decided when it is known who it is (`liveness`), and not before.
-            max_connections=CONNECTIONS_MAX + host_guards.HALF_OPEN_MAX,
+            max_connections=connections_max + host_guards.HALF_OPEN_MAX,
             min_connections=0,
             low_watermark=0,
-            high_watermark=CONNECTIONS_MAX + host_guards.HALF_OPEN_MAX,
+            high_watermark=connections_max + host_guards.HALF_OPEN_MAX,
             # A frozen peer is never noticed otherwise.
             enable_health_monitoring=True,
             health_initial_delay=5,

@@ -25,11 +25,12 @@ from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm_proto.identifiers import NodeId
 
 CONNECTIONS_MAX: Final = 300
-"""Of libp2p. A node looks for fewer (`network.max_peers`); the rest is for those who look for it."""
+"""Of libp2p, unless the settings say otherwise. A node looks for fewer (`network.max_peers`); the rest is for
+those who look for it."""
 GAVE_WAY: Final = "its place was needed"
+"""How the connections of who gave way ended."""
 LET_GO: Final = "nobody uses it"
 """How a connection ends whose ends both live."""
-"""How the connections of who gave way ended."""
 NETWORK_BITS: Final = {4: 24, 6: 48}
 """By version of the protocol: what one customer of a provider often has."""
 

@@ -106,6 +106,7 @@ class Liveness:
         greet: Callable[[NodeId], Awaitable[None]],
         admission: ConnectionAdmission = EVERYBODY,
         parts: LivenessParts | None = None,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self._host = host
         self._nursery = nursery
@@ -113,6 +114,7 @@ class Liveness:
         self._dialler = dialler
         self._requests = requests
         self._admission = admission
+        self._connections_max = connections_max
         self._exchange_records = greet
         parts = parts or LivenessParts()
         self._peers = parts.attempts
@@ -216,7 +218,7 @@ class Liveness:
         counted = self._host.n_connections()
         leaving = {node_id for node_id, peer in self._peers.items() if peer.gives_way}
         staying = {node_id: n for node_id, n in counted.items() if node_id not in leaving}
-        if sum(staying.values()) <= CONNECTIONS_MAX:
+        if sum(staying.values()) <= self._connections_max:
             return None
         standing, remote_ip = self._admission.standing, self._host.remote_ip
         node_id = who_gives_way(

@@ -31,7 +31,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
-from swarmllm.swarm.settings import SwarmSettings
+from swarmllm.swarm.settings import RELAY_LIMITS, RelayLimits, SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
 from ..conftest import DEADLINE_S, until
@@ -61,6 +61,7 @@ async def node(
     relays: bool = False,
     punches: bool = False,
     secret: bytes | None,
+    limits: RelayLimits = RELAY_LIMITS,
 ) -> AsyncIterator[Libp2pRouter]:
     home = folder / name
     home.mkdir()
@@ -75,6 +76,7 @@ async def node(
         mdns=False,
         announce=(NOWHERE,) if hidden else (),
         relay_service=relays,
+        relay_limits=limits,
         hole_punching=punches,
     )
     async with open_libp2p_router(settings) as router:
@@ -189,10 +191,9 @@ async def test_a_relay_refuses_what_it_should_and_outlives_garbage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "READ_S", 1.5)
-    monkeypatch.setattr(service, "RESERVATIONS_MAX", 1)
     nobody = contacts(1)[0].node_id
     async with (
-        node(tmp_path, "relay", hidden=False, relays=True, secret=None) as relay,
+        node(tmp_path, "relay", hidden=False, relays=True, secret=None, limits=RelayLimits(1)) as relay,
         stranger(relay) as one,
         stranger(relay) as other,
     ):

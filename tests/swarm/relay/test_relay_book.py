@@ -23,12 +23,11 @@ from swarmllm.swarm.discovery.relay.messages import (
     encode_stop,
 )
 from swarmllm.swarm.discovery.relay.service import (
-    CIRCUITS_MAX,
     CIRCUITS_PER_NODE,
-    RESERVATIONS_MAX,
     RESERVED_S,
     RelayBook,
 )
+from swarmllm.swarm.settings import RELAY_LIMITS, RelayLimits
 from swarmllm_proto.errors import BadMessage
 
 from ..dht.swarm_of import contacts
@@ -37,8 +36,8 @@ NODE = contacts(1)[0].node_id
 
 
 def test_reservations_end_are_renewed_and_are_limited() -> None:
-    book = RelayBook()
-    assert all(book.reserve(str(n), 0.0) is Status.OK for n in range(RESERVATIONS_MAX))
+    book = RelayBook(limits=RelayLimits(reservations=3))
+    assert all(book.reserve(str(n), 0.0) is Status.OK for n in range(3))
     assert book.reserve("late", 0.0) is Status.RESERVATION_REFUSED
     assert book.reserve("0", RESERVED_S / 2) is Status.OK
     assert book.reserve("late", RESERVED_S) is Status.OK
@@ -51,8 +50,8 @@ def test_reservations_end_are_renewed_and_are_limited() -> None:
 
 
 def test_circuits_are_limited_for_each_end_and_together() -> None:
-    book = RelayBook()
-    for n in range(CIRCUITS_MAX):
+    book, n_circuits = RelayBook(), RELAY_LIMITS.circuits
+    for n in range(n_circuits):
         book.reserve(str(n), 0.0)
     assert book.begin("0", "0", 0.0) is Status.PERMISSION_DENIED
     for n in range(CIRCUITS_PER_NODE):
@@ -63,10 +62,10 @@ def test_circuits_are_limited_for_each_end_and_together() -> None:
     n = 0
     while book.begin(f"other {n}", str(n % 8 + 20), 0.0) is Status.OK:
         n += 1
-    assert book.n_circuits == CIRCUITS_MAX
+    assert book.n_circuits == n_circuits
     book.end("greedy", "1")
     assert book.begin("other", "40", 0.0) is Status.OK
-    assert repr(book) == f"<RelayBook {CIRCUITS_MAX} reservations, {CIRCUITS_MAX} circuits>"
+    assert repr(book) == f"<RelayBook {n_circuits} reservations, {n_circuits} circuits>"
 
 
 @pytest.mark.parametrize("status", Status)

@@ -1,8 +1,8 @@
 """Serves as a relay: takes reservations, and carries bytes between two nodes that cannot reach each other.
 
 What a relay has promised, and whether it can promise more, `RelayBook` says (pure, bounded). Its limits are
-what an operator agrees to with `network.relay_service`. They are constants: a relay that is asked for more
-is better joined by a second one.
+what an operator agrees to with `network.relay_service`, or with `swarmllm bootstrap`, which allows more. They
+are no settings: a relay that is asked for more is better joined by a second one.
 
 What it carries it cannot read. It does so for nodes that reserved, over their own connections, within those
 limits. A pipe is never cancelled in the middle of a write, which would destroy the connection under it with
@@ -36,12 +36,11 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.settings import RELAY_LIMITS, RelayLimits
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
-RESERVATIONS_MAX = 128
 RESERVED_S = 3600.0
-CIRCUITS_MAX = 64
 CIRCUITS_PER_NODE = 16
 """At either end."""
 CIRCUIT_S = 2 * 3600.0
@@ -61,12 +60,17 @@ class Reservation:
 class RelayBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self, peers: Parts[Reservation] | None = None) -> None:
+    def __init__(self, peers: Parts[Reservation] | None = None, limits: RelayLimits = RELAY_LIMITS) -> None:
+        self._limits = limits
         self._reservations: Parts[Reservation] = Parts.alone() if peers is None else peers
         self._circuits: dict[tuple[NodeId, NodeId], int] = {}
 
     def __repr__(self) -> str:
         return f"<RelayBook {len(self._reservations)} reservations, {self.n_circuits} circuits>"
+
+    @property
+    def n_reservations(self) -> int:
+        return len(self._reservations)
 
     @property
     def n_circuits(self) -> int:
@@ -79,7 +83,7 @@ class RelayBook:
         """For RESERVED_S from now; again before they are over renews."""
         for over in [each for each, held in self._reservations.items() if held.is_over(now)]:
             self._reservations.drop(over)
-        if node_id not in self._reservations and len(self._reservations) >= RESERVATIONS_MAX:
+        if node_id not in self._reservations and len(self._reservations) >= self._limits.reservations:
             return Status.RESERVATION_REFUSED
         self._reservations.put(node_id, Reservation(now + RESERVED_S))
         return Status.OK
@@ -99,7 +103,7 @@ class RelayBook:
             n_of_node = sum(n for ends, n in self._circuits.items() if node_id in ends)
             if n_of_node >= CIRCUITS_PER_NODE:
                 return Status.RESOURCE_LIMIT_EXCEEDED
-        if self.n_circuits >= CIRCUITS_MAX:
+        if self.n_circuits >= self._limits.circuits:
             return Status.RESOURCE_LIMIT_EXCEEDED
         self._circuits[dialler, target] = self._circuits.get((dialler, target), 0) + 1
         return Status.OK
@@ -120,10 +124,12 @@ STREAMS_MAX = 128
 
 
 class RelayService:
-    def __init__(self, host: Host, peers: Parts[Reservation] | None = None) -> None:
+    def __init__(
+        self, host: Host, peers: Parts[Reservation] | None = None, limits: RelayLimits = RELAY_LIMITS
+    ) -> None:
         self._host = host
         self._n_asking = 0
-        self.book = RelayBook(peers)
+        self.book = RelayBook(peers, limits)
         self.n_bytes = 0
         host.serve(HOP, self.serve)
 

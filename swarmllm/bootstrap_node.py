@@ -1,0 +1,102 @@
+"""`swarmllm bootstrap`: the parts of a daemon by which others find each other, and none that computes.
+
+No worker, no catalogue, no pipeline is opened, so that nothing of them can be used or attacked: what
+is left is the router (connections, records, DHT), its relay, and an HTTP endpoint with health and metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from swarmllm import __version__
+from swarmllm.api import open_bootstrap_api
+from swarmllm.config import Config
+from swarmllm.daemon import (
+    DAEMON_FILE,
+    DaemonInfo,
+    Reread,
+    apply_to_swarm,
+    follow_sighup,
+    write_whereabouts,
+)
+from swarmllm.daemon_settings import swarm_settings
+from swarmllm.keys import KeyFile
+from swarmllm.loop_watchdog import LoopWatchdog
+from swarmllm.node.bootstrap_node import BootstrapNode
+from swarmllm.node.data_dir import prepare_data_dir
+from swarmllm.sd_notify import ServiceManager
+from swarmllm.swarm.libp2p_router import open_libp2p_router
+from swarmllm.swarm.peers.directory import PeerDirectory
+from swarmllm.swarm.peers.trust_keeper import open_trust
+from swarmllm.swarm.settings import RelayLimits, SwarmSettings
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX: Final = 2000
+RELAY_LIMITS: Final = RelayLimits(reservations=1024, circuits=256)
+
+
+def bootstrap_settings(config: Config, data_dir: Path) -> SwarmSettings:
+    """Whatever the configuration says of the DHT and the relay: they are what this mode is for. Raises
+    ConfigError."""
+    return replace(
+        swarm_settings(config, data_dir),
+        dht="on",
+        relay_service=True,
+        relay_limits=RELAY_LIMITS,
+        max_connections=config.network.max_connections or CONNECTIONS_MAX,
+    )
+
+
+@asynccontextmanager
+async def open_bootstrap_node(
+    config: Config,
+    reread: Reread = None,
+    manager: ServiceManager | None = None,
+    on_open: Callable[[BootstrapNode], None] = lambda node: None,
+) -> AsyncIterator[DaemonInfo]:
+    """A running bootstrap node; leaving the block stops it. `on_open` gets it.
+
+    Raises ConfigError where folder or ports are taken.
+    """
+    data_dir = await trio.to_thread.run_sync(prepare_data_dir, config.data_dir)
+    settings = await trio.to_thread.run_sync(bootstrap_settings, config, data_dir)
+    watchdog, directory = LoopWatchdog(), PeerDirectory()
+    async with (
+        open_trust(data_dir, settings.lists, directory.trust) as trust,
+        open_libp2p_router(settings, trust, directory) as router,
+        trio.open_nursery() as nursery,
+    ):
+        node = BootstrapNode(config.nickname, router, watchdog, settings.max_connections)
+        await node.announce()
+        async with open_bootstrap_api(node, config, KeyFile(data_dir)) as api_url:
+            whereabouts = DaemonInfo(
+                pid=os.getpid(),
+                version=__version__,
+                api_url=api_url,
+                node_id=router.node_id,
+                addresses=tuple(router.addresses),
+            )
+            file = data_dir / DAEMON_FILE
+            await trio.to_thread.run_sync(write_whereabouts, file, whereabouts)
+            try:
+                log.info("bootstrap node %s (%s) serves %s", node.nickname, router.node_id, api_url)
+                if reread is not None:
+                    apply = partial(apply_to_swarm, router=router)
+                    await follow_sighup(nursery, config, reread, apply, manager)
+                with watchdog.watching():
+                    on_open(node)
+                    yield whereabouts
+            finally:
+                log.info("stopping")
+                file.unlink(missing_ok=True)
+        nursery.cancel_scope.cancel()
