@@ -73,7 +73,11 @@ class LogTable:
 class NetworkTable:
     """How this node meets the others."""
 
-    listen_host: str = _setting("0.0.0.0", "Address on which the libp2p and data ports listen.")
+    listen_host: str = _setting(
+        "*",
+        "Address on which the libp2p and data ports listen. `*`: every one of this machine; "
+        "`0.0.0.0`: every one of IPv4; `::`: every one of IPv6.",
+    )
     libp2p_port: Port = _setting(8810, "TCP port of the control plane (libp2p); 0 takes any free port.")
     data_port: Port = _setting(8811, "TCP port of the data plane (activations); 0 takes any free port.")
     bootstrap: tuple[str, ...] = _setting(

@@ -12,6 +12,7 @@ from swarmllm.node.data_dir import KERNEL_TIMINGS
 from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints, Pin
+from swarmllm.swarm.discovery.addresses import EVERYWHERE
 from swarmllm.swarm.discovery.bootstrap_file import read_bootstrap_file
 from swarmllm.swarm.membership.network_key import OPEN_SWARM, Network
 from swarmllm.swarm.membership.peer_lists import PeerLists
@@ -97,7 +98,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
     network = config.network
     return SwarmSettings(
         data_dir=data_dir,
-        listen_host=_ip(network.listen_host, "network.listen_host"),
+        listen_host=_listen_host(network.listen_host),
         libp2p_port=network.libp2p_port,
         data_port=network.data_port,
         bootstrap=bootstrap_addresses(config),
@@ -119,6 +120,10 @@ def bootstrap_addresses(config: Config) -> tuple[str, ...]:
     file = _file(config.network.bootstrap_file)
     more = read_bootstrap_file(file) if file else ()
     return tuple(dict.fromkeys((*config.network.bootstrap, *more)))
+
+
+def _listen_host(text: str) -> str:
+    return EVERYWHERE if text == EVERYWHERE else _ip(text, "network.listen_host")
 
 
 def _ip(text: str, field: str) -> str:

@@ -25,7 +25,12 @@ IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG: Final = 1
 _SIOCGIFADDR: Final = 0x8915
 _SOMEWHERE_ELSE: Final = ("192.0.2.1", 9)
-"""An address of nobody (RFC 5737). Nothing is sent to it."""
+"""An address of nobody (RFC 5737, RFC 3849). Nothing is sent to it."""
+_SOMEWHERE_ELSE_6: Final = ("2001:db8::1", 9)
+_IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+_GLOBAL_SCOPE: Final = 0
+_NOT_FOR_OTHERS: Final = 0x01 | 0x08 | 0x20 | 0x40
+"""Flags of an address that is temporary (RFC 8981), a duplicate, deprecated, or not tried yet."""
 
 
 def n_cores() -> int:
@@ -84,7 +89,28 @@ def sync_data(file: int) -> None:
 def interface_ips() -> list[str]:
     """IPv4 addresses of this machine; elsewhere only the one from which it would reach others."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return list(_ips_of_interfaces(probe) if IS_LINUX else _ip_of_the_way_out(probe))
+        return list(_ips_of_interfaces(probe) if IS_LINUX else _ip_of_the_way_out(probe, _SOMEWHERE_ELSE))
+
+
+def interface_ips6() -> list[str]:
+    """IPv6 addresses of this machine by which others reach it for long: none of a link alone, none that is
+    temporary. Elsewhere only the one from which it would reach others."""
+    if not has_ipv6():
+        return []
+    if IS_LINUX:
+        return list(_ips6_of_interfaces())
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        return list(_ip_of_the_way_out(probe, _SOMEWHERE_ELSE_6))
+
+
+def has_ipv6() -> bool:
+    """Whether one can listen on it."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
 
 
 def _ips_of_interfaces(probe: socket.socket) -> Iterator[str]:
@@ -94,9 +120,22 @@ def _ips_of_interfaces(probe: socket.socket) -> Iterator[str]:
             yield socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
-def _ip_of_the_way_out(probe: socket.socket) -> Iterator[str]:
+def _ips6_of_interfaces() -> Iterator[str]:
+    """Each line: the address in hexadecimal, then the interface's number, the length of the prefix, the scope
+    and the flags in hexadecimal, and the interface's name."""
+    try:
+        lines = _IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return
+    for line in lines:
+        address, _, _, scope, flags, _ = line.split()
+        if int(scope, 16) == _GLOBAL_SCOPE and not int(flags, 16) & _NOT_FOR_OTHERS:
+            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+
+
+def _ip_of_the_way_out(probe: socket.socket, somewhere: tuple[str, int]) -> Iterator[str]:
     with suppress(OSError):  # no network
-        probe.connect(_SOMEWHERE_ELSE)
+        probe.connect(somewhere)
         yield str(probe.getsockname()[0])
 
 

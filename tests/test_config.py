@@ -163,3 +163,4 @@ def test_addresses_are_taken_as_they_are_told(tmp_path: Path) -> None:
     config = Config(network=NetworkTable(listen_host="::", announce=("192.0.2.1", "2001:db8::1")))
     settings = swarm_settings(config, tmp_path)
     assert (settings.listen_host, settings.announce) == ("::", ("192.0.2.1", "2001:db8::1"))
+    assert swarm_settings(Config(), tmp_path).listen_host == "*"

@@ -60,6 +60,8 @@ class Finding:
 
 def check_ports(config: Config, is_running: bool) -> Iterator[Finding]:
     """Without a daemon: whether the ports could be had."""
+    from swarmllm.swarm.discovery.addresses import ips_to_listen_on
+
     wanted = (
         ("api.port", config.api.host, config.api.port),
         ("network.libp2p_port", config.network.listen_host, config.network.libp2p_port),
@@ -68,7 +70,7 @@ def check_ports(config: Config, is_running: bool) -> Iterator[Finding]:
     for key, host, port in wanted:
         if is_running or port == 0:
             continue
-        if failure := bind_failure(host, port):
+        if failure := next(filter(None, (bind_failure(ip, port) for ip in ips_to_listen_on(host))), ""):
             yield Finding(
                 "ports",
                 "problem",
@@ -268,7 +270,7 @@ def _reachability(stats: dict[str, Any]) -> Iterator[Finding]:
             "reachability",
             "problem",
             "this node has no address that others could dial",
-            "set network.listen_host to 0.0.0.0, or network.announce",
+            "remove network.listen_host (then all addresses of this machine count), or set network.announce",
         )
         return
     if not stats["peers_connected"]:
@@ -314,6 +316,8 @@ def bind_failure(host: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             probe.bind(("127.0.0.1" if host == "localhost" else host, port))
         except OSError as error:

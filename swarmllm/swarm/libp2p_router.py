@@ -26,7 +26,7 @@ from swarmllm.swarm.data.bulk import NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.neighbour import peer_info
 from swarmllm.swarm.discovery.address_sources import AddressSources, usable
-from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips, is_loopback
+from swarmllm.swarm.discovery.addresses import Address, NodeAddress, is_loopback, own_addresses
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.discovery.mdns import run_mdns
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
@@ -260,7 +260,7 @@ class Libp2pRouter:
         self,
         gossip: Gossip,
         listeners: Sequence[trio.SocketListener],
-        ips: list[str],
+        ips: Sequence[str],
         bootstrap: list[NodeAddress],
     ) -> None:
         """Take connections, tell of this node, look for others."""
@@ -433,7 +433,7 @@ async def _running_router(
     directory: PeerDirectory,
 ) -> AsyncIterator[Libp2pRouter]:
     bootstrap = [NodeAddress.parse(text, field="bootstrap") for text in settings.bootstrap]
-    ips = await trio.to_thread.run_sync(announced_ips, settings.listen_host, settings.announce)
+    own = await trio.to_thread.run_sync(own_addresses, settings.listen_host, settings.announce)
     with locked_data_dir(settings.data_dir):
         identity = await trio.to_thread.run_sync(load_or_create_identity, settings.data_dir)
         started_at_ms = await trio.to_thread.run_sync(
@@ -453,7 +453,7 @@ async def _running_router(
             file=network_file,
             peers=directory.membership_keys,
         )
-        listeners = await open_listeners(settings.listen_host, settings.data_port)
+        listeners = await open_listeners(own.listening, settings.data_port)
         async with AsyncExitStack() as stack:
             for listener in listeners:
                 await stack.enter_async_context(listener)
@@ -478,7 +478,7 @@ async def _running_router(
 
             async def one_life(*, task_status: Any) -> None:
                 port = host.port or settings.libp2p_port
-                running = run_libp2p(host, settings.listen_host, port, ips, settings.max_connections)
+                running = run_libp2p(host, own, port, settings.max_connections)
                 async with running, run_gossip(gossip, host):
                     task_status.started()
                     await trio.sleep_forever()
@@ -487,10 +487,10 @@ async def _running_router(
             # seconds for a neighbour that libp2p has lost (see liveness); data connections go on.
             await supervise_started(nursery, "libp2p", one_life)
             router.finding.named = named
-            router.begin(gossip, listeners, ips, bootstrap)
-            if settings.mdns and not is_loopback(settings.listen_host):
+            router.begin(gossip, listeners, own.announced, bootstrap)
+            if settings.mdns and not all(map(is_loopback, own.listening)):
                 found = router.finding.found_by_mdns
-                where = (identity.node_id, network.network_id, ips, host.port)
+                where = (identity.node_id, network.network_id, own.reachable, host.port)
                 supervise(nursery, "mDNS", run_mdns, *where, found)
             try:
                 yield router

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from swarmllm.swarm.byte_budget import TOTAL_MIB
+from swarmllm.swarm.discovery.addresses import EVERYWHERE
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
@@ -28,7 +29,7 @@ RELAY_LIMITS: Final = RelayLimits()
 class SwarmSettings:
     data_dir: Path
     """Where the identity lives. One daemon per folder; the folder is locked while the router runs."""
-    listen_host: str = "0.0.0.0"
+    listen_host: str = EVERYWHERE
     """IP address to listen on with both ports. On a loopback address only this machine is reached."""
     libp2p_port: int = 8810
     """Control plane; 0 takes any free port."""

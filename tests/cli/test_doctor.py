@@ -265,7 +265,7 @@ def test_it_sees_more_with_one(well: Path, node: FakeNode) -> None:
     result = run_doctor(well, node.url)
     assert result.exit_code == 1
     assert "✗ reachability   this node has no address that others could dial" in result.stdout
-    assert "→ set network.listen_host" in result.stdout
+    assert "→ remove network.listen_host" in result.stdout
     node.on("GET", "/api/admin/stats", STATS)
     assert run_doctor(well, node.url).exit_code == 0
 

@@ -13,7 +13,7 @@ from libp2p.peer.id import ID
 from swarmllm.errors import ConfigError, InvalidRequest
 from swarmllm.private_files import locked_data_dir
 from swarmllm.swarm.change_feed import QUEUE_MAX, ChangeFeed
-from swarmllm.swarm.discovery.addresses import Address, NodeAddress, announced_ips
+from swarmllm.swarm.discovery.addresses import Address, NodeAddress, own_addresses
 from swarmllm.swarm.libp2p_router import open_libp2p_router
 from swarmllm.swarm.membership.identity import KEY_NAME, load_or_create_identity, verify
 from swarmllm.swarm.records.spread import next_incarnation
@@ -149,11 +149,11 @@ async def test_a_name_resolves_to_addresses_and_an_unknown_one_to_none() -> None
 
 
 def test_a_wildcard_is_announced_as_interface_addresses_and_never_as_itself() -> None:
-    ips = announced_ips("0.0.0.0", ())
+    ips = own_addresses("0.0.0.0").announced
     assert "0.0.0.0" not in ips
     assert ips[-1] == "127.0.0.1"
-    assert announced_ips("127.0.0.1", ()) == ["127.0.0.1"]
-    assert announced_ips("0.0.0.0", ("203.0.113.5",)) == ["203.0.113.5"]
+    assert own_addresses("127.0.0.1").announced == ("127.0.0.1",)
+    assert own_addresses("0.0.0.0", ["203.0.113.5"]).announced == ("203.0.113.5",)
 
 
 async def test_a_slow_reader_of_changes_loses_the_oldest_and_holds_up_nobody() -> None:

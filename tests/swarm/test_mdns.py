@@ -57,6 +57,15 @@ def loopback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "is_loopback", lambda _ip: False)
 
 
+# The library leaves a socket to the garbage collector where it fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_an_address_that_has_gone_leaves_those_of_ipv4() -> None:
+    zeroconf = mdns._listening_at([LOOPBACK, "2001:db8::1"])
+    assert zeroconf is not None
+    await trio.to_thread.run_sync(zeroconf.close)
+    assert mdns._listening_at(["2001:db8::1"]) is None
+
+
 @pytest.mark.slow
 async def test_nodes_of_one_network_find_each_other_and_nobody_else() -> None:
     async with node(A, PRIVATE, 1001) as a, node(B, PRIVATE, 1002) as b, node(C, "", 1003) as c:

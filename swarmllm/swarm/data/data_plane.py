@@ -36,6 +36,7 @@ from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades, ask_for_link, give_link
 from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, Wire, shake_hands
 from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
@@ -117,13 +118,14 @@ class DataPlane:
         self._half_open: dict[trio.SocketStream, None] = {}
         """The oldest first."""
         self.port = 0
-        self._listen_host = ""
+        self._listening: list[str] = []
         self.on_link: LinkHandler | None = None
         """Takes what peers open; without it links are refused."""
 
     def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
         """Take connections from now on."""
-        self._listen_host, self.port = listeners[0].socket.getsockname()[:2]
+        self._listening = [each.socket.getsockname()[0] for each in listeners]
+        self.port = listeners[0].socket.getsockname()[1]
         supervise(self._nursery, "data port", self._serve_port, list(listeners))
         for protocol in (PROTOCOL, BULK_PROTOCOL):
             self._host.serve(protocol, self._accept_stream)
@@ -132,7 +134,7 @@ class DataPlane:
     async def _serve_port(self, listeners: list[trio.SocketListener]) -> None:
         if not listeners:
             # An earlier life has closed them.
-            listeners += await open_listeners(self._listen_host, self.port)
+            listeners += await open_listeners(self._listening, self.port)
         life, listeners[:] = list(listeners), []
         await trio.serve_listeners(self._accept, life)
 
@@ -273,12 +275,19 @@ class DataPlane:
         return self._user.data_addresses_of(node_id)
 
     async def _shake_hands(self, node_id: NodeId) -> NoiseWire | None:
-        for address in self.addresses_of(node_id):
+        """An address can be somebody else's by now: then the others have their turn."""
+        left = list(self.addresses_of(node_id))
+        while left:
             try:
                 with trio.fail_after(_DIAL_S):
-                    stream = await trio.open_tcp_stream(address.ip, address.port)
+                    address, stream = await first_to_answer(left)
+            except (NodeUnreachable, trio.TooSlowError) as error:
+                provoked_by(log, node_id).debug("data port of %s: %s", node_id, error)
+                return None
+            left.remove(address)
+            try:
                 _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
-            except (OSError, trio.TooSlowError, HandshakeFailed) as error:
+            except (OSError, HandshakeFailed) as error:
                 provoked_by(log, node_id).debug("data port of %s at %s: %s", node_id, address, error)
                 continue
             return wire

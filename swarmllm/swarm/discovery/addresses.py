@@ -11,13 +11,16 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 import trio
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.host_names import HostName, parse_host_name
-from swarmllm.operating_system import interface_ips
+from swarmllm.operating_system import has_ipv6, interface_ips, interface_ips6
+from swarmllm_proto.envelope import ADDRESSES_MAX
 from swarmllm_proto.identifiers import NodeId, is_node_id, parse_port
 
 _FORM = re.compile(
@@ -27,6 +30,10 @@ _FORM = re.compile(
 _NAMED_FORM = re.compile(
     r"/dns[46]?/(?P<name>[^/]{1,253})/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<node_id>[0-9A-Za-z]{1,128})"
 )
+
+
+EVERYWHERE = "*"
+"""As a host to listen on: every address of this machine, of IPv4 and of IPv6."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +128,46 @@ def is_loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback
 
 
-def announced_ips(listen_host: str, announce: tuple[str, ...]) -> list[str]:
-    """The IPs under which others may find a node that listens on `listen_host`. Blocking, briefly.
+@dataclass(frozen=True, slots=True)
+class OwnAddresses:
+    """IPs, of IPv4 and IPv6."""
 
-    A wildcard is of no use to anybody else: it becomes the addresses of this machine's interfaces, loopback
-    last, so that nodes on one machine find each other too.
+    listening: tuple[str, ...]
+    """Where this node listens; a wildcard of one family stands for all addresses of that family."""
+    reachable: tuple[str, ...]
+    """This machine's own at which it listens, in the order in which others are to try them."""
+    announced: tuple[str, ...]
+    """Those, unless the settings name others."""
+
+
+def own_addresses(listen_host: str, announce: Sequence[str] = ()) -> OwnAddresses:
+    """For a host to listen on as the settings have it. Blocking, briefly."""
+    listening = ips_to_listen_on(listen_host)
+    reachable = _reachable(listening)
+    return OwnAddresses(listening, reachable, tuple(announce) or reachable)
+
+
+def ips_to_listen_on(listen_host: str) -> tuple[str, ...]:
+    if listen_host != EVERYWHERE:
+        return (listen_host,)
+    return ("0.0.0.0", "::") if has_ipv6() else ("0.0.0.0",)
+
+
+def family_of(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+def _reachable(listening: Sequence[str]) -> tuple[str, ...]:
+    """A wildcard is of no use to anybody else: it becomes the addresses of this machine's interfaces, the
+    loopback one last, so that nodes on one machine find each other too. IPv6 and IPv4 take turns, IPv6 first
+    (RFC 8305, section 4), and whoever dials waits for no address that does not answer (see
+    `dialler.first_to_answer`).
     """
-    if announce:
-        return list(announce)
-    if not ipaddress.ip_address(listen_host).is_unspecified:
-        return [listen_host]
-    ips = [ip for ip in interface_ips() if not is_loopback(ip)]
-    return [*ips, "127.0.0.1"]
+    wildcards = {family_of(ip) for ip in listening if ipaddress.ip_address(ip).is_unspecified}
+    if not wildcards:
+        return tuple(listening)
+    ips6 = interface_ips6() if socket.AF_INET6 in wildcards else []
+    ips4 = interface_ips() if socket.AF_INET in wildcards else []
+    turns = chain.from_iterable(zip_longest(ips6, ips4))
+    outward = [ip for ip in turns if ip is not None and not is_loopback(ip)]
+    return (*outward[: ADDRESSES_MAX - 1], "127.0.0.1" if socket.AF_INET in wildcards else "::1")

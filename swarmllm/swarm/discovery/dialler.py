@@ -324,15 +324,20 @@ async def first_to_answer(addresses: Sequence[Address]) -> tuple[Address, trio.S
         answered.append((address, stream))
         racing.cancel()
 
-    with trio.move_on_after(CONNECT_S) as racing:
-        async with trio.open_nursery() as nursery:
-            for address in addresses:
-                failed = trio.Event()
-                nursery.start_soon(connect, address, failed)
-                with trio.move_on_after(HEAD_START_S):
-                    await failed.wait()
+    try:
+        with trio.move_on_after(CONNECT_S) as racing:
+            async with trio.open_nursery() as nursery:
+                for address in addresses:
+                    failed = trio.Event()
+                    nursery.start_soon(connect, address, failed)
+                    with trio.move_on_after(HEAD_START_S):
+                        await failed.wait()
+    except BaseException:
+        for _, stream in answered:
+            stream.socket.close()
+        raise
     if not answered:
         raise NodeUnreachable(f"none of {', '.join(map(str, addresses))} answers")
     for _, late in answered[1:]:
-        await trio.aclose_forcefully(late)
+        late.socket.close()
     return answered[0]

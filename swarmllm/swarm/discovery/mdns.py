@@ -18,7 +18,7 @@ from zeroconf import ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from swarmllm.errors import InvalidRequest, reason_of
 from swarmllm.log_filter import provoked_by
-from swarmllm.swarm.discovery.addresses import Address, is_loopback
+from swarmllm.swarm.discovery.addresses import Address, family_of, is_loopback
 from swarmllm_proto.identifiers import NodeId, is_node_id
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class _Listener(ServiceListener):
 
 
 async def run_mdns(node_id: NodeId, network_id: str, ips: list[str], port: int, found: Found) -> None:
-    """Announce and listen until cancelled; returns where that is not possible. `found` runs on the trio
-    thread."""
-    outward = [ip for ip in ips if not is_loopback(ip) and ":" not in ip]
+    """Announce `ips`, which are this machine's own, and listen there until cancelled; returns where that is
+    not possible. `found` runs on the trio thread."""
+    outward = [ip for ip in ips if not is_loopback(ip)]
     if not outward:
         return
     token = trio.lowlevel.current_trio_token()
@@ -87,15 +87,23 @@ async def run_mdns(node_id: NodeId, network_id: str, ips: list[str], port: int, 
             await trio.to_thread.run_sync(zeroconf.close)
 
 
+def _listening_at(ips: list[str]) -> Zeroconf | None:
+    """Where it cannot be had on IPv6, on IPv4 alone."""
+    try:
+        return Zeroconf(interfaces=ips)
+    except (OSError, RuntimeError) as error:  # RuntimeError: an address has gone meanwhile
+        log.info("no mDNS at %s: %s", ", ".join(ips), reason_of(error))
+    ips4 = [ip for ip in ips if family_of(ip) == socket.AF_INET]
+    return _listening_at(ips4) if ips4 and ips4 != ips else None
+
+
 def _start(
     token: trio.lowlevel.TrioToken, node_id: NodeId, network_id: str, ips: list[str], port: int, found: Found
 ) -> Zeroconf | None:
     # Enough that two networks on one wire do not dial each other in vain, and nothing to join with.
     network = blake3(network_id.encode()).hexdigest(length=8).encode() if network_id else b""
-    try:
-        zeroconf = Zeroconf(interfaces=ips)
-    except OSError as error:
-        log.info("no mDNS on this network: %s", reason_of(error))
+    zeroconf = _listening_at(ips)
+    if zeroconf is None:
         return None
     try:
         zeroconf.register_service(
@@ -103,7 +111,7 @@ def _start(
                 SERVICE,
                 f"{node_id[-_NAME_MAX:]}.{SERVICE}",
                 port=port,
-                addresses=[socket.inet_aton(ip) for ip in ips],
+                addresses=[socket.inet_pton(family_of(ip), ip) for ip in ips],
                 properties={_NODE_ID_KEY: node_id.encode(), _NETWORK_KEY: network},
             )
         )

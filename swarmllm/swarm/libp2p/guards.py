@@ -11,6 +11,7 @@ import contextvars
 import logging
 import math
 import os
+import socket
 import weakref
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
@@ -20,6 +21,7 @@ import libp2p.peer.peerstore as peerstore
 import libp2p.pubsub.gossipsub as gossipsub
 import libp2p.pubsub.pubsub as pubsub
 import libp2p.stream_muxer.yamux.yamux as yamux
+import libp2p.transport.tcp.tcp as tcp
 import trio
 from libp2p.connection_types import ConnectionType
 from libp2p.network.config import RetryConfig
@@ -53,6 +55,20 @@ def one_yamux_frame_per_noise_message() -> None:
     """Stock frames are 17 bytes too long for one Noise message, so each costs two encryptions and two system
     calls."""
     yamux.MAX_MESSAGE_SIZE = 65519
+
+
+def listen_on_one_family() -> None:
+    """Stock listeners on "::" take IPv4 as well, so a second one on 0.0.0.0 would depend on the system."""
+    tcp._set_reuse_flags = _for_one_family
+
+
+_original_reuse_flags = tcp._set_reuse_flags
+
+
+def _for_one_family(sock: Any) -> None:
+    _original_reuse_flags(sock)
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
 
 
 def batch_window_updates() -> None:

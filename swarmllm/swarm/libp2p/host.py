@@ -33,7 +33,7 @@ from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
 from swarmllm.errors import ConfigError, NodeUnreachable
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, OwnAddresses, family_of
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
@@ -55,9 +55,11 @@ def listening_port(swarm: Any) -> int:
 def refuse_taken_port(listen_host: str, port: int) -> None:
     """libp2p listens with SO_REUSEPORT and would share a taken port without a word; a plain bind is
     refused."""
-    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(listen_host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if probe.family == socket.AF_INET6:
+            # "::" would mean IPv4 as well, where this node may listen itself.
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
             probe.bind((listen_host, port))
         except OSError as error:
@@ -66,14 +68,22 @@ def refuse_taken_port(listen_host: str, port: int) -> None:
             ) from error
 
 
-async def open_listeners(listen_host: str, port: int) -> Sequence[trio.SocketListener]:
-    """Raises ConfigError when the port is taken."""
+async def open_listeners(ips: Sequence[str], port: int) -> Sequence[trio.SocketListener]:
+    """All on the same port, if it is 0 one that is free. Raises ConfigError when the port is taken."""
+    listeners: list[trio.SocketListener] = []
     try:
-        return await trio.open_tcp_listeners(port, host=listen_host)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listen_host} port {port}: {error.strerror}", field="data_port"
-        ) from error
+        for ip in ips:
+            listeners += await trio.open_tcp_listeners(port, host=ip)
+            port = listeners[0].socket.getsockname()[1]
+    except BaseException as error:
+        for each in listeners:
+            each.socket.close()
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"cannot listen on {ip} port {port}: {error.strerror}", field="data_port"
+            ) from error
+        raise
+    return listeners
 
 
 log = logging.getLogger(__name__)
@@ -145,7 +155,8 @@ class Host:
         self.port = 0
         """The TCP port it listens on, once it does; the same in every life."""
         self.libp2p_host: Any = None
-        self.listen_host = ""
+        self.listening: Sequence[str] = ()
+        """The IPs it listens on."""
         self.sockets: weakref.WeakSet[trio.SocketStream] = weakref.WeakSet()
         """All that its connections have; closed when it ends."""
         self._identity = identity
@@ -281,7 +292,7 @@ class Host:
     async def dial_from_listening_port(self, node_id: NodeId, address: Address, *, as_listener: bool) -> None:
         """So that a firewall takes one end's first packet for an answer to the other's; `as_listener`
         takes the other part of the handshake. Raises NodeUnreachable. Not to be cancelled."""
-        stream = await _connect_from(self.listen_host, self.port, address)
+        stream = await _connect_from(self.listening, self.port, address)
         self.sockets.add(stream)
         where = Multiaddr(str(Address(address.ip, address.port)))
         raw = RawConnection(TrioTCPStream(stream), not as_listener)
@@ -365,7 +376,7 @@ class Host:
 
 @asynccontextmanager
 async def run_libp2p(
-    host: Host, listen_host: str, port: int, ips: list[str], connections_max: int = CONNECTIONS_MAX
+    host: Host, own: OwnAddresses, port: int, connections_max: int = CONNECTIONS_MAX
 ) -> AsyncIterator[None]:
     """Listen and run until the context is left. Raises ConfigError when the port is taken."""
     host_guards.one_yamux_frame_per_noise_message()
@@ -376,13 +387,16 @@ async def run_libp2p(
     host_guards.find_parents_of_tasks_at_once()
     host_guards.quieten_expected_failures()
     fast_paths.take_shortcuts()
-    refuse_taken_port(listen_host, port)
-    listen = Multiaddr(f"/ip{6 if ':' in listen_host else 4}/{listen_host}/tcp/{port}")
+    host_guards.listen_on_one_family()
+    for ip in own.listening:
+        refuse_taken_port(ip, port)
+    first, *others = own.listening
+    listen = Multiaddr(str(Address(first, port)))
     libp2p_host = new_host(
         key_pair=host.key_pair,
         listen_addrs=[listen],
         # Otherwise 0.0.0.0 is told to everybody. The port is only known once it listens.
-        addrs_factory=lambda _: [Multiaddr(str(Address(ip, host.port))) for ip in ips if host.port],
+        addrs_factory=lambda _: [Multiaddr(str(Address(ip, host.port))) for ip in own.announced if host.port],
         sec_opt={NOISE: host.security()},
         resource_manager=host_guards.room_for_connections(connections_max),
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
@@ -416,10 +430,14 @@ async def run_libp2p(
     host_guards.ask_nobody_for_a_description(libp2p_host)
     propose_at_once(libp2p_host)
     host_guards.remember_sockets(swarm, host.sockets)
-    host.listen_host = listen_host
+    host.listening = own.listening
     async with libp2p_host.run(listen_addrs=[listen]):
         try:
             host.attach(libp2p_host)
+            for ip in others:
+                # Port 0 would be another one for each.
+                if not await swarm.listen(Multiaddr(str(Address(ip, host.port)))):
+                    raise ConfigError(f"cannot listen on {ip} port {host.port}", field="libp2p_port")
             yield
         finally:
             host.detach()
@@ -431,15 +449,18 @@ async def run_libp2p(
                     await libp2p_host.close()
 
 
-async def _connect_from(listen_host: str, port: int, address: Address) -> trio.SocketStream:
+async def _connect_from(listening: Sequence[str], port: int, address: Address) -> trio.SocketStream:
     """Raises NodeUnreachable."""
-    family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
+    family = family_of(address.ip)
+    own_ip = next((ip for ip in listening if family_of(ip) == family), None)
+    if own_ip is None:
+        raise NodeUnreachable(f"{address} is of a family that this node does not listen on")
     connecting = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
         # As the library's listener does: two sockets may share the port if both say so.
         connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        await connecting.bind((listen_host, port))
+        await connecting.bind((own_ip, port))
         with trio.fail_after(_PUNCH_S):
             await connecting.connect((address.ip, address.port))
         return trio.SocketStream(connecting)
