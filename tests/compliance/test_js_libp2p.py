@@ -13,7 +13,7 @@ import pytest
 import trio
 from deadlines import PATIENCE_S
 
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.discovery.dht.dht import Dht
 from swarmllm.swarm.discovery.dht.messages import model_key, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
@@ -90,7 +90,7 @@ async def foreign(nursery: trio.Nursery) -> AsyncIterator[ForeignPeer]:
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     identity = load_or_create_identity(tmp_path)
     host = Host(identity, ConnectionGater())
-    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
+    async with run_libp2p(host, own_addresses("127.0.0.1"), 0):
         yield host
 
 
@@ -178,7 +178,7 @@ async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tup
         def connected(self) -> set[NodeId]:
             return host.connected()
 
-    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), trio.open_nursery() as nursery:
+    async with run_libp2p(host, own_addresses("127.0.0.1"), 0), trio.open_nursery() as nursery:
         known[host.node_id] = Address("127.0.0.1", host.port)
         dht = Dht(host, nursery, Node())
         nursery.start_soon(dht.run)
@@ -239,6 +239,6 @@ async def test_what_our_dht_provides_it_finds(tmp_path: Path, foreign: ForeignPe
 async def test_a_private_swarm_shows_it_a_closed_connection(tmp_path: Path, foreign: ForeignPeer) -> None:
     identity = load_or_create_identity(tmp_path)
     host = Host(identity, ConnectionGater(private_network(new_secret())))
-    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
+    async with run_libp2p(host, own_addresses("127.0.0.1"), 0):
         await foreign.fail("dial", address=address(host))
         assert not host.is_connected(foreign.id)

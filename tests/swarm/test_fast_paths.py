@@ -19,7 +19,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.tools.anyio_service import Service, background_trio_service
 from trio_typing import TaskStatus
 
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.fast_paths import PromptLock
@@ -47,7 +47,7 @@ async def two_hosts(folder: Path) -> AsyncIterator[tuple[Host, Host]]:
             await trio.Path(folder / name).mkdir()
             host = Host(load_or_create_identity(folder / name), ConnectionGater())
             host.serve(ECHO, echo)
-            async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
+            async with run_libp2p(host, own_addresses("127.0.0.1"), 0):
                 hosts.append(host)
                 task_status.started()
                 await trio.sleep_forever()

@@ -274,6 +274,25 @@ async def test_one_that_leaves_while_it_is_greeted_does_not_count(autojump_clock
         assert list(it.parts.attempts) == []
 
 
+async def test_one_that_leaves_while_it_is_greeted_is_not_counted_on_until_it_is_heard_again(
+    autojump_clock: MockClock,
+) -> None:
+    async with node() as it:
+        it.greeting_s = 1.0
+        now = trio.current_time()
+        it.dialler.suggest(A, HERE, now)
+        assert it.dialler.may_answer(A, now, now + 10.0)
+        it.host.open(A)
+        await trio.sleep(0.5)
+        it.host.end(A)
+        await trio.sleep(5.0)
+        assert it.changes == [("reachable", A)]
+        heard_s, now = now, trio.current_time()
+        assert not it.dialler.may_answer(A, heard_s, now + 3600.0)
+        assert it.dialler.may_answer(A, now, now + 3.0)
+        assert it.due() == [A], "it is dialled as soon as it would have been"
+
+
 async def test_an_error_of_ours_ends_the_connection_and_keeps_nothing(autojump_clock: MockClock) -> None:
     async with node() as it:
         defect: Any = RuntimeError("a defect")

@@ -239,6 +239,7 @@ async def test_a_peer_that_has_gone_leaves_nothing_behind(tmp_path: Path) -> Non
         now = trio.current_time() + LATER_S
         a.spread.expire(now)
         a.directory.tidy(now)
+        a._reachable.announce_changes(now)
         a.wide_area.dht.core.table.failed(node_id)
         with trio.fail_after(DEADLINE_S):
             while node_id in a.directory.registry.announced:  # noqa: ASYNC110

@@ -311,6 +311,23 @@ async def test_readers_hear_once_of_what_time_alone_has_changed(autojump_clock: 
         assert await heard() == {"reachable b"}
 
 
+async def test_readers_hear_of_a_node_that_somebody_found_reachable_for_a_moment_only() -> None:
+    """Of one whose record came and whose first dial failed, between two looks at the time."""
+    stand = Stand()
+    stand.nodes.announce_changes(100.0)
+    stand.hears("a", now=101.0)
+    assert stand.nodes.at(105.0) == {"a"}
+    stand.dialler.dialled(NodeId("a"), 106.0, succeeded=False)
+    async with stand.feed.subscribe() as changes:
+        stand.nodes.announce_changes(107.0)
+        with trio.fail_after(1.0):
+            assert await anext(changes) == Change("reachable", NodeId("a"))
+        assert stand.nodes.at(107.0) == set()
+        stand.nodes.announce_changes(107.5)
+        stand.feed.announce(Change("reachable", NodeId("nothing before this")))
+        assert (await anext(changes)).node_id == "nothing before this"
+
+
 def test_a_connected_node_takes_no_place_among_the_untried() -> None:
     stand = Stand()
     names = [f"n{number}" for number in range(UNTRIED_MAX + 1)]

@@ -15,7 +15,7 @@ from libp2p.peer.id import ID
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.data_plane import HANDSHAKES_MAX
 from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, shake_hands
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, OwnAddresses
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
 from swarmllm.swarm.libp2p.requests import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
@@ -79,7 +79,7 @@ async def sybils(victim: Libp2pRouter, n_names: int) -> AsyncIterator[None]:
         for _ in range(n_names):
             host = Host(somebody(), ConnectionGater())
             host.serve(PROTOCOL, think)
-            await stack.enter_async_context(run_libp2p(host, "127.0.0.1", 0, []))
+            await stack.enter_async_context(run_libp2p(host, OwnAddresses(("127.0.0.1",), (), ()), 0))
             with trio.fail_after(DEADLINE_S), contextlib.suppress(NodeUnreachable):
                 await host.dial(victim.node_id, where)
         yield

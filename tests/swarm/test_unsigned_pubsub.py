@@ -20,7 +20,7 @@ from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.libp2p.gossip import MODELS, Gossip, UnsignedGossipSub, run_gossip
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
@@ -62,7 +62,7 @@ async def listener(folder: Path) -> AsyncIterator[Listener]:
         receive=lambda topic, content: made[0].take(topic, content),
         size_max_bytes={MODELS: 4000},
     )
-    async with run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]), run_gossip(gossip, host):
+    async with run_libp2p(host, own_addresses("127.0.0.1"), 0), run_gossip(gossip, host):
         made.append(Listener(host, gossip))
         yield made[0]
 

@@ -160,6 +160,16 @@ class Dialler:
             candidate.doubted_at_s = now
             candidate.is_tried = False
 
+    def lost_early(self, node_id: NodeId, now: float) -> bool:
+        """A connection ended before it counted as one. When the node is dialled next stays as it was. False
+        where it is not known."""
+        candidate = self._candidates.get(node_id)
+        if candidate is None:
+            return False
+        candidate.lost_at_s = now
+        self.doubt(node_id, now)
+        return True
+
     def answered(self, node_id: NodeId) -> None:
         """It counts as connected, whoever has dialled."""
         if (candidate := self._candidates.get(node_id)) is not None:

@@ -251,6 +251,8 @@ class Liveness:
             )
             if is_new:
                 self._count(node_id)
+            elif node_id not in self.connected:
+                self._lost_early(node_id)
         finally:
             self._greeted(node_id)
         if is_new:
@@ -262,6 +264,11 @@ class Liveness:
                 failed=partial(self._has_failed, node_id),
             )
             await self._reach_early(node_id)
+
+    def _lost_early(self, node_id: NodeId) -> None:
+        """Its record may be here, and then routes may lead there."""
+        if self._dialler.lost_early(node_id, trio.current_time()):
+            self._feed.announce(Change("reachable", node_id))
 
     def _greeted(self, node_id: NodeId) -> None:
         if (greeting := self._greeting(node_id)) is not None:

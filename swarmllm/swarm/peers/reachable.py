@@ -64,13 +64,17 @@ class ReachableNodes:
         self._feed = feed
         self._uses: Parts[Use] = Parts.alone() if uses is None else uses
         self._last: frozenset[NodeId] = frozenset()
+        self._told_otherwise: set[NodeId] = set()
+        """Of which somebody who asked since then was told otherwise than `_last` has it."""
 
     def __repr__(self) -> str:
         return f"<ReachableNodes {len(self._connected)} connected>"
 
     def at(self, now: float) -> frozenset[NodeId]:
         tried, untried = self._others(now)
-        return frozenset((*self._connected, *tried, *untried))
+        reachable = frozenset((*self._connected, *tried, *untried))
+        self._told_otherwise |= reachable ^ self._last
+        return reachable
 
     def untried(self, now: float) -> frozenset[NodeId]:
         """Those of them with which there has been no connection."""
@@ -121,8 +125,9 @@ class ReachableNodes:
         return [node_id for since_s, node_id in found[: max(0, n_surplus)] if now - since_s >= IDLE_S]
 
     def announce_changes(self, now: float) -> None:
-        """Tell of nodes that have become reachable, or are no longer, by time alone."""
-        reachable = self.at(now)
-        for node_id in reachable ^ self._last:
+        """Tell of nodes that have become reachable, or are no longer, by time alone. A node that was so for a
+        moment only is told of, too: somebody may have asked in that moment."""
+        self._last = self.at(now)
+        told_otherwise, self._told_otherwise = self._told_otherwise, set()
+        for node_id in told_otherwise:
             self._feed.announce(Change("reachable", node_id))
-        self._last = reachable

@@ -20,7 +20,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.discovery.dht import dht as dht_module
 from swarmllm.swarm.discovery.dht import serving
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL, Dht, protocol_name
@@ -74,7 +74,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 def connected(self) -> set[NodeId]:
                     return host.connected()
 
-            async with trio.open_nursery() as inner, run_libp2p(host, "127.0.0.1", 0, ["127.0.0.1"]):
+            async with trio.open_nursery() as inner, run_libp2p(host, own_addresses("127.0.0.1"), 0):
                 dht = Dht(host, inner, Node(), mode=mode, peers_max=peers_max)
                 ports[host.node_id] = host.port
                 inner.start_soon(dht.run)
