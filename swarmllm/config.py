@@ -217,7 +217,9 @@ class InferenceTable:
     kv_cache_ttl_secs: Seconds = _setting(600.0, "How long KV is kept that no request asks for.")
     session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
-        0, "Compute threads of each worker; 0 means the cores this process may use."
+        0,
+        "Compute threads of a worker; 0 means the cores this process may use. Workers that compute at the "
+        "same time share them.",
     )
     kv_type: KvType = _setting("f16", "Keys and values; q8_0 is half as large, needs flash_attention.")
     flash_attention: FlashAttention = _setting(

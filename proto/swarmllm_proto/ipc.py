@@ -12,7 +12,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
+from swarmllm_proto.ipc_base import (  # noqa: F401
+    AtWork,
     CallId,
     CheckCuts,
     CutsChecked,
@@ -41,6 +42,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401  # noqa: F401  # noqa: F401
     TokenCount,
     TokenId,
     TokenLogprob,
+    UseThreads,
     WorkerMessage,
     require_layer_range,
 )
@@ -377,8 +379,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
 
 
 class Done(WorkerMessage, frozen=True, tag=True):
-    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat and TakePrompt;
-    and a Forward that was `resent` and had come before."""
+    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat, TakePrompt and
+    UseThreads; and a Forward that was `resent` and had come before."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
@@ -402,6 +404,7 @@ AnyDaemonMessage: TypeAlias = (
     | Load
     | Unload
     | CheckCuts
+    | UseThreads
     | Tokenize
     | CheckGrammar
     | ApplyTemplate
@@ -433,6 +436,7 @@ AnyWorkerMessage: TypeAlias = (
     | Progress
     | Loaded
     | CutsChecked
+    | AtWork
     | Tokens
     | Text
     | LayerResult

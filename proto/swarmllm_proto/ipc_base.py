@@ -200,6 +200,19 @@ class CutsChecked(WorkerMessage, frozen=True, tag=True):
     """Why, where cut_alignment is 0."""
 
 
+class UseThreads(DaemonMessage, frozen=True, tag=True):
+    """Compute with so many threads from the next step on, or with those of Open where they are fewer.
+    Answered by Done."""
+
+    n_threads: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class AtWork(WorkerMessage, frozen=True, tag=True):
+    """Said unasked (id 0): the worker has begun to compute, or has not computed for 0.2 s."""
+
+    is_at_work: bool
+
+
 KernelMode = Literal["auto", "ggml", "ours"]
 """Whose matrix products are computed: those that were measured as the fastest, or always one side's."""
 KernelType = Literal["Q8_0", "Q4_K", "Q5_K", "Q6_K"]

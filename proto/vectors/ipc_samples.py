@@ -257,6 +257,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(TOKEN_IDS),
     ),
     ("check-cuts", ipc.CheckCuts(id=18, units=(4, 6)), b""),
+    ("use-threads", ipc.UseThreads(id=28, n_threads=2), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
     ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),
     (
@@ -317,6 +318,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.CutsChecked(id=18, cut_alignment=0, whole_reason="a self-check failed"),
         b"",
     ),
+    ("at-work", ipc.AtWork(is_at_work=True), b""),
     ("tokens", ipc.Tokens(id=4), tensor_bytes(TOKEN_IDS)),
     ("text", ipc.Text(id=14), "Grüße, 世界".encode()),
     (

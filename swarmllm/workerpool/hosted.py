@@ -7,7 +7,7 @@ worker: the next call after a crash finds no worker, starts one and loads the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class HostedModel:
         socket_dir: Path,
         nursery: trio.Nursery,
         on_notice: OnNotice = lambda worker, message, payload: None,
+        on_end: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
         self.model = model
         self.wanted: tuple[LayerRange, ...] = ()
@@ -58,6 +59,7 @@ class HostedModel:
         self._socket_dir = socket_dir
         self._nursery = nursery
         self._on_notice = on_notice
+        self._on_end = on_end
         self._worker: Worker | None = None
         self._opened_as: tuple[ModelFile, WorkerSettings] | None = None
         self._starting: Outcome[Worker] | None = None
@@ -217,6 +219,7 @@ class HostedModel:
             stop_timeout_s=settings.stop_timeout_s,
             on_notice=self._on_notice,
         )
+        worker.n_threads = settings.n_threads
         spawn(self._nursery, "worker", self._run, worker)
         try:
             await worker.ready()
@@ -275,6 +278,7 @@ class HostedModel:
             await worker.run()
         finally:
             self.last_end = worker.obituary
+            self._on_end(worker)
 
 
 def inode_of(path: Path) -> tuple[int, int] | None:

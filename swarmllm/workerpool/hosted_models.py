@@ -5,6 +5,7 @@ The pool's parts (layers, prefixes, repairs, links, cuts) share this object and 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -16,14 +17,17 @@ from typing import Final, TypeVar
 
 import trio
 
-from swarmllm.errors import WorkerDied, WorkerError
-from swarmllm.supervision import Outcome, detach, supervise
+from swarmllm.errors import DeadlineExceeded, WorkerDied, WorkerError
+from swarmllm.supervision import Outcome, detach, spawn, supervise
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.thread_shares import ThreadShares
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.ipc import AnyWorkerMessage
+from swarmllm_proto.ipc import AnyWorkerMessage, AtWork, Done, UseThreads
+
+log = logging.getLogger("swarmllm.workerpool")
 
 SOCKET_NAME_LENGTH: Final = 32
 """More than a socket's file name has."""
@@ -45,6 +49,7 @@ class Hosts:
         self._runtime_dir = runtime_dir
         self._hosted: dict[ModelId, HostedModel] = {}
         self._nursery: trio.Nursery | None = None
+        self._threads: ThreadShares[Worker] = ThreadShares()
         self.when_idle: list[Callable[[], Awaitable[None]]] = []
         """Called now and then: workers of another kind may have become idle."""
 
@@ -84,6 +89,7 @@ class Hosts:
                 self.socket_dir,
                 self.nursery(),
                 partial(self._notice, model.model_id),
+                self._ended,
             )
             self._hosted[model.model_id] = hosted
         else:
@@ -124,8 +130,33 @@ class Hosts:
         self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
     ) -> None:
         # What the last worker had to say concerns nobody any more.
-        if worker is self.worker(model_id):
+        if worker is not self.worker(model_id):
+            return
+        if isinstance(message, AtWork):
+            n_threads = self._hosted[model_id].settings.n_threads
+            self._tell_threads(self._threads.note(worker, n_threads, is_at_work=message.is_at_work))
+        else:
             self.on_notice(model_id, worker, message, payload)
+
+    def _ended(self, worker: Worker) -> None:
+        self._tell_threads(self._threads.forget(worker))
+
+    def _tell_threads(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            if worker.alive and self._nursery is not None:
+                spawn(self._nursery, "worker", self._tell_share, worker)
+
+    async def _tell_share(self, worker: Worker) -> None:
+        # Of several such tasks any may be the first; all tell the latest.
+        n_threads = self._threads.share(worker)
+        if n_threads is None:
+            return
+        message = UseThreads(id=worker.new_id(), n_threads=n_threads)
+        try:
+            await worker.call(message, Done, timeout_s=self.settings.load_timeout_s)
+            worker.n_threads = n_threads
+        except (WorkerError, DeadlineExceeded) as error:
+            log.debug("worker %d was not told its threads: %s", worker.pid, error)
 
     async def _stop_idle_workers(self) -> None:
         limit_s = self.settings.idle_timeout_s

@@ -88,6 +88,8 @@ class WorkerStatistics:
     """How the previous process ended."""
     kernels: tuple[KernelChoice, ...] = ()
     """What it measured of its matrix products."""
+    n_threads: int = 0
+    """With which it computes: fewer than configured while other workers are at work, too. 0 without one."""
 
 
 def statistics_of(hosted: HostedModel) -> WorkerStatistics:
@@ -104,6 +106,7 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         n_starts=hosted.n_starts,
         last_end=hosted.last_end,
         kernels=hosted.kernels,
+        n_threads=worker.n_threads if worker else 0,
     )
 
 

@@ -72,6 +72,8 @@ class Worker:
         self._had_to_kill = False
         self.ended = trio.Event()
         self.last_used_at = trio.current_time()
+        self.n_threads = 0
+        """With which it computes, as it was told."""
         self._ready = Call(Ready, start_timeout_s)
         self._pending[0] = self._ready
 

@@ -198,6 +198,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
         }
     # `v` moves with the protocol; the digest is filled in by the encoder; what nobody asked for has id 0.
     unasked = {
-        (name, "id") for name in ("Ready", "Arrived", "Relay", "Turned", "LinkLost", "PrefixManifestUpdate")
+        (name, "id")
+        for name in ("Ready", "Arrived", "Relay", "Turned", "LinkLost", "PrefixManifestUpdate", "AtWork")
     }
     assert {pair for pair in unseen if pair[1] not in ("v", "digest")} == unasked

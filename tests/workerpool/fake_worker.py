@@ -156,11 +156,19 @@ def handle(frame: Frame) -> None:
                 rows = decode_tensor(frame.payload) + np.float32(message.end - message.start)
                 send(ipc.LayerResult(id=message.id, request_id=message.request_id), encode_tensor(rows))
         case ipc.Generate() if not obey(message.request_id, message.id):
+            if not streams:
+                send(ipc.AtWork(is_at_work=True))
             streams[message.request_id] = [message.id, 0, message.sampling.max_tokens]
         case ipc.CancelRequest():
             call_id, n_done, _ = streams.pop(message.request_id, (0, 0, 0))
             if call_id:
                 finish(call_id, message.request_id, "cancelled", n_done)
+                if not streams:
+                    send(ipc.AtWork(is_at_work=False))
+            send(ipc.Done(id=message.id))
+        case ipc.UseThreads() if HABIT == "refuses-threads":
+            send(ipc.Error(id=message.id, kind="engine", message="not so many"))
+        case ipc.UseThreads():
             send(ipc.Done(id=message.id))
         case ipc.ReleaseRequestKv():
             send(ipc.Done(id=message.id))

@@ -67,6 +67,7 @@ class Worker:
         self.socket.settimeout(DEADLINE_S)
         self._decoder = FrameDecoder()
         self._answers: deque[Answer] = deque()
+        self.at_work: list[bool] = []
         self._n_calls = 0
         self.ready = self.receive(ipc.Ready)
 
@@ -82,7 +83,12 @@ class Worker:
             if not data:
                 raise EOFError("the worker closed the socket")
             for frame in self._decoder.feed(data):
-                self._answers.append(Answer(decode_worker_message(frame), frame.payload))
+                message = decode_worker_message(frame)
+                if isinstance(message, ipc.AtWork):
+                    # Said unasked, and of interest to one test only.
+                    self.at_work.append(message.is_at_work)
+                else:
+                    self._answers.append(Answer(message, frame.payload))
         return self._answers.popleft()
 
     @property

@@ -68,7 +68,7 @@ class Stages:
             room.run()
             assert not room.errors()
             if i < last:
-                data = decode_tensor(room.sent[-1][1])
+                data = decode_tensor(next(p for m, p in reversed(room.sent) if not isinstance(m, ipc.AtWork)))
         return data
 
     def answer(self, prompt: np.ndarray, name: str, sampling: ipc.Sampling, chunk: int = 128) -> list[Any]:

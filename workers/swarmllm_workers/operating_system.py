@@ -62,6 +62,31 @@ def settle_thread(on: Collection[int], niceness: int) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
+class PinnedThreads:
+    """Threads of this process that are kept to one core each, and are let off it for a time. Elsewhere than
+    on Linux there are none."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, set[int]] = {}
+
+    def let_move(self, on: Collection[int]) -> None:
+        """All that are kept to a core may run on the cores in `on`, if there are any."""
+        if not IS_LINUX or not on:
+            return
+        for thread in [int(each.name) for each in Path("/proc/self/task").iterdir()]:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                where = os.sched_getaffinity(thread)
+                if len(where) == 1 < len(on):
+                    os.sched_setaffinity(thread, on)
+                    self._kept[thread] = where
+
+    def keep_again(self) -> None:
+        for thread, where in self._kept.items():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, where)
+        self._kept.clear()
+
+
 def address_space_bytes() -> int | None:
     """Of this process. None: nobody counts, and a limit on it does not hold."""
     if not IS_LINUX:

@@ -245,11 +245,22 @@ def _overrides(numbers: Mapping[str, int]) -> Any:
     return overrides
 
 
+class Threads:
+    """How many compute. Another number counts from the next batch on."""
+
+    __slots__ = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
 @dataclass(frozen=True)
 class ContextSettings:
     n_ctx: int
     n_slots: int
     n_threads: int
+    threads: Threads | None = None
+    """Count in the place of `n_threads`."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
     n_outputs_max: int = N_BATCH
@@ -287,6 +298,8 @@ class Context:
             params.cb_eval = settings.eval_callback
             params.cb_eval_user_data = settings.eval_user_data
         self._keep = settings
+        self._threads = settings.threads or Threads(settings.n_threads)
+        self._n_threads = settings.n_threads
         self._gives_normed = False
         _complaints.recent.clear()
         handle = lib.llama_init_from_model(model.handle, params)
@@ -358,6 +371,9 @@ class Context:
             self._sequences[:n] = sequences
             self._outputs[:n] = outputs
         batch.n_tokens = n
+        if self._threads.n != self._n_threads:
+            self._n_threads = self._threads.n
+            lib.llama_set_n_threads(self.handle, self._n_threads, self._n_threads)
         if normed != self._gives_normed:
             lib.llama_set_embeddings(self.handle, normed)
             self._gives_normed = normed

@@ -21,7 +21,7 @@ from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.cache.prefixes import PrefixSettings
-from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
+from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model, Threads
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.tap import Rescaling, Tap
@@ -41,6 +41,8 @@ class EngineSettings:
     """KV cells of each segment, shared by all slots."""
     n_slots: int = 8
     n_threads: int = 1
+    threads: Threads | None = field(default=None, compare=False)
+    """Of all segments but those of exact requests, in the place of `n_threads`."""
     use_mmap: bool = True
     use_mlock: bool = False
     max_bytes: int = 0
@@ -74,6 +76,7 @@ def exact_settings(settings: EngineSettings, n_rows: int) -> EngineSettings:
     return replace(
         settings,
         n_ctx=-(-n_rows // _CELLS_MULTIPLE) * _CELLS_MULTIPLE,
+        threads=None,
         flash_attention=attention,
         prefixes=PrefixSettings(n_entries=0, n_cells_entries=0),
     )
@@ -168,6 +171,7 @@ class Segment:
                 n_ctx=settings.n_ctx,
                 n_slots=n_sequences,
                 n_threads=settings.n_threads,
+                threads=settings.threads,
                 kv_type=settings.kv_type,
                 flash_attention=settings.flash_attention,
                 n_outputs_max=min(self.n_outputs_max, n_batch),

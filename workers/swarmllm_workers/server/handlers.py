@@ -6,7 +6,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,6 @@ import numpy as np
 from swarmllm_proto import ipc
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import unpack_rows
-from swarmllm_workers import operating_system
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.decode.grammar import spec_of
@@ -38,6 +37,7 @@ from swarmllm_workers.server.kv_handlers import EndingHandlers, PrefixHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings, speculation_settings
 from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
+from swarmllm_workers.server.thread_use import ThreadUse
 from swarmllm_workers.server.worker_state import WorkerState, read_as, read_tensor
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
@@ -68,15 +68,17 @@ class Handlers:
         read_ahead: ReadAhead | None = None,
         loading: Place | None = None,
         parsing: Place | None = None,
+        cores: Collection[int] = (),
     ) -> None:
         """`watch`: for links; `take_descriptor`: what came along with the message that is handled. `loading`
         and `parsing`: where layers are made, and where what came from elsewhere is read; here at once where
-        there is no such place."""
+        there is no such place. `cores`: as in `ThreadUse`."""
         self.state = WorkerState(send, loading or InPlace(), parsing or InPlace())
         self._send = send
         self._read_ahead = read_ahead
         self._take_descriptor = take_descriptor
         self.ring = Ring(send, self._forward_by_link, watch)
+        self._thread_use = ThreadUse(send, cores)
         self._arrived_at = 0.0
         self._manifest: PrefixManifest | None = None
         self._lone_steps: LoneSteps | None = None
@@ -99,6 +101,7 @@ class Handlers:
             ipc.TakePrompt: self._take_prompt,
             ipc.TakeSeat: self._take_seat,
             ipc.Generate: self._generate,
+            ipc.UseThreads: self._use_threads,
             ipc.Shutdown: self._shutdown,
             ipc.OpenProjector: _refuse_pictures,
             ipc.EncodePicture: _refuse_pictures,
@@ -154,10 +157,8 @@ class Handlers:
         until_s = self.state.model.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
-        if (grammars_ms := self.grammars.pause_ms()) is not None:
-            sleeps_ms.append(grammars_ms)
-        if (news_ms := self.ring.tell_news()) is not None:
-            sleeps_ms.append(news_ms)
+        due_ms = self.grammars.pause_ms(), self.ring.tell_news(), self._thread_use.pause_ms()
+        sleeps_ms += [each for each in due_ms if each is not None]
         self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
         return min(sleeps_ms)
 
@@ -170,6 +171,7 @@ class Handlers:
         if self.state.scheduler is not None and self.state.speculation is not None:
             self.state.scheduler.step()
             self.state.speculation.settle(is_idle=not self.state.scheduler.has_work)
+            self._thread_use.stepped()
 
     def _open(self, message: ipc.Open, _payload: memoryview) -> None:
         if self.state.model is not None:
@@ -177,14 +179,15 @@ class Handlers:
         engine = Engine(
             Path(message.path),
             Path(message.cache_dir),
-            engine_settings(message, self._read_ahead),
+            engine_settings(message, self._read_ahead, self._thread_use.threads),
             owns_path=message.owns_path,
         )
         engine.begin = partial(self.state.loading.begin, fail=_log_failure)
         self.state.model = engine
         self.grammars.open(engine.n_vocab)
         self._manifest = PrefixManifest(self._send) if message.tell_prefixes else None
-        self.ring.has_spare_core = engine.settings.n_threads < len(operating_system.cores())
+        self._thread_use.configure(message.n_threads)
+        self.ring.has_spare_core = self._thread_use.has_spare_core
         self.state.speculation = Speculation(engine, speculation_settings(message))
         kept_in = Path(message.kernel_timings) if message.kernel_timings else None
         self.state.kernels = KernelTuning(message.kernels, kept_in)
@@ -238,6 +241,7 @@ class Handlers:
             try:
                 if self._lone_steps.run(seat, job, payload, came_at, is_idle=is_idle):
                     self._has_stepped = True
+                    self._thread_use.stepped()
                     return
             except Exception as error:
                 self.state.engine().release_if_empty(job.request_id)
@@ -386,6 +390,12 @@ class Handlers:
         self.ring.leave(request_id)
         if self._cohorts is not None:
             self._cohorts.forget(request_id)
+
+    def _use_threads(self, message: ipc.UseThreads, _payload: memoryview) -> None:
+        self.state.engine()
+        self._thread_use.use(message.n_threads)
+        self.ring.has_spare_core = self._thread_use.has_spare_core
+        self._send(ipc.Done(id=message.id))
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self.state.finish(message.id)

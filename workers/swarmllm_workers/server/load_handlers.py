@@ -15,6 +15,7 @@ from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
+from swarmllm_workers.engine.libllama import Threads
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_maker import LoadProgress
@@ -27,7 +28,9 @@ SEQUENCES_MAX: Final = 256
 """libllama's limit."""
 
 
-def engine_settings(message: ipc.Open, read_ahead: ReadAhead | None = None) -> EngineSettings:
+def engine_settings(
+    message: ipc.Open, read_ahead: ReadAhead | None = None, threads: Threads | None = None
+) -> EngineSettings:
     """Raises CallError bad_message."""
     if message.kv_type != "f16" and message.flash_attention == "off":
         raise CallError("bad_message", f"stored as {message.kv_type}, values need flash attention", "kv_type")
@@ -35,6 +38,7 @@ def engine_settings(message: ipc.Open, read_ahead: ReadAhead | None = None) -> E
         n_ctx=message.n_ctx,
         n_slots=message.n_slots,
         n_threads=message.n_threads,
+        threads=threads,
         use_mmap=message.use_mmap,
         use_mlock=message.use_mlock,
         max_bytes=message.max_bytes,

@@ -101,7 +101,13 @@ class Server:
         self._loading = BackgroundThread("loading", self._inbox, cores=cores, niceness=LOADING_NICENESS)
         self._parsing = BackgroundThread("parsing", self._inbox, cores=cores)
         self._handlers = Handlers(
-            self.send, self._watch, self._take_descriptor, self._read_ahead, self._loading, self._parsing
+            self.send,
+            self._watch,
+            self._take_descriptor,
+            self._read_ahead,
+            self._loading,
+            self._parsing,
+            cores,
         )
         self._pid = pid
 

@@ -60,6 +60,7 @@ class DraftModel:
                     n_ctx=settings.n_ctx,
                     n_slots=settings.n_slots,
                     n_threads=settings.n_threads,
+                    threads=settings.threads,
                     kv_type=settings.kv_type,
                     flash_attention=settings.flash_attention,
                     n_outputs_max=settings.n_slots,
