@@ -102,6 +102,13 @@ def test_the_own_shares_of_a_node_are_charged_to_nobody() -> None:
         assert followed.follow(A, records(sharing(A, look)), float(look)) == (model(look),)
 
 
+@pytest.mark.parametrize("own", [A, B])
+def test_where_there_is_one_place_this_node_has_it_whatever_its_id_is(own: NodeId) -> None:
+    other = B if own == A else A
+    followed = AcceptedShares(("members",), places=1)
+    assert followed.follow(own, records(sharing(other, 1), sharing(own, 2)), 0.0) == (model(2),)
+
+
 @given(
     st.lists(
         st.tuples(

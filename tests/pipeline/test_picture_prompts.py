@@ -20,7 +20,7 @@ from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture, PromptPictures
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow
-from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded
+from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, with_row_ids
 from swarmllm.pipeline.origin.prompts import read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.settings import PipelineSettings
@@ -170,3 +170,13 @@ def test_chunks_end_where_pictures_do_and_may_leave_again(
         else:
             with pytest.raises(BrokenPromise):
                 window.rewind(position)
+
+
+def test_only_rows_of_pictures_get_ids_and_every_token_stays() -> None:
+    tokens = np.array([0, 5, -1, 0, -1], np.int32)
+    run = with_row_ids(tokens, b"a picture")
+    assert run[[0, 1, 3]].tolist() == [0, 5, 0]
+    assert (run[[2, 4]] >= FIRST_ROW_ID).all()
+    assert run[2] != run[4]
+    assert run.tolist() == with_row_ids(tokens, b"a picture").tolist()
+    assert run.tolist() != with_row_ids(tokens, b"another").tolist()

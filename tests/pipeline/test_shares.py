@@ -21,6 +21,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.stage.capacity import (
+    FADES_S,
     FIRST_JOB_S,
     KEPT_OF,
     SHORTEST_TURN_S,
@@ -170,6 +171,16 @@ def test_an_origin_that_was_turned_away_is_served_before_one_that_has_its_share(
     assert shares.ask(A, places(a=6, b=1), 103.0).is_granted
     assert not shares.ask(B, places(a=8), 110.0).is_granted
     assert shares.ask(A, places(a=7), 110.0 + WANT_S).is_granted
+
+
+def test_what_an_origin_has_used_counts_half_after_five_minutes() -> None:
+    shares = Shares(8)
+    shares.ask(B, places(a=1), 100.0)
+    shares.ask(B, places(a=1), 160.0)
+    used_s = shares._used_s[node_id_named("a")]
+    assert used_s > 50.0
+    shares.ask(B, [], 160.0 + FADES_S)
+    assert shares._used_s[node_id_named("a")] == pytest.approx(used_s / 2)
 
 
 def test_unused_places_go_first_those_of_the_origin_with_most_before_others() -> None:

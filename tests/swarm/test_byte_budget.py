@@ -122,6 +122,15 @@ def test_nothing_may_be_reserved_of_a_full_budget_and_less_than_nothing_never() 
         budget.reserve("peer", BudgetKind.JOBS, -1)
 
 
+def test_what_others_hold_may_become_free_and_what_a_peer_holds_itself_counts_against_it() -> None:
+    budget, kind = ByteBudget(SMALL), BudgetKind.MESSAGES
+    assert budget.reserve("a", kind, 50) is not None
+    assert budget.is_for_others_to_give("a", kind, 10)
+    assert not budget.is_for_others_to_give("a", kind, 11)
+    assert budget.is_for_others_to_give("b", kind, 60)
+    assert not budget.is_for_others_to_give("b", kind, 61)
+
+
 def test_the_largest_request_and_message_fit() -> None:
     budget = ByteBudget()
     assert budget.reserve("peer", BudgetKind.MESSAGES, SWARM_PAYLOAD_MAX)

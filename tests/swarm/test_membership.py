@@ -20,7 +20,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import PeerRequests
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater, proof
+from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGated, ConnectionGater, proof
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import (
     OPEN_SWARM,
@@ -177,6 +177,31 @@ async def test_members_meet_and_exchange_everything(swarms: Swarms) -> None:
     # Gossip too has its way, on topics of the network's own.
     await b.publish(b"news")
     await until(a, lambda: a.records()[b.node_id] == b"news")
+
+
+class LostSession:
+    """A libp2p session whose other end is gone."""
+
+    def __init__(self) -> None:
+        self.n_closed = 0
+        self.conn = self
+
+    def get_remote_peer(self) -> NodeId:
+        return node_id_named("a")
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError("gone")
+
+    async def close(self) -> None:
+        self.n_closed += 1
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+async def test_a_session_that_is_lost_in_the_proof_is_closed_and_refused(dialled: bool) -> None:
+    session = LostSession()
+    with pytest.raises(ConnectionGated, match="no proof of membership: OSError"):
+        await ConnectionGater(private_network(new_secret())).check(session, dialled=dialled)
+    assert session.n_closed == 1
 
 
 @pytest.mark.parametrize("outside", [OPEN_SWARM, private_network(bytes(32))], ids=["open", "other key"])

@@ -232,3 +232,19 @@ def test_peers_are_remembered_with_where_they_were(tmp_path: Path) -> None:
     ]
     assert [node_id for node_id, _ in store.peers("", since=15)] == [NEW, BARE]
     assert store.peers("another network", since=5) == []
+
+
+async def test_what_was_kept_is_read_once(tmp_path: Path) -> None:
+    """Read again, it would take back what a node has earned since."""
+    store = PeerStore(tmp_path)
+    before = Trust(store=store, clock=lambda: 1.0)
+    before.note(A, Deed.BROKE_PROTOCOL, "test")
+    await before.save()
+    trust = Trust(store=store, clock=lambda: 1.0)
+    await trust.load()
+    kept = trust.score(A)
+    trust.note(A, GOOD[0], "test")
+    earned = trust.score(A)
+    assert earned > kept
+    await trust.load()
+    assert trust.score(A) == earned

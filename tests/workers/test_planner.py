@@ -180,6 +180,15 @@ def test_youngest_generation_starts_over_when_an_older_one_needs_its_cells() -> 
     assert fit == Fit(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
 
 
+def test_the_first_piece_of_a_forward_needs_room_for_no_more_than_itself() -> None:
+    """Its sender brings the other pieces when this one is done; a generation has its whole prompt here."""
+    batch = Batch("a", (Share(1, 10),))
+    generation = prompt(1, 100)
+    forward = replace(generation, can_restart=False)
+    assert planner().preempt(batch, [forward], n_free=10).batch == batch
+    assert planner().preempt(batch, [generation], n_free=10).batch == Batch("a", ())
+
+
 def test_forward_is_never_thrown_out_and_never_waits() -> None:
     forward = replace(decode(1), can_restart=False)
     plan = planner()

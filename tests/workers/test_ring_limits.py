@@ -134,6 +134,15 @@ def test_corked_rows_leave_in_one_piece_and_in_order() -> None:
     theirs.close()
 
 
+def test_without_corked_rows_uncorking_does_nothing() -> None:
+    ring, _ = seated()
+    ring.uncork()
+    ring.cork()
+    ring.uncork()
+    ring.uncork()
+    ring.close()
+
+
 def test_corked_rows_whose_link_has_ended_go_through_the_daemon() -> None:
     """Each request's, marked as sent again; those to others are not touched."""
     said: list[tuple[Any, bytes]] = []
