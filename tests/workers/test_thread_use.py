@@ -52,6 +52,18 @@ def test_it_says_once_that_it_computes_and_after_a_while_that_it_rests() -> None
     assert said.at_work == [True, False, True]
 
 
+def test_others_learn_of_a_prompt_before_its_first_piece_is_computed(open_room: OpenRoom) -> None:
+    room = open_room(GUIDE_PATH, (0, 12), n_ctx=1024)
+    room.generate(PROMPT, "r", GREEDY)
+    said: list[object] = []
+    scheduler = room.handlers.state.scheduler
+    assert scheduler is not None
+    step = scheduler.step
+    scheduler.step = lambda: (said.extend(message for message, _ in room.sent), step())[1]  # type: ignore[method-assign]
+    room.run(1)
+    assert said[-1] == ipc.AtWork(is_at_work=True)
+
+
 def test_it_never_uses_more_threads_than_configured() -> None:
     said = Said()
     said.use.configure(4)

@@ -169,6 +169,7 @@ class Handlers:
     def step(self) -> None:
         """One round of the works in progress."""
         if self.state.scheduler is not None and self.state.speculation is not None:
+            self._thread_use.begins()
             self.state.scheduler.step()
             self.state.speculation.settle(is_idle=not self.state.scheduler.has_work)
             self._thread_use.stepped()

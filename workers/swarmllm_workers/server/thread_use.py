@@ -52,12 +52,16 @@ class ThreadUse:
         self.threads.n = min(n_threads, self._configured)
         self._is_settled = False
 
-    def stepped(self) -> None:
-        """After each step."""
-        self._stepped_s = self._clock()
+    def begins(self) -> None:
+        """Before a step, which may take long: others learn of it at once."""
         if not self._is_at_work:
             self._is_at_work = True
             self._send(ipc.AtWork(is_at_work=True))
+
+    def stepped(self) -> None:
+        """After each step."""
+        self.begins()
+        self._stepped_s = self._clock()
         if not self._is_settled:
             # Threads that the step has started are there now.
             self._is_settled = True
