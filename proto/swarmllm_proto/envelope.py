@@ -10,7 +10,6 @@ is Ed25519 over a domain prefix and the body. Signing the bytes as sent means no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -19,6 +18,8 @@ from msgspec import UNSET, Meta, UnsetType
 from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, require_multiaddrs
+from swarmllm_proto.identifiers import Sign as Sign
+from swarmllm_proto.identifiers import Verify as Verify
 from swarmllm_proto.limits import LOAD_MAX, RECORD_MAX
 
 ENVELOPE_VERSION = 1
@@ -29,9 +30,6 @@ ADDRESSES_MAX = 16
 
 _Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
-
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[NodeId, bytes, bytes], bool]
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):

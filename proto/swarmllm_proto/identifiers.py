@@ -83,6 +83,11 @@ NOT_PUBLISHED: Final = PublishedName("")
 Multiaddr = NewType("Multiaddr", Annotated[str, Meta(min_length=1, max_length=MULTIADDR_MAX)])
 """Protocols and their values, each of them checked by `require_multiaddrs`. Not every one can be dialled."""
 
+Sign = Callable[[bytes], bytes]
+"""With this node's key: content -> Ed25519 signature, 64 bytes."""
+Verify = Callable[[NodeId, bytes, bytes], bool]
+"""Whether a node signed this: (who, content, signature)."""
+
 MEANINGS: Final = {
     NODE_ID_PATTERN: "is not a node id (base58 of an Ed25519 peer id, 12D3KooW and 44 characters)",
     HEX_DIGEST_PATTERN: "is not 64 hexadecimal digits",

@@ -73,6 +73,9 @@ PICTURE_SIDE_MAX: Final = 16384
 CHECKED_ROWS_MAX: Final = 3 * MIB
 """Bytes of rows in one response, for a check of what a stage computed: 192 rows of f32 x 4096."""
 
+COMMITMENT_MAX: Final = 9 * KIB
+"""Bytes of a RowsCommitment: the digests of 4,096 rows that came and of as many that left, 32 at a time."""
+
 PREFIX_KV_MAX: Final = 3 * MIB
 """Bytes of kept KV in one response: 250 rows of a 0.5B model, 50 of a 7B model."""
 

@@ -35,6 +35,7 @@ from swarmllm_proto.ipc import (
 from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.ipc_kv import BlockCount
 from swarmllm_proto.limits import GUESSES_MAX, PIECE_MAX
+from swarmllm_proto.row_commitments import RowsCommitment as RowsCommitment
 from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
@@ -187,6 +188,8 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fal
     """Disk space that is left for fetching them; unset: it does not say."""
     accepts_shares_of: Annotated[tuple[ShortText, ...], Meta(max_length=16)] | UnsetType = UNSET
     """Whose shared models may be placed on it: node ids, or `members` for every node that it trusts."""
+    commits: bool | UnsetType = UNSET
+    """It commits to the rows that it sends, where the origin asks for it, and reads RowsCommitments."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
@@ -224,6 +227,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     start: LayerIndex
     end: LayerIndex
+    commits: bool | UnsetType = UNSET
+    """The node is to commit to its rows with RowsCommitments, and reads them."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -474,6 +479,7 @@ JobMessage: TypeAlias = (
     | CancelInference
     | RemoteGenerateRequest
     | ReplayRows
+    | RowsCommitment
 )
 SwarmRequest: TypeAlias = (
     PipelineAssignment

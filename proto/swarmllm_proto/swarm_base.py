@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
 from swarmllm_proto.identifiers import NodeId as NodeId
 from swarmllm_proto.ipc_base import LayerIndex, Position, RequestId, StageIndex, TokenCount
-from swarmllm_proto.limits import CHECKED_ROWS_MAX, PREFIX_KV_MAX
+from swarmllm_proto.limits import CHECKED_ROWS_MAX, COMMITMENT_MAX, PREFIX_KV_MAX
 
 WIRE_VERSION: Final = 1
 """The `v` of every message. A reader ignores fields it does not know and refuses another version."""
@@ -55,6 +55,9 @@ class RowsPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """BLAKE3 of the rows."""
     rows: Annotated[memoryview, Meta(max_length=CHECKED_ROWS_MAX)] = memoryview(b"")
     """f32, little-endian, one row after the other."""
+    commitment: Annotated[bytes, Meta(max_length=COMMITMENT_MAX)] | UnsetType = UNSET
+    """Of rows that came to the stage: the header of the RowsCommitment in which the one before it says that
+    it sent just these, where the receiver has it."""
 
 
 PREFIXES_MAX: Final = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from commitment_samples import COMMITMENT, COMMITTED_PIECE, COMMITTING_ASSIGNMENT
 from common_samples import (
     HIDDEN,
     LOGPROBS,
@@ -124,6 +125,7 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         swarm.ReplayRows(request_id=REQUEST_ID, stage=0, position=128, n_tokens=64, until=1),
         b"",
     ),
+    ("rows-commitment", COMMITMENT, b""),
     ("prefill-progress", swarm.PrefillProgress(request_id=REQUEST_ID, position=128, timings=TIMINGS), b""),
     (
         "prefill-progress-scores",
@@ -255,6 +257,7 @@ ACCEPTING_RECORD = swarm.NodeRecord(
 )
 
 REQUESTS: list[tuple[str, AnyRequest]] = [
+    ("committing-pipeline-assignment", COMMITTING_ASSIGNMENT),
     (
         "packed-pipeline-assignment",
         swarm.PipelineAssignment(
@@ -391,6 +394,7 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
             request_id=REQUEST_ID, known=True, digest=bytes(range(32)), rows=memoryview(bytes(range(16)))
         ),
     ),
+    ("rows-piece-committed", COMMITTED_PIECE),
     (
         "prefix-kv",
         swarm.PrefixKv(status="ok", digest=bytes(range(32)), data=memoryview(bytes(range(16)))),
@@ -494,7 +498,3 @@ CONTROL_FRAMES: list[tuple[str, FrameKind, bytes | Hello]] = [
     ("ack", FrameKind.ACK, (2**40 + 1).to_bytes(8, "little")),
 ]
 """Of the data plane; frames of kind 1 carry what is in `JOB_MESSAGES`."""
-
-
-def demo_signature(content: bytes) -> bytes:
-    return (b"signature of %d bytes" % len(content)).ljust(64, b".")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from common_samples import HIDDEN, MODEL_ID, TOKEN_IDS
+from commitment_samples import COMMITTING_RECORD
+from common_samples import HIDDEN, MODEL_ID, TOKEN_IDS, demo_signature
 from ipc_samples import IPC_MESSAGES
 from swarm_samples import (
     ACCEPTING_RECORD,
@@ -35,7 +36,6 @@ from swarm_samples import (
     SEEING_RECORD,
     SHARING_RECORD,
     STATEMENTS,
-    demo_signature,
 )
 
 from swarmllm_proto import swarm
@@ -87,6 +87,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
+    yield "record/committing-node-record.bin", encode_record(COMMITTING_RECORD)
     yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
     yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
     yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)

@@ -26,7 +26,8 @@ sys.path.insert(0, str(VECTORS))
 import ipc_samples  # noqa: E402 (beside the golden files, in no package)
 import swarm_samples  # noqa: E402
 import write_vectors  # noqa: E402
-from common_samples import EXACT, SAMPLING  # noqa: E402
+from commitment_samples import COMMITTING_RECORD  # noqa: E402
+from common_samples import EXACT, SAMPLING, demo_signature  # noqa: E402
 
 expected: dict[str, bytes] = dict(write_vectors.vectors())
 
@@ -114,7 +115,7 @@ def test_the_golden_outline_decodes_to_its_message() -> None:
 @pytest.mark.parametrize(("name", "statement"), swarm_samples.STATEMENTS)
 def test_golden_statements_decode_to_what_was_signed(name: str, statement: Envelope | Heartbeat) -> None:
     def verify(node_id: str, content: bytes, signature: bytes) -> bool:
-        return node_id == statement.node_id and signature == swarm_samples.demo_signature(content)
+        return node_id == statement.node_id and signature == demo_signature(content)
 
     assert unseal(read(f"gossip/{name}.bin"), type(statement), verify) == statement
 
@@ -180,6 +181,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [*swarm_samples.PUBLISHED_RECORD.models, *swarm_samples.KV_TYPE_RECORD.models]
     messages.append(swarm_samples.SEEING_RECORD)
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
+    messages.append(COMMITTING_RECORD.capability)
     messages += [swarm_samples.OUTLINE, SAMPLING, EXACT]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}

@@ -26,6 +26,7 @@ from swarmllm_proto.swarm import (
     PipelineError,
     RemoteGenerateRequest,
     ReplayRows,
+    RowsCommitment,
 )
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Inbox:
         elif isinstance(message, ReplayRows):
             session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive_replay(sender, message)
+        elif isinstance(message, RowsCommitment):
+            accepted = False
         elif isinstance(message, CancelInference):
             accepted = self.cancel_picture(sender, message.request_id) or self.sessions.cancel(
                 sender, message.request_id, message.prefixes, hold=message.hold
