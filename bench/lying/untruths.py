@@ -204,6 +204,13 @@ def bodies(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[bytes]:
     return st.one_of(told, told, st.sampled_from((b"", b"\x80")))
 
 
+def stretch_digests_of(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[bytes]:
+    """As many as the rows that the same message names have stretches, mostly; or none."""
+    n_rows = so_far.get("n_rows", 1)
+    n_bytes = 32 * -(-n_rows // 32) if isinstance(n_rows, int) and 0 < n_rows <= 4096 else 32
+    return st.sampled_from((b"\0" * n_bytes, b"\xff" * n_bytes, b"\xff" * n_bytes, b"", b"\0" * 31))
+
+
 def loads(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[bytes]:
     """Numbers of a load that can be, and bytes that are none."""
     numbers = st.lists(st.sampled_from((0, 1, 8, 2**31, 2**53, 2**64 - 1, -1)), max_size=7)
@@ -239,9 +246,11 @@ MEANINGS: Final[dict[str, Meaning]] = {
     "until": lambda world, so_far: st.sampled_from(
         (so_far.get("stage", 0), *(so_far.get("stage", 0) + i for i in (1, 2)))
     ),
-    "position": lambda world, _: st.sampled_from((0, 0, 1, 4, 8, 12, 24, 25, 26, 27, 2**31 - 1)),
+    "position": lambda world, _: st.sampled_from((0, 0, 1, 4, 8, 12, 24, 25, 26, 27, 32, 2**31 - 1)),
     "first_row": lambda world, _: st.sampled_from((0, 0, 0, 1, 63, 64, 2**31 - 1)),
     "n_rows": lambda world, _: st.sampled_from((1, 1, 2, 63, 64, 65, 65536)),
+    "sent": stretch_digests_of,
+    "received": stretch_digests_of,
     "index": lambda world, _: st.sampled_from((0, 1, 2, 3, 7, 8, 2**31 - 1)),
     "record": bodies,
     "kind": lambda world, _: st.sampled_from((*KINDS, *TEXTS)),
