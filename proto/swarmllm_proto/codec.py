@@ -22,7 +22,7 @@ from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, Unsuppo
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
 from swarmllm_proto.identifiers import MEANINGS
-from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, CallId, Scores
+from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, CallId, Scores, TokensAgain
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.swarm import (
     DIGEST_SIZE,
@@ -82,6 +82,7 @@ _records: Final = msgspec.msgpack.Decoder(NodeRecord)
 _requests: Final = msgspec.msgpack.Decoder(AnyRequest)
 _responses: Final = msgspec.msgpack.Decoder(AnyResponse)
 _scores: Final = msgspec.msgpack.Decoder(Scores)
+_again: Final = msgspec.msgpack.Decoder(TokensAgain)
 _pieces = msgspec.msgpack.Decoder(tuple[bytes, ...])
 _versions: Final = msgspec.msgpack.Decoder(_Versioned)
 
@@ -205,6 +206,23 @@ def decode_scores(payload: Buffer, n_rows_max: int, n_top: int) -> Scores:
     if len(scores) > n_rows_max or any(len(row) != n_each for row in scores):
         raise BadMessage("scores", f"must be of {n_rows_max} rows at most, with {n_each} tokens each")
     return scores
+
+
+def encode_again(tokens: TokensAgain) -> bytes:
+    return _msgpack.encode(tokens)
+
+
+def decode_again(payload: Buffer, n_rows: int) -> TokensAgain:
+    """Of so many rows at most. Raises BadMessage."""
+    if len(payload) > 32 * _SCORE_BYTES_MAX * (1 + n_rows):
+        raise BadMessage("again", f"{len(payload)} bytes for {n_rows} rows")
+    try:
+        tokens = _again.decode(payload)
+    except _UNREADABLE as error:
+        raise _bad_message(error) from None
+    if len(tokens) > n_rows:
+        raise BadMessage("again", f"{len(tokens)} tokens for {n_rows} rows")
+    return tokens
 
 
 def encode_record(record: NodeRecord) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.ipc_base import (  # noqa: F401
     AtWork,
@@ -20,6 +20,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     DaemonMessage,
     Dimension,
     ErrorKind,
+    Fingerprint,
     FinishReason,
     GenerateDone,
     GeneratedTokens,
@@ -39,9 +40,11 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     StageIndex,
     StageTiming,
     StopIndex,
+    TokenAgain,
     TokenCount,
     TokenId,
     TokenLogprob,
+    TokensAgain,
     UseThreads,
     WorkerMessage,
     require_layer_range,
@@ -229,21 +232,22 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     want: "hidden" -> LayerResult with f32 [n, n_embd]; "normed" -> the same after the final norm (needs the
     head); "scores" -> LayerResult with the Scores of the rows (needs the head), of which `sampling` says how
     many of the likeliest tokens come along; "none" -> LayerResult without tensor (prefill at the last stage);
-    "token" -> Token sampled from the last row (needs the head). `sampling` must come with the
-    first "token", and with it `generated`, where the request began elsewhere: the tokens between the prompt
-    and the one that is wanted.
+    "token" -> Token sampled from the last row (needs the head); "again" -> LayerResult with TokensAgain, one
+    sampled from each row after the tokens that were told before it (needs the head). `sampling` must come
+    with the first "token" and with every "again", and with it `generated`, where the request began elsewhere:
+    the tokens between the prompt and the one that is wanted.
     """
 
     request_id: RequestId
     start: LayerIndex
     end: LayerIndex
     position: Position
-    want: Literal["hidden", "none", "token", "normed", "scores"]
+    want: Literal["hidden", "none", "token", "normed", "scores", "again"]
     sampling: Sampling | None = None
     n_prompt_tokens: TokenCount = 0
     generated: GeneratedTokens = ()
     scored: GeneratedTokens = ()
-    """For "scores": the tokens of the prompt that follow its rows, one for each."""
+    """For "scores" and "again": the tokens that follow the rows, one for each."""
     seat: StageIndex | None = None
     """The request's seat that this is: its result may leave by a link, and the answer then says so."""
     timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
@@ -353,7 +357,7 @@ class Text(WorkerMessage, frozen=True, tag=True):
 
 class LayerResult(WorkerMessage, frozen=True, tag=True):
     """Answers Embed, Forward and ReadJournal. Payload: f32 [n, n_embd], MessagePack of Scores where want
-    was "scores", or empty where it was "none"."""
+    was "scores" and of TokensAgain where it was "again", or empty where it was "none"."""
 
     request_id: str = ""
     compute_s: Seconds = 0.0
@@ -376,6 +380,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
     """The token has left by a link to the first stage."""
     stopped_by: StopIndex | None = None
     """Which of the sampling's stop strings ended the generation here; None: another thing did."""
+    fingerprint: Fingerprint | UnsetType = UNSET
+    """Of the logits that it was taken from; unset: nobody asked."""
 
 
 class Done(WorkerMessage, frozen=True, tag=True):

@@ -107,6 +107,9 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     """The JSON with what stands around it comes this often at most, at least once."""
     exact: bool = False
     """The request's rows have the same bits whatever else runs there: cells and batches of its own."""
+    fingerprint_key: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    """Tokens come with a fingerprint of their logits, of the tokens that this number draws (see
+    `fingerprints`). None: without."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +129,31 @@ Logprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=21)]
 
 Scores = Annotated[tuple[Logprobs, ...], Meta(max_length=2**19)]
 """One for each row: of the token that follows it in the prompt, then of the likeliest ones."""
+
+
+Fingerprint = Annotated[bytes, Meta(max_length=64)]
+"""Of the logits that a token was taken from; empty where nobody asked."""
+
+
+class TokenAgain(msgspec.Struct, frozen=True, array_like=True):
+    """What a row gave that was sampled again, after the tokens that were told; travels as an array of its
+    fields in this order."""
+
+    token: TokenId
+    ends: bool
+    """The model ends its text with it."""
+    logprobs: Logprobs
+    """Of the token that was told, then of the likeliest ones."""
+    fingerprint: Fingerprint = b""
+    """Of its own logits, and of the one that the told token has among them."""
+    apart: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """So much probability lies between the random number and the told token, where nothing but temperature
+    and seed decide; None: something else does."""
+
+
+TokensAgain = Annotated[tuple[TokenAgain, ...], Meta(max_length=4096)]
+"""One for each row, in order; fewer where a grammar says what may follow, which is not known after a token
+that differs."""
 
 
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):

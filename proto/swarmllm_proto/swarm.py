@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.identifiers import PublishedName
 from swarmllm_proto.ipc import (
+    Fingerprint,
     FinishReason,
     GeneratedTokens,
     LayerIndex,
@@ -434,6 +435,8 @@ class StreamingToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Which of the sampling's stop strings ended the generation here; None: another thing did."""
     guessed: tuple[TokenCount, TokenCount] | UnsetType = UNSET
     """With the last token of several stages: guesses that were checked, and those that were right."""
+    fingerprint: Fingerprint | UnsetType = UNSET
+    """Of the logits that it was taken from, where the sampling asks for it; unset: the stage tells none."""
 
 
 class RemoteGenerateRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

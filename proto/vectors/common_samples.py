@@ -45,6 +45,7 @@ SAMPLING = ipc.Sampling(
     top_logprobs=1,
 )
 EXACT = ipc.Sampling(exact=True)
+FINGERPRINTED = ipc.Sampling(temperature=0.5, seed=7, fingerprint_key=2**32 - 1)
 LOGPROBS = (
     ipc.TokenLogprob(token=15043, logprob=-1.5, piece="世".encode()[:2]),
     ipc.TokenLogprob(token=2, logprob=-9999.0, piece=b"<|im_end|>"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from common_samples import (
     EXACT,
+    FINGERPRINTED,
     HIDDEN,
     LOGPROBS,
     MODEL_ID,
@@ -17,7 +18,7 @@ from common_samples import (
 )
 
 from swarmllm_proto import ipc, swarm
-from swarmllm_proto.codec import encode_job, encode_scores
+from swarmllm_proto.codec import encode_again, encode_job, encode_scores
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.tensors import tensor_bytes
 
@@ -155,6 +156,22 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
             want="scores",
             sampling=SAMPLING,
             n_prompt_tokens=4,
+            scored=(15043, 2**31 - 1),
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "forward-again",
+        ipc.Forward(
+            id=14,
+            request_id=REQUEST_ID,
+            start=4,
+            end=12,
+            position=9,
+            want="again",
+            sampling=FINGERPRINTED,
+            n_prompt_tokens=4,
+            generated=(1, 2, 3, 4, 5, 6),
             scored=(15043, 2**31 - 1),
         ),
         tensor_bytes(HIDDEN),
@@ -353,11 +370,26 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.LayerResult(id=14, request_id=REQUEST_ID, compute_s=0.0015),
         encode_scores((LOGPROBS, LOGPROBS)),
     ),
+    (
+        "layer-result-again",
+        ipc.LayerResult(id=14, request_id=REQUEST_ID, compute_s=0.0015),
+        encode_again(
+            (
+                ipc.TokenAgain(7, False, LOGPROBS, bytes(range(36)), 0.25),
+                ipc.TokenAgain(15043, True, LOGPROBS),
+            )
+        ),
+    ),
     ("layer-result", ipc.LayerResult(id=7, request_id=REQUEST_ID, compute_s=0.0015), tensor_bytes(HIDDEN)),
     (
         "token",
         ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, compute_s=0.25, logprobs=LOGPROBS),
         "世".encode(),
+    ),
+    (
+        "token-fingerprint",
+        ipc.Token(id=9, request_id=REQUEST_ID, index=3, token=15043, fingerprint=bytes(range(36))),
+        b"",
     ),
     ("token-last", ipc.Token(id=9, request_id=REQUEST_ID, index=4, token=2, finish_reason="stop"), b""),
     (

@@ -96,6 +96,11 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         b"",
     ),
     (
+        "streaming-token-fingerprint",
+        swarm.StreamingToken(request_id=REQUEST_ID, index=9, token=2, fingerprint=bytes(range(36))),
+        b"",
+    ),
+    (
         "streaming-token-guessed",
         swarm.StreamingToken(
             request_id=REQUEST_ID, index=9, token=2, finish_reason="length", guessed=(11, 7)

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmllm.errors import WorkerError
-from swarmllm_proto.codec import decode_scores
+from swarmllm_proto.codec import decode_again, decode_scores
 from swarmllm_proto.errors import BadMessage, BadTensor
-from swarmllm_proto.ipc import Done, LayerResult, Scores, Token, WorkerMessage
+from swarmllm_proto.ipc import Done, LayerResult, Scores, Token, TokensAgain, WorkerMessage
 from swarmllm_proto.tensors import decode_tensor
 
 Hidden = npt.NDArray[np.float32]
-Want = Literal["hidden", "none", "token", "normed", "scores"]
+Want = Literal["hidden", "none", "token", "normed", "scores", "again"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class ForwardResult:
     """Of each row, where "scores" were wanted."""
     onward: bool = False
     """It has gone to the next stage already, or had been here before."""
+    again: TokensAgain = ()
+    """What rows gave that were sampled "again"."""
 
 
 def forward_result(
@@ -59,7 +61,13 @@ def forward_result(
             raise WorkerError(f"the worker returned broken scores: {error}") from error
         if len(scores) != n_rows:
             raise WorkerError(f"the worker returned scores of {len(scores)} rows instead of {n_rows}")
-    return ForwardResult(hidden, None, b"", answer.compute_s, scores, onward=answer.onward)
+    again: TokensAgain = ()
+    if want == "again":
+        try:
+            again = decode_again(payload, n_rows)
+        except BadMessage as error:
+            raise WorkerError(f"the worker returned broken tokens: {error}") from error
+    return ForwardResult(hidden, None, b"", answer.compute_s, scores, onward=answer.onward, again=again)
 
 
 def checked_tensor(

@@ -29,6 +29,7 @@ WIRE: Final = (Path(__file__).resolve().parents[2] / "proto" / "wire.md").read_t
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.Sampling,
     ipc.TokenLogprob,
+    ipc.TokenAgain,
     ipc.KeptRows,
     ipc.GuessCount,
     ipc.KernelChoice,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from node_ids import A, B
@@ -16,6 +17,7 @@ from node_ids import A, B
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame
+from swarmllm_proto.fingerprints import FINGERPRINT_BYTES
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.kernels.interposing import find_library
@@ -75,7 +77,7 @@ class Stage:
     def seat(self, request_id: str) -> None:
         """And its prompt, one row."""
         start, end = self.range
-        sampling = GREEDY if end == 12 else None
+        sampling = msgspec.structs.replace(GREEDY, fingerprint_key=5) if end == 12 else None
         self.handle(
             ipc.TakeSeat(
                 id=7,
@@ -163,7 +165,8 @@ def essence(passed: list[tuple[JobMessage, bytes]]) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for message, payload in passed:
         if isinstance(message, StreamingToken):
-            found.append((message.index, message.token, message.finish_reason, payload))
+            assert len(message.fingerprint or b"") == FINGERPRINT_BYTES
+            found.append((message.index, message.token, message.finish_reason, message.fingerprint, payload))
         else:
             assert isinstance(message, LayerForward)
             found.append(

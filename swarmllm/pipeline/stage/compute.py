@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
+from msgspec import UnsetType
+
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture
@@ -28,6 +30,7 @@ from swarmllm_proto.ipc import (
     TextPlace,
     Token,
     TokenLogprob,
+    TokensAgain,
 )
 from swarmllm_proto.tensors import Tensor
 
@@ -45,6 +48,8 @@ class SampledToken(Protocol):
     def logprobs(self) -> tuple[TokenLogprob, ...]: ...
     @property
     def stopped_by(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> bytes | UnsetType: ...
 
 
 class ForwardResult(Protocol):
@@ -60,6 +65,8 @@ class ForwardResult(Protocol):
     def scores(self) -> Scores: ...
     @property
     def onward(self) -> bool: ...
+    @property
+    def again(self) -> TokensAgain: ...
 
 
 class LocalGeneration(Protocol):

@@ -380,4 +380,5 @@ def _told(
         logprobs=token.logprobs,
         n_cached_tokens=n_cached_tokens,
         stopped_by=token.stopped_by,
+        fingerprint=token.fingerprint,
     )

@@ -116,6 +116,15 @@ def draw(logits: np.ndarray, best: float, temperature: float, random: float) -> 
     return _find(exact, 0.0, float(exact.sum(dtype=np.float64)), random, _NEAR_EXACT)
 
 
+def apart(logits: np.ndarray, temperature: float, random: float, token: int) -> float:
+    """How much probability lies between `random` and the part of [0, 1) in which `draw` gives `token`."""
+    weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+    ends = np.cumsum(weights)
+    upper = float(ends[token] / ends[-1])
+    lower = upper - float(weights[token] / ends[-1])
+    return min(max(lower - random, random - upper, 0.0), 1.0)
+
+
 def _find(weights: np.ndarray, before: float, total: float, random: float, near: float) -> int | None:
     """The first index at which `before` and the weights up to it reach `random` of `total`. None where it
     comes nearer to an end of that weight than `near` of `total`."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarmllm_proto.ipc import FinishReason, Sampling, TokenLogprob
+from swarmllm_proto.fingerprints import drawn_tokens, encode_fingerprint
+from swarmllm_proto.ipc import FinishReason, Sampling, TokenAgain, TokenLogprob
 from swarmllm_proto.text_stream import TextStream
 from swarmllm_workers.decode.grammar import Grammar, spec_of
 from swarmllm_workers.decode.sampling import Sampler, logprobs
@@ -28,6 +29,8 @@ class Decoded:
     logprobs: tuple[TokenLogprob, ...] = ()
     stopped_by: int | None = None
     """The index of the stop string that ended it."""
+    fingerprint: bytes = b""
+    """Of the logits; empty where the sampling asks for none."""
 
 
 class Decoding:
@@ -88,7 +91,31 @@ class Decoding:
                 finish = "stop"
         elif self.grammar is not None:
             self.grammar.expect(self._tokens)
-        return Decoded(index, token, text, finish, self._logprobs(logits, token), self._text.stopped_by)
+        return Decoded(
+            index,
+            token,
+            text,
+            finish,
+            self._logprobs(logits, token),
+            self._text.stopped_by,
+            self._fingerprint(logits, index, token),
+        )
+
+    def decode_again(self, logits: np.ndarray, told: int) -> TokenAgain:
+        """Sample the next token from f32 [n_vocab]; whatever it is, `told` is what others say of it, and the
+        one after it follows that. Raises as `decode`."""
+        index, n_top = len(self._tokens), self.sampling.top_logprobs
+        decoded = self.decode(logits, index)
+        ends = decoded.token in self._vocabulary.end_tokens and not self.sampling.ignore_eos
+        again = TokenAgain(
+            decoded.token,
+            ends,
+            logprobs(logits, told, n_top, self._vocabulary.full_piece),
+            self._fingerprint(logits, index, told),
+            self._sampler.apart(logits, index, told),
+        )
+        self._tokens[-1] = told
+        return again
 
     def check(self) -> None:
         """Raises CallError bad_message where its grammar is known to be refused or too complex."""
@@ -103,6 +130,13 @@ class Decoding:
         if not self.sampling.logprobs:
             return ()
         return logprobs(logits, token, self.sampling.top_logprobs, self._vocabulary.full_piece)
+
+    def _fingerprint(self, logits: np.ndarray, index: int, token: int) -> bytes:
+        key = self.sampling.fingerprint_key
+        if key is None:
+            return b""
+        drawn = logits[drawn_tokens(key, index, len(logits))]
+        return encode_fingerprint(drawn, self._sampler.largest, logits[token])
 
     def _finish_reason(self, token: int) -> FinishReason | None:
         if self._text.is_stopped:

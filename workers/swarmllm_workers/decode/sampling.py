@@ -156,6 +156,8 @@ class Sampler:
         self._grammar = grammar
         self._uniform = candidates.Uniform()
         self._adjusted: np.ndarray | None = None
+        self.largest = 0.0
+        """Of the logits that were sampled from last, before anything changed them."""
 
     def resume(self, generated: Sequence[int]) -> None:
         """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
@@ -167,7 +169,8 @@ class Sampler:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
         bad_message where `generated` does not follow the grammar or no token can go on in it, and NotYet."""
         best = int(logits.argmax())
-        if not np.isfinite(logits[best]):
+        self.largest = logits[best]
+        if not np.isfinite(self.largest):
             raise CallError("engine", "the logits are not finite: the model or its input is damaged")
         if self._grammar is None:
             return self._draw(logits, index, generated, best)
@@ -180,6 +183,25 @@ class Sampler:
         if not np.isfinite(allowed[best]):
             raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")
         return self._draw(allowed, index, generated, best, again=True)
+
+    def apart(self, logits: np.ndarray, index: int, token: int) -> float | None:
+        """How much probability lies between the random number of this step and `token`, in [0, 1]: 0 for the
+        token that `sample` gives. None where more than temperature and seed decide."""
+        sampling = self._sampling
+        if (
+            not self._is_plain
+            or self._grammar is not None
+            or self._mirostat is not None
+            or sampling.temperature == 0.0
+            or sampling.top_k > 0
+            or sampling.top_p < 1.0
+            or sampling.min_p > 0.0
+            or sampling.typical_p < 1.0
+            or sampling.xtc_probability
+        ):
+            return None
+        random = self._uniform(step_seed(self.seed, index))
+        return candidates.apart(logits, sampling.temperature, random, token)
 
     def _draw(
         self, logits: np.ndarray, index: int, generated: Sequence[int], best: int, *, again: bool = False

@@ -380,6 +380,7 @@ def _told(
                 timings=timings,
                 logprobs=each.logprobs,
                 stopped_by=each.stopped_by,
+                fingerprint=each.fingerprint or UNSET,
                 guessed=(guesser.n_guessed, guesser.n_right)
                 if guesser is not None and each.finish_reason is not None
                 else UNSET,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.ipc import (
@@ -118,7 +119,7 @@ class ForwardWork:
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
-        self.wants_alone = message.want in ("normed", "scores")
+        self.wants_alone = message.want in ("normed", "scores", "again")
         self.is_exact = message.exact_rows > 0
         self.layers = message.start, message.end
         self.is_parked = False
@@ -180,7 +181,7 @@ class ForwardWork:
         if message.want == "token":
             want = "logits" if is_last else "none"
         else:
-            want = "rows" if message.want == "scores" else message.want
+            want = "rows" if message.want == "scores" or message.want == "again" else message.want
         return Span(slot, self._position + self._n_done, rows, want)
 
     def decode_step(self, route: Route) -> Span | None:
@@ -303,4 +304,5 @@ def token_message(
         logprobs=decoded.logprobs,
         onward=onward,
         stopped_by=decoded.stopped_by,
+        fingerprint=decoded.fingerprint or UNSET,
     )

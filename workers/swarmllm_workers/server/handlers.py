@@ -27,6 +27,7 @@ from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.ring.window_work import WindowRows, WindowWork, is_window
+from swarmllm_workers.schedule.again_work import AgainWork
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
@@ -224,7 +225,8 @@ class Handlers:
         seat = self.ring.seat_of(message)
         if seat is None:
             engine = self.state.engine()
-            work = ForwardWork(message, message.position, data, engine, self._decodings, self._send)
+            make = AgainWork if message.want == "again" else ForwardWork
+            work = make(message, message.position, data, engine, self._decodings, self._send)
         elif message.resent and message.position < seat.expected:
             self._send(ipc.Done(id=message.id))
             return
@@ -301,13 +303,13 @@ class Handlers:
             raise CallError("bad_message", "exact requests want tokens", "want")
         if message.want == "hidden" and message.end >= engine.n_layers:
             raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
-        if message.want in ("token", "normed", "scores") and message.end != engine.n_layers:
+        if message.want not in ("hidden", "none") and message.end != engine.n_layers:
             raise CallError(
                 "bad_message",
                 f"only the range that ends at {engine.n_layers} gives tokens, scores and normed states",
                 "want",
             )
-        if len(message.scored) != (len(data) if message.want == "scores" else 0):
+        if len(message.scored) != (len(data) if message.want in ("scores", "again") else 0):
             raise CallError("bad_message", f"{len(message.scored)} tokens for {len(data)} rows", "scored")
         if message.scored and max(message.scored) >= engine.n_vocab:
             raise CallError("bad_message", f"token ids lie in [0, {engine.n_vocab})", "scored")
