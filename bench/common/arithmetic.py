@@ -91,12 +91,17 @@ class FakePool:
         self.ends: frozenset[int] = frozenset()
         """Tokens that end a text."""
         self.held: set[str] = set()
+        self.kernels = "plain"
+        """Its class."""
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.ranges
 
     def context_sizes(self) -> dict[str, int]:
         return {}
+
+    def kernel_class(self, model_id: str) -> str:
+        return self.kernels
 
     async def tokenize(
         self,

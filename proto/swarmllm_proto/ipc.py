@@ -26,6 +26,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     GeneratedTokens,
     GuessCount,
     KernelChoice,
+    KernelClass,
     KernelMode,
     KernelWay,
     LayerIndex,
@@ -344,6 +345,8 @@ class Loaded(WorkerMessage, frozen=True, tag=True):
     """What computing takes besides."""
     kernels: Annotated[tuple[KernelChoice, ...], Meta(max_length=256)] = ()
     """What was measured about the products of these layers; none where nothing was to be chosen."""
+    kernel_class: KernelClass | UnsetType = UNSET
+    """As nodes announce it (see `swarm.ShardAnnounce`); unset: nobody's bits are known to be equal."""
 
 
 class Tokens(WorkerMessage, frozen=True, tag=True):

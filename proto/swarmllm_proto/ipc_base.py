@@ -44,6 +44,8 @@ GeneratedTokens = Annotated[tuple[TokenId, ...], Meta(max_length=2**19)]
 RowFormat = Literal["f32", "lossless", "q8_0"]
 """How rows go to the next stage (see `tensors`)."""
 StageIndex = Annotated[int, Meta(ge=0, le=255)]
+KernelClass = Annotated[str, Meta(max_length=64)]
+"""Of a model in a worker: whose exact rows have equal bits says the same."""
 
 
 def require_layer_range(start: int, end: int) -> None:

@@ -21,6 +21,7 @@ from swarmllm_proto.ipc import (
     Fingerprint,
     FinishReason,
     GeneratedTokens,
+    KernelClass,
     LayerIndex,
     Logprobs,
     Position,
@@ -90,6 +91,9 @@ class ShardAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fals
     kv_type: Annotated[str, Meta(max_length=16)] | UnsetType = UNSET
     """In which it keeps keys and values: rows of two nodes are nearer to each other where it is the same.
     Names that a reader does not know mean nothing to it."""
+    kernel_class: KernelClass | UnsetType = UNSET
+    """Nodes that say the same give equal bits for the same rows of exact requests; who says nothing is like
+    nobody."""
 
     def __post_init__(self) -> None:
         named = {"ranges": self.ranges, "loading": self.loading, "pinned": self.pinned}
@@ -301,6 +305,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the last stage: it guesses tokens, and more of them where it is told the prompt (TellPrompt)."""
     unreachable: NodeId | UnsetType = UNSET
     """Refused because this stage's rows or tokens go to that node next, and this node does not reach it."""
+    kernel_class: KernelClass | UnsetType = UNSET
+    """Of an exact request: what ShardAnnounce says of the layers here, at this moment."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -301,6 +301,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     (
+        "loaded-kernel-class",
+        ipc.Loaded(id=2, ranges=((0, 12),), kernel_class="0.3.36-avx2-f16-1f0e9d2c"),
+        b"",
+    ),
+    (
         "loaded-kernels",
         ipc.Loaded(
             id=2,

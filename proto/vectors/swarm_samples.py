@@ -241,6 +241,21 @@ KV_TYPE_RECORD = swarm.NodeRecord(
     ),
 )
 
+KERNEL_CLASS_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=14,
+    models=(
+        swarm.ShardAnnounce(
+            model_id=MODEL_ID,
+            name="guide",
+            n_layers=12,
+            ranges=((0, 4),),
+            kv_type="f16",
+            kernel_class="0.3.36-avx2-f16-1f0e9d2c",
+        ),
+    ),
+)
+
 SEEING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=13,
@@ -384,6 +399,10 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
         ),
     ),
     ("pipeline-ack-running", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, n_running=3)),
+    (
+        "pipeline-ack-kernel-class",
+        swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, kernel_class="0.3.36-avx2-f16-1f0e9d2c"),
+    ),
     ("pipeline-ack-guesses", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, guesses=True)),
     (
         "pipeline-ack-unreachable",

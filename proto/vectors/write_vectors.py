@@ -25,6 +25,7 @@ from swarm_samples import (
     ACCEPTING_RECORD,
     CONTROL_FRAMES,
     JOB_MESSAGES,
+    KERNEL_CLASS_RECORD,
     KV_TYPE_RECORD,
     NEIGHBOUR_MESSAGES,
     OUTLINE,
@@ -90,6 +91,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/committing-node-record.bin", encode_record(COMMITTING_RECORD)
     yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
     yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
+    yield "record/kernel-class-node-record.bin", encode_record(KERNEL_CLASS_RECORD)
     yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)

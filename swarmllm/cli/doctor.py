@@ -233,6 +233,11 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
         line for worker in stats["workers"] for line in kernel_lines(worker.get("kernels", ()))
     ):
         yield Finding("kernels", "ok", line)
+    for said in dict.fromkeys(worker.get("kernel_class", "") for worker in stats["workers"]):
+        if said:
+            yield Finding(
+                "kernels", "ok", f"{said}: exact requests get equal bits from nodes that say the same"
+            )
     for task in stats.get("tasks_failed", ()):
         state = {"waiting": "is started again soon", "given up": "was given up"}.get(
             task["state"], "runs again"

@@ -83,6 +83,9 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", f"{link['damaged_jobs']} jobs arrived damaged and were sent again"
         if link["announced_prefixes"]:
             yield "keeps", f"the KV of {link['announced_prefixes']} prompts' beginnings"
+        for kernel_class in dict.fromkeys(model.get("kernel_class") for model in link.get("models", ())):
+            if kernel_class:
+                yield "kernels", f"{kernel_class}, equal bits with nodes that say the same"
         for address in link["addresses"]:
             yield "address", address
     why = f"{trust['listed']} by the settings" if trust["listed"] else "0.50 is where everybody starts"

@@ -224,6 +224,7 @@ class Announcer:
                 pinned=_pairs(self._placing.pinned(model_id)),
                 fetched=self._placing.fetched(model_id),
                 kv_type=self._kv_type(model_id),
+                kernel_class=self._pool.kernel_class(model_id) or UNSET,
             )
             for model_id in sorted({*held, *self._placing.model_ids})
             if not self._leaves

@@ -47,6 +47,7 @@ class HostedModel:
         self.opened: Opened | None = None
         self.memory = ModelMemory()
         self.kernels: tuple[KernelChoice, ...] = ()
+        self.kernel_class = ""
         self.n_starts = 0
         self.inode: tuple[int, int] | None = None
         """Device and number of the file that the worker opened."""
@@ -168,7 +169,7 @@ class HostedModel:
                 given_back = self.memory.weights_bytes
                 self.wanted = ()
                 self.memory = ModelMemory()
-                self.kernels = ()
+                self.kernels, self.kernel_class = (), ""
                 self.settings = self._configured
                 await self.stop("was stopped because its last layers were unloaded")
                 if on_progress is not None:
@@ -191,7 +192,7 @@ class HostedModel:
                 await self._starting.over()
             self.wanted = ()
             self.memory = ModelMemory()
-            self.kernels = ()
+            self.kernels, self.kernel_class = (), ""
             self.settings = self._configured
             self._homes.clear()
             await self.stop(reason)
@@ -204,7 +205,7 @@ class HostedModel:
     def _hold(self, loaded: Loaded) -> None:
         self.wanted = tuple(LayerRange(start, end) for start, end in loaded.ranges)
         self.memory = memory_of(loaded)
-        self.kernels = loaded.kernels
+        self.kernels, self.kernel_class = loaded.kernels, loaded.kernel_class or ""
 
     async def _start(self) -> Worker:
         settings = self.settings
@@ -265,7 +266,7 @@ class HostedModel:
                 load = Load(id=worker.new_id(), start=layers.start, end=layers.end)
                 loaded, _ = await worker.call(load, Loaded, timeout_s=settings.load_timeout_s)
                 self.memory = memory_of(loaded)
-                self.kernels = loaded.kernels
+                self.kernels, self.kernel_class = loaded.kernels, loaded.kernel_class or ""
         except BaseException:
             worker.kill("could not be brought up")
             raise

@@ -107,6 +107,11 @@ class HeldLayers:
         """KV cells (n_ctx) of every model of which layers are to be served here."""
         return {model_id: hosted.settings.n_ctx for model_id, hosted in self._hosts.items() if hosted.wanted}
 
+    def kernel_class(self, model_id: ModelId) -> str:
+        """What is announced of a model that is loaded here (see `ShardAnnounce`); "": it is like nobody's."""
+        hosted = self._hosts.get(model_id)
+        return hosted.kernel_class if hosted is not None and hosted.wanted else ""
+
     async def serves_without_file(self, model: ModelFile) -> bool:
         """Whether layers of the model run on although its file is gone, or another one is in its place: what
         a worker has mapped stays until it is unmapped."""

@@ -88,6 +88,8 @@ class WorkerStatistics:
     """How the previous process ended."""
     kernels: tuple[KernelChoice, ...] = ()
     """What it measured of its matrix products."""
+    kernel_class: str = ""
+    """See `ShardAnnounce`; "": nobody's bits are known to be equal."""
     n_threads: int = 0
     """With which it computes: fewer than configured while other workers are at work, too. 0 without one."""
 
@@ -106,6 +108,7 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         n_starts=hosted.n_starts,
         last_end=hosted.last_end,
         kernels=hosted.kernels,
+        kernel_class=hosted.kernel_class,
         n_threads=worker.n_threads if worker else 0,
     )
 
@@ -134,6 +137,7 @@ class WorkerPool:
         self.load, self.unload, self._forget_layers = layers.load, layers.unload, layers.forget
         self.loaded, self.loaded_with, self.models = layers.loaded, layers.loaded_with, layers.models
         self.memory, self.context_sizes = layers.memory, layers.context_sizes
+        self.kernel_class = layers.kernel_class
         self.serves_without_file = layers.serves_without_file
         self._prefixes = prefixes = KeptPrefixes(hosts, self.cancel)
         self.look_up_prefix, self.check_prefix = prefixes.look_up_prefix, prefixes.check_prefix

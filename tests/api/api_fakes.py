@@ -277,6 +277,9 @@ class FakePool:
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         return self.options.get(model_id) if self.loaded(model_id) else None
 
+    def kernel_class(self, model_id: str) -> str:
+        return "fake" if self.loaded(model_id) else ""
+
     def memory(self, model_id: str) -> ModelMemory:
         return ModelMemory()
 

@@ -222,6 +222,7 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
     few = choice | {"first_rows": 9, "last_rows": 16, "chosen": "avx512"}
     many = choice | {"first_rows": 33, "last_rows": 2**31 - 1, "ours_ns": 0}
     worker = {"n_starts": 1, "last_end": "", "kernels": [choice, few, many, choice | {"k": 64}]}
+    worker["kernel_class"] = "0.3.36-avx2-f16-1f0e9d2c"
     found = list(doctor.check_daemon(STATS | {"workers": [worker, worker]}))
     assert [(each.level, each.message) for each in found if each.check == "kernels"] == [
         (
@@ -230,6 +231,7 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
             "9-16 avx512 (us: ggml 26, ours 48); 33+ ggml-dots (us: ggml 26, ours not usable)",
         ),
         ("ok", "Q8_0, rows of 64, 1 thread: 1 ggml-dots (us: ggml 26, ours 48)"),
+        ("ok", "0.3.36-avx2-f16-1f0e9d2c: exact requests get equal bits from nodes that say the same"),
     ]
 
 

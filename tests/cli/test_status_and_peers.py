@@ -42,7 +42,14 @@ PEER: dict[str, Any] = {
     "damaged_jobs": 2,
     "announced_prefixes": 3,
     "trust": 0.5,
-    "models": [{"name": "guide", "model_id": "ab" * 32, "layers": ["4:12"]}],
+    "models": [
+        {
+            "name": "guide",
+            "model_id": "ab" * 32,
+            "layers": ["4:12"],
+            "kernel_class": "0.3.36-avx2-f16-1f0e9d2c",
+        }
+    ],
     "n_models": 4,
 }
 
@@ -75,6 +82,15 @@ def test_status_shows_the_node_at_a_glance(run: Run, node: FakeNode) -> None:
         "890 tokens",
     ):  # fmt: skip
         assert expected in shown
+
+
+def test_status_shows_the_kernel_class_of_what_is_loaded_once(run: Run, node: FakeNode) -> None:
+    worker = {"model_id": "ab" * 32, "kernel_class": "0.3.36-avx2-f16-1f0e9d2c"}
+    workers = [worker, worker, worker | {"kernel_class": ""}]
+    node.on("GET", "/api/admin/stats", STATS | {"workers": workers})
+    shown = run("status").output
+    assert shown.count("equal bits with nodes that say the same") == 1
+    assert "kernels    0.3.36-avx2-f16-1f0e9d2c," in shown
 
 
 def test_status_shows_how_far_downloads_and_shares_are(run: Run, node: FakeNode) -> None:
@@ -189,6 +205,7 @@ def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
         "attic  12D3KooWPeer", "direct, round trip 1.2 ms", "2.0 kB sent, 10 B received, at 250.0 MB/s",
         "2 jobs arrived damaged", "/ip4/192.0.2.8/tcp/8810",
         "0.23 of 1", "gets no work: 0.25 is needed", "1 x wrong bytes",
+        "kernels    0.3.36-avx2-f16-1f0e9d2c, equal bits with nodes that say the same",
         "4 right, 2 disputed", "1970-01-01 00:00:00", "it lied",
     ):  # fmt: skip
         assert expected in shown

@@ -72,6 +72,7 @@ class FakeNode:
             name=entry.name,
             n_layers=entry.manifest.n_layers,
             ranges=tuple((layers.start, layers.end) for layers in ranges),
+            kernel_class=self.pool.kernel_class(entry.model_id) or UNSET,
         )
         record = NodeRecord(
             node_id=self.node_id, nickname=nickname_of(self.node_id), models=(announced,) if ranges else ()

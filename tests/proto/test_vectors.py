@@ -94,6 +94,8 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     assert published == swarm_samples.PUBLISHED_RECORD
     of_kv = codec.decode_record(read("record/kv-type-node-record.bin"))
     assert of_kv == swarm_samples.KV_TYPE_RECORD
+    of_class = codec.decode_record(read("record/kernel-class-node-record.bin"))
+    assert of_class == swarm_samples.KERNEL_CLASS_RECORD
     assert codec.decode_record(read("record/seeing-node-record.bin")) == swarm_samples.SEEING_RECORD
 
 
@@ -179,6 +181,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     sharing = swarm_samples.SHARING_RECORD
     messages += [sharing, *(sharing.shares or ()), *(swarm_samples.PUBLISHED_RECORD.shares or ())]
     messages += [*swarm_samples.PUBLISHED_RECORD.models, *swarm_samples.KV_TYPE_RECORD.models]
+    messages += swarm_samples.KERNEL_CLASS_RECORD.models
     messages.append(swarm_samples.SEEING_RECORD)
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages.append(COMMITTING_RECORD.capability)

@@ -242,6 +242,7 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
                 "name": model.name,
                 "model_id": model.model_id,
                 "layers": _pairs(model.ranges),
+                "kernel_class": model.kernel_class or "",
             }
             for model in announced[:n_shown]
         ],

@@ -23,6 +23,7 @@ from swarmllm.errors import (
     ContextFull,
     DeadlineExceeded,
     NodeBusy,
+    NodeRefused,
     NodeUnreachable,
     RemoteError,
     SwarmLLMError,
@@ -31,6 +32,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Fetched, TokenSource
+from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
@@ -237,9 +239,11 @@ class Attempts:
         context, timeout_s = chain.context, self._settings.ack_timeout_s
         if assignment.resumes:
             left, acks = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            require_alike(request, acks, chain.blamed)
             self._tell_prompt(request, assignment, acks)
             return partial(chain.resume, session, left)
         n_known, acks = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
+        require_alike(request, acks, chain.blamed)
         if weigh is not None:
             said = {node_id: ack.n_running for node_id, ack in acks.items()}
             await weigh({node_id: n for node_id, n in said.items() if n is not UNSET})
@@ -380,3 +384,15 @@ def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
         deed = Deed.STALLED if chain.blamed.has_stalled else deed
         deed = Deed.BROKE_PROTOCOL if chain.blamed.has_lied else deed
         trust.note(chain.blamed.culprit, deed, type(failure).__name__)
+
+
+def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
+    """That nodes have the kernels which the route of an exact request was chosen for: one may have loaded the
+    model with other settings since it announced them. Raises NodeRefused."""
+    likeness = request.tried[-1].assembly.likeness
+    if likeness is None or not likeness.kernel_class:
+        return
+    for node_id, ack in acks.items():
+        if ack.kernel_class != likeness.kernel_class:
+            blamed.blame(node_id)
+            raise NodeRefused(f"the kernels of node {node_id} are not {likeness} any more")

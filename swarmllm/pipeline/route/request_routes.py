@@ -121,6 +121,7 @@ class RequestRoutes:
             accepted=accepted,
             accepted_factor=accepted_factor,
             is_exact=request.is_exact,
+            within=None if request.broken is None else request.broken.likeness,
         )
 
     async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:

@@ -20,6 +20,7 @@ from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.kernel_classes import in_one_class
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
 from swarmllm.pipeline.route.row_formats import (
     Compression,
@@ -36,6 +37,7 @@ from swarmllm.scheduling.candidates import candidates, runnable
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
+from swarmllm.scheduling.likeness import Likeness
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
@@ -145,13 +147,16 @@ class RoutePlanner:
         accepted: Assembly | None = None,
         accepted_factor: float = 1.0,
         is_exact: bool = False,
+        within: Likeness | None = None,
     ) -> Assembly:
         """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
         the conversation's last turn. `broken`: the request's own, to be repaired where that is worth it.
         `accepted`: the route that its stages have accepted already; it stays unless it takes more than
-        `accepted_factor` times what the best one takes. `is_exact`: its rows may not be rounded. Raises
-        NoPipeline."""
+        `accepted_factor` times what the best one takes. `is_exact`: its rows may not be rounded, and nodes of
+        one class compute them; `within`: of this one. Raises NoPipeline."""
         known = self._known(entry, size, load)
+        if is_exact:
+            known = replace(known, classes=self._classes(entry.model_id, known.held), within=within)
         if accepted is None:
             work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
         else:
@@ -210,6 +215,11 @@ class RoutePlanner:
             self._constraints,
         )
 
+    def _classes(self, model_id: ModelId, node_ids: Iterable[NodeId]) -> dict[NodeId, str]:
+        said = {node_id: self._registry.announced(model_id, node_id) for node_id in node_ids}
+        found = {node_id: each.kernel_class or "" for node_id, each in said.items() if each is not None}
+        return found | {self._node_id: self._pool.kernel_class(model_id)}
+
     def _measured(self, model_id: ModelId, node_ids: Iterable[NodeId]) -> dict[NodeId, float]:
         now_s = trio.current_time()
         found = {node_id: self._speeds.layer_s(model_id, node_id, now_s) for node_id in node_ids}
@@ -246,6 +256,10 @@ class _Known:
     load: OwnLoad
     measured_s: Mapping[NodeId, float]
     constraints: Constraints
+    classes: Mapping[NodeId, str] | None = None
+    """Of their kernels, by node id, where only nodes of one class may make a route."""
+    within: Likeness | None = None
+    """The only class that counts."""
 
     @property
     def n_ranges(self) -> int:
@@ -262,10 +276,15 @@ def _choose(
     """Pure. Raises NoPipeline."""
     question = replace(_question(known), previous=previous)
 
-    def choose(avoided: set[NodeId]) -> Assembly:
-        asked = replace(question, avoid=avoided)
+    def find(asked: Question) -> Assembly:
         repaired = repair_route(asked, broken) if broken is not None else None
         return repaired or assemble(asked)
+
+    def choose(avoided: set[NodeId]) -> Assembly:
+        asked = replace(question, avoid=avoided)
+        if known.classes is None:
+            return find(asked)
+        return in_one_class(asked, known.classes, find, within=known.within)
 
     chosen = _timed(sparing(choose, avoid, suspects), question.inputs)
     if broken is not None:

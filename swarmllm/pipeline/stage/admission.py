@@ -124,6 +124,9 @@ class Sessions:
             n_prefix_blocks=n_blocks,
             kept=kept,
             guesses=self._guesses(context) or UNSET,
+            kernel_class=self.compute.kernel_class(context.model.model_id)
+            if context.sampling.exact
+            else UNSET,
         )
 
     def _guesses(self, context: RequestContext) -> bool:

@@ -112,6 +112,8 @@ class Compute(Protocol):
 
     def context_sizes(self) -> dict[ModelId, int]: ...
 
+    def kernel_class(self, model_id: ModelId) -> str: ...
+
     async def tokenize(
         self,
         model: ModelFile,

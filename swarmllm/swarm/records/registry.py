@@ -39,7 +39,7 @@ from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import BadMessage, ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.node_load import decode_load, with_load
-from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ProjectorAnnounce
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ProjectorAnnounce, ShardAnnounce
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -188,6 +188,12 @@ class Registry:
         """The last record heard of a node, reachable or not."""
         announced = self._announced.get(node_id)
         return announced.record if announced else None
+
+    def announced(self, model_id: ModelId, node_id: NodeId) -> ShardAnnounce | None:
+        """What the node's last record says of its layers of the model."""
+        record = self.node(node_id)
+        models = record.models if record is not None else ()
+        return next((each for each in models if each.model_id == model_id), None)
 
     def working_nodes(self) -> dict[NodeId, NodeRecord]:
         """The records of this node and of those that are reachable and may work."""

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, Final
 
 import llama_cpp
+import numpy as np
 
 from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.tap import TensorHead
@@ -46,7 +47,7 @@ class Calls:
     attention: bool
 
 
-class _Graphs:
+class Graphs:
     """A ggml context and a processor to compute with. Raises LookupError or MemoryError."""
 
     def __init__(self, closing: ExitStack) -> None:
@@ -64,6 +65,12 @@ class _Graphs:
         ctypes.memset(self.ggml["ggml_get_data"](made), 0, n_bytes)
         return int(made)
 
+    def filled(self, kind: int, numbers: np.ndarray) -> int:
+        """A tensor with these rows: of F32 or F16, as `numbers` are."""
+        made = self.tensor(kind, *reversed(numbers.shape))
+        ctypes.memmove(self.ggml["ggml_get_data"](made), numbers.ctypes.data, numbers.nbytes)
+        return made
+
     def compute(self, result: Any) -> None:
         graph = self.ggml["ggml_new_graph_custom"](self.context, 16, False) or no_memory()
         self.ggml["ggml_build_forward_expand"](graph, result or no_memory())
@@ -76,7 +83,7 @@ def calls() -> Calls:
     """False as well where a graph cannot be computed here."""
     with ExitStack() as closing:
         try:
-            graphs = _Graphs(closing)
+            graphs = Graphs(closing)
             ggml = graphs.ggml
             # Two rows: the fewest for which ggml has tiles, and so the fewest for which it calls.
             product = ggml["ggml_mul_mat"](
@@ -100,7 +107,7 @@ def reads_structs() -> bool:
     """Whether a tensor's fields lie where the tap reads them. False where ggml cannot be asked."""
     with ExitStack() as closing:
         try:
-            graphs = _Graphs(closing)
+            graphs = Graphs(closing)
             operand = graphs.tensor(F32, *_SHAPE)
             scaled = graphs.ggml["ggml_scale"](graphs.context, operand, _FACTOR) or no_memory()
         except (LookupError, MemoryError):

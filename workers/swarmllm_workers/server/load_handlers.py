@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
+from swarmllm_workers.engine.kernel_class import kernel_class
 from swarmllm_workers.engine.libllama import Threads
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings
@@ -197,5 +200,6 @@ class LoadHandlers:
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,
                 kernels=self._state.kernels.choices,
+                kernel_class=kernel_class(engine.source, engine.settings) or UNSET,
             )
         )
