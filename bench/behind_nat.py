@@ -138,9 +138,9 @@ async def run_node(arguments: argparse.Namespace) -> None:
 
             async def ask() -> float:
                 asked_at_s = trio.current_time()
-                news = came
+                changes = came
                 await router.send(arguments.ask, b"ask", PAYLOAD)
-                await news.wait()
+                await changes.wait()
                 return (trio.current_time() - asked_at_s) * 1000
 
             result["connected_after_s"] = round(trio.current_time() - began_s, 1)

@@ -404,7 +404,7 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
             show_answers("another token for every tenth", stated, tenth, n_vocab)
             early = [Answer([*a.told[:8], end], a.again[:9], is_ended=True) for a in plain]
             show_answers("ends after 8 tokens", stated, early, n_vocab)
-            # Checks do not look for it; the origin sees it at once (swarmllm.pipeline.origin.spelling).
+            # Checks do not look for it; the origin sees it at once (swarmllm.pipeline.origin.detokenizer).
             stopped = [Answer(a.told[:8], a.again[:8]) for a in plain]
             show_answers("ends after 8 tokens by a stop string that did not come", stated, stopped, n_vocab)
             await show("KV of another prompt", stated, of_other=True)

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 DEADLINE_S = 300.0
 LOOK_EVERY_S = 0.02
 LATENCY_S = 0.02
-NEWS = b"news"
+CHANGE = b"news"
 
 
 async def everywhere(routers: Sequence[Router]) -> None:
     with trio.fail_after(DEADLINE_S):
         for router in routers:
-            while NEWS not in router.records().values():  # noqa: ASYNC110 (one look per node and turn)
+            while CHANGE not in router.records().values():  # noqa: ASYNC110 (one look per node and turn)
                 await trio.sleep(LOOK_EVERY_S)
 
 
@@ -81,7 +81,7 @@ async def some_hosts(n_mine: int, n_nodes: int, peers: int, bootstrap: tuple[str
         await complete(routers, n_nodes)
         print("complete", flush=True)
         if await trio.to_thread.run_sync(sys.stdin.readline) == "publish\n":
-            await routers[-1].publish(NEWS)
+            await routers[-1].publish(CHANGE)
         await everywhere(routers)
         print("known", *(len(router.connected()) for router in routers), flush=True)
         await trio.to_thread.run_sync(sys.stdin.readline)
@@ -139,12 +139,12 @@ def real_hosts(n_hosts: int, n_processes: int, peers: int, folder: Path) -> tupl
         for process in processes:
             tell(process, "publish" if process is processes[-1] else "wait")
         degrees = answers("known")
-        news_s = time.perf_counter() - start_s
+        change_s = time.perf_counter() - start_s
         for process in processes:
             tell(process, "leave")
         for process in processes:
             process.wait(30)
-        return complete_s, news_s, sum(degrees) / len(degrees)
+        return complete_s, change_s, sum(degrees) / len(degrees)
     finally:
         for process in processes:
             process.kill()
@@ -164,12 +164,12 @@ async def joining(n_hosts: int, peers: int, folder: Path) -> tuple[float, float,
             await complete(routers, len(routers))
             complete_s = time.perf_counter() - start_s
         start_s = time.perf_counter()
-        await routers[-1].publish(NEWS)
+        await routers[-1].publish(CHANGE)
         await everywhere(routers)
-        news_s = time.perf_counter() - start_s
+        change_s = time.perf_counter() - start_s
         degree = sum(len(router.connected()) for router in routers) / n_hosts
         nursery.cancel_scope.cancel()
-    return complete_s, news_s, degree
+    return complete_s, change_s, degree
 
 
 async def in_memory(n_nodes: int) -> tuple[float, float, float]:
@@ -182,7 +182,7 @@ async def in_memory(n_nodes: int) -> tuple[float, float, float]:
         await complete(routers, n_nodes)
         complete_s = trio.current_time() - start_s
         start_s = trio.current_time()
-        await routers[-1].publish(NEWS)
+        await routers[-1].publish(CHANGE)
         await everywhere(routers)
         return complete_s, trio.current_time() - start_s, float(n_nodes - 1)
 
@@ -224,10 +224,11 @@ def row(n_nodes: int, what: str) -> Iterator[list[float]]:
     times: list[float] = []
     start_s = time.perf_counter()
     yield times
-    complete_s, news_s, degree = times
+    complete_s, change_s, degree = times
     wall_s = time.perf_counter() - start_s
     print(
-        f"| {n_nodes} | {what} | {complete_s:.2f} | {news_s:.2f} | {degree:.1f} | {wall_s:.0f} |", flush=True
+        f"| {n_nodes} | {what} | {complete_s:.2f} | {change_s:.2f} | {degree:.1f} | {wall_s:.0f} |",
+        flush=True,
     )
 
 

@@ -45,7 +45,7 @@ ROOMS = {
     "pipeline/vision": ["swarmllm/pipeline/vision/*.py"],
     "node": [
         f"swarmllm/node/{x}.py"
-        for x in ("news", "damping", "remembered_loads", "share_book", "accepted_shares")
+        for x in ("record_changes", "damping", "remembered_loads", "share_book", "accepted_shares")
     ],
     "log_limit": ["swarmllm/log_limit.py"],
     "supervision": ["swarmllm/supervision/*.py"],

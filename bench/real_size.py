@@ -144,14 +144,14 @@ def run(shape_name: str, n_parts: int, folder: Path, n_tokens: int) -> None:
             wait_for(lambda: is_complete(a, NAME), "a pipeline")
             swarm = Swarm(nodes, a, NAME)
             with report.step("answer the first question"):
-                first_answer = swarm.ask("What is a pipeline?", n_tokens)
+                first = swarm.ask("What is a pipeline?", n_tokens)
             with report.step("answer the second question"):
                 answer = swarm.ask("What is a segment?", n_tokens)
             with report.step("unload on both"):
                 for client in (a, b):
                     for _ in client.post_progress(f"/api/admin/models/{NAME}/unload", {"progress": True}):
                         pass
-    for each in (first_answer, answer):
+    for each in (first, answer):
         print(
             f"{each.n_prompt_tokens} tokens read, first text after {each.first_token_s:.2f} s,"
             f" then {each.tokens_per_s:.2f} tokens/s over {each.n_tokens} tokens"

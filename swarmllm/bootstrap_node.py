@@ -26,7 +26,7 @@ from swarmllm.daemon import (
     Reread,
     apply_to_swarm,
     follow_sighup,
-    write_whereabouts,
+    write_daemon_info,
 )
 from swarmllm.daemon_settings import swarm_settings
 from swarmllm.keys import KeyFile
@@ -79,7 +79,7 @@ async def open_bootstrap_node(
         node = BootstrapNode(config.nickname, router, watchdog, settings.max_connections)
         await node.announce()
         async with open_bootstrap_api(node, config, KeyFile(data_dir)) as api_url:
-            whereabouts = DaemonInfo(
+            daemon_info = DaemonInfo(
                 pid=os.getpid(),
                 version=__version__,
                 api_url=api_url,
@@ -87,7 +87,7 @@ async def open_bootstrap_node(
                 addresses=tuple(router.addresses),
             )
             file = data_dir / DAEMON_FILE
-            await trio.to_thread.run_sync(write_whereabouts, file, whereabouts)
+            await trio.to_thread.run_sync(write_daemon_info, file, daemon_info)
             try:
                 log.info("bootstrap node %s (%s) serves %s", node.nickname, router.node_id, api_url)
                 if reread is not None:
@@ -95,7 +95,7 @@ async def open_bootstrap_node(
                     await follow_sighup(nursery, config, reread, apply, manager)
                 with watchdog.watching():
                     on_open(node)
-                    yield whereabouts
+                    yield daemon_info
             finally:
                 log.info("stopping")
                 file.unlink(missing_ok=True)

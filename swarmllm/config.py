@@ -28,7 +28,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
 Guesses = Annotated[int, Meta(ge=1, le=64)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
-Patience = Annotated[float, Meta(ge=0, le=86400)]
+Timeout = Annotated[float, Meta(ge=0, le=86400)]
 
 
 def _setting(default: Any, doc: str, *, reload: bool = False) -> Any:
@@ -253,7 +253,7 @@ class InferenceTable:
     journal_max_mb: Annotated[int, Meta(ge=0, le=2**20)] = _setting(
         256, "Host memory in MiB per worker for what stages sent on, for repairs and checks; 0 keeps none."
     )
-    failover_timeout_s: Patience = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
+    failover_timeout_s: Timeout = _setting(60.0, "How long a broken stream looks for other nodes; 0: not.")
     hedge: Annotated[float, Meta(ge=0, le=1)] = _setting(
         0.05,
         "Where a pipeline is far slower than planned, another one starts beside it, and the first to give "

@@ -123,7 +123,7 @@ async def run_daemon(
     config: Config,
     *,
     reread: Reread = None,
-    on_serving: Callable[[DaemonInfo], None] = lambda whereabouts: None,
+    on_serving: Callable[[DaemonInfo], None] = lambda daemon_info: None,
     open_node: OpenNode | None = None,
     task_status: TaskStatus[DaemonInfo] = trio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -143,14 +143,14 @@ async def run_daemon(
                     nursery, "stop on signal", _stop_on_signal, nursery.cancel_scope, first_signal, nodes
                 )
                 opened = (open_node or open_daemon)(config, reread, manager, nodes.append)
-                async with opened as whereabouts:
+                async with opened as daemon_info:
                     lines.nickname_of = nodes[0].nickname_in_log
                     # What lives as long as the daemon need not be looked through between two tokens.
                     gc.collect()
                     gc.freeze()
-                    on_serving(whereabouts)
-                    task_status.started(whereabouts)
-                    manager.tell(READY=1, STATUS=whereabouts.api_url)
+                    on_serving(daemon_info)
+                    task_status.started(daemon_info)
+                    manager.tell(READY=1, STATUS=daemon_info.api_url)
                     supervise(nursery, "systemd watchdog", manager.feed_watchdog)
                     try:
                         await first_signal.wait()
@@ -184,7 +184,7 @@ async def open_daemon(
     async with (
         open_trust(data_dir, settings.lists, directory.trust) as trust,
         open_libp2p_router(settings, trust, directory) as router,
-        _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (whereabouts, apply, node),
+        _open_rooms(config, data_dir, catalogue, router, trust, watchdog) as (daemon_info, apply, node),
         trio.open_nursery() as nursery,
     ):
         if reread is not None:
@@ -192,7 +192,7 @@ async def open_daemon(
         # From here on, because imports at the start are slow steps that delay nobody.
         with watchdog.watching():
             on_open(node)
-            yield whereabouts
+            yield daemon_info
         nursery.cancel_scope.cancel()
 
 
@@ -211,7 +211,7 @@ async def apply_to_swarm(config: Config, router: Libp2pRouter) -> None:
     """The part of a changed configuration that counts for every kind of node. Raises ConfigError,
     InvalidRequest."""
     addresses = await trio.to_thread.run_sync(bootstrap_addresses, config)
-    if n_new := router.finding.read_again(addresses):
+    if n_new := router.address_sources.read_again(addresses):
         log.warning("SIGHUP: %d more bootstrap addresses", n_new)
     logging.getLogger("swarmllm").setLevel(config.node.log_level.upper())
 
@@ -303,7 +303,7 @@ async def _open_rooms(
             transfer.configure(transfer_settings(changed))
 
         async with open_api(node, config, KeyFile(data_dir)) as api_url:
-            whereabouts = DaemonInfo(
+            daemon_info = DaemonInfo(
                 pid=os.getpid(),
                 version=__version__,
                 api_url=api_url,
@@ -311,7 +311,7 @@ async def _open_rooms(
                 addresses=tuple(router.addresses),
             )
             file = data_dir / DAEMON_FILE
-            await trio.to_thread.run_sync(write_whereabouts, file, whereabouts)
+            await trio.to_thread.run_sync(write_daemon_info, file, daemon_info)
             try:
                 log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
                 supervise(nursery, "first loads", node.start)
@@ -319,17 +319,17 @@ async def _open_rooms(
                 supervise(nursery, "unused models", node.on_demand.run)
                 supervise(nursery, "segment copies", node.tidy_copies)
                 supervise(nursery, "placement", node.placing.run)
-                yield whereabouts, apply, node
+                yield daemon_info, apply, node
             finally:
                 log.info("stopping")
                 file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()
 
 
-def write_whereabouts(file: Path, whereabouts: DaemonInfo) -> None:
+def write_daemon_info(file: Path, daemon_info: DaemonInfo) -> None:
     """In one step, so that a reader never sees half a file."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(whereabouts)) + b"\n")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(daemon_info)) + b"\n")
     temporary.replace(file)
 
 

@@ -68,7 +68,7 @@ def running_daemon(
             env=clean_environment(),
         )
     try:
-        found = wait_for(lambda: whereabouts(process, data_dir, log), PATIENCE_S, "daemon.json")
+        found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")
         with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
             yield DaemonProcess(process, data_dir, log, http, found["node_id"], found["addresses"])
     finally:
@@ -110,7 +110,7 @@ def toml(
     return "\n".join(lines) + "\n"
 
 
-def whereabouts(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> dict[str, Any] | None:
+def daemon_info(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> dict[str, Any] | None:
     assert process.poll() is None, f"the daemon ended with {process.returncode}:\n{log.read_text()}"
     try:
         return dict(json.loads((data_dir / "daemon.json").read_text()))

@@ -169,6 +169,33 @@ LINUX_ONLY = {
 }
 """Name of an attribute, or whole text of a string -> the only modules that use it: one for each matter, with
 something else to do on another system."""
+FIELD_TERMS = {
+    "acquaintance": "peer lookup",
+    "circumstances": "inputs",
+    "courtesy": "pacing",
+    "doorkeeper": "connection gater",
+    "eyes": "encoder",
+    "foresight": "prefetch",
+    "heart": "keepalive",
+    "hearts": "keepalive",
+    "herald": "announcer",
+    "judgement": "blame",
+    "lasting": "permanent",
+    "likeness": "similarity",
+    "mend": "repair",
+    "mended": "repaired",
+    "mending": "repair",
+    "news": "change",
+    "outreach": "discovery",
+    "patience": "timeout",
+    "pay": "cost gate",
+    "spelling": "detokenizer",
+    "spoken": "supported",
+    "thought": "reasoning",
+    "thoughts": "reasoning",
+    "whereabouts": "addresses",
+}
+"""Metaphor -> the term that developers of libp2p, vLLM or httpx know."""
 MAX_LINES = 500
 """A bound against heaps; 400 lines are a reason to look whether a file holds one subject."""
 
@@ -192,6 +219,8 @@ class Module:
     """Names called directly, with their line."""
     classes: tuple[tuple[str, int], ...]
     """Of the module itself, with their line."""
+    names: tuple[tuple[str, int], ...]
+    """Everything that the module gives a name, with its line."""
     words: tuple[tuple[str, int], ...]
     """Attributes that are looked up, and strings other than docstrings, with their line."""
 
@@ -246,6 +275,20 @@ def read_words(parsed: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
+def read_names(parsed: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.alias) and node.asname is not None:
+            yield node.asname, node.lineno
+
+
 def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
     """From name -> (path, source). Raises SyntaxError, which names file and line as the rules do."""
     tree: Tree = {}
@@ -259,8 +302,8 @@ def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
         )
         imports = tuple(read_imports(parsed, package, set(sources)))
         classes = tuple((each.name, each.lineno) for each in parsed.body if isinstance(each, ast.ClassDef))
-        words = tuple(read_words(parsed))
-        tree[name] = Module(name, path, source.count("\n"), imports, calls, classes, words)
+        names, words = tuple(read_names(parsed)), tuple(read_words(parsed))
+        tree[name] = Module(name, path, source.count("\n"), imports, calls, classes, names, words)
     return tree
 
 
@@ -405,6 +448,17 @@ def one_word_names_one_thing(tree: Tree) -> Iterator[str]:
                     yield f"{module.path}:{line}: {home} has a {name}, too"
 
 
+def names_are_terms_of_the_field(tree: Tree) -> Iterator[str]:
+    """In the names of modules and in all that they name. The guide's training is left out."""
+    for module in tree.values():
+        if is_inside(module.name, ["swarmllm.guide"]):
+            continue
+        for name, line in ((module.name.rpartition(".")[2], 1), *module.names):
+            for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
+                if (term := FIELD_TERMS.get(word.lower())) is not None:
+                    yield f"{module.path}:{line}: {name}: say {term!r} instead of {word.lower()!r}"
+
+
 BITES: dict[Rule, dict[str, str]] = {
     imports_point_down: {"swarmllm.errors": "from swarmllm.api import server"},
     imports_form_no_circle: {
@@ -431,6 +485,7 @@ BITES: dict[Rule, dict[str, str]] = {
         "swarmllm.node.a": "import os\nos.pidfd_open(1)",
         "swarmllm.models.b": "from pathlib import Path\nPath(f'/proc/{1}/stat')",
     },
+    names_are_terms_of_the_field: {"swarmllm.swarm.a": "class ControlHearts: ..."},
     files_are_room_sized: {"swarmllm.node": "x = 1\n" * (MAX_LINES + 1)},
 }
 """Every rule, with the smallest tree that breaks it."""

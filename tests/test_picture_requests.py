@@ -58,7 +58,7 @@ def told(answer: dict[str, Any]) -> list[tuple[str, float]]:
 
 def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_path: Path) -> None:
     path = text_model(tmp_path, "llama")
-    eyes = projector(tmp_path / "llama-mmproj-f32.gguf", "janus_pro", N_EMBD)
+    mmproj = projector(tmp_path / "llama-mmproj-f32.gguf", "janus_pro", N_EMBD)
     other = projector(tmp_path / "other.gguf", "janus_pro", 96)
     damaged = projector(tmp_path / "damaged.gguf", "janus_pro", N_EMBD, without=["v.blk.0.attn_q.weight"])
     shown = file_of(pixels(40, 30, 1))
@@ -71,10 +71,10 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
         assert refused["param"] == "mmproj"
         added = lines(a, "", given)["model"]
         assert added["projector"] == {
-            "path": str(eyes),
+            "path": str(mmproj),
             "family": "janus_pro",
             "n_embd": N_EMBD,
-            "size_bytes": eyes.stat().st_size,
+            "size_bytes": mmproj.stat().st_size,
             "blake3": added["projector"]["blake3"],
         }
         assert a.http.get("/api/admin/models/seer/status").json()["projector"] == added["projector"]
@@ -118,7 +118,7 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
             assert a.stats()["pipelines"]["pictures_given"] == 1
             assert "96" in lines(b, "/seer/projector", {"path": str(other)})["error"]["message"]
             assert (
-                lines(b, "/seer/projector", {"path": str(eyes)})["model"]["projector"] == added["projector"]
+                lines(b, "/seer/projector", {"path": str(mmproj)})["model"]["projector"] == added["projector"]
             )
             assert lines(a, "/seer/unload", {"layers": "2:4", "progress": True})["type"] == "result"
             for node in (a, b):
@@ -132,4 +132,4 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
                 assert len(cut["swarm"]["route"]) == 2
         assert lines(a, "/seer/unload", {"progress": True})["type"] == "result"
         assert a.http.delete("/api/admin/models/seer").status_code == 200
-        assert eyes.exists()
+        assert mmproj.exists()

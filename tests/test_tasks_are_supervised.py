@@ -24,7 +24,7 @@ WAITED_FOR = {
     "pipeline/repair/probing.py": {"probe"},
     "pipeline/repair/standbys.py": {"_race"},
     "pipeline/route/warming.py": {"_warm_one"},
-    "pipeline/vision/first_answer.py": {"_first"},
+    "pipeline/vision/happy_eyeballs.py": {"_first"},
     "pipeline/stage/admission.py": {"_reach_neighbours"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/dialler.py": {"first_to_answer"},

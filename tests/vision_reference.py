@@ -41,7 +41,7 @@ def answer(
     settings = mtmd.mtmd_context_params_default()
     settings.use_gpu, settings.n_threads = False, 1
     settings.print_timings, settings.warmup = False, False
-    eyes = mtmd.mtmd_init_from_file(projector_path.encode(), model, settings)
+    encoder = mtmd.mtmd_init_from_file(projector_path.encode(), model, settings)
     bitmaps = []
     with np.load(given) as images:
         for image in (np.ascontiguousarray(images[name]) for name in images.files):
@@ -51,10 +51,10 @@ def answer(
     raw = prompt.encode()
     text.text, text.text_len, text.add_special, text.parse_special = raw, len(raw), True, True
     array = (ctypes.c_void_p * len(bitmaps))(*bitmaps)
-    assert mtmd.mtmd_tokenize(eyes, chunks, ctypes.byref(text), array, len(bitmaps)) == 0
+    assert mtmd.mtmd_tokenize(encoder, chunks, ctypes.byref(text), array, len(bitmaps)) == 0
     n_past = lib.llama_pos(0)
     evaluated = mtmd.mtmd_helper_eval_chunks(
-        eyes, context, chunks, 0, 0, int(n_batch), True, ctypes.byref(n_past)
+        encoder, context, chunks, 0, 0, int(n_batch), True, ctypes.byref(n_past)
     )
     assert evaluated == 0
     n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))

@@ -63,9 +63,9 @@ class SimulatedNetwork(InMemoryNetwork):
             for b in others:
                 self.heal(a, b)
         for source, targets in ((others[0], lost), *((node_id, others) for node_id in lost)):
-            news = self.router(source).known()
+            changes = self.router(source).known()
             for target in targets:
-                for writer, record in news.items() if source == others[0] else [(source, news[source])]:
+                for writer, record in changes.items() if source == others[0] else [(source, changes[source])]:
                     self.router(target).learn(writer, record)
 
     def spread(self, origin: InMemoryRouter, writer: str, record: Record) -> None:

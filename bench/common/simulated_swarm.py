@@ -21,8 +21,8 @@ import trio
 from bench.common.simulated_network import Place, SimulatedNetwork, random_place
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.news import News
 from swarmllm.node.placing_plan import next_step, plan_of, shape_of
+from swarmllm.node.record_changes import RecordChanges
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
@@ -122,7 +122,7 @@ class SimulatedNode:
         self.router.serve(self._answer, _ignore)
         self._world = world
         self._sequence = 0
-        self._news = News()
+        self._changes = RecordChanges()
         self._told: tuple[object, ...] = ()
         # The probe at the first start: right about the kind of machine, wrong about the details.
         self._guess_bytes_per_s = self.layer_bytes / (layer_s * world.rng.uniform(0.6, 1.6))
@@ -130,7 +130,7 @@ class SimulatedNode:
     @property
     def told_place(self) -> NetworkCoordinate | None:
         """As in its record."""
-        return self._news.told.coordinate
+        return self._changes.told.coordinate
 
     @property
     def free_bytes(self) -> int:
@@ -167,13 +167,13 @@ class SimulatedNode:
     async def publish(self) -> None:
         """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
-        means = self._news.of_all(capability, trio.current_time())
+        means = self._changes.of_all(capability, trio.current_time())
         if means != "record" and told == self._told and self._sequence:
             if means == "load":
                 await self._publish_load(capability)
             return
         self._told = told
-        self._news.record_told(capability)
+        self._changes.record_told(capability)
         self._sequence += 1
         announced = ShardAnnounce(
             model_id=self._world.model_id,
@@ -197,7 +197,7 @@ class SimulatedNode:
 
     async def _publish_load(self, capability: NodeCapability) -> None:
         content = encode_load(load_of(capability))
-        self._news.load_told(capability, trio.current_time())
+        self._changes.load_told(capability, trio.current_time())
         self._world.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
         self._world.figures.n_loads += 1
         await self.router.publish_load(content)

@@ -59,18 +59,18 @@ def wire_targets() -> dict[str, Target]:
     message = _frame(FrameKind.MESSAGE, b"header", b"payload")
     ends = _frame(FrameKind.PONG, bytes(8)) + _frame(FrameKind.LAST) + _frame(FrameKind.GOODBYE)
     asks = [_frame(FrameKind.MESSAGE, bytes((kind,)) + bytes(8), b"body") for kind in BulkKind]
-    spoken = hello + message
+    supported = hello + message
     opened = _yamux(TYPE_WINDOW_UPDATE, FLAG_SYN, 1, 0) + _yamux(TYPE_DATA, 0, 1, 3) + b"abc"
     closed = _yamux(TYPE_DATA, FLAG_FIN, 1, 0) + _yamux(TYPE_PING, FLAG_SYN, 0, 7)
     return {
         "data connection": Target(
             _connection,
             (Ended,),
-            {"talk": spoken + ping + ack + message + ends, "link asked": _link_asked(), "hello": hello},
+            {"talk": supported + ping + ack + message + ends, "link asked": _link_asked(), "hello": hello},
         ),
         "bulk connection": Target(_bulk_connection, (Ended,), {"asks": bulk_hello + b"".join(asks)}),
         "Noise messages": Target(
-            _noise_messages, (WireClosed, ProtocolError), {"sealed": _sealed(spoken, message)}
+            _noise_messages, (WireClosed, ProtocolError), {"sealed": _sealed(supported, message)}
         ),
         "a worker's link": Target(_link, (LinkClosed,), {"sealed": _sealed(message, message)}),
         "request stream": Target(_request, (RemoteError,), {"asked": b"\x05\x00\x00\x00\x00body"}),

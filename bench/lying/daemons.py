@@ -79,7 +79,7 @@ class HonestDaemon:
             raise Broken(f"{self.node.name}: {response.status_code} {response.text[:300]}")
         return response.json()["choices"][0]["message"]["content"], trio.current_time() - began_s
 
-    def news(self) -> str:
+    def changes(self) -> str:
         """What it has logged since it was asked last."""
         with self.node.log_path.open("rb") as log:
             log.seek(self.n_logged)
@@ -118,7 +118,7 @@ class LyingDaemons:
         for _ in range(5):
             await self._ask_all("without", AFTER_S)
         for daemon in self.daemons:
-            daemon.news()
+            daemon.changes()
 
     async def tell(self, lie: Lie, below: RouterLie) -> None:
         """Raises Broken."""
@@ -174,7 +174,7 @@ class LyingDaemons:
             for other in self.daemons:
                 if other is not daemon:
                     await self._check_trust(daemon, other)
-            said = daemon.news()
+            said = daemon.changes()
             self.latest.extend(f"{daemon.node.name} {line[:300]}" for line in said.splitlines()[-15:])
             if "Traceback" in said:
                 raise Broken(f"{daemon.node.name}: a traceback: {said[said.index('Traceback') :][:1500]}")

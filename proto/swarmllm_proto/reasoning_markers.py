@@ -1,10 +1,10 @@
-"""How models mark the thoughts before an answer: what opens one, and what ends it."""
+"""The tags with which models open and close the reasoning before an answer."""
 
 from __future__ import annotations
 
 from typing import Final
 
-THOUGHT_TAGS: Final = {
+REASONING_TAGS: Final = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",

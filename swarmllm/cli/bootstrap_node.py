@@ -28,19 +28,19 @@ FLAGS = {
 }
 
 
-def lines_for_others(whereabouts: DaemonInfo) -> str:
+def lines_for_others(daemon_info: DaemonInfo) -> str:
     """What goes into the file that other nodes' `network.bootstrap_file` names."""
     from swarmllm.swarm.membership.invitation import outward
 
-    reachable = outward(whereabouts.addresses)
+    reachable = outward(daemon_info.addresses)
     head = "For network.bootstrap_file of other nodes:"
     if not reachable:
         head = "Only this machine reaches this node (network.listen_host, network.announce):"
-    return "\n".join([f"# {head}", *(reachable or whereabouts.addresses)])
+    return "\n".join([f"# {head}", *(reachable or daemon_info.addresses)])
 
 
-def _say_lines(_data_dir: Path, whereabouts: DaemonInfo) -> None:
-    click.echo(lines_for_others(whereabouts))
+def _say_lines(_data_dir: Path, daemon_info: DaemonInfo) -> None:
+    click.echo(lines_for_others(daemon_info))
 
 
 @click.command(

@@ -68,32 +68,32 @@ serving_json_option = click.option(
 )
 
 
-def print_line(_data_dir: Path, whereabouts: DaemonInfo) -> None:
-    click.echo(msgspec.json.encode(whereabouts))
+def print_line(_data_dir: Path, daemon_info: DaemonInfo) -> None:
+    click.echo(msgspec.json.encode(daemon_info))
 
 
-def _say_where(data_dir: Path, whereabouts: DaemonInfo) -> None:
+def _say_where(data_dir: Path, daemon_info: DaemonInfo) -> None:
     """To a person at a terminal; the log has the node's URL for everybody else."""
     if sys.stdout.isatty():
         from swarmllm.swarm.membership.network_key import NetworkFile
 
-        click.echo(next_steps(whereabouts, NetworkFile(data_dir).read()))
+        click.echo(next_steps(daemon_info, NetworkFile(data_dir).read()))
 
 
-def next_steps(whereabouts: DaemonInfo, network: Network) -> str:
+def next_steps(daemon_info: DaemonInfo, network: Network) -> str:
     """What a person may want to do with a node that has just started."""
     from swarmllm.swarm.membership.invitation import join_command, outward
 
     lines = [
-        f"Dashboard and chat:  {whereabouts.api_url}/",
-        f"OpenAI API:          {whereabouts.api_url}/v1",
+        f"Dashboard and chat:  {daemon_info.api_url}/",
+        f"OpenAI API:          {daemon_info.api_url}/v1",
     ]
-    if not outward(whereabouts.addresses):
+    if not outward(daemon_info.addresses):
         lines.append("Other machines:      cannot reach this node (network.listen_host, network.announce)")
     elif network.is_private:
         lines.append("Other machines:      join with what `swarmllm invite` prints here")
     else:
-        lines.append(f"Other machines:      {join_command(network, whereabouts.addresses)}")
+        lines.append(f"Other machines:      {join_command(network, daemon_info.addresses)}")
     return "\n".join(lines)
 
 

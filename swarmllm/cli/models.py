@@ -225,7 +225,7 @@ def verify(name: str, as_json: bool, api_url: str) -> None:
         is_own = not stored and any(not part.startswith("segment ") for part in damaged)
         remedy = "replace its file" if is_own else "load it again to replace them (unload it first)"
         if stored and damaged == ["header"]:
-            remedy = "it has been mended"
+            remedy = "it has been repaired"
         shown = ", ".join(map(safe, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
         what = "1 part" if len(damaged) == 1 else f"{len(damaged)} parts"
         raise CommandFailed(f"{what} of {safe(name)} damaged ({shown}); {remedy}.")

@@ -33,7 +33,7 @@ class RetrySchedule:
         self._n_failures = 0
 
     async def keep_trying(self, act: Callable[[], Awaitable[T]]) -> T:
-        """`act` again after each Broken. Raises DownloadError when patience has run out."""
+        """`act` again after each Broken. Raises DownloadError when its time has run out."""
         while True:
             try:
                 return await act()
@@ -78,7 +78,7 @@ class DownloadSettings:
     """Before the first repetition; doubles each time."""
     max_pause_s: float = 30.0
     max_retry_after_s: float = 300.0
-    """A server that asks for more patience than this is given up."""
+    """A server that asks for a longer pause than this is given up."""
     read_timeout_s: float = 60.0
     connect_timeout_s: float = 15.0
 

@@ -44,7 +44,7 @@ class Broken(DownloadError):
 
 
 class ServerBusy(Broken):
-    """The server asks for patience."""
+    """The server asks for a pause."""
 
     def __init__(self, message: str, pause_s: float) -> None:
         super().__init__(message)

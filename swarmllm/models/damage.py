@@ -44,7 +44,7 @@ def write_copy(container: Path, header_bytes: int) -> None:
     temporary.rename(copy)
 
 
-def mend_header(entry: CatalogueEntry) -> bool:
+def repair_header(entry: CatalogueEntry) -> bool:
     """Whether the container's header is right, now. Its modification time has moved where it was not. Raises
     OSError."""
     copy = entry.path.with_name(FILE_NAME)
@@ -69,12 +69,12 @@ def find_damage(
 ) -> tuple[str, ...]:
     """Read and hash all that is there; returns the names of the damaged parts: tensors, HEADER, segments.
     In a container damaged tensors are absent from then on, so that the next load fetches them again, and
-    the header is mended; copies of a user's layers go, to be made again. Raises BadModel."""
+    the header is repaired; copies of a user's layers go, to be made again. Raises BadModel."""
     with disk_faults(entry.path):
         damaged = [] if header_is_right(entry.path, entry.manifest) else [HEADER]
-        if entry.is_stored and not mend_header(entry):
+        if entry.is_stored and not repair_header(entry):
             raise BadModel(
-                f"the header of {entry.path} is damaged and cannot be mended; remove the model and load"
+                f"the header of {entry.path} is damaged and cannot be repaired; remove the model and load"
                 f" it again: swarmllm models rm {entry.name}"
             )
         segments = segments_of(entry, copies)

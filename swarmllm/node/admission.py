@@ -32,7 +32,7 @@ class Admission:
         self._queue = TurnQueue(self.caps, max_queued)
         self._rates = RateLimits()
         self.timeout_s = timeout_s
-        self._news: dict[Ticket, trio.Event] = {}
+        self._changed: dict[Ticket, trio.Event] = {}
         self._run_s = 0.0
         """Moving average."""
         self.is_closed = False
@@ -107,11 +107,11 @@ class Admission:
                 run_s = trio.current_time() - started_s
                 self._run_s += _ALPHA * (run_s - self._run_s) if self._run_s else run_s
         finally:
-            self._news.pop(ticket, None)
+            self._changed.pop(ticket, None)
             self._tell(self._queue.leave(ticket))
 
     async def _begin(self, ticket: Ticket) -> None:
-        news = self._news[ticket] = trio.Event()
+        changed = self._changed[ticket] = trio.Event()
         try:
             self._tell(self._queue.submit(ticket, trio.current_time()))
         except Full:
@@ -119,10 +119,10 @@ class Admission:
             text = f"This node is busy and {n_waiting} requests wait already."
             raise self._refuse(ticket.caller, "full", text) from None
         with trio.move_on_after(self.timeout_s):
-            await news.wait()
+            await changed.wait()
         if self._queue.is_running(ticket):
             return
-        if news.is_set():
+        if changed.is_set():
             text = "This node is busy, and other keys have fewer requests waiting."
             raise self._refuse(ticket.caller, "full", text)
         text = f"This node was busy for {self.timeout_s:g} s; try again later."
@@ -130,8 +130,8 @@ class Admission:
 
     def _tell(self, moves: Moves) -> None:
         for ticket in (*moves.started, moves.evicted):
-            if ticket is not None and ticket in self._news:
-                self._news[ticket].set()
+            if ticket is not None and ticket in self._changed:
+                self._changed[ticket].set()
 
     def _refuse(self, caller: Caller, why: Refusal, text: str, retry_after_s: float = 0.0) -> Overloaded:
         self.refused[caller.tier, why] += 1

@@ -1,6 +1,6 @@
 """Announces this node to the swarm: what it holds, its load and its speed.
 
-One record, which this node alone writes. It is published when something in it is news (see `capability`);
+One record, which this node alone writes. It is published when something in it has changed (see `capability`);
 holdings are compared at once when somebody says that they changed, load and speed every few seconds.
 
 Of the workers' kept KV it tells what belongs to models that run here whole, and not too much.
@@ -23,7 +23,7 @@ from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, machine_speed
-from swarmllm.node.news import News
+from swarmllm.node.record_changes import RecordChanges
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
 from swarmllm.swarm.records.registry import Registry
@@ -135,7 +135,7 @@ class Announcer:
         self._leaves = False
         self._sequence = 0
         self._published: Holdings | None = None
-        self._news = News()
+        self._changes = RecordChanges()
         self._changed = trio.Event()
         self._publishing = trio.Lock()
 
@@ -149,7 +149,10 @@ class Announcer:
                 await self._changed.wait()
                 self._changed = trio.Event()
                 look_s = 0.0
-            if trio.current_time() < look_s and (means := self._news.of_work(self._describe())) != "record":
+            if (
+                trio.current_time() < look_s
+                and (means := self._changes.of_work(self._describe())) != "record"
+            ):
                 if means == "load":
                     await self._publish_load()
                 continue
@@ -176,7 +179,7 @@ class Announcer:
         self.look()
 
     def look(self) -> None:
-        """Something may be news: compare now, not only in a few seconds."""
+        """Something may have changed: compare now, not only in a few seconds."""
         self._changed.set()
 
     async def leave(self) -> None:
@@ -185,13 +188,13 @@ class Announcer:
         await self.publish()
 
     async def publish(self) -> None:
-        """Tell the swarm what this node holds and how it fares, if that is news. One at a time: the last
+        """Tell the swarm what this node holds and how it fares, if that has changed. One at a time: the last
         word is the newest.
         """
         async with self._publishing:
             holdings = await self._holdings()
             capability = self._describe()
-            means = self._news.of_all(capability, trio.current_time())
+            means = self._changes.of_all(capability, trio.current_time())
             if means == "record" or holdings != self._published:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
@@ -199,7 +202,7 @@ class Announcer:
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
                 self._transfer.announce_far(names.items())
                 self._published = holdings
-                self._news.record_told(capability)
+                self._changes.record_told(capability)
             elif means == "load":
                 await self._tell_load(capability)
 
@@ -209,7 +212,7 @@ class Announcer:
 
     async def _tell_load(self, capability: NodeCapability) -> None:
         await self._router.publish_load(encode_load(load_of(capability)))
-        self._news.load_told(capability, trio.current_time())
+        self._changes.load_told(capability, trio.current_time())
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}

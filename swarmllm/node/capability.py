@@ -99,12 +99,12 @@ def _best_s(work: Callable[[], object], budget_s: float) -> float:
 
 
 MAX_LINKS = 32
-NEWS = 0.25
+CHANGE = 0.25
 """A relative change of this much."""
 NEGLIGIBLE_S = 0.001
 """Round trips that differ by less are alike."""
 STRAY_S = 0.004
-"""A coordinate that has moved farther is news."""
+"""A coordinate that has moved farther is published."""
 FEW = 4
 """From here down, each free slot counts; above, routes do not care."""
 
@@ -171,18 +171,18 @@ def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: R
     return at
 
 
-def is_news_of_work(old: NodeCapability, new: NodeCapability) -> bool:
+def work_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
     """Of speed and of what a node takes, which routes should know as they were a second ago. Free memory
     alone is none."""
     return _counts(old) != _counts(new) or _changed(_work_s(old), _work_s(new))
 
 
-def is_news_of_load(old: NodeCapability, new: NodeCapability) -> bool:
+def load_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
     """Which routes should know as soon, and which changes with every request."""
     return _load(old) != _load(new)
 
 
-def is_news_of_ways(old: NodeCapability, new: NodeCapability) -> bool:
+def links_have_changed(old: NodeCapability, new: NodeCapability) -> bool:
     """Of where this node is among the others. On busy machines that wanders all the time, of all nodes at
     once."""
     return _strayed(old.coordinate, new.coordinate) or _changed(_ways_s(old), _ways_s(new))
@@ -190,7 +190,7 @@ def is_news_of_ways(old: NodeCapability, new: NodeCapability) -> bool:
 
 def _changed(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> bool:
     return before.keys() != after.keys() or any(
-        abs(after[key] - seconds) > max(NEWS * seconds, NEGLIGIBLE_S if key[0] == "rtt" else 0.0)
+        abs(after[key] - seconds) > max(CHANGE * seconds, NEGLIGIBLE_S if key[0] == "rtt" else 0.0)
         for key, seconds in before.items()
     )
 

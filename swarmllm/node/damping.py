@@ -24,13 +24,13 @@ class Damping:
     def __repr__(self) -> str:
         return f"<Damping {self._wait_s:g} s>"
 
-    def admits(self, now: float, *, is_news: bool) -> bool:
+    def admits(self, now: float, *, has_changed: bool) -> bool:
         """Whether to tell it now; to be asked at each look."""
         if now < self._due_s:
             return False
-        if is_news:
+        if has_changed:
             self._due_s = now + self._wait_s
             self._wait_s = min(self._longest_s, 2 * self._wait_s)
         else:
             self._wait_s = max(self._first_s, self._wait_s / 2)
-        return is_news
+        return has_changed

@@ -397,7 +397,7 @@ class Node:
         self._announcer.look()
 
     async def publish(self) -> None:
-        """Tell the swarm what this node holds and how it fares, if that is news."""
+        """Tell the swarm what this node holds and how it fares, if that has changed."""
         await self._announcer.publish()
 
     async def _as_origin(self, model: str) -> CatalogueEntry:

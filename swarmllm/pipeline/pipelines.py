@@ -24,11 +24,11 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts, Weigh
+from swarmllm.pipeline.origin.detokenizer import Detokenizer, Pieces
 from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
-from swarmllm.pipeline.origin.spelling import Pieces, Spelling
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
@@ -51,7 +51,7 @@ from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.checking import PictureChecker
-from swarmllm.pipeline.vision.eyes import Encoders
+from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
@@ -365,8 +365,8 @@ class Pipelines:
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
-        spelling = Spelling(request.sampling, request.generated, self._pieces)
-        source = Failover(request, self, self._standbys, spelling)
+        detokenizer = Detokenizer(request.sampling, request.generated, self._pieces)
+        source = Failover(request, self, self._standbys, detokenizer)
         try:
             yield source
         finally:

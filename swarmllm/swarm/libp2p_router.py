@@ -105,7 +105,7 @@ class Libp2pRouter:
         self._dialler = dialler = Dialler(
             identity.node_id, random.Random(), settings.max_peers, gater, directory.candidates
         )
-        self.finding = AddressSources(host, nursery, dialler, gater)
+        self.address_sources = AddressSources(host, nursery, dialler, gater)
         self._requests = RequestProtocol(
             host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
         )
@@ -217,7 +217,7 @@ class Libp2pRouter:
 
     async def connect(self, address: str, *, timeout_s: float = 10.0) -> NodeId:
         """Returns once the node counts as connected."""
-        return await self.finding.connect(address, self._feed, self.connected, timeout_s)
+        return await self.address_sources.connect(address, self._feed, self.connected, timeout_s)
 
     async def request(self, node_id: NodeId, body: bytes, *, timeout_s: float = 10.0) -> bytes:
         check_request(body)
@@ -272,8 +272,8 @@ class Libp2pRouter:
             data_addresses=tuple(str(Address(ip, self.plane.port)) for ip in ips),
         )
         supervise(self._nursery, "messages to self", self._to_self.carry)
-        self.finding.begin(bootstrap, self._liveness.dial)
-        self.finding.remembered(self._memory.known)
+        self.address_sources.begin(bootstrap, self._liveness.dial)
+        self.address_sources.remembered(self._memory.known)
         supervise(self._nursery, "peer memory", self._memory.run, self.connected_addresses)
         supervise(self._nursery, "reachability checks", self._checks.run)
         supervise(self._nursery, "peer expiry", self._forget_peers)
@@ -291,7 +291,7 @@ class Libp2pRouter:
 
     def heard(self, envelope: Envelope) -> None:
         self.plane.forgive(envelope.node_id)
-        self.finding.heard(envelope)
+        self.address_sources.heard(envelope)
 
     def forgotten(self, node_id: NodeId) -> None:
         self._dialler.forget(node_id)
@@ -321,7 +321,7 @@ class Libp2pRouter:
 
     async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
         """See AddressSources.meet."""
-        return await self.finding.meet(self._feed, self.connected, node_id, addresses, timeout_s)
+        return await self.address_sources.meet(self._feed, self.connected, node_id, addresses, timeout_s)
 
     async def turned_direct(self, node_id: NodeId) -> None:
         await self.plane.turn_to_direct(node_id)
@@ -334,7 +334,7 @@ class Libp2pRouter:
         return self._memory.known
 
     def hear(self, node_id: NodeId, addresses: list[Address]) -> None:
-        self.finding.hearsay(node_id, addresses)
+        self.address_sources.hearsay(node_id, addresses)
 
     async def answer(self, sender: NodeId, body: bytes) -> bytes:
         return await run_request_handler(self._on_request, sender, body)
@@ -486,10 +486,10 @@ async def _running_router(
             # A new host on the same port, with the same key, is up in well under a second. Peers wait ten
             # seconds for a neighbour that libp2p has lost (see liveness); data connections go on.
             await supervise_started(nursery, "libp2p", one_life)
-            router.finding.named = named
+            router.address_sources.named = named
             router.begin(gossip, listeners, own.announced, bootstrap)
             if settings.mdns and not all(map(is_loopback, own.listening)):
-                found = router.finding.found_by_mdns
+                found = router.address_sources.found_by_mdns
                 where = (identity.node_id, network.network_id, own.reachable, host.port)
                 supervise(nursery, "mDNS", run_mdns, *where, found)
             try:

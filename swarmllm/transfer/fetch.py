@@ -133,7 +133,7 @@ class Fetch:
         self._note = note
         self._counted: dict[FetchTask, int] = {}
         self._total_bytes = sum(tensor.size_bytes for tensor in tensors)
-        self._news = trio.Event()
+        self._changed = trio.Event()
         self._last_failure: SwarmLLMError | None = None
 
     async def run(self) -> None:
@@ -159,7 +159,7 @@ class Fetch:
             task = self.plan.take(node_id)
             if task is None:
                 self._take_over(node_id)
-                await self._news.wait()
+                await self._changed.wait()
                 continue
             try:
                 await self._tensor(asking, node_id, task)
@@ -174,7 +174,7 @@ class Fetch:
 
     async def _cancel_when_over(self, scope: trio.CancelScope) -> None:
         while not self._is_over:
-            await self._news.wait()
+            await self._changed.wait()
         scope.cancel()
 
     @property
@@ -217,7 +217,7 @@ class Fetch:
         while WEB in self.plan.holders and not self._is_over:
             task = self.plan.take(WEB)
             if task is None:
-                await self._news.wait()
+                await self._changed.wait()
                 continue
             scope = self._from_hub[task] = trio.CancelScope()
             try:
@@ -240,7 +240,7 @@ class Fetch:
                 self._tell()
             if scope.cancelled_caught:
                 # The node that takes it over has its turn first.
-                await self._news.wait()
+                await self._changed.wait()
 
     def _take_over(self, node_id: NodeId) -> None:
         """A node that has nothing to do goes on with what a hub gives more slowly than the nodes."""
@@ -291,8 +291,8 @@ class Fetch:
         raise failure or NodeUnreachable(f"nobody is there who could tell what {tensor.name} hashes to")
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        self._changed.set()
+        self._changed = trio.Event()
 
     async def _tensor(self, asking: PieceClient, node_id: NodeId, task: FetchTask) -> None:
         """Fetch one tensor, or as much as the holder gives. Raises only what must end the whole fetch."""

@@ -126,7 +126,7 @@ class WorkerProcess:
                     process.connection = await process._accept(listener, timeout_s)
                 except BaseException:
                     with trio.CancelScope(shield=True):
-                        await process.reap(patience_s=0.0)
+                        await process.reap(grace_s=0.0)
                     raise
                 return process
         except OSError as error:
@@ -175,7 +175,7 @@ class WorkerProcess:
             what = f"{describe_exit(self.exit_status)} before it connected"
         else:
             what = f"did not connect within {timeout_s:g} s and was killed"
-        await self.reap(patience_s=0.0)
+        await self.reap(grace_s=0.0)
         raise WorkerDied(self.obituary(what))
 
     async def _accept_own(self, listener: socket.socket) -> socket.socket:
@@ -213,13 +213,13 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def reap(self, patience_s: float) -> bool:
+    async def reap(self, grace_s: float) -> bool:
         """Give it `patience_s` to exit by itself, then kill it; release everything. Shield it from
         cancellation.
 
         Returns whether it had to be killed.
         """
-        with trio.move_on_after(patience_s):
+        with trio.move_on_after(grace_s):
             await self.wait()
         had_to_kill = self._popen.poll() is None
         self.kill()

@@ -36,7 +36,7 @@ from swarmllm_proto.ipc import (
 
 log = logging.getLogger("swarmllm.workerpool")
 
-EXIT_PATIENCE_S = 0.25
+EXIT_GRACE_S = 0.25
 """A worker that has closed its socket is about to exit by itself; waiting a moment tells us how. Short: its
 callers wait too."""
 PROBE_REQUEST_ID = "-"
@@ -68,7 +68,7 @@ class Worker:
         self._last_heard_at = trio.current_time()
         self._ending = trio.Event()
         self._end_reason = ""
-        self._patience_s = 0.0
+        self._grace_s = 0.0
         self._had_to_kill = False
         self.ended = trio.Event()
         self.last_used_at = trio.current_time()
@@ -151,7 +151,7 @@ class Worker:
             with trio.CancelScope(shield=True):
                 if not self._ending.is_set():
                     self._leave("was stopped with the pool")
-                self._had_to_kill = await self._process.reap(self._patience_s)
+                self._had_to_kill = await self._process.reap(self._grace_s)
                 self._bury()
 
     async def ready(self) -> Ready:
@@ -219,7 +219,7 @@ class Worker:
 
     def kill(self, reason: str) -> None:
         """End it now; `ended` tells when it is gone. `reason` has the worker as its subject."""
-        self._end(reason, patience_s=0.0)
+        self._end(reason, grace_s=0.0)
 
     async def stop(self, reason: str) -> None:
         """Ask it to leave, wait, kill it if it does not."""
@@ -251,10 +251,10 @@ class Worker:
     def _on_message(self, message: AnyWorkerMessage, payload: memoryview) -> None:
         self._last_heard_at = trio.current_time()
         if isinstance(message, Bye):
-            self._end("said goodbye", patience_s=self._stop_timeout_s)
+            self._end("said goodbye", grace_s=self._stop_timeout_s)
             return
         if isinstance(message, Error) and message.fatal:
-            self._end(f"gave up ({message.kind}: {message.message})", patience_s=self._stop_timeout_s)
+            self._end(f"gave up ({message.kind}: {message.message})", grace_s=self._stop_timeout_s)
         pending = self._pending.get(message.id)
         if pending is not None:
             if pending.receive(message, payload):
@@ -268,25 +268,25 @@ class Worker:
         try:
             await work()
         except ChannelClosed as error:
-            self._end(str(error), patience_s=EXIT_PATIENCE_S)
+            self._end(str(error), grace_s=EXIT_GRACE_S)
 
     async def _until_exit(self) -> None:
         await self._process.wait()
         # What it said last may still lie in the socket; the end of that is the end.
-        with trio.move_on_after(EXIT_PATIENCE_S):
+        with trio.move_on_after(EXIT_GRACE_S):
             await self._ending.wait()
-        self._end("", patience_s=0.0)
+        self._end("", grace_s=0.0)
 
     def _leave(self, reason: str) -> None:
         if self.alive:
             self._channel.send(encode_ipc(Shutdown(id=self.new_id())))
-            self._end(reason, patience_s=self._stop_timeout_s)
+            self._end(reason, grace_s=self._stop_timeout_s)
 
-    def _end(self, reason: str, *, patience_s: float) -> None:
+    def _end(self, reason: str, *, grace_s: float) -> None:
         # The first reason is the cause; what follows from it is not.
         if not self._ending.is_set():
             self._end_reason = reason
-            self._patience_s = patience_s
+            self._grace_s = grace_s
             self._ending.set()
 
     def _bury(self) -> None:

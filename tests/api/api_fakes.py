@@ -42,7 +42,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.vision.eyes import Encoders
+from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.swarm.byte_budget import ByteBudget

@@ -246,9 +246,9 @@ async def test_after_closing_those_inside_go_on_until_they_are_ended(autojump_cl
         with pytest.raises(NodeStopping):
             async with admission.turn():
                 ends.append("never")
-        with trio.move_on_after(5) as patience:
+        with trio.move_on_after(5) as scope:
             await admission.wait_empty()
-        assert patience.cancelled_caught
+        assert scope.cancelled_caught
         assert ends == ["short complete"]
         admission.end_all()
         await admission.wait_empty()

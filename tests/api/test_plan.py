@@ -20,10 +20,10 @@ from swarmllm.node.capability import (
     _best_s,
     describe,
     float_among,
-    is_news_of_load,
-    is_news_of_ways,
-    is_news_of_work,
+    links_have_changed,
+    load_has_changed,
     machine_speed,
+    work_has_changed,
 )
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.stage.capacity import Room
@@ -107,9 +107,9 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
     )
 
 
-def news(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
+def changed(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
     """Of work, which load is too, and of ways."""
-    return is_news_of_work(old, new) or is_news_of_load(old, new), is_news_of_ways(old, new)
+    return work_has_changed(old, new) or load_has_changed(old, new), links_have_changed(old, new)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def news(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
     ],
 )
 def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) -> None:
-    assert any(news(capability(), new)) is expected
+    assert any(changed(capability(), new)) is expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_a_route_could_feel_is_news(new: NodeCapability, expected: bool) ->
 def test_load_and_speed_are_told_sooner_than_where_a_node_is(
     new: NodeCapability, expected: tuple[bool, bool]
 ) -> None:
-    assert news(capability(), new) == expected
+    assert changed(capability(), new) == expected
 
 
 def at(x_s: float, error: float) -> NodeCapability:
@@ -168,11 +168,11 @@ def at(x_s: float, error: float) -> NodeCapability:
 def test_a_coordinate_is_news_where_it_is_believed_and_has_moved(
     old: NodeCapability, new: NodeCapability, *, expected: bool
 ) -> None:
-    assert is_news_of_ways(old, new) is expected
+    assert links_have_changed(old, new) is expected
 
 
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:
-    assert not any(news(capability(rtt_s=0.0002), capability(rtt_s=0.0009)))
+    assert not any(changed(capability(rtt_s=0.0002), capability(rtt_s=0.0009)))
 
 
 def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers() -> None:

@@ -12,7 +12,7 @@ from api_fakes import Script, serve_node
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.api.output.output_parser import OutputParser, Thought, opened_thought
+from swarmllm.api.output.output_parser import OutputParser, ReasoningText, opened_reasoning
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
 
 BUDGET: dict[str, Any] = {"type": "enabled"}
@@ -21,14 +21,14 @@ THINKING = ["<th", "ink>\nA greeting", ". I greet.\n</", "think>\n\nHello", " th
 
 
 def told(*pieces: str, opened: str = "") -> tuple[str, str]:
-    heard = OutputParser(opened_thought=opened)
+    heard = OutputParser(opened_reasoning=opened)
     items = [item for piece in pieces for item in heard.feed(piece)] + heard.finish()
-    thought = "".join(item.text for item in items if isinstance(item, Thought))
-    return thought, "".join(item for item in items if isinstance(item, str))
+    reasoning = "".join(item.text for item in items if isinstance(item, ReasoningText))
+    return reasoning, "".join(item for item in items if isinstance(item, str))
 
 
 @pytest.mark.parametrize(
-    ("text", "thought", "answer"),
+    ("text", "reasoning", "answer"),
     [
         ("Hello.", "", "Hello."),
         ("<think>\nhm\n</think>\n\nHello.", "hm", "Hello."),
@@ -43,15 +43,15 @@ def told(*pieces: str, opened: str = "") -> tuple[str, str]:
     ],
 )
 def test_thoughts_are_what_stands_between_the_tags_at_the_beginning(
-    text: str, thought: str, answer: str
+    text: str, reasoning: str, answer: str
 ) -> None:
-    assert told(text) == (thought, answer)
-    assert told(*text) == (thought, answer)
+    assert told(text) == (reasoning, answer)
+    assert told(*text) == (reasoning, answer)
 
 
 def test_a_thought_that_the_prompt_has_opened_needs_no_tag() -> None:
-    assert opened_thought("<|im_start|>assistant\n<think>\n") == "<think>"
-    assert opened_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n") == ""
+    assert opened_reasoning("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert opened_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n") == ""
     assert told("hm\n</think>\n\nHello.", opened="<think>") == ("hm", "Hello.")
     assert told("only thoughts", opened="<think>") == ("only thoughts", "")
 
@@ -72,10 +72,10 @@ def test_how_the_text_is_split_makes_no_difference_to_thoughts(
 
 
 def test_a_call_in_a_thought_is_not_meant() -> None:
-    spoken = OutputParser(ToolCallParser(None, ["add"]))
+    supported = OutputParser(ToolCallParser(None, ["add"]))
     call = '<tool_call>{"name": "add"}</tool_call>'
-    heard = spoken.whole(f"<think>{call}</think>{call}")
-    assert (heard.thought, heard.text, heard.calls) == (call, "", [FoundCall("add", "{}")])
+    heard = supported.whole(f"<think>{call}</think>{call}")
+    assert (heard.reasoning, heard.text, heard.calls) == (call, "", [FoundCall("add", "{}")])
 
 
 @pytest.mark.slow

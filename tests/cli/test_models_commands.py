@@ -126,23 +126,23 @@ def test_models_for_programs_are_what_the_daemon_said(run: Run, node: FakeNode) 
 PROGRESS = {"type": "progress", "done_bytes": 1, "total_bytes": 2}
 
 
-EYES = {"path": "/m/mm.gguf", "family": "mlp", "n_embd": 64, "size_bytes": 9, "blake3": "cd" * 32}
+PROJECTOR = {"path": "/m/mm.gguf", "family": "mlp", "n_embd": 64, "size_bytes": 9, "blake3": "cd" * 32}
 
 
 def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeNode, tmp_path: Path) -> None:
-    model, eyes = tmp_path / "m.gguf", tmp_path / "mm.gguf"
+    model, mmproj = tmp_path / "m.gguf", tmp_path / "mm.gguf"
     model.write_bytes(b"")
-    eyes.write_bytes(b"")
-    result = ndjson(PROGRESS, {"type": "result", "model": MODEL | {"projector": EYES}})
+    mmproj.write_bytes(b"")
+    result = ndjson(PROGRESS, {"type": "result", "model": MODEL | {"projector": PROJECTOR}})
     node.on("POST", "/api/admin/models", result)
     node.on("POST", "/api/admin/models/guide/projector", result)
-    added = run("models", "add", str(model), "--mmproj", str(eyes))
+    added = run("models", "add", str(model), "--mmproj", str(mmproj))
     assert "It takes pictures, with /m/mm.gguf." in added.stdout
-    assert node.bodies("/api/admin/models") == [{"path": str(model), "name": None, "mmproj": str(eyes)}]
-    attached = run("models", "projector", "guide", str(eyes))
+    assert node.bodies("/api/admin/models") == [{"path": str(model), "name": None, "mmproj": str(mmproj)}]
+    attached = run("models", "projector", "guide", str(mmproj))
     assert "guide: it takes pictures, with /m/mm.gguf." in attached.stdout
-    assert node.bodies("/api/admin/models/guide/projector") == [{"path": str(eyes)}]
-    node.on("GET", "/api/admin/models/guide/status", MODEL | {"projector": EYES})
+    assert node.bodies("/api/admin/models/guide/projector") == [{"path": str(mmproj)}]
+    node.on("GET", "/api/admin/models/guide/status", MODEL | {"projector": PROJECTOR})
     assert "/m/mm.gguf (mlp)" in run("models", "show", "guide").stdout
 
 
@@ -278,7 +278,7 @@ def test_verify_fails_where_something_is_damaged(run: Run, node: FakeNode) -> No
     assert "2 parts of guide damaged (blk.0.x, blk.1.x); load it again" in wrong.stderr
     header = {"type": "result", "model": MODEL, "damaged": ["header"]}
     node.on("POST", path, ndjson(header))
-    assert "1 part of guide damaged (header); it has been mended" in run("models", "verify", "guide").stderr
+    assert "1 part of guide damaged (header); it has been repaired" in run("models", "verify", "guide").stderr
     own = {**MODEL, "stored": False}
     node.on("POST", path, ndjson(header | {"model": own}))
     assert "(header); replace its file" in run("models", "verify", "guide").stderr

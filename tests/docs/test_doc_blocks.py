@@ -37,11 +37,11 @@ class RunningNode:
     def __init__(self, machine: Machine, command: str) -> None:
         self.machine = machine
         self.process = machine.start(command)
-        found = wait_for(self._whereabouts, PATIENCE_S, "daemon.json")
+        found = wait_for(self._daemon_info, PATIENCE_S, "daemon.json")
         self.url = str(found["api_url"])
         self.address = str(found["addresses"][0])
 
-    def _whereabouts(self) -> dict[str, Any] | None:
+    def _daemon_info(self) -> dict[str, Any] | None:
         assert self.process.poll() is None, (self.machine.home / "daemon.log").read_text()
         try:
             return dict(json.loads((self.machine.data_dir / "daemon.json").read_text()))

@@ -112,13 +112,13 @@ async def test_a_server_that_asks_for_an_hour_is_given_up_at_once(tmp_path: Path
 
 
 async def test_patience_is_what_the_server_asks_for(autojump_clock: MockClock) -> None:
-    patience = RetrySchedule(SETTINGS)
-    await patience.wait(ServerBusy("busy", 7.0))
+    schedule = RetrySchedule(SETTINGS)
+    await schedule.wait(ServerBusy("busy", 7.0))
     assert trio.current_time() == 7.0
     for _ in range(SETTINGS.max_failures - 2):
-        await patience.wait(ServerBusy("busy", 0.0))
+        await schedule.wait(ServerBusy("busy", 0.0))
     with pytest.raises(DownloadError, match="given up"):
-        await patience.wait(ServerBusy("busy", 0.0))
+        await schedule.wait(ServerBusy("busy", 0.0))
 
 
 async def test_the_token_goes_to_the_endpoint_and_nowhere_else(tmp_path: Path, shelf: Shelf) -> None:

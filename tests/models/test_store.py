@@ -273,10 +273,10 @@ def test_damage_is_found_and_counts_as_absent_from_then_on(source: Source, store
         file.seek(bad.offset)
         file.write(b"\xff")
     assert store.verify(entry, lambda done, total: None) == (bad.name,)
-    mended = store.catalogue.get("tiny")
-    assert mended.absent(source.tensors) == (bad,)
-    assert mended.path.stat().st_mtime_ns == mended.state.mtime_ns > entry.state.mtime_ns
-    assert source.fill(store, mended, bad.name)
+    repaired = store.catalogue.get("tiny")
+    assert repaired.absent(source.tensors) == (bad,)
+    assert repaired.path.stat().st_mtime_ns == repaired.state.mtime_ns > entry.state.mtime_ns
+    assert source.fill(store, repaired, bad.name)
     assert store.verify(store.catalogue.get("tiny"), lambda done, total: None) == ()
 
 

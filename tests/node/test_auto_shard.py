@@ -65,10 +65,10 @@ def test_one_step(held: str, target: str, pinned: str, elsewhere: str, free: int
 
 
 def test_three_of_the_same_in_a_row_are_enough_and_another_one_begins_anew() -> None:
-    patience = Hysteresis()
-    assert [patience.see(wish) for wish in "aabaaa"] == [False] * 5 + [True]
-    patience.forget()
-    assert not patience.see("a")
+    hysteresis = Hysteresis()
+    assert [hysteresis.see(wish) for wish in "aabaaa"] == [False] * 5 + [True]
+    hysteresis.forget()
+    assert not hysteresis.see("a")
 
 
 async def test_nobody_moves_before_three_looks_agree() -> None:

@@ -77,9 +77,9 @@ def live(members: list[Member], rng: random.Random) -> None:
 
     for n_step in range(int(END_S / 0.1)):
         now_s = n_step * 0.1
-        for news in [news for news in on_their_way if news[0] <= now_s]:
-            on_their_way.remove(news)
-            _, hearer, record, ready = news
+        for changed in [changed for changed in on_their_way if changed[0] <= now_s]:
+            on_their_way.remove(changed)
+            _, hearer, record, ready = changed
             hearer.heard[record.node_id], hearer.ready_elsewhere[record.node_id] = record, ready
         if now_s < CALM_S and rng.random() < 0.02:
             pair = rng.choice(sorted(sees_from_s))

@@ -23,7 +23,6 @@ from swarmllm.pipeline.vision.choice import (
     by_projector,
     in_order,
 )
-from swarmllm.pipeline.vision.likeness import FLAT, LIMIT, WORST_ROW, likeness, picture_distance
 from swarmllm.pipeline.vision.race import (
     AT_ONCE,
     BUSY_PAUSE_S,
@@ -38,6 +37,7 @@ from swarmllm.pipeline.vision.race import (
     Race,
     Runner,
 )
+from swarmllm.pipeline.vision.similarity import FLAT, LIMIT, WORST_ROW, picture_distance, similarity
 from swarmllm.pipeline.vision.slices import (
     PICTURE_TOKENS_MAX,
     TOKENS_MAX,
@@ -75,7 +75,7 @@ def test_the_paces_of_the_latest_nodes_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work_s", "travel_s", "patience_s"),
+    ("work_s", "travel_s", "late_after_s"),
     [
         (0.5, 0.0, LEAST_S),
         (3.0, 0.0, FAR * 3.0),
@@ -85,9 +85,9 @@ def test_the_paces_of_the_latest_nodes_are_kept() -> None:
     ],
 )
 def test_patience_grows_with_what_is_expected_and_not_without_end(
-    work_s: float, travel_s: float, patience_s: float
+    work_s: float, travel_s: float, late_after_s: float
 ) -> None:
-    assert Runner(A, work_s, travel_s).patience_s == pytest.approx(patience_s)
+    assert Runner(A, work_s, travel_s).late_after_s == pytest.approx(late_after_s)
     assert Runner(A, slice_s=3.0).silence_s == pytest.approx(SILENCE_S + FAR * 3.0)
 
 
@@ -321,17 +321,17 @@ def test_rows_are_alike_up_to_the_limit_in_either_order(factor: float, match: Ma
     one, other = rows_picture(SPECIAL), rows_picture(np.array(SPECIAL) * (1 + LIMIT * factor))
     smaller_side = picture_distance(other, one)
     assert smaller_side < picture_distance(one, other)
-    assert likeness(one, other) is likeness(other, one) is match
-    assert likeness(one, rows_picture(SPECIAL)) is Match.EQUAL
+    assert similarity(one, other) is similarity(other, one) is match
+    assert similarity(one, rows_picture(SPECIAL)) is Match.EQUAL
 
 
 def test_rows_at_other_places_or_with_other_tokens_are_of_another_picture() -> None:
     rows = PicturePart((), 2)
     one = rows_picture(SPECIAL, rows, PicturePart((7,)), rows)
-    assert likeness(one, rows_picture(SPECIAL, rows, PicturePart((8,)), rows)) is Match.WRONG
-    assert likeness(one, rows_picture(SPECIAL, rows, rows, PicturePart((7,)))) is Match.WRONG
+    assert similarity(one, rows_picture(SPECIAL, rows, PicturePart((8,)), rows)) is Match.WRONG
+    assert similarity(one, rows_picture(SPECIAL, rows, rows, PicturePart((7,)))) is Match.WRONG
     joined = rows_picture(SPECIAL, PicturePart((), 4))
-    assert likeness(joined, rows_picture(SPECIAL, rows, rows)) is Match.WRONG
+    assert similarity(joined, rows_picture(SPECIAL, rows, rows)) is Match.WRONG
 
 
 def test_the_reason_is_the_text_of_the_error() -> None:

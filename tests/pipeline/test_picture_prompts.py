@@ -25,7 +25,7 @@ from swarmllm.pipeline.origin.prompts import read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.vision.eyes import Encoders
+from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NoOpinion
 from swarmllm.swarm.records.registry import Registry
@@ -36,11 +36,11 @@ from swarmllm_proto.ipc import Sampling
 
 BOS = 1
 N_EMBD = 3
-EYES = Projector(path="/mm", size_bytes=1, mtime_ns=1, blake3="ab" * 32, family="mlp", n_embd=N_EMBD)
+PROJECTOR = Projector(path="/mm", size_bytes=1, mtime_ns=1, blake3="ab" * 32, family="mlp", n_embd=N_EMBD)
 SEEN = [picture(20, 20, 1), picture(20, 20, 2)]
 
 
-class Eyes:
+class FakeEncoder:
     """Letters are tokens. A picture is the token 7, two rows, and two rows of another tile."""
 
     async def tokenize(self, model: ModelFile, *, text: str, place: str) -> np.ndarray:
@@ -49,7 +49,7 @@ class Eyes:
     async def apply_template(self, model: ModelFile, messages: list[dict[str, Any]], *others: object) -> str:
         return "".join(message["content"] for message in messages)
 
-    async def encode_picture(self, model: ModelFile, eyes: Projector, shown: Picture) -> EncodedPicture:
+    async def encode_picture(self, model: ModelFile, projector: Projector, shown: Picture) -> EncodedPicture:
         number = SEEN.index(shown) + 1
         rows = np.arange(4 * N_EMBD, dtype=np.float32).reshape(4, N_EMBD) + 100 * number
         return EncodedPicture(np.array([7, -1, -1, -1, -1], np.int32), rows, (1, 3, 5))
@@ -60,7 +60,7 @@ class Eyes:
 
 
 def seeing() -> CatalogueEntry:
-    return replace(fake_entry(), projector=EYES)
+    return replace(fake_entry(), projector=PROJECTOR)
 
 
 def asking(text: str, *, as_messages: bool = False) -> Prompt:
@@ -72,7 +72,7 @@ def asking(text: str, *, as_messages: bool = False) -> Prompt:
 
 
 async def read(prompt: Prompt, n_ctx: int = 100) -> tuple[np.ndarray, PictureRows]:
-    compute: Any = Eyes()
+    compute: Any = FakeEncoder()
     router: Any = SimpleNamespace(node_id=A)
     encoders = Encoders(
         compute,
@@ -98,13 +98,13 @@ async def test_rows_stand_between_the_tokens_of_the_text_which_begins_once() -> 
     assert [None if token >= FIRST_ROW_ID else token for token in tokens.tolist()] == known
     assert pictures.positions.tolist() == [at for at, token in enumerate(known) if token is None]
     assert pictures.ends == (3, 5, 7, 10, 12, 14)
-    rows = await embedded(Eyes(), None, tokens, 0, pictures, as_ids=True)  # type: ignore[arg-type]
+    rows = await embedded(FakeEncoder(), None, tokens, 0, pictures, as_ids=True)  # type: ignore[arg-type]
     assert rows[:, 0].tolist() == [1, 120, 7, 100, 103, 106, 109, 121, 122, 7, 200, 203, 206, 209]
     for first in range(len(tokens)):
         part = tokens[first : first + 3]
-        some = await embedded(Eyes(), None, part, first, pictures, as_ids=False)  # type: ignore[arg-type]
+        some = await embedded(FakeEncoder(), None, part, first, pictures, as_ids=False)  # type: ignore[arg-type]
         assert np.array_equal(some, rows[first : first + 3])
-    text = await embedded(Eyes(), None, tokens[:3], 0, pictures, as_ids=True)  # type: ignore[arg-type]
+    text = await embedded(FakeEncoder(), None, tokens[:3], 0, pictures, as_ids=True)  # type: ignore[arg-type]
     assert text.dtype == np.int32
     assert int(tokens.max()) < 2**31
 

@@ -60,9 +60,9 @@ async def test_only_the_lost_stages_compute_again(
         assert text == expected
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
         assert swarm[A].pipelines.statistics().rebuilt == 1
-        mended = [stage.node_id for stage in generation.route]
+        repaired = [stage.node_id for stage in generation.route]
         replaced = iter(spares)
-        assert mended == [next(replaced) if s.node_id in victims else s.node_id for s in route]
+        assert repaired == [next(replaced) if s.node_id in victims else s.node_id for s in route]
         for stage in route:
             if stage.node_id not in victims and stage.node_id not in spares:
                 assert n_prefill_rows(pools[stage.node_id]) == len(PROMPT), stage.node_id

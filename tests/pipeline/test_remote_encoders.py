@@ -54,9 +54,9 @@ from swarmllm_proto.swarm_vision import bound_digest
 
 from .fakes import FakeNode, Swarm, open_swarm
 
-EYES = Projector(path="/mm", size_bytes=1, mtime_ns=1, blake3="ab" * 32, family="mlp", n_embd=N_EMBD)
-OTHER_EYES = "cd" * 32
-SEEING = replace(fake_entry(), projector=EYES)
+PROJECTOR = Projector(path="/mm", size_bytes=1, mtime_ns=1, blake3="ab" * 32, family="mlp", n_embd=N_EMBD)
+OTHER_PROJECTOR = "cd" * 32
+SEEING = replace(fake_entry(), projector=PROJECTOR)
 BLIND = fake_entry()
 SHOWN = picture(20, 20, 1)
 LARGE = parse_picture(SHOWN.data + bytes(2 * IMAGE_MAX + 77), "picture")
@@ -78,7 +78,7 @@ class SeeingPool(FakePool):
     async def encode_picture(
         self, model: ModelFile, projector: Projector, shown: Picture, *, is_kept: bool = True
     ) -> EncodedPicture:
-        assert (model.model_id, projector) == (BLIND.model_id, EYES)
+        assert (model.model_id, projector) == (BLIND.model_id, PROJECTOR)
         await trio.lowlevel.checkpoint()
         self.seen.append(shown.digest)
         if self.gate is not None:
@@ -94,7 +94,7 @@ def what(shown: Picture, n_rows: int = 5) -> EncodedPicture:
     return encoded_picture((PicturePart((7, 8)), PicturePart((), n_rows), PicturePart((9,))), rows, N_EMBD)
 
 
-def announced(projector: str = EYES.blake3, n_embd: int = N_EMBD) -> ProjectorAnnounce:
+def announced(projector: str = PROJECTOR.blake3, n_embd: int = N_EMBD) -> ProjectorAnnounce:
     return ProjectorAnnounce(model_id=BLIND.model_id, projector=Digest(projector), n_embd=n_embd)
 
 
@@ -118,9 +118,9 @@ async def known(swarm: Swarm, holders: set[str]) -> None:
 async def look(
     swarm: Swarm, shown: Picture = SHOWN, entry: CatalogueEntry = BLIND
 ) -> tuple[EncodedPicture, Looked]:
-    eyes = (await swarm[A].pipelines.encoders.eyes(entry, [shown], "messages[0]"))[0]
-    encoded = await eyes.look(shown, "messages[0]")
-    return encoded, eyes.looked[0]
+    encoder = (await swarm[A].pipelines.encoders.by_projector(entry, [shown], "messages[0]"))[0]
+    encoded = await encoder.encode(shown, "messages[0]")
+    return encoded, encoder.looked[0]
 
 
 def assert_same(found: EncodedPicture, expected: EncodedPicture) -> None:
@@ -229,7 +229,7 @@ def with_rows(
     data = rows.astype("<f4").tobytes()
     assert said.parts is not UNSET
     bound = bound_digest(
-        request.model_id, Digest(EYES.blake3), Digest(digest or SHOWN.digest), said.parts, data
+        request.model_id, Digest(PROJECTOR.blake3), Digest(digest or SHOWN.digest), said.parts, data
     )
     return replaced(said, n_rows=len(rows), rows=memoryview(data), digest=bound)
 
@@ -237,7 +237,7 @@ def with_rows(
 def with_parts(
     request: VisionEncodeRequest, said: VisionEncodeResponse, *parts: PicturePart
 ) -> VisionEncodeResponse:
-    bound = bound_digest(request.model_id, Digest(EYES.blake3), Digest(SHOWN.digest), parts, said.rows)
+    bound = bound_digest(request.model_id, Digest(PROJECTOR.blake3), Digest(SHOWN.digest), parts, said.rows)
     return replaced(said, parts=parts, digest=bound)
 
 
@@ -383,7 +383,7 @@ def test_a_node_that_says_that_it_lives_has_as_long_as_was_expected_twice() -> N
     assert race.begin(FAR * 5.0) is not None
     assert race.won("b", FAR * 5.0 + 1.5) == 1.5
     assert race.overtaken(FAR * 5.0) == [("a", FAR * 5.0, False)]
-    assert Runner("a", 1000.0).patience_s == 20.0
+    assert Runner("a", 1000.0).late_after_s == 20.0
 
 
 def test_a_slow_line_is_no_reason_to_send_a_picture_twice() -> None:
@@ -393,7 +393,7 @@ def test_a_slow_line_is_no_reason_to_send_a_picture_twice() -> None:
     assert 3.1 < line.slice_s(large, 64) < 3.5
     runner = Runner("far", line.work_s, line.travel_s(large, 64), line.slice_s(large, 64))
     assert line.travel_s(large, 64) > 33
-    assert runner.patience_s > 2 * 33 + FAR * 3
+    assert runner.late_after_s > 2 * 33 + FAR * 3
     race = Race.of([runner], 0.0)
     race.begin(0.0)
     assert race.won("far", runner.travel_s + 2.5) == pytest.approx(2.5), "travelling is no work"
@@ -541,8 +541,8 @@ async def test_the_projector_of_this_node_is_used_and_no_other_one() -> None:
         own = SeeingPool()
         swarm[A].pipelines.encoders._compute = own  # type: ignore[assignment]
         assert (await look(swarm, entry=SEEING))[1].node_id == A
-        await swarm[B].announce_projectors(announced(OTHER_EYES))
-        while swarm[A].registry.encoders(BLIND.model_id)[B].projector != OTHER_EYES:
+        await swarm[B].announce_projectors(announced(OTHER_PROJECTOR))
+        while swarm[A].registry.encoders(BLIND.model_id)[B].projector != OTHER_PROJECTOR:
             await trio.lowlevel.checkpoint()
         own.failure = BadModel("the projector /mm has changed")
         assert (await look(swarm, picture(24, 24), SEEING))[1].node_id == C
@@ -573,7 +573,7 @@ def request_for(shown: Picture, request_id: str = "r1", **fields: Any) -> Vision
         request_id=request_id,
         model_id=BLIND.model_id,
         image=memoryview(shown.data),
-        projector=Digest(EYES.blake3),
+        projector=Digest(PROJECTOR.blake3),
         digest=Digest(shown.digest),
     )
     return msgspec.structs.replace(asked, **fields)
@@ -589,7 +589,7 @@ async def say(swarm: Swarm, request: VisionEncodeRequest, sender: str = A) -> Vi
     "fields",
     [
         {"projector": UNSET},
-        {"projector": OTHER_EYES},
+        {"projector": OTHER_PROJECTOR},
         {"digest": UNSET},
         {"model_id": "ef" * 32},
         {"offset": 1},

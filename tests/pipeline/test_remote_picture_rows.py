@@ -41,9 +41,9 @@ async def test_rows_of_another_nodes_encoder_are_those_of_one_here_bit_for_bit(
                 await trio.lowlevel.checkpoint()
         swarm.entry = replace(entry, projector=None)
         assert await seen_by(swarm, asking(shown)) == wanted
-        (eyes,) = await swarm[A].pipelines.encoders.eyes(swarm.entry, shown, "picture")
-        far = await eyes.look(shown[0], "picture")
-        assert eyes.looked[0].is_kept
+        (encoder,) = await swarm[A].pipelines.encoders.by_projector(swarm.entry, shown, "picture")
+        far = await encoder.encode(shown[0], "picture")
+        assert encoder.looked[0].is_kept
         here = await swarm[A].pool.encode_picture(ModelFile.of(entry), entry.projector, shown[0])
         assert far is not here
         assert far.rows.tobytes() == here.rows.tobytes()

@@ -31,8 +31,8 @@ LOST = NodeUnreachable("lost")
 NOBODY = NoPipeline("nobody")
 
 
-def begun(patience_s: float = 60.0) -> RetryPolicy:
-    recovery = RetryPolicy(patience_s)
+def begun(timeout_s: float = 60.0) -> RetryPolicy:
+    recovery = RetryPolicy(timeout_s)
     recovery.token()
     return recovery
 
@@ -127,9 +127,9 @@ def test_what_is_given_up_names_the_cause_and_the_last_obstacle() -> None:
     ),
 )
 def test_waits_end_within_patience_and_never_lie_in_the_past(
-    patience_s: float, failures: list[tuple[SwarmLLMError, bool, float]]
+    timeout_s: float, failures: list[tuple[SwarmLLMError, bool, float]]
 ) -> None:
-    recovery = begun(patience_s)
+    recovery = begun(timeout_s)
     now_s, n_immediate = 0.0, 0
     for error, somebody_is_to_blame, wake_early in failures:
         if somebody_is_to_blame and error is not NOBODY:
@@ -137,9 +137,9 @@ def test_waits_end_within_patience_and_never_lie_in_the_past(
         try:
             again_s = recovery.failed(error, now_s)
         except SwarmLLMError:
-            assert now_s >= patience_s
+            assert now_s >= timeout_s
             return
-        assert now_s <= again_s <= max(now_s, min(patience_s, now_s + LONGEST_PAUSE_S))
+        assert now_s <= again_s <= max(now_s, min(timeout_s, now_s + LONGEST_PAUSE_S))
         # It may not turn in circles without the clock going on.
         n_immediate = n_immediate + 1 if again_s == now_s else 0
         assert n_immediate <= 2

@@ -144,9 +144,9 @@ async def test_without_a_replacement_the_stream_ends_with_what_is_missing(patien
 
 async def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind(patient_clock: MockClock) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12"), settings=SETTINGS) as swarm:
-        with trio.move_on_after(1) as patience:
+        with trio.move_on_after(1) as scope:
             await read(swarm, A, kills(swarm, B))
-        assert patience.cancelled_caught
+        assert scope.cancelled_caught
         await swarm.quiet()
 
 

@@ -24,17 +24,17 @@ class Inbox:
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, bytes, bytes]] = []
-        self._news = trio.Event()
+        self._changed = trio.Event()
 
     async def __call__(self, sender: str, header: bytes, payload: memoryview) -> None:
         self.messages.append((sender, header, bytes(payload)))
-        self._news.set()
-        self._news = trio.Event()
+        self._changed.set()
+        self._changed = trio.Event()
 
     async def wait_for(self, n_messages: int) -> None:
         with trio.fail_after(DEADLINE_S):
             while len(self.messages) < n_messages:
-                await self._news.wait()
+                await self._changed.wait()
 
 
 class HeldInbox(Inbox):

@@ -18,7 +18,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import CHECK_S, PING_S, SILENCE_S
 from swarmllm.swarm.discovery.dialler import Dialler
-from swarmllm.swarm.libp2p.control_keepalive import Libp2pHearts
+from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers.liveness import Liveness
 
@@ -72,9 +72,9 @@ async def connected() -> AsyncIterator[tuple[Yamux, Session, Session]]:
 
 
 @asynccontextmanager
-async def joined() -> AsyncIterator[tuple[Libp2pHearts, Session, Session]]:
+async def joined() -> AsyncIterator[tuple[ControlKeepalive, Session, Session]]:
     async with connected() as (muxer, here, there), trio.open_nursery() as nursery:
-        yield Libp2pHearts(lambda node_id: [muxer], nursery), here, there
+        yield ControlKeepalive(lambda node_id: [muxer], nursery), here, there
         nursery.cancel_scope.cancel()
 
 
@@ -150,7 +150,7 @@ def never() -> bool:
 async def test_a_peer_that_freezes_is_given_up_in_time_and_not_before(
     frozen_s: float, autojump_clock: MockClock
 ) -> None:
-    async with joined() as (hearts, _, there), trio.open_nursery() as nursery:
+    async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
         started_s = trio.current_time()
 
         async def freeze() -> None:
@@ -158,7 +158,7 @@ async def test_a_peer_that_freezes_is_given_up_in_time_and_not_before(
             there.freeze()
 
         nursery.start_soon(freeze)
-        assert await hearts.falls_silent(NODE_ID, never)
+        assert await keepalive.falls_silent(NODE_ID, never)
         lasted_s = trio.current_time() - started_s
         assert lasted_s >= SILENCE_S
         assert frozen_s < lasted_s < frozen_s + OUT_OF_ROUTES_S - 0.3
@@ -168,18 +168,18 @@ async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_every_
     autojump_clock: MockClock,
 ) -> None:
     watched_s = 600.0
-    async with joined() as (hearts, here, _):
+    async with joined() as (keepalive, here, _):
         with trio.move_on_after(watched_s) as watch:
-            await hearts.falls_silent(NODE_ID, never)
+            await keepalive.falls_silent(NODE_ID, never)
         assert watch.cancelled_caught
         assert here.n_writes <= watched_s / PING_S + 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
 
 
 async def test_whoever_gets_a_data_connection_at_once_is_not_pinged(autojump_clock: MockClock) -> None:
-    async with joined() as (hearts, here, _):
+    async with joined() as (keepalive, here, _):
         for _ in range(10):
             n_writes = here.n_writes
-            assert not await hearts.falls_silent(NODE_ID, lambda: True)
+            assert not await keepalive.falls_silent(NODE_ID, lambda: True)
             assert here.n_writes <= n_writes + 2 * (1 + CHECK_S / RTT_MEASURE_INTERVAL)
         assert here.n_writes <= 4
 
@@ -187,17 +187,17 @@ async def test_whoever_gets_a_data_connection_at_once_is_not_pinged(autojump_clo
 async def test_a_writer_that_is_stuck_hides_no_frozen_peer_and_collects_no_pings(
     autojump_clock: MockClock,
 ) -> None:
-    async with joined() as (hearts, here, there):
+    async with joined() as (keepalive, here, there):
         await trio.sleep(3.0)
         here.freeze()
         there.freeze()
         n_writes = here.n_writes
-        assert await hearts.falls_silent(NODE_ID, never)
+        assert await keepalive.falls_silent(NODE_ID, never)
         assert here.n_writes == n_writes + 1
 
 
 async def test_timers_that_are_late_as_ever_are_no_reason_for_patience(autojump_clock: MockClock) -> None:
-    async with joined() as (hearts, _, there), trio.open_nursery() as nursery:
+    async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
 
         async def be_late() -> None:
             while True:
@@ -207,13 +207,13 @@ async def test_timers_that_are_late_as_ever_are_no_reason_for_patience(autojump_
         there.freeze()
         started_s = trio.current_time()
         nursery.start_soon(be_late)
-        assert await hearts.falls_silent(NODE_ID, never)
+        assert await keepalive.falls_silent(NODE_ID, never)
         assert trio.current_time() - started_s < OUT_OF_ROUTES_S
         nursery.cancel_scope.cancel()
 
 
 async def test_who_is_late_itself_has_patience_but_not_for_ever(autojump_clock: MockClock) -> None:
-    async with joined() as (hearts, _, there), trio.open_nursery() as nursery:
+    async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
 
         async def keep_from_looking() -> None:
             while True:
@@ -223,7 +223,7 @@ async def test_who_is_late_itself_has_patience_but_not_for_ever(autojump_clock: 
         there.freeze()
         started_s = trio.current_time()
         nursery.start_soon(keep_from_looking)
-        assert await hearts.falls_silent(NODE_ID, never)
+        assert await keepalive.falls_silent(NODE_ID, never)
         lasted_s = trio.current_time() - started_s
         assert 1.5 * SILENCE_S < lasted_s < 3 * SILENCE_S
         nursery.cancel_scope.cancel()

@@ -77,15 +77,15 @@ def test_a_failing_node_is_tried_ever_more_rarely_but_for_ever() -> None:
 
 def test_hearsay_is_given_up_after_some_failures_and_better_words_keep_it() -> None:
     d = dialler()
-    d.suggest("zoe", HERE, now=0.0, patience=2)
-    d.suggest("zed", HERE, now=0.0, patience=2)
-    d.suggest("zed", HERE, now=0.0, patience=3)
+    d.suggest("zoe", HERE, now=0.0, max_failures=2)
+    d.suggest("zed", HERE, now=0.0, max_failures=2)
+    d.suggest("zed", HERE, now=0.0, max_failures=3)
     for now in (0.0, 100.0):
         assert names(d.due(now, set())) == ["zoe", "zed"]
         d.dialled("zoe", now, succeeded=False)
         d.dialled("zed", now, succeeded=False)
     assert names(d.due(200.0, set())) == ["zed"]
-    d.suggest("zoe", HERE, now=200.0, patience=2)
+    d.suggest("zoe", HERE, now=200.0, max_failures=2)
     assert names(d.due(200.0, set())) == ["zoe"]
 
 
@@ -126,7 +126,7 @@ def test_a_lost_node_is_not_spoken_of_until_it_is_heard_of_or_connected() -> Non
 
 def test_what_the_settings_name_is_never_given_up() -> None:
     d = dialler()
-    d.suggest("zoe", HERE, now=0.0, lasting=True)
+    d.suggest("zoe", HERE, now=0.0, is_permanent=True)
     d.suggest("zac", HERE, now=0.0)
     d.forget("zoe")
     d.forget("zac")
@@ -260,26 +260,26 @@ def test_known_addresses_are_no_reason_to_hurry_and_a_new_one_is_no_reason_to_wa
 
 
 def test_the_longest_patience_counts_and_a_lasting_one_stays_lasting() -> None:
-    kept = Kept(patience=3)
-    kept.suggest(HERE, 0.0, patience=5)
-    kept.suggest(HERE, 0.0, patience=2)
+    kept = Kept(max_failures=3)
+    kept.suggest(HERE, 0.0, max_failures=5)
+    kept.suggest(HERE, 0.0, max_failures=2)
     kept.fail(0.0, 4)
     assert kept.it.n_failures == 4
     kept.fail(0.0)
     assert list(kept.candidates) == []
-    kept = Kept(patience=1, lasting=True)
+    kept = Kept(max_failures=1, is_permanent=True)
     kept.suggest(HERE, 0.0)
     kept.fail(0.0, 3)
     assert kept.it.n_failures == 3
     kept.d.forget("zoe")
-    assert kept.it.lasting
+    assert kept.it.is_permanent
 
 
 def test_one_of_the_settings_is_dialled_at_once_and_first() -> None:
     d = dialler()
     for number in range(9):
         d.suggest(f"zoe{number}", HERE, now=0.0)
-    d.suggest("ann", HERE, now=0.0, lasting=True)
+    d.suggest("ann", HERE, now=0.0, is_permanent=True)
     assert names(d.due(0.0, set()))[0] == "ann"
 
 
@@ -288,7 +288,7 @@ def test_names_are_bounded_but_for_those_of_the_settings() -> None:
     for number in range(CANDIDATES_MAX):
         kept.d.suggest(f"z{number}", HERE, now=0.0)
     assert len(kept.candidates) == CANDIDATES_MAX
-    kept.d.suggest("named", HERE, now=0.0, lasting=True)
+    kept.d.suggest("named", HERE, now=0.0, is_permanent=True)
     assert len(kept.candidates) == CANDIDATES_MAX + 1
     kept.suggest(THERE, 0.0)
     assert kept.it.addresses == [*THERE, *HERE], "who is known is spoken of"

@@ -291,16 +291,16 @@ def test_a_validator_that_raises_refuses_the_message() -> None:
 async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p_swarm: Libp2pSwarm) -> None:
     victim = await libp2p_swarm.start("victim")
     arrived: list[bytes] = []
-    news = trio.Event()
+    changed = trio.Event()
 
     async def refuse(sender: str, body: bytes) -> bytes:
         raise AssertionError
 
     async def keep(sender: str, header: bytes, payload: memoryview) -> None:
-        nonlocal news
+        nonlocal changed
         arrived.append(header)
-        news.set()
-        news = trio.Event()
+        changed.set()
+        changed = trio.Event()
 
     victim.serve(refuse, keep)
     key_pair = create_new_key_pair()
@@ -317,13 +317,13 @@ async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p
         await wire.write(encode_frame(bytes([FrameKind.MESSAGE]) + header))
 
     for wire, header in ((old, b"1"), (new, b"2")):
-        seen = news
+        seen = changed
         await send(wire, header)
         with trio.fail_after(DEADLINE_S):
             await seen.wait()
     await send(old, b"late")
     await trio.testing.wait_all_tasks_blocked(0.05)
-    seen = news
+    seen = changed
     await send(new, b"3")
     with trio.fail_after(DEADLINE_S):
         await seen.wait()

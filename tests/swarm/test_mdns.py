@@ -26,16 +26,16 @@ class Finder:
 
     def __init__(self) -> None:
         self.found: dict[str, list[Address]] = {}
-        self._news = trio.lowlevel.ParkingLot()
+        self._changed = trio.lowlevel.ParkingLot()
 
     def take(self, node_id: str, addresses: list[Address]) -> None:
         self.found[node_id] = addresses
-        self._news.unpark_all()
+        self._changed.unpark_all()
 
     async def finds(self, node_id: str) -> list[Address]:
         with trio.fail_after(DEADLINE_S):
             while node_id not in self.found:
-                await self._news.park()
+                await self._changed.park()
         return self.found[node_id]
 
 

@@ -48,12 +48,12 @@ def ends() -> tuple[End, End]:
     return End(one), End(other)
 
 
-async def negotiated(proposed: Sequence[TProtocol], spoken: set[TProtocol]) -> tuple[TProtocol, TProtocol]:
+async def negotiated(proposed: Sequence[TProtocol], supported: set[TProtocol]) -> tuple[TProtocol, TProtocol]:
     dialler, listener = ends()
     results: dict[str, TProtocol] = {}
 
     async def listen() -> None:
-        results["listener"] = await agree(listener, lambda name: name in spoken)
+        results["listener"] = await agree(listener, lambda name: name in supported)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listen)
@@ -67,9 +67,9 @@ async def negotiated(proposed: Sequence[TProtocol], spoken: set[TProtocol]) -> t
     ids=["the only one", "a long name", "the second"],
 )
 async def test_both_ends_agree_on_the_first_that_both_speak(
-    proposed: list[TProtocol], spoken: set[TProtocol]
+    proposed: list[TProtocol], supported: set[TProtocol]
 ) -> None:
-    assert await negotiated(proposed, spoken) == (proposed[-1], proposed[-1])
+    assert await negotiated(proposed, supported) == (proposed[-1], proposed[-1])
 
 
 async def test_a_dialler_learns_that_nothing_it_proposes_is_spoken() -> None:

@@ -303,7 +303,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
         for number in range(1000):
             providers.add(b"%d" % number, Contact(liar.node_id), now)
         relays.reserve(liar.node_id, now)
-        dialler.suggest(liar.node_id, [], now, patience=1)
+        dialler.suggest(liar.node_id, [], now, max_failures=1)
         assert state_of(held, good.node_id) == before
     everybody = len(held)
     for liar in liars:

@@ -18,8 +18,8 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.address_sources import (
     _RESOLVE_AGAIN_S,
     _RESOLVE_RETRY_S,
-    HEARSAY_PATIENCE,
-    MEMORY_PATIENCE,
+    HEARSAY_FAILURES_MAX,
+    REMEMBERED_FAILURES_MAX,
     AddressSources,
     usable,
 )
@@ -73,9 +73,9 @@ class Node:
         self.counted.add(node_id)
         self.feed.announce(Change("connected", node_id))
 
-    def patience(self, node_id: NodeId) -> float | None:
+    def max_failures(self, node_id: NodeId) -> float | None:
         found = self.candidates.get(node_id)
-        return None if found is None else found.patience
+        return None if found is None else found.max_failures
 
     async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
         return await self.sources.meet(self.feed, self.connected, node_id, addresses, timeout_s)
@@ -91,19 +91,19 @@ async def node() -> AsyncIterator[Node]:
 async def test_what_nothing_proves_is_tried_for_less_long() -> None:
     async with node() as it:
         it.sources.hearsay(A, [HERE])
-        assert it.patience(A) == HEARSAY_PATIENCE
+        assert it.max_failures(A) == HEARSAY_FAILURES_MAX
     async with node() as it:
         it.sources.remembered([(A, (TEXT,))])
-        assert it.patience(A) == MEMORY_PATIENCE
+        assert it.max_failures(A) == REMEMBERED_FAILURES_MAX
     async with node() as it:
         it.sources.found_by_mdns(A, [HERE])
-        assert it.patience(A) == float("inf")
+        assert it.max_failures(A) == float("inf")
 
 
 async def test_hearsay_without_an_address_is_nothing() -> None:
     async with node() as it:
         it.sources.hearsay(A, [])
-        assert it.patience(A) is None
+        assert it.max_failures(A) is None
 
 
 async def test_who_is_not_let_in_is_not_looked_for() -> None:
@@ -111,7 +111,7 @@ async def test_who_is_not_let_in_is_not_looked_for() -> None:
         it.sources.hearsay(C, [HERE])
         it.sources.found_by_mdns(C, [HERE])
         it.sources.remembered([(C, (TEXT,))])
-        assert it.patience(C) is None
+        assert it.max_failures(C) is None
         with pytest.raises(NodeUnreachable, match="not let in"):
             await it.meet(C, [HERE], 5.0)
         assert it.dialled == []
@@ -134,7 +134,7 @@ async def test_meeting_a_node_returns_once_it_counts(autojump_clock: MockClock) 
         assert await it.meet(A, many, 5.0) == A
         assert trio.current_time() - began_s == pytest.approx(2.0)
         assert it.dialled == [(A, many[:ADDRESSES_PER_NODE])]
-        assert it.patience(A) == HEARSAY_PATIENCE
+        assert it.max_failures(A) == HEARSAY_FAILURES_MAX
         assert await it.sources.connect(f"{TEXT}/p2p/{A}", it.feed, it.connected, 5.0) == A
         assert it.dialled[1] == (A, [HERE])
 
@@ -179,7 +179,7 @@ async def test_a_name_that_does_not_resolve_is_tried_again_sooner(autojump_clock
         await trio.sleep(2.5 * _RESOLVE_RETRY_S)
         found = it.candidates.get(A)
         assert found is not None
-        assert found.lasting, "the settings name it"
+        assert found.is_permanent, "the settings name it"
         await trio.sleep(2 * _RESOLVE_AGAIN_S)
     waits_s = [b - a for a, b in pairwise(resolved_at_s)]
     assert waits_s == pytest.approx([_RESOLVE_RETRY_S] * 2 + [_RESOLVE_AGAIN_S] * 2)

@@ -38,16 +38,16 @@ class Listener:
         self.host = host
         self.gossip = gossip
         self.heard: list[bytes] = []
-        self._news = trio.lowlevel.ParkingLot()
+        self._changed = trio.lowlevel.ParkingLot()
 
     def take(self, _topic: str, content: bytes) -> None:
         self.heard.append(content)
-        self._news.unpark_all()
+        self._changed.unpark_all()
 
     async def hears(self, content: bytes) -> None:
         with trio.fail_after(DEADLINE_S):
             while content not in self.heard:
-                await self._news.park()
+                await self._changed.park()
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
 
 
 @pytest.fixture(scope="module")
-def eyes(tmp_path_factory: pytest.TempPathFactory) -> Projector:
+def mmproj(tmp_path_factory: pytest.TempPathFactory) -> Projector:
     return read_projector(projector(tmp_path_factory.mktemp("eyes") / "mm.gguf", "janus_pro", 64))
 
 
@@ -51,7 +51,7 @@ def unchecked(data: bytes, kind: str = "png", width: int = 40, height: int = 30)
 
 
 async def test_every_kind_is_decoded_and_what_a_picture_became_is_kept(
-    tmp_path: Path, model: ModelFile, eyes: Projector
+    tmp_path: Path, model: ModelFile, mmproj: Projector
 ) -> None:
     image = pixels(40, 30, 3)
     files = {
@@ -65,21 +65,21 @@ async def test_every_kind_is_decoded_and_what_a_picture_became_is_kept(
         for kind, data in files.items():
             shown = parse_picture(data, "picture")
             assert shown.kind == kind
-            encoded = await pool.encode_picture(model, eyes, shown)
+            encoded = await pool.encode_picture(model, mmproj, shown)
             assert encoded.tokens.tolist() == [-1] * 16
             assert encoded.rows.shape == (16, 64)
-            assert await pool.encode_picture(model, eyes, shown) is encoded
+            assert await pool.encode_picture(model, mmproj, shown) is encoded
             rows[kind] = encoded.rows
         assert np.array_equal(rows["png"], rows["webp"])
         assert 0 < np.abs(rows["png"] - rows["jpeg"]).max() < np.abs(rows["png"] - rows["gif"]).max()
         first_frame = await pool.encode_picture(
-            model, eyes, parse_picture(file_of(image // 128 * 128, "GIF"), "picture")
+            model, mmproj, parse_picture(file_of(image // 128 * 128, "GIF"), "picture")
         )
         assert np.array_equal(first_frame.rows, rows["gif"])
 
 
 async def test_pixels_are_upright_over_white_and_of_eight_bits(
-    tmp_path: Path, model: ModelFile, eyes: Projector
+    tmp_path: Path, model: ModelFile, mmproj: Projector
 ) -> None:
     image = pixels(40, 30, 3)
     exif = Image.Exif()
@@ -93,7 +93,7 @@ async def test_pixels_are_upright_over_white_and_of_eight_bits(
     async with pool_in(tmp_path) as pool:
 
         async def rows(data: bytes) -> np.ndarray:
-            return (await pool.encode_picture(model, eyes, parse_picture(data, "picture"))).rows
+            return (await pool.encode_picture(model, mmproj, parse_picture(data, "picture"))).rows
 
         assert np.array_equal(await rows(turned), await rows(file_of(image)))
         assert np.array_equal(await rows(file_of(clear)), await rows(file_of(over_white)))
@@ -101,7 +101,7 @@ async def test_pixels_are_upright_over_white_and_of_eight_bits(
 
 
 async def test_two_hundred_damaged_pictures_end_nothing_but_themselves(
-    tmp_path: Path, model: ModelFile, eyes: Projector
+    tmp_path: Path, model: ModelFile, mmproj: Projector
 ) -> None:
     rng = np.random.default_rng(0)
     whole = {kind: file_of(pixels(40, 30, 3), kind.upper()) for kind in ("png", "jpeg", "webp", "gif")}
@@ -115,21 +115,21 @@ async def test_two_hundred_damaged_pictures_end_nothing_but_themselves(
             for _ in range(int(rng.integers(1, 20))):
                 data[int(rng.integers(0, len(data)))] = int(rng.integers(0, 256))
             try:
-                await pool.encode_picture(model, eyes, unchecked(bytes(data), kind))
+                await pool.encode_picture(model, mmproj, unchecked(bytes(data), kind))
             except InvalidRequest:
                 refused += 1
         assert refused > 100
         for claimed in ("jpeg", "gif", "webp"):
             with pytest.raises(InvalidRequest, match=f"the {claimed} file is damaged"):
-                await pool.encode_picture(model, eyes, unchecked(whole["png"], claimed))
+                await pool.encode_picture(model, mmproj, unchecked(whole["png"], claimed))
         for data in (
             b"\0",
             b"<svg xmlns='http://www.w3.org/2000/svg'/>",
             b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
         ):
             with pytest.raises(InvalidRequest, match="the png file is damaged"):
-                await pool.encode_picture(model, eyes, unchecked(data))
-        assert len((await pool.encode_picture(model, eyes, picture(40, 30, 3))).rows) == 16
+                await pool.encode_picture(model, mmproj, unchecked(data))
+        assert len((await pool.encode_picture(model, mmproj, picture(40, 30, 3))).rows) == 16
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -145,31 +145,31 @@ def bomb(width: int, height: int) -> bytes:
 
 
 async def test_a_picture_that_would_be_too_large_is_not_decoded(
-    tmp_path: Path, model: ModelFile, eyes: Projector
+    tmp_path: Path, model: ModelFile, mmproj: Projector
 ) -> None:
     async with pool_in(tmp_path) as pool:
         with pytest.raises(InvalidRequest, match="pixels are more than"):
-            await pool.encode_picture(model, eyes, unchecked(bomb(16000, 16000), width=16000, height=16000))
+            await pool.encode_picture(model, mmproj, unchecked(bomb(16000, 16000), width=16000, height=16000))
         with pytest.raises(InvalidRequest, match="the picture has 16000 x 16000 pixels, not 40 x 30"):
-            await pool.encode_picture(model, eyes, unchecked(bomb(16000, 16000)))
+            await pool.encode_picture(model, mmproj, unchecked(bomb(16000, 16000)))
         # One that is as long as may be is squeezed, whatever comes of it.
-        long = await pool.encode_picture(model, eyes, picture(16000, 1))
+        long = await pool.encode_picture(model, mmproj, picture(16000, 1))
         assert np.isfinite(long.rows).all()
 
 
 async def test_a_worker_that_is_too_late_is_killed_and_started_again(
-    tmp_path: Path, model: ModelFile, eyes: Projector, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: ModelFile, mmproj: Projector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_in(tmp_path) as pool:
-        before = await pool.encode_picture(model, eyes, picture(40, 30, 1))
+        before = await pool.encode_picture(model, mmproj, picture(40, 30, 1))
         (pid,) = children()
         os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(encoders, "PICTURE_TIMEOUT_S", 0.2)
             with pytest.raises(WorkerDied, match="did not answer EncodePicture"):
-                await pool.encode_picture(model, eyes, picture(40, 30, 2))
-        assert await pool.encode_picture(model, eyes, picture(40, 30, 1)) is before
-        assert len((await pool.encode_picture(model, eyes, picture(40, 30, 2))).rows) == 16
+                await pool.encode_picture(model, mmproj, picture(40, 30, 2))
+        assert await pool.encode_picture(model, mmproj, picture(40, 30, 1)) is before
+        assert len((await pool.encode_picture(model, mmproj, picture(40, 30, 2))).rows) == 16
         await pool.forget(model.model_id)
         assert not children()
 
@@ -232,9 +232,9 @@ async def test_a_projector_of_another_width_or_that_has_changed_is_not_used(
             await pool.check_projector(model, replace_mtime(other))
 
 
-def replace_mtime(eyes: Projector) -> Projector:
-    os.utime(eyes.path, ns=(1, 1))
-    return eyes
+def replace_mtime(mmproj: Projector) -> Projector:
+    os.utime(mmproj.path, ns=(1, 1))
+    return mmproj
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_the_latest() -> None:

@@ -43,7 +43,7 @@ async def test_a_worker_is_started_and_reaped(tmp_path: Path) -> None:
         process = await WorkerProcess.spawn([sys.executable, str(FAKE_WORKER)], tmp_path, PATIENCE_S)
         assert process.connection is not None
         assert process.exit_status is None
-        had_to_kill = await process.reap(patience_s=0.0)
+        had_to_kill = await process.reap(grace_s=0.0)
     assert (had_to_kill, process.exit_status) == (True, -9)
 
 

@@ -280,7 +280,7 @@ def test_forwards_wait_until_others_have_ended_while_the_rest_of_the_batch_runs(
 def test_forwards_that_have_waited_long_enough_are_refused(
     open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "ROOM_PATIENCE_S", 0.0)
+    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 0.0)
     room = open_room("llama", (0, 2), n_ctx=64)
     assert two_forwards(room) == ["a"]
     room.run()

@@ -81,17 +81,17 @@ def test_layers_are_covered_once_and_the_first_and_last_are_kept(
         assert abs(n_skipped - ratio * n) <= 3
 
 
-def run(pay: CostGate, rate: float, row_cost: float, n_steps: int = 400) -> float:
+def run(cost_gate: CostGate, rate: float, row_cost: float, n_steps: int = 400) -> float:
     """Tokens per second of a request whose guesses are right at `rate`, in units of a plain step's."""
     rng = random.Random(1)
     tokens, seconds = 0, 0.0
     for _ in range(n_steps):
-        n = pay.n_worth("kind", 6)
+        n = cost_gate.n_worth("kind", 6)
         n_right = 0
         while n_right < n and rng.random() < rate:
             n_right += 1
         cost = 1.0 + row_cost * n
-        pay.judged("kind", n, n_right, cost)
+        cost_gate.judged("kind", n, n_right, cost)
         tokens += n_right + 1
         seconds += cost
     return tokens / seconds
@@ -112,53 +112,53 @@ def test_whatever_the_text_trying_costs_a_hundredth_at_most(
     rate: float, row_cost: float, seed: int, kind: str
 ) -> None:
     """And two steps, once per model. Text that changes its nature is the worst case."""
-    rng, pay, n_steps = random.Random(seed), CostGate(), 1500
+    rng, cost_gate, n_steps = random.Random(seed), CostGate(), 1500
     tokens, seconds = 0, 0.0
     for step in range(n_steps):
-        n = pay.n_worth(kind, 6, 100)
+        n = cost_gate.n_worth(kind, 6, 100)
         n_right = 0
         while n_right < n and rng.random() < (rate if step // 250 % 2 else 0.0):
             n_right += 1
-        pay.judged(kind, n, n_right, 1.0 + row_cost * n)
+        cost_gate.judged(kind, n, n_right, 1.0 + row_cost * n)
         tokens += n_right + 1
         seconds += 1.0 + row_cost * n
     assert seconds <= tokens * 1.01 + 2 + 6 * row_cost
 
 
 def test_a_start_that_takes_long_is_made_where_enough_is_left_to_gain() -> None:
-    pay = CostGate()
-    run(pay, rate=0.9, row_cost=0.1)
-    later = pay.successor()
+    cost_gate = CostGate()
+    run(cost_gate, rate=0.9, row_cost=0.1)
+    later = cost_gate.successor()
     later.spare_steps = 0.0
     assert later.n_worth("kind", 4, n_left=500, start_s=50.0) > 0
     assert later.n_worth("kind", 4, n_left=20, start_s=50.0) == 0
 
 
 def test_a_step_that_was_held_up_says_little() -> None:
-    pay = CostGate()
-    run(pay, rate=0.9, row_cost=0.1)
-    assert pay.n_worth("kind", 6) == 6
-    pay.judged("kind", 6, 6, 1000.0)
-    pay.judged("kind", 0, 0, 1000.0)
-    assert pay.n_worth("kind", 6) > 0
-    assert pay.plain_s < 2
+    cost_gate = CostGate()
+    run(cost_gate, rate=0.9, row_cost=0.1)
+    assert cost_gate.n_worth("kind", 6) == 6
+    cost_gate.judged("kind", 6, 6, 1000.0)
+    cost_gate.judged("kind", 0, 0, 1000.0)
+    assert cost_gate.n_worth("kind", 6) > 0
+    assert cost_gate.plain_s < 2
 
 
 def test_a_number_of_guesses_that_was_slow_once_is_tried_again() -> None:
     """More of them were quicker since."""
-    pay = CostGate()
-    pay.measured("kind", 1.0, 6, 2.0)
+    cost_gate = CostGate()
+    cost_gate.measured("kind", 1.0, 6, 2.0)
     for _ in range(9):
-        pay.judged("kind", 3, 3, 50.0)
+        cost_gate.judged("kind", 3, 3, 50.0)
     for _ in range(30):
-        pay.judged("kind", 6, 6, 2.0)
-    assert pay.n_worth("kind", 3) == 3
+        cost_gate.judged("kind", 6, 6, 2.0)
+    assert cost_gate.n_worth("kind", 3) == 3
 
 
 def test_comes_back_when_the_text_changes() -> None:
-    pay = CostGate()
-    run(pay, rate=0.0, row_cost=0.2)
-    assert run(pay, rate=0.95, row_cost=0.2, n_steps=2000) > 1.8
+    cost_gate = CostGate()
+    run(cost_gate, rate=0.0, row_cost=0.2)
+    assert run(cost_gate, rate=0.95, row_cost=0.2, n_steps=2000) > 1.8
 
 
 def test_first_step_is_without_guesses() -> None:
@@ -167,9 +167,9 @@ def test_first_step_is_without_guesses() -> None:
 
 def test_what_steps_take_is_handed_on_and_how_often_guesses_are_right_is_not() -> None:
     """On a machine where guesses never pay, a later request wastes next to nothing on finding out."""
-    pay = CostGate()
-    run(pay, rate=0.9, row_cost=0.9, n_steps=300)
-    later = pay.successor()
+    cost_gate = CostGate()
+    run(cost_gate, rate=0.9, row_cost=0.9, n_steps=300)
+    later = cost_gate.successor()
     assert run(later, rate=0.9, row_cost=0.9, n_steps=100) > 0.94
     assert run(CostGate(), rate=0.0, row_cost=0.2) > 0.9
     paying = CostGate()

@@ -41,12 +41,12 @@ SLOW = Shape(n_layers=4, n_embd=768, n_heads=12, n_kv_heads=4, n_ff=3072, n_voca
 class Asked:
     """Who is asked whether to go on, and says no after so many questions."""
 
-    patience: int | None = None
+    n_allowed: int | None = None
     n_questions: int = 0
 
     def is_unwanted(self) -> bool:
         self.n_questions += 1
-        return self.patience is not None and self.n_questions > self.patience
+        return self.n_allowed is not None and self.n_questions > self.n_allowed
 
 
 @dataclass
@@ -95,12 +95,12 @@ def test_its_rows_are_gone_and_all_others_stay(
         segment = engine.layers.segments[0]
         if n_before:
             run(engine, "r", 0, last, 0, PROMPT[:n_before])
-        for patience in (0, 1, n_in_all // 2, n_in_all - 5):
-            asked.patience, asked.n_questions = patience, 0
+        for n_allowed in (0, 1, n_in_all // 2, n_in_all - 5):
+            asked.n_allowed, asked.n_questions = n_allowed, 0
             with pytest.raises(Interrupted):
                 run(engine, "r", 0, last, n_before, PROMPT[n_before:])
             assert segment.lengths[engine.take_slot("r")] == n_before
-        asked.patience = None
+        asked.n_allowed = None
         again = run(engine, "r", 0, last, n_before, PROMPT[n_before:])
         if not n_before:
             np.testing.assert_array_equal(again, expected)
@@ -113,7 +113,7 @@ def test_its_rows_are_gone_and_all_others_stay(
 
 
 def test_decode_steps_are_never_asked_about(make_model: MakeModel, tmp_path: Path) -> None:
-    asked = Asked(patience=0)
+    asked = Asked(n_allowed=0)
     settings = EngineSettings(n_ctx=64, n_slots=1, n_threads=1, is_unwanted=asked.is_unwanted)
     engine = Engine(make_model("llama"), tmp_path / "segments", settings)
     try:

@@ -106,7 +106,7 @@ def assemble(place: Place, dice: random.Random) -> None:
     home.whole()
 
 
-def mend(place: Place, dice: random.Random) -> None:
+def repair(place: Place, dice: random.Random) -> None:
     """Damage, and its removal."""
     entry = place.entry()
     place.store.copy_tensors(entry, entry.absent(TENSORS), GUIDE_PATH)
@@ -169,10 +169,10 @@ def check_can_be_completed(folder: Path) -> None:
     assert [path.name for path in (folder / "models").iterdir()] == [entry.model_id]
 
 
-@pytest.mark.parametrize("act", [add, take_in, transfer, assemble, mend], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [add, take_in, transfer, assemble, repair], ids=lambda act: act.__name__)
 def test_killed_at_any_moment_the_store_holds_what_it_says(act: Act, tmp_path: Path) -> None:
     dice = random.Random(f"kills {act.__name__}")
     for _ in range(KILLS_OF_EACH):
         kill_during(act, tmp_path, dice)
-        check(tmp_path, may_be_damaged=act is mend)
+        check(tmp_path, may_be_damaged=act is repair)
     check_can_be_completed(tmp_path)

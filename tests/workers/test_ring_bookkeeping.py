@@ -139,7 +139,7 @@ ACTIONS = st.lists(
 def test_the_daemon_hears_of_every_job_once_and_at_most_once_an_interval(
     clock: Clock, actions: list[str | float]
 ) -> None:
-    """And of the truth once the time comes that `tell_news` names; without news it hears nothing."""
+    """And of the truth once the time comes that `send_reports` names; without news it hears nothing."""
     worker = Worker()
     worker.seat()
     link, position, n_turned = worker.sender(A), 4, 0
@@ -160,21 +160,21 @@ def test_the_daemon_hears_of_every_job_once_and_at_most_once_an_interval(
                     worker.ring.turn(worker.taken[n_turned][0], 0.5)
                     n_turned += 1
                 case "tell":
-                    worker.ring.tell_news()
+                    worker.ring.send_reports()
                 case float():
                     clock.now_s += action
             moved(n_before)
         for _ in range(2):
             n_before = len(worker.turned())
-            wait_ms = worker.ring.tell_news()
+            wait_ms = worker.ring.send_reports()
             moved(n_before)
             if wait_ms is not None:
                 assert 0 < wait_ms <= TURNED_INTERVAL_S * 1000 + 1
                 clock.now_s += wait_ms / 1000
         n_before = len(worker.turned())
-        assert worker.ring.tell_news() is None
+        assert worker.ring.send_reports() is None
         clock.now_s += 2 * TURNED_INTERVAL_S
-        assert worker.ring.tell_news() is None
+        assert worker.ring.send_reports() is None
         told = worker.turned()
         assert len(told) == n_before, "there was nothing to say"
         assert sum(each.n_jobs for each in told) == n_turned
@@ -293,7 +293,7 @@ def test_a_job_that_cannot_be_run_is_told_and_makes_room(
     assert others == [error if kind == "engine" else ipc.Arrived(sender=A)]
     assert worker.turned()[-1].running
     clock.now_s += TURNED_INTERVAL_S
-    worker.ring.tell_news()
+    worker.ring.send_reports()
     assert [each.running for each in worker.turned()] == [True, False]
 
 

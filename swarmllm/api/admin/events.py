@@ -65,16 +65,16 @@ async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
     last_s = trio.current_time()
     while True:
         sections = await pulse.sections()
-        news = [
+        changed = [
             b"event: %s\ndata: %s\n\n" % (name.encode(), data)
             for name, data in sections.items()
             if seen.get(name) != data
         ]
         seen = dict(sections)
         now_s = trio.current_time()
-        if news or now_s - last_s >= SIGN_OF_LIFE_S:
+        if changed or now_s - last_s >= SIGN_OF_LIFE_S:
             last_s = now_s
-            yield b"".join(news) or b": alive\n\n"
+            yield b"".join(changed) or b": alive\n\n"
         await trio.sleep(INTERVAL_S)
 
 
@@ -140,7 +140,7 @@ class Pulse:
         node = self._node
         models = await node.models.list()
         stats = stats_json(node, models)
-        # Time goes on without news.
+        # Time goes on without a change.
         del stats["uptime_s"], stats["models"]
         total_bytes, available_bytes = memory_bytes()
         stats |= {
@@ -179,6 +179,6 @@ class Pulse:
 
 def _peer_json(view: PeerView) -> Json:
     peer = peer_json(view)
-    # Time goes on without news.
+    # Time goes on without a change.
     del peer["connected_s"]
     return peer

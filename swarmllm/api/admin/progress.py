@@ -41,7 +41,7 @@ class ProgressStream(Generic[T]):
         self._task = task
         self._from_thread = from_thread
         self._scope = trio.CancelScope()
-        self._news = trio.Event()
+        self._changed = trio.Event()
         self._progress: tuple[int, int, str] | None = None
         self._finished = False
 
@@ -60,13 +60,13 @@ class ProgressStream(Generic[T]):
             self.has_failed(error)
         finally:
             self._finished = True
-            self._news.set()
+            self._changed.set()
 
     def has_failed(self, error: Exception) -> None:
         """The reader gets the error."""
         self.error = as_swarmllm_error(error)
         self._finished = True
-        self._news.set()
+        self._changed.set()
 
     @property
     def is_running(self) -> bool:
@@ -77,8 +77,8 @@ class ProgressStream(Generic[T]):
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, int, str]]:
         while True:
-            await self._news.wait()
-            self._news = trio.Event()
+            await self._changed.wait()
+            self._changed = trio.Event()
             progress, self._progress = self._progress, None
             if progress is not None:
                 yield progress
@@ -87,7 +87,7 @@ class ProgressStream(Generic[T]):
 
     def _report(self, done_bytes: int, total_bytes: int, phase: str = "") -> None:
         self._progress = self.latest = (done_bytes, total_bytes, phase)
-        self._news.set()
+        self._changed.set()
 
 
 class Works:

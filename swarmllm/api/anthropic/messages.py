@@ -102,7 +102,7 @@ def format_of(output: OutputConfig | None) -> ResponseFormat | None:
     return JsonSchemaFormat(json_schema=NamedSchema(name="output", schema=output.format.schema))
 
 
-def shows_thoughts(thinking: Thinking | None) -> bool:
+def shows_reasoning(thinking: Thinking | None) -> bool:
     return not (isinstance(thinking, Enabled | Adaptive) and thinking.display == "omitted")
 
 
@@ -257,7 +257,7 @@ async def messages() -> Response:
         exact=body.exact,
     )
     ask, (parser,) = await prepare(call, effort_field="thinking")
-    reply = AnthropicReply(body.model, parser, shows_thoughts=shows_thoughts(body.thinking))
+    reply = AnthropicReply(body.model, parser, shows_reasoning=shows_reasoning(body.thinking))
     return await answer(ask, reply, stream=bool(body.stream))
 
 

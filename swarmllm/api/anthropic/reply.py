@@ -13,7 +13,7 @@ import msgspec
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser, Thought
+from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
@@ -42,11 +42,11 @@ def error_body(message: str, status: int) -> bytes:
 class AnthropicReply:
     """One message on its way out."""
 
-    def __init__(self, model: str, parser: OutputParser, *, shows_thoughts: bool = True) -> None:
-        """Without `shows_thoughts` a thought is a block without words."""
+    def __init__(self, model: str, parser: OutputParser, *, shows_reasoning: bool = True) -> None:
+        """Without `shows_reasoning` a thinking block has no text."""
         self._model = model
         self._parser = parser
-        self._shows_thoughts = shows_thoughts
+        self._shows_reasoning = shows_reasoning
         self._n_blocks = 0
         self._open_kind = ""
         """"text" or "thinking" while such a block is being told."""
@@ -58,9 +58,9 @@ class AnthropicReply:
     def full(self, passage: Passage, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
         blocks: list[Json] = []
-        if heard.thought:
-            thought = heard.thought if self._shows_thoughts else ""
-            blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+        if heard.reasoning:
+            reasoning = heard.reasoning if self._shows_reasoning else ""
+            blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
         if heard.text.strip() or not heard.calls:
             blocks.append({"type": "text", "text": heard.text})
         blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in heard.calls]
@@ -104,9 +104,9 @@ class AnthropicReply:
     def _found(self, item: Item) -> bytes:
         if isinstance(item, FoundCall):
             return self._close_open() + self._call(item)
-        if isinstance(item, Thought):
+        if isinstance(item, ReasoningText):
             opening = self._begin("thinking", {"thinking": "", "signature": ""})
-            if not self._shows_thoughts:
+            if not self._shows_reasoning:
                 return opening
             return opening + self._delta({"type": "thinking_delta", "thinking": item.text})
         return self._begin("text", {"text": ""}) + self._delta({"type": "text_delta", "text": item})

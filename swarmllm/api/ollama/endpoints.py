@@ -51,7 +51,7 @@ from swarmllm.api.openai.schema import (
     UserMessage,
     sampling_of,
 )
-from swarmllm.api.output.output_parser import OutputParser, opened_thought, prepare
+from swarmllm.api.output.output_parser import OutputParser, opened_reasoning, prepare
 from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import Ask, answer
 from swarmllm.api.output.swarm_report import embedding_headers
@@ -270,7 +270,7 @@ async def generate() -> Response:
     if body.raw:
         prompt = Prompt(text=text, pictures=pictures, field="prompt")
     else:
-        opened = opened_thought(await current_node().texts.prompt_ending(name, None, preset.template))
+        opened = opened_reasoning(await current_node().texts.prompt_ending(name, None, preset.template))
         system = body.system if body.system is not None else preset.system
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
@@ -278,7 +278,7 @@ async def generate() -> Response:
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     max_tokens = _max_tokens(body.options) or preset.max_tokens
     ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
-    parser = OutputParser(opened_thought=opened)
+    parser = OutputParser(opened_reasoning=opened)
     return await answer(ask, OllamaReply(GenerateWords(body.model), parser), stream=body.stream is not False)
 
 

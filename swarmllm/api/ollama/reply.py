@@ -10,7 +10,7 @@ import msgspec
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser, Thought
+from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
 from swarmllm.errors import SwarmLLMError
@@ -18,7 +18,7 @@ from swarmllm.pipeline.origin.generation import Generation
 
 
 class Words(Protocol):
-    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json: ...
+    def say(self, text: str, calls: list[FoundCall] | None = None, reasoning: str = "") -> Json: ...
 
 
 class ChatWords:
@@ -27,10 +27,10 @@ class ChatWords:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json:
+    def say(self, text: str, calls: list[FoundCall] | None = None, reasoning: str = "") -> Json:
         message: Json = {"role": "assistant", "content": text}
-        if thought:
-            message["thinking"] = thought
+        if reasoning:
+            message["thinking"] = reasoning
         if calls:
             message["tool_calls"] = [
                 {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
@@ -45,8 +45,8 @@ class GenerateWords:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def say(self, text: str, calls: list[FoundCall] | None = None, thought: str = "") -> Json:
-        thinking: Json = {"thinking": thought} if thought else {}
+    def say(self, text: str, calls: list[FoundCall] | None = None, reasoning: str = "") -> Json:
+        thinking: Json = {"thinking": reasoning} if reasoning else {}
         return {"model": self._model, "created_at": timestamp(), "response": text} | thinking
 
 
@@ -61,7 +61,7 @@ class OllamaReply:
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
-        return encode(self._words.say(heard.text, heard.calls, heard.thought) | _end(generation))
+        return encode(self._words.say(heard.text, heard.calls, heard.reasoning) | _end(generation))
 
     def first(self, generation: Generation | None) -> bytes:
         return b""
@@ -82,8 +82,8 @@ class OllamaReply:
         return encode({"error": error.message}) + b"\n"
 
     def _line(self, found: Item) -> bytes:
-        if isinstance(found, Thought):
-            said = self._words.say("", thought=found.text)
+        if isinstance(found, ReasoningText):
+            said = self._words.say("", reasoning=found.text)
         else:
             said = self._words.say(found) if isinstance(found, str) else self._words.say("", [found])
         return encode(said | {"done": False}) + b"\n"

@@ -15,7 +15,7 @@ from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.api.output.choices import answer_choices, usage
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser, Thought, prepare
+from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
@@ -118,8 +118,8 @@ class ChatReply:
     def choice(self, passage: Passage, generation: Generation) -> Json:
         heard = self._parser.whole(passage.text)
         message: Json = {"role": "assistant", "content": heard.text, "refusal": None}
-        if heard.thought:
-            message["reasoning_content"] = heard.thought
+        if heard.reasoning:
+            message["reasoning_content"] = heard.reasoning
         if heard.calls:
             message["content"] = heard.text.strip() or None
             message["tool_calls"] = [_call(call) for call in heard.calls]
@@ -179,7 +179,7 @@ class ChatReply:
             if self._untold:
                 return self._chunk({"content": item})
             return self._text_prefix + encode(item) + self._text_suffix
-        if isinstance(item, Thought):
+        if isinstance(item, ReasoningText):
             return self._chunk({"reasoning_content": item.text})
         index, self._n_sent_calls = self._n_sent_calls, self._n_sent_calls + 1
         return self._chunk({"tool_calls": [{"index": index} | _call(item)]})

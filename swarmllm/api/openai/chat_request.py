@@ -244,9 +244,9 @@ def _assistant(message: schema.AssistantMessage, path: str) -> Json:
     }
     if message.content is None and message.refusal is None and not message.tool_calls:
         raise InvalidRequest(f"{path} has neither content nor tool_calls.", field=f"{path}.content")
-    if thought := message.reasoning_content or message.reasoning:
-        # Templates that show earlier thoughts look for it under this name.
-        said["reasoning_content"] = thought
+    if reasoning := message.reasoning_content or message.reasoning:
+        # Templates that show earlier reasoning look for it under this name.
+        said["reasoning_content"] = reasoning
     if message.tool_calls:
         said["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return said

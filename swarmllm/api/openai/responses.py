@@ -3,7 +3,7 @@
 A node is not a place where conversations are kept: they are gone when it stops, and before that when others
 need their room. A request with another key than the one that asked sees none of them.
 
-Thoughts are not counted apart from the answer: `reasoning_tokens` is 0, and `output_tokens` has them all.
+Reasoning is not counted apart from the answer: `reasoning_tokens` is 0, and `output_tokens` has them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swarmllm.api.openai.responses_request import (
 )
 from swarmllm.api.openai.schema import Json, Message
 from swarmllm.api.output.feed import Passage
-from swarmllm.api.output.output_parser import Item, OutputParser, Thought, prepare
+from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import EVENT_STREAM, WAITING, answer
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
@@ -226,7 +226,7 @@ class ResponsesReply:
 
     def full(self, passage: Passage, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
-        items = [Thought(heard.thought)] if heard.thought else []
+        items = [ReasoningText(heard.reasoning)] if heard.reasoning else []
         said = [heard.text] if heard.text.strip() or not heard.calls else []
         self._events([*items, *said, *heard.calls])
         self._close(_status(generation))
@@ -283,7 +283,7 @@ class ResponsesReply:
     def _found(self, item: Item) -> bytes:
         if isinstance(item, FoundCall):
             return self._close("completed") + self._call(item)
-        kind, text = ("reasoning", item.text) if isinstance(item, Thought) else ("message", item)
+        kind, text = ("reasoning", item.text) if isinstance(item, ReasoningText) else ("message", item)
         events = b""
         if self._open is None or self._open.kind != kind:
             events = self._close("completed")
@@ -343,7 +343,7 @@ class ResponsesReply:
 
 
 class _OpenItem:
-    """A message, or a thought, that is being told."""
+    """A message, or reasoning, that is being told."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

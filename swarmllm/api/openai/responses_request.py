@@ -47,8 +47,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "image": (),
     "access_programs": (),
 }
-"""Documented by OpenAI, not offered here: the values (besides null) that ask for nothing. Encrypted thoughts
-are asked for by clients that never look at them; there are none."""
+"""Documented by OpenAI, not offered here: the values (besides null) that ask for nothing. Encrypted reasoning
+is asked for by clients that never look at it; there is none."""
 
 
 class TextItem(msgspec.Struct, frozen=True):

@@ -110,18 +110,18 @@ async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) ->
 
 async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
-    news = trio.lowlevel.ParkingLot()
+    changed = trio.lowlevel.ParkingLot()
     feeds: list[Feed] = []
     for index, ask in enumerate(asks):
         behind = _behind(feeds[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
-        feeds.append(own_feed(Feed(behind, news)))
+        feeds.append(own_feed(Feed(behind, changed)))
     first = feeds[0]
     await first.wait(HEADERS_AFTER_S)
     if first.error is not None:
         for feed in feeds:
             feed.stop()
         raise first.error
-    return stream_response(_events(feeds, news, replies, n), replies[0], first)
+    return stream_response(_events(feeds, changed, replies, n), replies[0], first)
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ async def _behind(first: Feed, node: Node, ask: Ask) -> AsyncIterator[Generation
 
 
 async def _events(
-    feeds: Sequence[Feed], news: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply], n: int
+    feeds: Sequence[Feed], changed: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply], n: int
 ) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`, see `answering`."""
     open_feeds = dict(enumerate(feeds))
@@ -152,17 +152,17 @@ async def _events(
                 del open_feeds[index]
         yield b"".join(pieces)
         pieces.clear()
-        if open_feeds and not await _wait(open_feeds.values(), news):
+        if open_feeds and not await _wait(open_feeds.values(), changed):
             pieces.append(replies[0].waiting())
     generations = [feed.generation for feed in feeds if feed.generation is not None]
     yield replies[0].end(usage(*generations, n=n))
 
 
-async def _wait(feeds: Collection[Feed], news: trio.lowlevel.ParkingLot) -> bool:
-    """Whether one of them has something to tell before a reader's patience ends."""
+async def _wait(feeds: Collection[Feed], changed: trio.lowlevel.ParkingLot) -> bool:
+    """Whether one of them has something to tell before the reader's next sign of life is due."""
     with trio.move_on_after(WAITING_EVERY_S):
-        while not any(feed.has_news for feed in feeds):
-            await news.park()
+        while not any(feed.has_changed for feed in feeds):
+            await changed.park()
         await trio.sleep(MIN_FLUSH_INTERVAL_S)
         return True
     return False

@@ -55,13 +55,13 @@ class Feed:
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Generation],
-        news: trio.lowlevel.ParkingLot | None = None,
+        changed: trio.lowlevel.ParkingLot | None = None,
     ) -> None:
-        """`news`: where readers of several feeds park."""
+        """`changed`: where readers of several feeds park."""
         self._opening = opening
         self._pieces: list[GeneratedText] = []
         self._prompt: PromptScores | None = None
-        self._news = trio.lowlevel.ParkingLot() if news is None else news
+        self._changed = trio.lowlevel.ParkingLot() if changed is None else changed
         self.started = trio.Event()
         """The first token is there, or never will be."""
         self._last_take_s = float("-inf")
@@ -81,7 +81,7 @@ class Feed:
                     async for piece in generation:
                         if piece.text or piece.logprobs:
                             self._pieces.append(piece)
-                            self._news.unpark_all()
+                            self._changed.unpark_all()
                     # Not after closing: the reader need not wait for other nodes to tidy up.
                     self._finish()
         except Exception as error:
@@ -92,7 +92,7 @@ class Feed:
         return bool(self._pieces)
 
     @property
-    def has_news(self) -> bool:
+    def has_changed(self) -> bool:
         return self.finished or bool(self._pieces)
 
     def stop(self) -> None:
@@ -103,8 +103,8 @@ class Feed:
     async def wait(self, timeout_s: float) -> bool:
         """Whether there is text, the end or an error within the time."""
         with trio.move_on_after(timeout_s):
-            while not self.has_news:
-                await self._news.park()
+            while not self.has_changed:
+                await self._changed.park()
             return True
         return False
 
@@ -127,7 +127,7 @@ class Feed:
     def _finish(self) -> None:
         self.finished = True
         self.started.set()
-        self._news.unpark_all()
+        self._changed.unpark_all()
 
     def has_failed(self, error: Exception) -> None:
         """The reader gets the error, if it has not got the end yet."""

@@ -2,8 +2,8 @@
 
 Every dialect words the same three.
 
-Only the beginning of an answer can be a thought; a tag further down is part of what is said. Chat templates
-of some models open the tag themselves, then the answer begins inside (see `opened_thought`).
+Only the beginning of an answer can be reasoning; a tag further down is part of what is said. Chat templates
+of some models open the tag themselves, then the answer begins inside (see `opened_reasoning`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from swarmllm.api.output.presets import call_with_preset
 from swarmllm.api.output.response import Ask
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm_proto.reasoning_markers import THOUGHT_TAGS
+from swarmllm_proto.reasoning_markers import REASONING_TAGS
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningText:
     """A piece of reasoning."""
 
     text: str
 
 
-def opened_thought(prompt: str) -> str:
+def opened_reasoning(prompt: str) -> str:
     """The tag that a rendered prompt leaves open, "" where there is none."""
     end = prompt[-32:].rstrip()
-    return next((tag for tag in THOUGHT_TAGS if end.endswith(tag)), "")
+    return next((tag for tag in REASONING_TAGS if end.endswith(tag)), "")
 
 
 class ReasoningParser:
@@ -40,20 +40,20 @@ class ReasoningParser:
 
     def __init__(self, opened: str = "") -> None:
         """`opened`: the tag that the prompt has left open."""
-        self._closing = THOUGHT_TAGS[opened] if opened else ""
+        self._closing = REASONING_TAGS[opened] if opened else ""
         self._held = ""
         self._is_fresh = bool(opened)
-        """No word of the thought, or of what follows it, has come yet."""
+        """No word of the reasoning, or of what follows it, has come yet."""
         self.is_over = False
-        """What comes from here on is no thought, and is given back as it is."""
+        """What comes from here on is no reasoning, and is given back as it is."""
 
-    def feed(self, text: str) -> list[str | Thought]:
+    def feed(self, text: str) -> list[str | ReasoningText]:
         if self.is_over and not self._is_fresh:
             return [text] if text else []
         self._held += text
         if not self.is_over and not self._closing and not self._open():
             return []
-        found: list[str | Thought] = []
+        found: list[str | ReasoningText] = []
         if self._closing:
             before, tag, after = self._held.partition(self._closing)
             if not tag:
@@ -64,33 +64,33 @@ class ReasoningParser:
             self.is_over = self._is_fresh = True
         return found + self._say()
 
-    def finish(self) -> list[str | Thought]:
+    def finish(self) -> list[str | ReasoningText]:
         held, self._held = self._held, ""
         if self._closing:
-            return [Thought(held)] if held else []
+            return [ReasoningText(held)] if held else []
         return [held] if held and not (self.is_over and self._is_fresh) else []
 
     def _open(self) -> bool:
-        """False while it is open whether the answer begins with a thought."""
+        """False while it is open whether the answer begins with reasoning."""
         start = self._held.lstrip()
-        tag = next((tag for tag in THOUGHT_TAGS if start.startswith(tag)), "")
+        tag = next((tag for tag in REASONING_TAGS if start.startswith(tag)), "")
         if tag:
-            self._closing, self._held, self._is_fresh = THOUGHT_TAGS[tag], start[len(tag) :], True
-        elif not any(tag.startswith(start) for tag in THOUGHT_TAGS):
+            self._closing, self._held, self._is_fresh = REASONING_TAGS[tag], start[len(tag) :], True
+        elif not any(tag.startswith(start) for tag in REASONING_TAGS):
             self.is_over = True
         return bool(tag) or self.is_over
 
-    def _think(self, text: str, n_taken: int) -> list[str | Thought]:
+    def _think(self, text: str, n_taken: int) -> list[str | ReasoningText]:
         self._held = self._held[n_taken:]
         if self._is_fresh:
             text = text.lstrip()
             self._is_fresh = not text
-        return [Thought(text)] if text else []
+        return [ReasoningText(text)] if text else []
 
-    def _say(self) -> list[str | Thought]:
+    def _say(self) -> list[str | ReasoningText]:
         text, self._held = self._held, ""
         if self._is_fresh:
-            # The line between thought and answer belongs to neither.
+            # The line between reasoning and answer belongs to neither.
             text = text.lstrip()
             self._is_fresh = not text
         return [text] if text else []
@@ -104,7 +104,7 @@ def _possible_end(text: str, closing: str) -> int:
     return len(text) - len(text.rstrip())
 
 
-Item = str | Thought | FoundCall
+Item = str | ReasoningText | FoundCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Heard:
     """A whole answer."""
 
     text: str
-    thought: str
+    reasoning: str
     calls: list[FoundCall]
 
 
@@ -120,8 +120,8 @@ class OutputParser:
     """`feed` text, then `finish`; both return what is certain by now, in order. `parser` is there when tools
     were offered."""
 
-    def __init__(self, parser: ToolCallParser | None = None, opened_thought: str = "") -> None:
-        self._thoughts = ReasoningParser(opened_thought)
+    def __init__(self, parser: ToolCallParser | None = None, opened_reasoning: str = "") -> None:
+        self._reasoning = ReasoningParser(opened_reasoning)
         self._parser = parser
 
     @property
@@ -129,21 +129,21 @@ class OutputParser:
         return self._parser.n_calls if self._parser else 0
 
     def feed(self, text: str) -> list[Item]:
-        return self._parsed(self._thoughts.feed(text))
+        return self._parsed(self._reasoning.feed(text))
 
     def finish(self) -> list[Item]:
-        rest = self._parsed(self._thoughts.finish())
+        rest = self._parsed(self._reasoning.finish())
         return [*rest, *self._parser.finish()] if self._parser else rest
 
     def whole(self, text: str) -> Heard:
         items = [*self.feed(text), *self.finish()]
         return Heard(
             "".join(item for item in items if isinstance(item, str)),
-            "".join(item.text for item in items if isinstance(item, Thought)),
+            "".join(item.text for item in items if isinstance(item, ReasoningText)),
             [item for item in items if isinstance(item, FoundCall)],
         )
 
-    def _parsed(self, items: list[str | Thought]) -> list[Item]:
+    def _parsed(self, items: list[str | ReasoningText]) -> list[Item]:
         if self._parser is None:
             return list(items)
         parsed: list[Item] = []
@@ -182,7 +182,7 @@ async def prepare(
         # The first thing that is said is a call.
         opened = ""
     else:
-        opened = opened_thought(await texts.prompt_ending(call.model, call.effort, call.template))
+        opened = opened_reasoning(await texts.prompt_ending(call.model, call.effort, call.template))
     session = session_of(call.session_id, call.prompt_cache_key)
     prompt = Prompt(
         messages=call.messages,

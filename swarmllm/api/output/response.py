@@ -1,7 +1,7 @@
 """Runs one generation as one HTTP response, whatever the dialect.
 
 A `Reply` knows how its API words things; here is what all of them share: a failure before the first text has
-its own HTTP status, a stream that waits says so before anybody's patience ends, and a client that leaves
+its own HTTP status, a stream that waits says so before clients time out, and a client that leaves
 takes the generation with it.
 """
 
@@ -24,7 +24,7 @@ from swarmllm.scheduling.tiers import Caller
 from swarmllm_proto.ipc import Sampling
 
 HEADERS_AFTER_S = 10.0
-"""A failure before this has its own HTTP status; later the stream begins, so that nobody's patience ends."""
+"""A failure before this has its own HTTP status; later the stream begins, so that no client times out."""
 WAITING_EVERY_S = 10.0
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -117,7 +117,7 @@ async def _events(feed: Feed, reply: Reply) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`: a client that leaves closes this generator in passing."""
     waiting = [reply.first(feed.generation)]
     if feed.generation is None:
-        # Somebody has been patient already, and a proxy may be waiting for the first byte.
+        # A client has waited already, and a proxy may be waiting for the first byte.
         yield waiting.pop()
     while True:
         passage = await feed.take(WAITING_EVERY_S)

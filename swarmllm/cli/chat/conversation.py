@@ -156,19 +156,19 @@ class Conversation:
     def instruct(self, system: str) -> None:
         """From the next question on. "": without a system message."""
         self.system = system or None
-        spoken = [message for message in self.messages if message["role"] != "system"]
-        self.messages = ([{"role": "system", "content": system}] if system else []) + spoken
+        history = [message for message in self.messages if message["role"] != "system"]
+        self.messages = ([{"role": "system", "content": system}] if system else []) + history
 
     def ask(
         self,
         question: str | Message,
-        on_thought: Callable[[str], None] = lambda piece: None,
+        on_reasoning: Callable[[str], None] = lambda piece: None,
     ) -> Iterator[str]:
         """Pieces of the answer; `last` tells how it went. An answer that was stopped or failed counts as
         far as it got."""
         self.messages.append(question_message(question) if isinstance(question, str) else question)
         pieces: list[str] = []
-        stream = stream_chat(self.client, self.model, self.messages, on_thought, **self.sampling)
+        stream = stream_chat(self.client, self.model, self.messages, on_reasoning, **self.sampling)
         try:
             with closing(stream):
                 for part in stream:

@@ -41,20 +41,20 @@ class Finished:
     n_prompt_tokens: int
     n_generated: int
     swarm: dict[str, Any]
-    thought: str = ""
-    """What the model thought before it answered."""
+    reasoning: str = ""
+    """The reasoning before the answer."""
 
 
 def stream_chat(
     client: Client,
     model: str,
     messages: Sequence[Message],
-    on_thought: Callable[[str], None] = lambda piece: None,
+    on_reasoning: Callable[[str], None] = lambda piece: None,
     /,
     **sampling: object,
 ) -> Generator[str | Finished, None, None]:
     """Yields pieces of text and, last, one Finished. Closing the iterator early stops the computation.
-    `on_thought` hears the pieces of what the model thinks before it answers.
+    `on_reasoning` hears the pieces of what the model thinks before it answers.
 
     `sampling`: fields of the request (temperature, max_tokens, seed ...); None means not sent.
     """
@@ -66,7 +66,7 @@ def stream_chat(
     }
     body |= {name: value for name, value in sampling.items() if value is not None}
     finish_reason = ""
-    thoughts: list[str] = []
+    reasoning_pieces: list[str] = []
     swarm: dict[str, Any] = {}
     usage: dict[str, Any] = {}
     for chunk in client.post_chunks("/v1/chat/completions", body):
@@ -74,15 +74,15 @@ def stream_chat(
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices", ()):
             finish_reason = choice.get("finish_reason") or finish_reason
-            if thought := choice.get("delta", {}).get("reasoning_content"):
-                thoughts.append(str(thought))
-                on_thought(thoughts[-1])
+            if reasoning := choice.get("delta", {}).get("reasoning_content"):
+                reasoning_pieces.append(str(reasoning))
+                on_reasoning(reasoning_pieces[-1])
             if text := choice.get("delta", {}).get("content"):
                 yield str(text)
-    yield _finished(finish_reason, "".join(thoughts), swarm, usage)
+    yield _finished(finish_reason, "".join(reasoning_pieces), swarm, usage)
 
 
-def _finished(finish_reason: str, thought: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:
+def _finished(finish_reason: str, reasoning: str, swarm: dict[str, Any], usage: dict[str, Any]) -> Finished:
     return Finished(
         finish_reason=finish_reason,
         route=tuple(_stage(stage) for stage in swarm.get("route", ())),
@@ -91,7 +91,7 @@ def _finished(finish_reason: str, thought: str, swarm: dict[str, Any], usage: di
         n_prompt_tokens=int(usage.get("prompt_tokens", 0)),
         n_generated=int(usage.get("completion_tokens", 0)),
         swarm=swarm,
-        thought=thought,
+        reasoning=reasoning,
     )
 
 
@@ -112,7 +112,7 @@ def as_fields(text: str, finished: Finished) -> dict[str, object]:
     """An answer for programs."""
     return {
         "text": text,
-        **({"reasoning": finished.thought} if finished.thought else {}),
+        **({"reasoning": finished.reasoning} if finished.reasoning else {}),
         "finish_reason": finished.finish_reason,
         "usage": {
             "prompt_tokens": finished.n_prompt_tokens,

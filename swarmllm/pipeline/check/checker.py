@@ -23,8 +23,8 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, token_evidence
 from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
-from swarmllm.pipeline.check.mended import Comparable, comparable_rows
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
+from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
 from swarmllm.pipeline.check.sampling import (
     CHECKED_TOKENS,
     DRAWN_TOKENS,

@@ -41,8 +41,8 @@ from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
-from swarmllm.pipeline.route.told_loads import ToldLoad
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 TELL_TIMEOUT_S = 5.0
 UNSEEN_S = 1.5
-"""Nodes tell news once a second, and it takes its time to arrive."""
+"""Nodes publish a change of load once a second, and it takes time to arrive."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
 Weigh = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
@@ -273,7 +273,9 @@ class Attempts:
         except SwarmLLMError as error:
             provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
 
-    def just_sent(self, told: Mapping[NodeId, ToldLoad], besides: OriginRequest | None) -> Counter[NodeId]:
+    def just_sent(
+        self, told: Mapping[NodeId, ReportedLoad], besides: OriginRequest | None
+    ) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need
         not say so; of a node that has told of its load itself, the one that it accepted then and those that
         were assigned later."""

@@ -270,12 +270,12 @@ class Chain:
             look_after_s = min(self._look_after_s, SLOW_LOOK_S) if self.is_slow else self._look_after_s
             # The reader may stop waiting and begin anew; the silence goes on.
             look_s = max(self._heard_s, self._looked_s) + look_after_s
-            with trio.CancelScope(deadline=min(look_s, until_s)) as patience:
+            with trio.CancelScope(deadline=min(look_s, until_s)) as scope:
                 await self._reader.park()
-            if patience.cancelled_caught and look_s <= until_s:
+            if scope.cancelled_caught and look_s <= until_s:
                 self._looked_s = trio.current_time()
                 await self._silent()
-            elif patience.cancelled_caught:
+            elif scope.cancelled_caught:
                 return False
         return True
 
@@ -418,12 +418,12 @@ class Chain:
     def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
         self._pass(ChainEvent.PROGRESS)
         if self._feeding is None:
-            is_news = self.window.passed(message.position)
+            has_advanced = self.window.passed(message.position)
         else:
-            is_news = self._feeding.passed(message.position)
+            has_advanced = self._feeding.passed(message.position)
             self._feeding = None if self._feeding.is_over else self._feeding
         self.account.add_prefill(message.timings)
-        if is_news:
+        if has_advanced:
             # A reader that waits for the first token counts this as a sign of life.
             self._heard_s = trio.current_time()
             self._reader.unpark_all()

@@ -106,13 +106,13 @@ class PromptWindow:
         return self.n_sent < self.n_tokens and n_under_way < self._size * self._chunk_tokens
 
     def passed(self, position: int) -> bool:
-        """Rows below `position` have passed every layer; whether that is news. Raises RowsNotSent for rows
-        that have not left."""
+        """Rows below `position` have passed every layer; whether more than before. Raises RowsNotSent for
+        rows that have not left."""
         if position > self.n_sent:
             raise RowsNotSent(f"rows up to {position} are said to be done, {self.n_sent} have been sent")
-        is_news = position > self.n_passed
+        has_advanced = position > self.n_passed
         self.n_passed = max(self.n_passed, position)
-        return is_news
+        return has_advanced
 
     def rewind(self, position: int) -> None:
         """The chunk at `position` and all after it leave again. Raises BrokenPromise where no chunk that is

@@ -34,7 +34,7 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 _ROUNDED = b"rows rounded before these layers".ljust(32)
-PATIENCE_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 """A worker that is busy for longer is not asked any more: computing the prompt is always possible."""
 
 
@@ -127,7 +127,7 @@ async def give_names(compute: Compute, context: RequestContext, prefixes: Sequen
         return 0
     scope = "" if view.origin == view.node_id else view.origin
     try:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(ANSWER_TIMEOUT_S):
             n_blocks = [
                 await compute.name_prefix(
                     context.model,

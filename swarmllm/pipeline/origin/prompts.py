@@ -16,8 +16,8 @@ from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, ROW_IDS, PictureRows, with_row_ids
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.vision.eyes import Encoders, Eyes
-from swarmllm.pipeline.vision.first_answer import EncodersGone
+from swarmllm.pipeline.vision.encoders import Encoders, ProjectorEncoders
+from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, TextPlace
 from swarmllm_proto.tensors import Tensor
@@ -85,9 +85,9 @@ async def read_pictures(
         parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.
     pictures = [part for part in parts if isinstance(part, Picture)]
     gone: EncodersGone | None = None
-    for eyes in await encoders.eyes(entry, pictures, prompt.field):
+    for encoder in await encoders.by_projector(entry, pictures, prompt.field):
         try:
-            return await _read(compute, eyes, entry, prompt, parts, n_ctx)
+            return await _read(compute, encoder, entry, prompt, parts, n_ctx)
         except EncodersGone as error:
             gone = gone or error
     assert gone is not None
@@ -96,7 +96,7 @@ async def read_pictures(
 
 async def _read(
     compute: Compute,
-    eyes: Eyes,
+    encoder: ProjectorEncoders,
     entry: CatalogueEntry,
     prompt: Prompt,
     parts: Sequence[str | Picture],
@@ -115,8 +115,8 @@ async def _read(
             runs.append(await compute.tokenize(model, text=part, place=place))
             place = "later"
         else:
-            encoded = await eyes.look(part, prompt.field)
-            identity = f"{eyes.projector} {part.digest}".encode()
+            encoded = await encoder.encode(part, prompt.field)
+            identity = f"{encoder.projector} {part.digest}".encode()
             runs.append(with_row_ids(encoded.tokens, identity))
             rows.append(encoded.rows)
             ends |= {n_tokens + end for end in encoded.ends}
@@ -130,6 +130,6 @@ async def _read(
     tokens = np.concatenate(runs)
     positions = np.flatnonzero(tokens >= FIRST_ROW_ID).astype(np.int32)
     found = PictureRows(
-        positions, np.concatenate(rows), tuple(sorted(ends)), digest.digest(), tuple(eyes.looked)
+        positions, np.concatenate(rows), tuple(sorted(ends)), digest.digest(), tuple(encoder.looked)
     )
     return tokens, found

@@ -23,11 +23,11 @@ from typing import Protocol
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.pipeline.origin.detokenizer import Detokenizer
 from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageReport, TokenSource
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
-from swarmllm.pipeline.origin.spelling import Spelling
 from swarmllm.pipeline.repair.hedge import Hedge
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.stage.compute import SampledToken
@@ -54,11 +54,11 @@ class Failover:
         request: OriginRequest,
         opener: Opener,
         standbys: Standbys | None = None,
-        spelling: Spelling | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
-        """`spelling`: without it, the text is as the sources say."""
+        """`detokenizer`: without it, the text is as the sources say."""
         self._request = request
-        self._spelling = spelling
+        self._detokenizer = detokenizer
         self._opener = opener
         self._recovery = request.recovery
         self._standbys = standbys
@@ -84,8 +84,8 @@ class Failover:
                 if self._request.state in WITHOUT_PIPELINE:
                     await self._open()
                 token, piece = await self._read()
-                if self._spelling is not None:
-                    token, piece = await self._spelling.of(self._source, token, piece)
+                if self._detokenizer is not None:
+                    token, piece = await self._detokenizer.of(self._source, token, piece)
             except SwarmLLMError as error:
                 if self._request.state is RequestState.DECODE:
                     self._broken_s = trio.current_time()

@@ -82,11 +82,11 @@ class Feeding:
         return self.now is None
 
     def passed(self, position: int) -> bool:
-        """Rows below `position` are where they are to be; whether that is news. Raises BrokenPromise."""
-        is_news = self.window.passed(position)
+        """Rows below `position` are where they are to be; whether more than before. Raises BrokenPromise."""
+        has_advanced = self.window.passed(position)
         if self.window.n_passed >= self._n_due:
             self.advance()
-        return is_news
+        return has_advanced
 
     def next_embedded(self) -> Chunk | None:
         """What the origin is to embed and send now."""

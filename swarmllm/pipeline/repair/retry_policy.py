@@ -4,7 +4,7 @@ Pure: the clock comes in as `now_s`.
 
 Before its first token nobody has seen anything of a request, so it is tried twice (a few times more where
 nodes only refuse it) and then refused with a status that a client understands. From then on somebody reads
-along, and a pause is better than an end: the stream looks for another pipeline for as long as its patience
+along, and a pause is better than an end: the stream looks for another pipeline for as long as its timeout
 lasts, at first at once, then at growing intervals (the caller also tries when the swarm changes).
 
 Nodes that failed are avoided as long as there are others; when there are none they are asked again, because
@@ -69,7 +69,7 @@ SILENT_S = 10.0
 class RetryPolicy:
     """One request's. `token` for every token, `failed` for every failure of a pipeline."""
 
-    patience_s: float
+    timeout_s: float
     """0: a stream ends with its pipeline."""
     avoid: set[NodeId] = field(default_factory=set)
     """Node ids that have failed since the last token; the next pipeline is to do without them."""
@@ -115,12 +115,12 @@ class RetryPolicy:
         self._n_failures += 1
         if not self._has_begun:
             return self._before_the_first_token(error, cause, now_s)
-        if not isinstance(error, _SURVIVABLE) or self.patience_s <= 0:
+        if not isinstance(error, _SURVIVABLE) or self.timeout_s <= 0:
             raise error
         self._n_faults += not isinstance(error, _NOBODYS_FAULT)
         if self._n_faults >= MAX_FAULTS or self.n_recoveries >= MAX_RECOVERIES:
             raise error
-        until_s = self._since_s + self.patience_s
+        until_s = self._since_s + self.timeout_s
         if now_s >= until_s:
             raise self._given_up(error)
         return min(until_s, now_s + self._pause_s())
@@ -150,7 +150,7 @@ class RetryPolicy:
             return error
         return NoPipeline(
             f"the answer broke off ({self._cause.message}), and nobody could go on with it within"
-            f" {self.patience_s:g} s: {error.message}"
+            f" {self.timeout_s:g} s: {error.message}"
         )
 
 

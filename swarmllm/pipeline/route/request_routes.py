@@ -20,9 +20,9 @@ from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
-from swarmllm.pipeline.route.told_loads import ToldLoad, ToldLoads
 from swarmllm.pipeline.route.warming import RouteWarming
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
 from swarmllm.scheduling.plan import Plan
@@ -37,7 +37,7 @@ GAIN: Final = 1.1
 """So many times longer must the accepted route take for another one to be assigned."""
 
 
-JustSent = Callable[[Mapping[NodeId, ToldLoad], OriginRequest | None], Mapping[NodeId, int]]
+JustSent = Callable[[Mapping[NodeId, ReportedLoad], OriginRequest | None], Mapping[NodeId, int]]
 """(what nodes told of their load, a request that does not count) -> requests of this node that are in nothing
 that nodes have said, by node id."""
 
@@ -66,7 +66,7 @@ class RequestRoutes:
         self._suspects = suspects
         self._trust = trust
         self._just_sent = just_sent
-        self._told = ToldLoads()
+        self._told = ReportedLoads()
         self._affinity = Affinity()
         self.announced_s = planner.announced_s
         self.warming = RouteWarming(router, planner, partial(self._load, n_asking=0))

@@ -21,7 +21,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import covers
 from swarmllm.models.manifest import Manifest
-from swarmllm.pipeline.origin.prefixes import PATIENCE_S, give_names
+from swarmllm.pipeline.origin.prefixes import ANSWER_TIMEOUT_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, OriginShares, StagePlace, held_here
@@ -163,7 +163,7 @@ class Sessions:
         known = [self.by_request.get(each) for each in resumes]
         kept: tuple[KeptRows, ...] = ()
         try:
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(ANSWER_TIMEOUT_S):
                 for broken in known:
                     if broken is None or broken.view.origin != context.view.origin:
                         continue

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 CLEANUP_TIMEOUT_S = 5.0
 """How long a request that is over may take to free its slot and tell the other stages."""
-LINK_NEWS_S = 5.0
+LINK_REPORT_S = 5.0
 """Jobs that came by links so long ago count as work under way."""
 NO_ROWS = UNSET, UNSET
 
@@ -159,7 +159,7 @@ class Session:
         )
         before, self._n_bytes = self._n_bytes, n_bytes
         is_moving = before is None or n_bytes - before > MOVED_BYTES
-        has_turned = trio.current_time() - self._link_heard_s < LINK_NEWS_S
+        has_turned = trio.current_time() - self._link_heard_s < LINK_REPORT_S
         by_link = has_turned or self._state is SessionState.BY_LINK
         is_walking = isinstance(self._at_work_on, Job | GivenPrompt | ReplayRows)
         return is_walking or is_moving or by_link or not self._queue.is_empty

@@ -25,7 +25,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
 from swarmllm.pipeline.vision.choice import Encoder
-from swarmllm.pipeline.vision.likeness import likeness
+from swarmllm.pipeline.vision.similarity import similarity
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm.swarm.router import Router
@@ -113,7 +113,7 @@ class PictureChecker:
         question, node_id = pending.question, pending.node_id
         own = await self._own(question)
         if own is not None:
-            self._charge(pending, await _likeness(own, pending.encoded))
+            self._charge(pending, await _similarity(own, pending.encoded))
             return
         against: list[tuple[NodeId, EncodedPicture]] = []
         for other in pending.others:
@@ -122,14 +122,14 @@ class PictureChecker:
             except NoAnswer as error:
                 log.info("%s does not encode what a check asks for: %s", other, error)
                 continue
-            match = await _likeness(again, pending.encoded)
+            match = await _similarity(again, pending.encoded)
             if match is not Match.WRONG:
                 self._charge(pending, match)
                 for liar, _ in against:
                     self._wrong(liar, "a picture: two others encoded it otherwise")
                 return
             for _, earlier in against:
-                if await _likeness(again, earlier) is not Match.WRONG:
+                if await _similarity(again, earlier) is not Match.WRONG:
                     self._charge(pending, Match.WRONG)
                     return
             against.append((other, again))
@@ -181,6 +181,6 @@ class PictureChecker:
             self.kept.drop(key)
 
 
-async def _likeness(one: EncodedPicture, other: EncodedPicture) -> Match:
+async def _similarity(one: EncodedPicture, other: EncodedPicture) -> Match:
     """It takes a while for megabytes."""
-    return await trio.to_thread.run_sync(likeness, one, other)
+    return await trio.to_thread.run_sync(similarity, one, other)

@@ -67,7 +67,7 @@ class Runner:
         return SILENCE_S + FAR * self.slice_s
 
     @property
-    def patience_s(self) -> float:
+    def late_after_s(self) -> float:
         return max(LEAST_S, min(MOST_S, FAR * self.work_s) + FAR * self.travel_s)
 
 
@@ -86,7 +86,7 @@ class _Running:
     @property
     def late_s(self) -> float:
         """From then on another one begins beside it."""
-        return min(self.began_s + self.runner.patience_s, self.heard_s + self.runner.silence_s)
+        return min(self.began_s + self.runner.late_after_s, self.heard_s + self.runner.silence_s)
 
 
 @dataclass(slots=True)

@@ -219,7 +219,7 @@ class DataPlane:
             await trio.sleep(_TURN_AGAIN_S)
 
     def forgive(self, node_id: NodeId) -> None:
-        """There is news of this peer: the next send may dial at once."""
+        """Something has been heard of this peer: the next send may dial at once."""
         if (neighbour := self._neighbours.get(node_id)) is not None:
             neighbour.n_failures, neighbour.retry_at_s = 0, 0.0
 

@@ -25,7 +25,7 @@ from typing import Final
 
 STILL_S = 0.001
 """What a timer can tell apart: epoll's waits are whole milliseconds."""
-PATIENCE_S = 0.004
+WAIT_MAX_S = 0.004
 
 
 class TransferPacing:
@@ -40,8 +40,8 @@ class TransferPacing:
         """How long a transfer that moved its last slice at `waiting_since_s` should still wait; 0: its turn
         has come."""
         still_s = self._message_at_s + STILL_S - now
-        patience_s = waiting_since_s + PATIENCE_S - now
-        return max(0.0, min(still_s, patience_s))
+        left_s = waiting_since_s + WAIT_MAX_S - now
+        return max(0.0, min(still_s, left_s))
 
 
 TELLING_BYTES = 256 * 1024

@@ -25,8 +25,8 @@ from swarmllm_proto.identifiers import Multiaddr, NodeId
 
 log = logging.getLogger(__name__)
 
-HEARSAY_PATIENCE = 5
-MEMORY_PATIENCE = 200
+HEARSAY_FAILURES_MAX = 5
+REMEMBERED_FAILURES_MAX = 200
 """Failures after which an address that somebody told, or an earlier run left, is given up: after about a
 minute, and after about two hours."""
 
@@ -69,12 +69,12 @@ class AddressSources:
     def remembered(self, peers: Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]) -> None:
         """From an earlier run."""
         for node_id, addresses in peers:
-            self._suggest(node_id, usable(addresses), patience=MEMORY_PATIENCE)
+            self._suggest(node_id, usable(addresses), max_failures=REMEMBERED_FAILURES_MAX)
 
     def hearsay(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Another node says so, and nothing proves it."""
         if addresses:
-            self._suggest(node_id, addresses, patience=HEARSAY_PATIENCE)
+            self._suggest(node_id, addresses, max_failures=HEARSAY_FAILURES_MAX)
 
     def heard(self, envelope: Envelope) -> None:
         self._suggest(envelope.node_id, usable(envelope.addresses))
@@ -129,12 +129,14 @@ class AddressSources:
         node_id: NodeId,
         addresses: list[Address],
         *,
-        lasting: bool = False,
-        patience: float = math.inf,
+        is_permanent: bool = False,
+        max_failures: float = math.inf,
     ) -> None:
         if self._admission.lets_in(node_id):
             now = trio.current_time()
-            self._dialler.suggest(node_id, addresses, now, lasting=lasting, patience=patience)
+            self._dialler.suggest(
+                node_id, addresses, now, is_permanent=is_permanent, max_failures=max_failures
+            )
 
     async def _keep_resolving(self, where: NodeAddress) -> None:
         """Names may come to mean another address while the daemon runs, and may resolve only after it
@@ -142,7 +144,7 @@ class AddressSources:
         while True:
             addresses = await where.resolve()
             if addresses:
-                self._suggest(where.node_id, addresses, lasting=True)
+                self._suggest(where.node_id, addresses, is_permanent=True)
             else:
                 log.warning("the bootstrap address %s does not resolve", where.host)
             await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)

@@ -2,10 +2,11 @@
 
 Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of.
 A peer that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
-`peers_max` connections; news of a node (an envelope, an mDNS answer) starts it afresh. Which ones is drawn by
-lot: a graph in which each node has drawn a few others is connected, and no node is everybody's neighbour. Of
-two nodes that learn of each other at once, the one with the smaller id dials and the other holds back a
-moment. A node that a caller needs is dialled at once, however many connections there are (`want`).
+`peers_max` connections; a new address of a node (an envelope, an mDNS answer) starts the back-off
+afresh. The peers are drawn by lot: a graph in which each node has drawn a few others is connected, and no
+node is everybody's neighbour. When two nodes learn of each other at once, the one with the smaller id dials
+and the other holds back a moment. A node that a caller needs is dialled at once, however many connections
+there are (`want`).
 
 A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
 while (`may_answer`).
@@ -64,9 +65,9 @@ cannot reach them."""
 @dataclass(eq=False)
 class DialCandidate:
     addresses: list[Address] = field(default_factory=list)
-    lasting: bool = False
+    is_permanent: bool = False
     """From the settings: never given up."""
-    patience: float = math.inf
+    max_failures: float = math.inf
     """Failures in a row after which it is given up."""
     n_failures: int = 0
     due_at_s: float = 0.0
@@ -103,7 +104,7 @@ class Dialler:
         self._node_id = node_id
         self._random = randomness
         self._candidates: Parts[DialCandidate] = Parts.alone() if peers is None else peers
-        self._news = trio.Event()
+        self._changed = trio.Event()
         self._n_dials_max = DIALS_FIRST
         self._peers_max = peers_max
 
@@ -113,24 +114,24 @@ class Dialler:
         addresses: Iterable[Address],
         now: float,
         *,
-        lasting: bool = False,
-        patience: float = math.inf,
+        is_permanent: bool = False,
+        max_failures: float = math.inf,
     ) -> None:
         """This node may be found there; newest first. Not a reason to hurry if it was known.
 
-        `patience`: failures in a row after which this suggestion is given up; the longest one counts.
+        `max_failures`: failures in a row after which this suggestion is given up; the longest one counts.
         """
         if node_id == self._node_id:
             return
         candidate = self._candidates.get(node_id)
         if candidate is None:
-            if len(self._candidates) >= CANDIDATES_MAX and not lasting:
+            if len(self._candidates) >= CANDIDATES_MAX and not is_permanent:
                 return
-            hold_back_s = 0.0 if lasting or self._node_id < node_id else HOLD_BACK_S
-            candidate = DialCandidate(due_at_s=now + hold_back_s, patience=patience)
+            hold_back_s = 0.0 if is_permanent or self._node_id < node_id else HOLD_BACK_S
+            candidate = DialCandidate(due_at_s=now + hold_back_s, max_failures=max_failures)
             self._candidates.put(node_id, candidate)
-        candidate.lasting |= lasting
-        candidate.patience = max(candidate.patience, patience)
+        candidate.is_permanent |= is_permanent
+        candidate.max_failures = max(candidate.max_failures, max_failures)
         fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
         old = [a for a in candidate.addresses if a not in fresh]
         if set(fresh) - set(candidate.addresses):
@@ -211,7 +212,7 @@ class Dialler:
 
     def forget(self, node_id: NodeId) -> None:
         candidate = self._candidates.get(node_id)
-        if candidate is not None and not candidate.lasting:
+        if candidate is not None and not candidate.is_permanent:
             self._candidates.drop(node_id)
             self._answer_callers(node_id, candidate, succeeded=False)
 
@@ -248,7 +249,7 @@ class Dialler:
         """In an order by lot, those of the settings first."""
         if len(candidates) > 1:
             self._random.shuffle(candidates)
-            candidates.sort(key=lambda each: not each[1].lasting)
+            candidates.sort(key=lambda each: not each[1].is_permanent)
         return candidates
 
     def _may_push_in(self, node_id: NodeId, connected: set[NodeId]) -> bool:
@@ -267,7 +268,7 @@ class Dialler:
                 self.doubt(node_id, now)
             candidate.due_at_s = now + self._backoff_s(candidate)
             self._answer_callers(node_id, candidate, succeeded=succeeded)
-            if candidate.n_failures >= candidate.patience and not candidate.lasting:
+            if candidate.n_failures >= candidate.max_failures and not candidate.is_permanent:
                 self._candidates.drop(node_id)
         self.wake()
 
@@ -289,13 +290,13 @@ class Dialler:
     async def run(self, dial: Dial, connected: Callable[[], set[NodeId]]) -> None:
         async with trio.open_nursery() as nursery:
             while True:
-                self._news = trio.Event()
+                self._changed = trio.Event()
                 ready, next_s = self.due(trio.current_time(), connected())
                 for node_id, addresses in ready:
                     spawn(nursery, "peer", self._try, dial, node_id, addresses)
                 # Asked again now and then in any case: a connection may end without a word to anybody.
                 with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
-                    await self._news.wait()
+                    await self._changed.wait()
 
     async def _try(self, dial: Dial, node_id: NodeId, addresses: list[Address]) -> None:
         succeeded = unanswered = False
@@ -314,7 +315,7 @@ class Dialler:
 
     def wake(self) -> None:
         """Who is connected has changed."""
-        self._news.set()
+        self._changed.set()
 
 
 HEAD_START_S = 0.25

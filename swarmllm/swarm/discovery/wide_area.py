@@ -159,7 +159,7 @@ class _Node(DhtNode):
         self._user = user
         self._uses_relays = uses_relays
 
-    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+    def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         return tuple(usable(self.addresses(node_id)))
 
     def connected(self) -> Collection[NodeId]:
@@ -191,12 +191,12 @@ class _Node(DhtNode):
 
     def own_addresses(self) -> tuple[Address, ...]:
         """Where another saw this node's connections come from, and what it knows of itself."""
-        own, found = self.whereabouts(self._host.node_id), self._user.reachability
+        own, found = self.addresses_of(self._host.node_id), self._user.reachability
         seen = [Address(found.observed_ip, self._host.port)] if found and found.observed_ip else []
         return tuple(dict.fromkeys((*seen, *own)))[:PUNCHED_MAX]
 
     def known_addresses(self, node_id: NodeId) -> tuple[Address, ...]:
-        return self.whereabouts(node_id)[:PUNCHED_MAX]
+        return self.addresses_of(node_id)[:PUNCHED_MAX]
 
     async def turned_direct(self, node_id: NodeId) -> None:
         await self._user.turned_direct(node_id)

@@ -174,7 +174,7 @@ class InMemoryNetwork:
                     router = self._routers[there]
                     if arrival_delay_s == 0.0:
                         router.learn(writer, record)
-                    elif router.is_news(writer, record):
+                    elif router.is_newer(writer, record):
                         later.setdefault(arrival_delay_s, []).append(router)
         # A task for each distance, not for each node: thousands of nodes publish at once.
         for delay_s, routers in later.items():
@@ -198,7 +198,7 @@ class InMemoryNetwork:
         here, there = self._routers[a], self._routers[b]
         for source, target in ((here, there), (there, here)):
             for writer, record in source.known().items():
-                if target.is_news(writer, record):
+                if target.is_newer(writer, record):
                     self.spread(source, writer, record)
 
     def _part(self, a: NodeId, b: NodeId) -> None:

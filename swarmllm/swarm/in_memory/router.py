@@ -206,11 +206,11 @@ class InMemoryRouter:
             self._feed.announce(Change("disconnected", node_id))
 
     def learn(self, writer: NodeId, record: Record) -> None:
-        if self._alive and self.is_news(writer, record):
+        if self._alive and self.is_newer(writer, record):
             self._records[writer] = record
             self._feed.announce(Change("record", writer))
 
-    def is_news(self, writer: NodeId, record: Record) -> bool:
+    def is_newer(self, writer: NodeId, record: Record) -> bool:
         return writer not in self._records or self._records[writer].version < record.version
 
     def known(self) -> dict[NodeId, Record]:

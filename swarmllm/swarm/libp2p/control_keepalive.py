@@ -1,9 +1,9 @@
 """Liveness of a peer without a data connection, from what libp2p receives.
 
-Between the exchange of records and the first data connection a peer counts as connected and has no heart; so
-does one to which no data connection can be made. Whatever comes over a libp2p connection shows that it lives.
-As on the data plane each side says so of its own accord (by yamux pings, which every implementation answers),
-and silence is judged alike: see keepalive. All of this ends with the first data connection.
+Between the exchange of records and the first data connection a peer counts as connected and has no keepalive;
+so does one to which no data connection can be made. All that comes over a libp2p connection shows that it
+lives. As on the data plane each side says so of its own accord (by yamux pings, which every implementation
+answers), and silence is judged alike: see keepalive. All of this ends with the first data connection.
 
 An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
 may meet and keep each other busy. So where this side is late itself, silence counts for less.
@@ -26,10 +26,10 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 2.0
+_ALLOWANCE = 2.0
 """With the peer, for each second that this side is late by more than LAST_LOOK_S: both ends write and read
-between other tasks. Every timer is late by milliseconds, and so is the look that would end the patience."""
-_PATIENCE_MAX_S = 5.0
+between other tasks. Every timer is late by milliseconds, and so is the look that would end the allowance."""
+_ALLOWANCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
 _HEARD_AT = "_heard_at_s"
 
@@ -50,7 +50,7 @@ async def _read_and_note(session: Any, n_bytes: int) -> bytes:
     return received
 
 
-class Libp2pHearts:
+class ControlKeepalive:
     """`muxers(node_id)` are what carries the streams of its connections; `nursery` outlives every beat."""
 
     def __init__(self, muxers: Callable[[NodeId], list[Any]], nursery: trio.Nursery) -> None:
@@ -62,24 +62,24 @@ class Libp2pHearts:
     async def falls_silent(self, node_id: NodeId, is_over: Callable[[], bool]) -> bool:
         """Returns True once nothing has come from the peer for too long, False once `is_over`."""
         keepalive, now = Keepalive(), trio.current_time()
-        heard_at_s, patience_s = now, 0.0
+        heard_at_s, allowance_s = now, 0.0
         while True:
-            keepalive.heard(heard_at_s + patience_s)
+            keepalive.heard(heard_at_s + allowance_s)
             look_at_s = keepalive.next_look_s(now)
             await trio.sleep_until(look_at_s)
             if is_over():
                 return False
             now = trio.current_time()
             late_s = max(0.0, now - look_at_s - LAST_LOOK_S)
-            patience_s = min(_PATIENCE_MAX_S, patience_s + _PATIENCE * late_s)
+            allowance_s = min(_ALLOWANCE_MAX_S, allowance_s + _ALLOWANCE * late_s)
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
-                heard_at_s, patience_s = latest_s, 0.0
-            keepalive.heard(heard_at_s + patience_s)
+                heard_at_s, allowance_s = latest_s, 0.0
+            keepalive.heard(heard_at_s + allowance_s)
             state = keepalive.look(now, is_reading=True)
             if state == "silent":
                 return True
             if state == "unknown":
-                heard_at_s, patience_s = now, 0.0
+                heard_at_s, allowance_s = now, 0.0
             if keepalive.ping_is_due(now):
                 self._beat(node_id)
 

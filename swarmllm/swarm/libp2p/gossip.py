@@ -48,7 +48,7 @@ PEERS_MAX: Final = 1024
 _WORTH_REFUSING_BYTES = 1024
 SEEN_MAX = 65_536
 """Ids of messages, each kept for two minutes after it was heard last: about 12 MiB. One that is forgotten and
-comes again is checked again, and is no news."""
+comes again is checked again, and is not new."""
 RECENT_MAX_BYTES = 32 * 2**20
 """Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
 all the same, and a node that missed it learns of it by comparing records."""
@@ -284,7 +284,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         degree_low=4,
         degree_high=8,
         heartbeat_interval=_HEARTBEAT_S,
-        # It slows the heart down to once a minute where the mesh is in a bad way, as it is in a small swarm,
+        # It slows the heartbeat down to once a minute where the mesh is in a bad way, as in a small swarm,
         # and all that is cleared away at each beat piles up meanwhile.
         adaptive_gossip_enabled=False,
         max_messages_per_topic_per_second=_MESSAGES_PER_TOPIC_PER_S,

@@ -77,7 +77,7 @@ async def propose(stream: Any, protocols: Sequence[TProtocol], first: bytes = b"
     raise StreamFailure(f"the other end takes none of {list(protocols)}")
 
 
-async def agree(stream: Any, is_spoken: Callable[[TProtocol], bool]) -> TProtocol:
+async def agree(stream: Any, is_supported: Callable[[TProtocol], bool]) -> TProtocol:
     """The first protocol proposed that is spoken here. Raises MultiselectError, and what libp2p raises for a
     stream that ended."""
     if await _read_exactly(stream, len(_GREETING)) != _GREETING:
@@ -92,7 +92,7 @@ async def agree(stream: Any, is_spoken: Callable[[TProtocol], bool]) -> TProtoco
             proposed = TProtocol((await _read_line(stream)).decode())
         except UnicodeDecodeError:
             raise MultiselectError("a protocol's name is no text") from None
-        is_taken = is_spoken(proposed)
+        is_taken = is_supported(proposed)
         await stream.write(owed + _line(proposed.encode() if is_taken else _REFUSAL))
         owed = b""
         if is_taken:

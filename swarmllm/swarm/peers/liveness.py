@@ -28,7 +28,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import Dialler, Unanswering
-from swarmllm.swarm.libp2p.control_keepalive import Libp2pHearts
+from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.peers.connection_limits import (
@@ -120,7 +120,7 @@ class Liveness:
         self._peers = parts.attempts
         self.connected = parts.connected_since_s
         self._greetings = trio.Semaphore(GREETINGS_MAX)
-        self._keepalives = Libp2pHearts(host.muxers, nursery)
+        self._keepalives = ControlKeepalive(host.muxers, nursery)
         self._plane: DataPlane | None = None
 
     def begin(self, plane: DataPlane) -> None:

@@ -78,7 +78,7 @@ class Parts(Collection[NodeId], Generic[T]):
     @classmethod
     def alone(cls) -> Self:
         """Of peers of which nothing else is held."""
-        return cls(PeerTable(_LonePeer), "part")
+        return cls(PeerTable(_SinglePartPeer), "part")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} of {len(self._having)} peers>"
@@ -147,7 +147,7 @@ class PassingParts(Parts[P]):
             self.drop(node_id)
 
 
-class _LonePeer:
+class _SinglePartPeer:
     __slots__ = ("n_parts", "node_id", "part")
 
     def __init__(self, node_id: NodeId) -> None:

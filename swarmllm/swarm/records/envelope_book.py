@@ -158,8 +158,9 @@ class EnvelopeBook:
         return version > held.envelope.version
 
     def hear_load(self, node_id: NodeId, version: tuple[int, int], beat: int, load: bytes) -> bool:
-        """What a heartbeat says of its writer's load. True: that is news. It belongs to the envelope that the
-        heartbeat names: a newer one has a newer load, and an older one is about to be replaced."""
+        """What a heartbeat says of its writer's load; returns whether it has changed. It belongs to the
+        envelope that the heartbeat names: a newer one has a newer load, and an older one is about to be
+        replaced."""
         held = self._entries.get(node_id)
         if held is None or held.envelope.version != version or beat <= held.beat:
             return False

@@ -116,8 +116,8 @@ class RecordSpread:
         self._book = EnvelopeBook(identity.node_id, verify, parts.envelopes)
         self._fetching = parts.fetching
         self._n_beats = 0
-        self._n_beats_since_news = 0
-        self._news = trio.Event()
+        self._n_beats_since_change = 0
+        self._changed = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self)
@@ -137,8 +137,8 @@ class RecordSpread:
         self.own = msgspec.structs.replace(self.own, sequence=self.own.sequence + 1, record=record)
         sealed = seal(self.own, self._identity.sign)
         self._book.write_own(self.own, sealed, trio.current_time())
-        self._n_beats_since_news = 0
-        self._news.set()
+        self._n_beats_since_change = 0
+        self._changed.set()
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
             await self._gossip.publish(MODELS, sealed)
@@ -268,15 +268,15 @@ class RecordSpread:
             self._n_beats += 1
             await gossip.publish(HEALTH, self._heartbeat())
             await self._until_next_beat(trio.current_time())
-            self._n_beats_since_news += 1
+            self._n_beats_since_change += 1
 
     async def _until_next_beat(self, last_at_s: float) -> None:
         jitter = random.uniform(0.8, 1.2)
         while True:
-            self._news = trio.Event()
-            interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_news)
+            self._changed = trio.Event()
+            interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_change)
             with trio.move_on_at(last_at_s + interval_s * jitter):
-                await self._news.wait()
+                await self._changed.wait()
                 continue
             return
 
@@ -292,9 +292,9 @@ class RecordSpread:
             self._feed.announce(Change("record", node_id))
 
 
-def heartbeat_interval_s(n_nodes: int, n_beats_since_news: int) -> float:
-    """Doubles from beat to beat until there is news."""
-    quiet_s = HEARTBEAT_S * float(2 ** min(n_beats_since_news, 8))
+def heartbeat_interval_s(n_nodes: int, n_beats_since_change: int) -> float:
+    """Doubles from beat to beat until something changes."""
+    quiet_s = HEARTBEAT_S * float(2 ** min(n_beats_since_change, 8))
     shared_s = n_nodes / HEARTBEATS_PER_S
     return max(shared_s, min(HEARTBEAT_MAX_S, quiet_s))
 

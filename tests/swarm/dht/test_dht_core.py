@@ -132,7 +132,7 @@ class Known(DhtNode):
     def __init__(self, addresses: Mapping[str, tuple[Address, ...]]) -> None:
         self._addresses = addresses
 
-    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+    def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         return self._addresses.get(node_id, ())
 
 

@@ -68,7 +68,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             host = Host(load_or_create_identity(_folder(tmp_path / name)), ConnectionGater())
 
             class Node(DhtNode):
-                def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+                def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
                     return (Address("127.0.0.1", ports[node_id]),) if node_id in ports else ()
 
                 def connected(self) -> set[NodeId]:

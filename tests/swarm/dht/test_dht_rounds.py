@@ -34,7 +34,7 @@ class Node(DhtNode):
         self.dht = Dht(host, network.nursery, self, mode=mode, peers_max=peers_max)
         network.nursery.start_soon(self.dht.run)
 
-    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+    def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         return HERE
 
     def connected(self) -> set[NodeId]:

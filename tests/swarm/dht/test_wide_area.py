@@ -203,19 +203,19 @@ async def test_a_node_counts_on_being_reached_until_a_peer_has_tried_in_vain() -
 
 async def test_whereabouts_are_those_of_records_and_its_own_of_its_own() -> None:
     async with node() as (it, seen, _):
-        assert it.whereabouts(B) == it.whereabouts(A) == ()
+        assert it.addresses_of(B) == it.addresses_of(A) == ()
         seen.records[B] = SimpleNamespace(addresses=(*TEXTS, "/dns4/example.org/tcp/1"))
         seen.own = SimpleNamespace(addresses=TEXTS[:1])
-        assert it.whereabouts(A) == (Address("192.0.2.1", 1),)
+        assert it.addresses_of(A) == (Address("192.0.2.1", 1),)
         assert it.addresses(B) == (*TEXTS, "/dns4/example.org/tcp/1")
-        assert len(it.whereabouts(B)) == len(TEXTS)
-        assert it.known_addresses(B) == it.whereabouts(B)[:PUNCHED_MAX]
+        assert len(it.addresses_of(B)) == len(TEXTS)
+        assert it.known_addresses(B) == it.addresses_of(B)[:PUNCHED_MAX]
 
 
 async def test_where_others_see_it_come_from_is_its_first_address() -> None:
     async with node() as (it, seen, user):
         seen.own = SimpleNamespace(addresses=TEXTS)
-        assert it.own_addresses() == it.whereabouts(A)[:PUNCHED_MAX]
+        assert it.own_addresses() == it.addresses_of(A)[:PUNCHED_MAX]
         user.reachability = FOUND
         assert it.own_addresses()[0] == Address("192.0.2.1", 1)
         user.reachability = replace(FOUND, observed_ip="198.51.100.7")

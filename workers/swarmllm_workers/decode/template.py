@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarmllm_proto.ipc import Effort
-from swarmllm_proto.reasoning_markers import THOUGHT_TAGS
+from swarmllm_proto.reasoning_markers import REASONING_TAGS
 from swarmllm_workers.decode.bounded_call import bounded
 from swarmllm_workers.errors import CallError
 
@@ -99,7 +99,7 @@ class ChatTemplate:
             with bounded(RENDER_S):
                 tree = environment.parse(source or CHATML)
                 self._names = {each.name for each in tree.find_all(jinja2.nodes.Name)}
-                self._thinks = any(end in source for end in THOUGHT_TAGS.values())
+                self._thinks = any(end in source for end in REASONING_TAGS.values())
                 self._template = environment.from_string(tree)
             # Some templates (SmolVLM's) take lists of parts alone: of a text they show nothing.
             self._wants_parts = (
@@ -172,7 +172,7 @@ class ChatTemplate:
 
     def _thinking(self, effort: Effort | None) -> dict[str, object]:
         """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite).
-        Of models that always think (DeepSeek R1) they only know where a thought ends."""
+        Of models that always think (DeepSeek R1) they only know where reasoning ends."""
         if effort is None:
             return {}
         known: dict[str, object] = {

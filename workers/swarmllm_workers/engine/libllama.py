@@ -47,7 +47,7 @@ WATCHED_FROM_S: Final = 0.1
 microsecond for each operation of the graph."""
 
 _LEVELS: Final = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-"""libllama warns of every dummy vocabulary; its warnings are our news."""
+"""libllama warns of every dummy vocabulary; its warnings are logged as information."""
 
 _LOAD_MODES: Final = {
     (True, False): lib.LLAMA_LOAD_MODE_MMAP,

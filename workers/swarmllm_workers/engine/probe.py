@@ -23,7 +23,7 @@ from swarmllm_proto.errors import without_folders
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, GgufFile
 
-PATIENCE_S: Final = 120
+TIMEOUT_S: Final = 120
 N_ROWS: Final = 32
 _LAST_WORDS_MAX: Final = 8192
 
@@ -73,7 +73,7 @@ def _try(path: Path, writer: int) -> None:
     try:
         faulthandler.disable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE_S)
+        signal.alarm(TIMEOUT_S)
         os.environ["GGML_NO_BACKTRACE"] = "1"
         os.dup2(writer, 1)
         os.dup2(writer, 2)

@@ -37,7 +37,7 @@ STEP_S: Final = 0.5
 TOKEN_S: Final = 0.005
 """And for every token beyond the first that is followed at once, as where a request is taken over."""
 STEP_MAX_S: Final = 5.0
-PATIENCE: Final = 20.0
+WALL_TIME_FACTOR: Final = 20.0
 """Times its processor time that an answer may take on a busy machine."""
 START_S: Final = 60.0
 """Until the grammar process has read the vocabulary."""
@@ -137,7 +137,7 @@ class GrammarSession:
             return
         ask = self._waiting.popleft()
         self._budget_s = ask.budget_s
-        self._due_s = time.monotonic() + PATIENCE * ask.budget_s
+        self._due_s = time.monotonic() + WALL_TIME_FACTOR * ask.budget_s
         self._is_asking = True
         try:
             self._connection.send_bytes(encode(ask))

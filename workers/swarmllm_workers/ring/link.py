@@ -5,7 +5,7 @@ that this end needs, so a worker can speak as its node on this connection and no
 those of the data plane: Noise messages (`[u16 length][ciphertext]`, big-endian, ChaCha20-Poly1305 under a
 counter) that carry frames of job messages.
 
-A link has no heart of its own. Its ends notice an end of the stream, the kernel gives up on bytes that
+A link has no keepalive of its own. Its ends notice an end of the stream, the kernel gives up on bytes that
 nobody acknowledges, and everything else is noticed by the daemons, who talk to each other all the time.
 """
 

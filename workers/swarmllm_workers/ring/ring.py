@@ -77,7 +77,7 @@ class Ring:
                 raise CallError("bad_message", f"{LINKS_MAX} links are open already", "peer")
             if message.direction == "sending":
                 sending = SendingLink(connection, secret)
-                self._lose_sending(message.peer, "replaced", is_news=False)
+                self._lose_sending(message.peer, "replaced", tells_daemon=False)
                 self._sending[message.peer] = sending
             else:
                 receiving = ReceivingLink(connection, secret)
@@ -91,7 +91,7 @@ class Ring:
 
     def close_links(self, peer: NodeId) -> None:
         self._close_receiving(peer)
-        self._lose_sending(peer, "closed here", is_news=False)
+        self._lose_sending(peer, "closed here", tells_daemon=False)
 
     def take_seat(
         self, message: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None
@@ -134,10 +134,10 @@ class Ring:
         seat.turned(compute_s, n_rows)
         self._tell_turned(seat, time.monotonic())
 
-    def tell_news(self) -> int | None:
+    def send_reports(self) -> int | None:
         """Tell the daemon what is due; milliseconds until something will be."""
         now = time.monotonic()
-        waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_news]
+        waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_report]
         left_s = [wait_s for wait_s in waits_s if wait_s > 0]
         return int(min(left_s) * 1000) + 1 if left_s else None
 
@@ -147,7 +147,7 @@ class Ring:
         if wait_s > 0:
             return wait_s
         seat.told_at = now
-        self._send(seat.take_news())
+        self._send(seat.take_report())
         return 0.0
 
     def pass_rows(
@@ -331,7 +331,7 @@ class Ring:
             events = select.POLLIN | (select.POLLOUT if link.is_waiting else 0)
             self._watch(link.connection.fileno(), events)
 
-    def _lose_sending(self, peer: NodeId, reason: str, *, is_news: bool = True) -> None:
+    def _lose_sending(self, peer: NodeId, reason: str, *, tells_daemon: bool = True) -> None:
         link = self._sending.pop(peer, None)
         if link is None:
             return
@@ -339,7 +339,7 @@ class Ring:
         for seat in self._seats.values():
             if seat.message.after == peer:
                 self._send_again(seat)
-        if is_news:
+        if tells_daemon:
             self._send(ipc.LinkLost(peer=peer, direction="sending", reason=reason))
 
     def _send_again(self, seat: Seat) -> None:

@@ -103,12 +103,12 @@ class Seat:
         self.is_running = False
 
     @property
-    def has_news(self) -> bool:
+    def has_report(self) -> bool:
         return bool(self.n_turned) or self.is_running is not self.is_told_running
 
-    def take_news(self) -> ipc.Turned:
+    def take_report(self) -> ipc.Turned:
         """What the daemon is told now."""
-        news = ipc.Turned(
+        report = ipc.Turned(
             request_id=self.message.request_id,
             stage=self.message.stage,
             n_jobs=self.n_turned,
@@ -119,7 +119,7 @@ class Seat:
         )
         self.n_turned, self.compute_s, self.is_told_running = 0, 0.0, self.is_running
         self.n_windows = self.n_window_rows = 0
-        return news
+        return report
 
     def takes(self, sender: NodeId, job: LayerForward) -> bool:
         """Whether this is a decode job that `sender` has to send here."""

@@ -202,7 +202,7 @@ class Cohorts:
     def _drop_late(self, stage: _Stage, now: float) -> None:
         """Rows that a stage holds back are no reason to make batches larger."""
         usual_s = median(stage.aways_s) if stage.aways_s else 0.0
-        patience_s = max(MEMBER_AWAY_MIN_S, MEMBER_AWAY * usual_s)
-        late = [key for key, member in stage.members.items() if now - member.seen_at > patience_s]
+        timeout_s = max(MEMBER_AWAY_MIN_S, MEMBER_AWAY * usual_s)
+        late = [key for key, member in stage.members.items() if now - member.seen_at > timeout_s]
         for key in late:
             del stage.members[key]

@@ -31,7 +31,7 @@ from swarmllm_workers.schedule.work import Work
 from swarmllm_workers.server.read_ahead import ReadAhead
 
 OnError = Callable[[Work, Exception], None]
-ROOM_PATIENCE_S: Final = 10.0
+ROOM_TIMEOUT_S: Final = 10.0
 """How long a work waits for cells that other requests hold, of which none is sure to end."""
 
 
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _can_wait(self, key: int) -> bool:
         since_s = self._starved_since.get(key)
-        return since_s is None or time.monotonic() - since_s < ROOM_PATIENCE_S
+        return since_s is None or time.monotonic() - since_s < ROOM_TIMEOUT_S
 
     def _make_room(self, batch: Batch, ready: dict[int, _Ready]) -> _Batch | None:
         """What of a planned batch runs now; None where nothing does."""

@@ -136,7 +136,7 @@ class Handlers:
             self.state.fail(message.id, error, getattr(message, "request_id", ""))
 
     def pause_ms(self) -> int | None:
-        """How long the worker may sleep: without work until kept KV expires, or the daemon is due some news
+        """How long the worker may sleep: without work until kept KV expires, or the daemon is due a report
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
         self._polls_at = time.perf_counter()
@@ -158,7 +158,7 @@ class Handlers:
         until_s = self.state.model.expire()
         self._tell_prefixes()
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
-        due_ms = self.grammars.pause_ms(), self.ring.tell_news(), self._thread_use.pause_ms()
+        due_ms = self.grammars.pause_ms(), self.ring.send_reports(), self._thread_use.pause_ms()
         sleeps_ms += [each for each in due_ms if each is not None]
         self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
         return min(sleeps_ms)

@@ -76,7 +76,7 @@ class Speculation:
         self.settings = settings
         self._draft_model: DraftModel | None = None
         self.continuations = Continuations(engine.settings.prefixes)
-        self.pay = CostGate()
+        self.cost_gate = CostGate()
         """Of the latest request."""
         self._n_rows_exact: dict[tuple[Segment, ...], int] = {}
         n_swift = settings.swift_tokens_max
@@ -197,7 +197,7 @@ class Speculation:
             alone_s.append(time.perf_counter() - started)
             if not np.array_equal(alone, together[i]):
                 return False
-        self.pay.measured(AGAIN, float(np.median(alone_s)), n_rows - 1, min(together_s))
+        self.cost_gate.measured(AGAIN, float(np.median(alone_s)), n_rows - 1, min(together_s))
         return True
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Guesser:
         self._started_s = 0.0
         """When the step began, later by what does not count; 0 where it says nothing about guesses."""
         self._once_s = 0.0
-        self.pay = speculation.pay = speculation.pay.successor()
+        self.cost_gate = speculation.cost_gate = speculation.cost_gate.successor()
 
     def guess(self, history: np.ndarray, n_rows_max: int, n_left: int) -> tuple[int, ...]:
         """Tokens to be checked behind the last one of `history`, whose row is the only one that the slot
@@ -233,7 +233,9 @@ class Guesser:
             return ()
         n_max = min(n_rows_max, n_left, n_exact or ROWS_MAX) - 1
         for drafter in self._drafters:
-            draft = drafter.draft(history, lambda kind, once_s: self.pay.n_worth(kind, n_max, n_left, once_s))
+            draft = drafter.draft(
+                history, lambda kind, once_s: self.cost_gate.n_worth(kind, n_max, n_left, once_s)
+            )
             if draft is not None:
                 self._started_s += draft.once_s
                 self._once_s = draft.once_s
@@ -262,8 +264,8 @@ class Guesser:
             self._counts[way] = n_checked + n_guessed, n_right_before + n_right
         if self._started_s:
             seconds = time.perf_counter() - self._started_s
-            self.pay.judged(self._kind, n_guessed, n_right, seconds, self._once_s)
-            n_steps = seconds / self.pay.plain_s if n_guessed and self.pay.plain_s else 1.0
+            self.cost_gate.judged(self._kind, n_guessed, n_right, seconds, self._once_s)
+            n_steps = seconds / self.cost_gate.plain_s if n_guessed and self.cost_gate.plain_s else 1.0
             self._speculation.saw(self._kind, n_guessed, n_right + 1, n_steps)
         self._started_s = self._once_s = 0.0
 

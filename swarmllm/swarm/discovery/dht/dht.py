@@ -197,7 +197,7 @@ class Dht:
         self.core = DhtCore(host.node_id, node, parts.n_entries)
         self._asking = DhtClient(host, nursery, protocol_name(network_id), node, peers_max)
         self._serving = Serving(self.core, node, parts.askers)
-        self._news = trio.Event()
+        self._changed = trio.Event()
         self._met = parts.met
         self._told: dict[bytes, float] = {}
         self._n_known_when_told = 0
@@ -219,13 +219,13 @@ class Dht:
     def met(self, node_id: NodeId) -> None:
         """This node is connected now: if it speaks the protocol, it belongs into the table."""
         self._met.put(node_id, True)
-        self._news.set()
+        self._changed.set()
 
     def provide(self, keys: Collection[bytes]) -> None:
         """What is here from now on, and all of it. Told to others soon, and again while it stays."""
         self.core.provided = set(keys)
         self._told = {key: at_s for key, at_s in self._told.items() if key in self.core.provided}
-        self._news.set()
+        self._changed.set()
 
     async def run(self) -> None:
         """Keep the table and the announcements fresh, until cancelled."""
@@ -234,8 +234,8 @@ class Dht:
         refresh_at_s = trio.current_time() + _REFRESH_S
         while True:
             with trio.move_on_after(_SETTLE_S if self._due() else _REFRESH_S):
-                await self._news.wait()
-            self._news = trio.Event()
+                await self._changed.wait()
+            self._changed = trio.Event()
             n_before = len(self.core.table)
             async with trio.open_nursery() as nursery:
                 for contact in self._take_met():
@@ -280,14 +280,14 @@ class Dht:
     ) -> list[Contact]:
         """The nodes nearest to a key that answer."""
         lookup = Lookup(place(key), self._host.node_id, self.core.table.closest(place(key)))
-        news = trio.Event()
+        changed = trio.Event()
 
         async def ask_in_turn() -> None:
-            nonlocal news
+            nonlocal changed
             while not lookup.is_over:
                 contact = lookup.next()
                 if contact is None:
-                    await news.wait()
+                    await changed.wait()
                     continue
                 answer = await self._ask(self.core.placed(contact), Message(kind, key))
                 if answer is None:
@@ -296,8 +296,8 @@ class Dht:
                     lookup.answered(contact.node_id, answer.closer)
                     if is_enough(answer):
                         nursery.cancel_scope.cancel()
-                news.set()
-                news = trio.Event()
+                changed.set()
+                changed = trio.Event()
 
         with trio.move_on_after(_LOOKUP_S):
             async with trio.open_nursery() as nursery:

@@ -48,7 +48,7 @@ _ASKERS_MAX = 1024
 class DhtNode:
     """What the DHT asks of the node that it runs on: here one that lets everybody in and knows nobody."""
 
-    def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+    def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         """Where a node says it is, as this node knows; empty: unknown."""
         return ()
 
@@ -101,7 +101,7 @@ class DhtCore:
 
     def placed(self, contact: Contact) -> Contact:
         """With the addresses that the node itself signed, where they are known."""
-        signed = self._node.whereabouts(contact.node_id)
+        signed = self._node.addresses_of(contact.node_id)
         return Contact(contact.node_id, signed or contact.addresses)
 
     def _key(self, message: Message) -> bytes:
@@ -121,7 +121,7 @@ class DhtCore:
     def _has(self, sender: NodeId, key: bytes, now: float) -> tuple[Contact, ...]:
         found = self.providers.find(key, now)[: PROVIDERS_PER_KEY // 4]
         if key in self.provided:
-            found.insert(0, Contact(self.node_id, self._node.whereabouts(self.node_id)))
+            found.insert(0, Contact(self.node_id, self._node.addresses_of(self.node_id)))
         return tuple(self.placed(contact) for contact in found if contact.node_id != sender)
 
     def _add(self, sender: NodeId, message: Message, now: float) -> None:

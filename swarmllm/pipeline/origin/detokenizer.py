@@ -77,7 +77,7 @@ class Pieces:
 
 
 @dataclass(slots=True)
-class Spelling:
+class Detokenizer:
     """Of one request, over all its pipelines. The text is a function of the tokens alone, so those that came
     while nobody had to spell them out are made up for."""
 

@@ -13,7 +13,7 @@ from vision_models import file_of, picture, pixels
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Picture, parse_picture
 from swarmllm.pipeline.check.verdict import Match
-from swarmllm.pipeline.vision.likeness import LIMIT, likeness, picture_distance
+from swarmllm.pipeline.vision.similarity import LIMIT, picture_distance, similarity
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm.workerpool.encoders import EncodedPicture, encoded_picture
 from swarmllm_proto.ipc import PicturePart
@@ -70,14 +70,14 @@ async def test_the_limit_lies_between_roundings_and_other_pictures(
             return await pool.encode_picture(ModelFile.of(entry), entry.projector, shown, is_kept=False)
 
         base = await rows(plain, picture(*SIZE, 1))
-        assert likeness(base, await rows(plain, picture(*SIZE, 1))) is Match.EQUAL
+        assert similarity(base, await rows(plain, picture(*SIZE, 1))) is Match.EQUAL
         for kind, most in (("f16", LIMIT / 40), ("eight bits", LIMIT / 2)):
             again = await rows(roundings[kind], picture(*SIZE, 1))
             assert 0 < picture_distance(base, again) < most
-            assert likeness(base, again) is Match.CLOSE
+            assert similarity(base, again) is Match.CLOSE
         for shown in others.values():
             assert picture_distance(base, other := await rows(plain, shown)) > 2 * LIMIT
-            assert likeness(base, other) is likeness(other, base) is Match.WRONG
+            assert similarity(base, other) is similarity(other, base) is Match.WRONG
 
 
 def seen(rows: np.ndarray, *parts: PicturePart) -> EncodedPicture:
@@ -88,7 +88,7 @@ def seen(rows: np.ndarray, *parts: PicturePart) -> EncodedPicture:
 def test_zeros_noise_and_rows_in_another_order_are_no_likeness() -> None:
     rng = np.random.default_rng(5)
     rows = rng.standard_normal((20, 64)) + 3 * rng.standard_normal(64)
-    assert likeness(seen(rows), seen(rows + 1e-3 * rng.standard_normal(rows.shape))) is Match.CLOSE
+    assert similarity(seen(rows), seen(rows + 1e-3 * rng.standard_normal(rows.shape))) is Match.CLOSE
     for other in (
         0 * rows,
         rng.standard_normal(rows.shape),
@@ -96,18 +96,18 @@ def test_zeros_noise_and_rows_in_another_order_are_no_likeness() -> None:
         rows * 1e30,
         np.full_like(rows, 3e38),
     ):
-        assert likeness(seen(rows), seen(other.copy())) is Match.WRONG
-        assert likeness(seen(other.copy()), seen(rows)) is Match.WRONG
-    assert likeness(seen(rows), seen(rows[:19])) is Match.WRONG
+        assert similarity(seen(rows), seen(other.copy())) is Match.WRONG
+        assert similarity(seen(other.copy()), seen(rows)) is Match.WRONG
+    assert similarity(seen(rows), seen(rows[:19])) is Match.WRONG
     marked = PicturePart((7,)), PicturePart((), 20)
-    assert likeness(seen(rows), seen(rows, *marked)) is Match.WRONG
+    assert similarity(seen(rows), seen(rows, *marked)) is Match.WRONG
     tiles = PicturePart((), 12), PicturePart((), 8)
-    assert likeness(seen(rows), seen(rows, *tiles)) is Match.WRONG
+    assert similarity(seen(rows), seen(rows, *tiles)) is Match.WRONG
 
 
 def test_rows_of_a_flat_picture_may_be_rounded_otherwise() -> None:
     """Nothing is special about any of them, so that roundings are all that lies between them."""
     rng = np.random.default_rng(6)
     rows = np.tile(rng.standard_normal(64), (20, 1))
-    assert likeness(seen(rows), seen(rows + 1e-3 * rng.standard_normal(rows.shape))) is Match.CLOSE
-    assert likeness(seen(rows), seen(np.tile(rng.standard_normal(64), (20, 1)))) is Match.WRONG
+    assert similarity(seen(rows), seen(rows + 1e-3 * rng.standard_normal(rows.shape))) is Match.CLOSE
+    assert similarity(seen(rows), seen(np.tile(rng.standard_normal(64), (20, 1)))) is Match.WRONG

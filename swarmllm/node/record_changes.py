@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from swarmllm.node.capability import is_news_of_load, is_news_of_ways, is_news_of_work
+from swarmllm.node.capability import links_have_changed, load_has_changed, work_has_changed
 from swarmllm.node.damping import Damping
 from swarmllm_proto.node_load import carrying, load_of
 from swarmllm_proto.swarm import NodeCapability
@@ -20,7 +20,7 @@ SETTLED_S: Final = 60.0
 Means = Literal["record", "load", "nothing"]
 
 
-class News:
+class RecordChanges:
     def __init__(self) -> None:
         self._told = NodeCapability()
         """As others know it."""
@@ -30,7 +30,7 @@ class News:
         self._ways = Damping()
 
     def __repr__(self) -> str:
-        return f"<News {self._ways}>"
+        return f"<RecordChanges {self._ways}>"
 
     @property
     def told(self) -> NodeCapability:
@@ -38,17 +38,17 @@ class News:
 
     def of_work(self, capability: NodeCapability) -> Means:
         """A quick look, at what routes should know at once."""
-        if is_news_of_work(self._told, capability):
+        if work_has_changed(self._told, capability):
             return "record"
-        return "load" if is_news_of_load(self._told, capability) else "nothing"
+        return "load" if load_has_changed(self._told, capability) else "nothing"
 
     def of_all(self, capability: NodeCapability, now: float) -> Means:
         """To be asked now and then: what wanders by itself is told ever more rarely."""
-        is_of_ways = is_news_of_ways(self._told, capability)
-        tells_ways = self._ways.admits(now, is_news=is_of_ways)
+        is_of_ways = links_have_changed(self._told, capability)
+        tells_ways = self._ways.admits(now, has_changed=is_of_ways)
         means = self.of_work(capability)
         is_settled = means == "nothing" and now >= self._load_told_s + SETTLED_S
-        if tells_ways or (is_settled and is_news_of_load(self._recorded, capability)):
+        if tells_ways or (is_settled and load_has_changed(self._recorded, capability)):
             return "record"
         return means
 

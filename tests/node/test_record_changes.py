@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmllm.node.news import SETTLED_S, News
+from swarmllm.node.record_changes import SETTLED_S, RecordChanges
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
 
 MODEL_ID = "a" * 64
@@ -18,10 +18,10 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
     )
 
 
-def in_step() -> News:
-    news = News()
-    news.record_told(capability())
-    return news
+def in_step() -> RecordChanges:
+    changes = RecordChanges()
+    changes.record_told(capability())
+    return changes
 
 
 @pytest.mark.parametrize(
@@ -47,27 +47,27 @@ def test_where_a_node_is_goes_with_a_record_at_an_unhurried_look_only() -> None:
 
 
 def test_what_has_been_told_is_no_news() -> None:
-    news = in_step()
+    changes = in_step()
     busy = capability(stage_requests=3, free_kv_tokens=70)
-    news.load_told(busy, 1.0)
-    assert news.of_work(busy) == "nothing"
-    assert news.told.free_kv_tokens == 70
-    assert news.of_work(capability()) == "load", "the record alone does not say so any more"
+    changes.load_told(busy, 1.0)
+    assert changes.of_work(busy) == "nothing"
+    assert changes.told.free_kv_tokens == 70
+    assert changes.of_work(capability()) == "load", "the record alone does not say so any more"
 
 
 def test_a_load_that_stays_is_put_into_the_record() -> None:
-    news = in_step()
+    changes = in_step()
     busy = capability(stage_requests=3)
-    news.load_told(busy, 10.0)
-    assert news.of_all(busy, 9.0 + SETTLED_S) == "nothing"
-    assert news.of_all(capability(stage_requests=4), 10.0 + SETTLED_S) == "load"
-    assert news.of_all(busy, 10.0 + SETTLED_S) == "record"
-    news.record_told(busy)
-    assert news.of_all(busy, 11.0 + SETTLED_S) == "nothing"
+    changes.load_told(busy, 10.0)
+    assert changes.of_all(busy, 9.0 + SETTLED_S) == "nothing"
+    assert changes.of_all(capability(stage_requests=4), 10.0 + SETTLED_S) == "load"
+    assert changes.of_all(busy, 10.0 + SETTLED_S) == "record"
+    changes.record_told(busy)
+    assert changes.of_all(busy, 11.0 + SETTLED_S) == "nothing"
 
 
 def test_a_load_that_is_again_what_the_record_says_is_not() -> None:
-    news = in_step()
-    news.load_told(capability(stage_requests=3), 10.0)
-    news.load_told(capability(), 11.0)
-    assert news.of_all(capability(), 12.0 + SETTLED_S) == "nothing"
+    changes = in_step()
+    changes.load_told(capability(stage_requests=3), 10.0)
+    changes.load_told(capability(), 11.0)
+    assert changes.of_all(capability(), 12.0 + SETTLED_S) == "nothing"

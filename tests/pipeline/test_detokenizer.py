@@ -11,7 +11,7 @@ from node_ids import A, B, C, D
 
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
-from swarmllm.pipeline.origin.spelling import GROUP_TOKENS, MODELS_MAX, Pieces
+from swarmllm.pipeline.origin.detokenizer import GROUP_TOKENS, MODELS_MAX, Pieces
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, Token

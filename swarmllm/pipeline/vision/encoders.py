@@ -30,7 +30,7 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import PictureQuestion
 from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
-from swarmllm.pipeline.vision.first_answer import EncodersGone, FirstAnswer
+from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone, HappyEyeballs
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
 from swarmllm.swarm.records.registry import Registry
@@ -46,7 +46,7 @@ FirstStage = Callable[[CatalogueEntry], Awaitable[NodeId]]
 
 
 @dataclass(slots=True)
-class Eyes:
+class ProjectorEncoders:
     """One projector, for one prompt."""
 
     _encoders: Encoders
@@ -57,7 +57,7 @@ class Eyes:
     looked: list[Looked] = field(default_factory=list)
     """One for each picture, in their order."""
 
-    async def look(self, picture: Picture, field: str) -> EncodedPicture:
+    async def encode(self, picture: Picture, field: str) -> EncodedPicture:
         """Raises InvalidRequest naming the field, EncodersGone, and what this node's encoder raises."""
         began_s = trio.current_time()
         encoded, node_id, is_kept = await self._encoders.encode(
@@ -96,7 +96,7 @@ class Encoders:
         self._first_stage = first_stage
         self._kept = KeptPictures() if kept is None else kept
         self._checker = checker
-        self._elsewhere = FirstAnswer(router, counts, trust, budget)
+        self._elsewhere = HappyEyeballs(router, counts, trust, budget)
 
     def elsewhere(
         self, model_id: ModelId, entry: CatalogueEntry | None
@@ -117,7 +117,7 @@ class Encoders:
     def unavailable(
         self, entry: CatalogueEntry, gone: EncodersGone, field: str
     ) -> Overloaded | VisionEncoderUnavailable:
-        """Where none of `eyes` could look."""
+        """Where none of the encoders answered."""
         if gone.is_busy:
             return Overloaded(f"the nodes that encode pictures for {entry.name} are busy", field=field)
         text = f"no node encodes pictures for {entry.name} now: {gone}"
@@ -150,7 +150,9 @@ class Encoders:
             return
         raise self.missing(entry, field)
 
-    async def eyes(self, entry: CatalogueEntry, pictures: Sequence[Picture], field: str) -> list[Eyes]:
+    async def by_projector(
+        self, entry: CatalogueEntry, pictures: Sequence[Picture], field: str
+    ) -> list[ProjectorEncoders]:
         """Each projector with which these pictures may be encoded, and who has it. Raises as `require`
         does."""
         ordered = await self._in_order(entry, sum(len(each.data) for each in pictures))
@@ -164,7 +166,7 @@ class Encoders:
             found.setdefault(Digest(entry.projector.blake3), [])
         if not found:
             raise self.missing(entry, field)
-        return [Eyes(self, entry, projector, holders) for projector, holders in found.items()]
+        return [ProjectorEncoders(self, entry, projector, holders) for projector, holders in found.items()]
 
     async def encode(
         self,
@@ -174,7 +176,8 @@ class Encoders:
         picture: Picture,
         field: str,
     ) -> tuple[EncodedPicture, NodeId, bool]:
-        """What the picture became, where, and whether that was known. Raises as `Eyes.look` does."""
+        """The encoded picture, its node, and whether it was kept. Raises as `ProjectorEncoders.encode`
+        does."""
         key = entry.model_id, projector, picture.digest
         here = self._router.node_id
         if (kept := self._kept.get(key)) is not None:

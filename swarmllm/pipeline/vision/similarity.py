@@ -1,8 +1,8 @@
 """Whether two encoders of one projector have looked at the same picture. Pure.
 
 Equal kernels make equal bits. How far others may be apart was measured with random projectors of the five
-families (`tests/pipeline/test_picture_likeness.py`): rounding all weights to f16, which changes more than the
-order of sums does, moves rows by up to 0.004, rounding them to eight bits by up to 0.08. Rows of another
+families (`tests/pipeline/test_picture_similarity.py`): rounding all weights to f16, which changes more than
+the order of sums does, moves rows by up to 0.004, rounding them to eight bits by up to 0.08. Rows of another
 picture are 0.4 away or more, also where only the colours of a part differ; zeros, noise and grey 0.9.
 The same picture in half its resolution may be as near as 0.04, and is not told apart.
 """
@@ -36,7 +36,7 @@ def picture_distance(one: EncodedPicture, other: EncodedPicture) -> float:
     return float(np.mean(np.minimum(parts, WORST_ROW)))
 
 
-def likeness(one: EncodedPicture, other: EncodedPicture) -> Match:
+def similarity(one: EncodedPicture, other: EncodedPicture) -> Match:
     """In either order the same."""
     if one.ends != other.ends or not np.array_equal(one.tokens, other.tokens):
         return Match.WRONG

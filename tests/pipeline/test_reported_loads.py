@@ -14,8 +14,8 @@ from node_ids import A, B, C, D, H, M
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
+from swarmllm.pipeline.route.reported_loads import REPORTED_S, ReportedLoad, ReportedLoads
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX
-from swarmllm.pipeline.route.told_loads import TOLD_S, ToldLoad, ToldLoads
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_response, encode_response
 from swarmllm_proto.ipc import Sampling
@@ -138,31 +138,33 @@ async def test_nodes_that_all_say_more_than_is_so_are_asked_a_few_times_and_the_
 
 
 @given(
-    st.lists(st.dictionaries(st.sampled_from([A, B, C]), st.integers(0, RUNNING_MAX)) | st.floats(0, TOLD_S))
+    st.lists(
+        st.dictionaries(st.sampled_from([A, B, C]), st.integers(0, RUNNING_MAX)) | st.floats(0, REPORTED_S)
+    )
 )
 def test_what_was_told_last_counts_for_a_while(events: list[dict[str, int] | float]) -> None:
-    loads, now = ToldLoads(), 0.0
-    expected: dict[str, ToldLoad] = {}
+    loads, now = ReportedLoads(), 0.0
+    expected: dict[str, ReportedLoad] = {}
     for event in events:
         if isinstance(event, dict):
             loads.told(event, "r", now)
-            expected |= {node_id: ToldLoad(n, now, "r") for node_id, n in event.items()}
+            expected |= {node_id: ReportedLoad(n, now, "r") for node_id, n in event.items()}
         else:
             now += event
-        fresh = {node_id: told for node_id, told in expected.items() if now - told.at_s < TOLD_S}
+        fresh = {node_id: told for node_id, told in expected.items() if now - told.at_s < REPORTED_S}
         assert loads.at(now) == fresh
 
 
 def test_who_has_said_it_again_does_not_keep_older_words_of_others_alive() -> None:
-    loads = ToldLoads()
+    loads = ReportedLoads()
     loads.told({A: 1}, "first", 0.0)
     loads.told({B: 2}, "second", 0.1)
-    loads.told({A: 3}, "third", TOLD_S)
-    assert loads.at(TOLD_S + 0.2) == {A: ToldLoad(3, TOLD_S, "third")}
+    loads.told({A: 3}, "third", REPORTED_S)
+    assert loads.at(REPORTED_S + 0.2) == {A: ReportedLoad(3, REPORTED_S, "third")}
 
 
 def test_nothing_is_kept_of_a_crowd_that_said_it_long_ago() -> None:
-    loads = ToldLoads()
+    loads = ReportedLoads()
     for n in range(50):
-        loads.told({f"node{n}": n}, "r", n * TOLD_S)
-    assert repr(loads) == "<ToldLoads 1 nodes>"
+        loads.told({f"node{n}": n}, "r", n * REPORTED_S)
+    assert repr(loads) == "<ReportedLoads 1 nodes>"

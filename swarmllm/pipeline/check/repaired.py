@@ -1,4 +1,4 @@
-"""Says which rows of a mended pipeline can be checked: those of which neighbours have the same records.
+"""Says which rows of a repaired pipeline can be checked: those of which neighbours have the same records.
 
 A stage that took a lost one's place has computed the rows before the break again. The stage after it, where
 that one stayed, still has what the lost one sent. Other kernels compute otherwise, so the two records differ,

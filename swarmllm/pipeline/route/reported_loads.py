@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 from swarmllm_proto.identifiers import NodeId
 
-TOLD_S: Final = 1.5
+REPORTED_S: Final = 1.5
 """Nodes announce a change of load once a second, and it takes its time to arrive."""
 
 
-class ToldLoad(NamedTuple):
+class ReportedLoad(NamedTuple):
     n_running: int
     """Requests on the node, without the one that it accepted."""
     at_s: float
@@ -24,22 +24,22 @@ class ToldLoad(NamedTuple):
     """What it accepted."""
 
 
-class ToldLoads:
+class ReportedLoads:
     def __init__(self) -> None:
-        self._told: dict[NodeId, ToldLoad] = {}
+        self._told: dict[NodeId, ReportedLoad] = {}
         """The latest last."""
 
     def __repr__(self) -> str:
-        return f"<ToldLoads {len(self._told)} nodes>"
+        return f"<ReportedLoads {len(self._told)} nodes>"
 
     def told(self, n_running: Mapping[NodeId, int], request_id: str, now: float) -> None:
         """By nodes that have accepted this request: how many others run there."""
         for node_id, n in n_running.items():
             self._told.pop(node_id, None)
-            self._told[node_id] = ToldLoad(n, now, request_id)
+            self._told[node_id] = ReportedLoad(n, now, request_id)
         self._forget(now)
 
-    def at(self, now: float) -> dict[NodeId, ToldLoad]:
+    def at(self, now: float) -> dict[NodeId, ReportedLoad]:
         """Of the nodes that said it within `TOLD_S`."""
         self._forget(now)
         return dict(self._told)
@@ -47,6 +47,6 @@ class ToldLoads:
     def _forget(self, now: float) -> None:
         while self._told:
             node_id, told = next(iter(self._told.items()))
-            if now - told.at_s < TOLD_S:
+            if now - told.at_s < REPORTED_S:
                 return
             del self._told[node_id]

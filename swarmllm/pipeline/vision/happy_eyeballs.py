@@ -40,7 +40,7 @@ class EncodersGone(Exception):
         self.is_busy = is_busy
 
 
-class FirstAnswer:
+class HappyEyeballs:
     def __init__(
         self, router: Router, counts: PipelineStatistics, trust: NodeTrust, budget: ByteBudget
     ) -> None:
