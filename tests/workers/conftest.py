@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.gguf_file import GgufFile
 
@@ -41,6 +42,12 @@ def vocabulary(make_model: MakeModel) -> Iterator[Vocabulary]:
     model = Model(path, vocab_only=True)
     yield Vocabulary(model, GgufFile(path))
     model.close()
+
+
+@pytest.fixture
+def segment_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run from segment files, as where libllama does not tell where its tensors are."""
+    monkeypatch.setattr(shared_weights, "is_supported", lambda: False)
 
 
 @pytest.fixture

@@ -463,9 +463,11 @@ def test_products_are_timed_when_nobody_decodes(
 ) -> None:
     load(room, gate, 0, 2)
     tuned: list[bool] = []
+    seen: set[str] = set()
 
     def tune(self: Any, sources: Any, n_threads: int, *, measures: bool = True) -> bool:
         tuned.append(measures)
+        seen.update(name.split(".")[1] for source in sources for name in source.tensors if "blk." in name)
         return measures
 
     monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.KernelTuning.tune", tune)
@@ -473,12 +475,13 @@ def test_products_are_timed_when_nobody_decodes(
     for position in range(3):
         room.forward("r", 0, 2, position)
     room.step()
-    room.call(ipc.Load, start=2, end=4)
+    room.call(ipc.Load, start=2, end=3)
     gate.until_arrived(room.inbox)
     gate.opened.release()
     while room.loading.n_waiting:
         receive(room.inbox)
     assert tuned == [False]
+    assert seen == {"0", "1", "2"}  # of layers that are loaded
     room.finish()
     room.handlers.pause_ms()
     room.finish()

@@ -70,6 +70,19 @@ def test_whole_model_is_the_original_file(open_engine: OpenEngine, tmp_path: Pat
     assert list((tmp_path / "segments").iterdir()) == []
 
 
+def test_an_engine_says_which_matrices_it_uses(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.layers.load(1, 3)
+
+    def used() -> set[str]:
+        return {name for name in engine.source.tensors if engine.layers.uses(name)}
+
+    layers = {name for name in engine.source.tensors if name.startswith(("blk.1.", "blk.2."))}
+    assert used() == layers
+    engine.layers.load(3, 4)
+    assert used() == {name for name in engine.source.tensors if not name.startswith("blk.0.")}
+
+
 def test_part_of_an_idle_segment_runs_after_cutting_it(open_engine: OpenEngine) -> None:
     engine = open_engine()
     engine.layers.load(0, 4)
@@ -172,6 +185,7 @@ def test_route_of_a_running_request_breaks_with_a_reason(open_engine: OpenEngine
     assert caught.value.kind == "not_loaded"
 
 
+@pytest.mark.usefixtures("segment_files")
 def test_what_could_not_be_cut_anew_is_loaded_at_its_next_use(
     open_engine: OpenEngine, tmp_path: Path
 ) -> None:
@@ -188,6 +202,7 @@ def test_what_could_not_be_cut_anew_is_loaded_at_its_next_use(
     assert bounds(engine) == [(0, 1), (2, 3), (3, 4)]
 
 
+@pytest.mark.usefixtures("segment_files")
 def test_failed_load_leaves_what_was_held(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine()
     engine.layers.load(0, 1)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmllm_workers.engine.huge_pages import GAP_MAX, HUGE_PAGE, PageWriter, read_in
+from swarmllm_workers.engine import huge_pages
+from swarmllm_workers.engine.huge_pages import GAP_MAX, HUGE_PAGE, PageWriter, read_anew, read_in
 
 RUNS = st.lists(
     st.tuples(
@@ -72,3 +73,37 @@ def test_reading_in_leaves_files_as_they_are(tmp_path: Path) -> None:
     read_in(path)
     assert path.read_bytes() == data
     read_in(tmp_path / "missing")
+
+
+def test_what_is_read_anew_is_the_runs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    data = os.urandom(5 * HUGE_PAGE + 100)
+    path.write_bytes(data)
+    read: list[int] = []
+    read_anew(path, [(100, HUGE_PAGE), (3 * HUGE_PAGE - 7, 5 * HUGE_PAGE + 100)], read.append)
+    assert sum(read) == HUGE_PAGE - 100 + 2 * HUGE_PAGE + 107
+    assert path.read_bytes() == data
+    read_anew(tmp_path / "missing", [(0, 1)], read.append)
+
+
+@pytest.mark.parametrize(
+    ("shares", "n_drops"),
+    [([1, 1, 1], 0), ([0, 1, 1, 0, 1], 2), ([0, 0, 0, 0], 1)],
+    ids=["in huge pages", "in small ones, some of it", "in small ones, and stays so"],
+)
+def test_small_pages_are_dropped_where_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[int], n_drops: int
+) -> None:
+    """Of three stretches; each look finds so much of one in huge pages."""
+    looks = iter(shares)
+    drops: list[tuple[int, int]] = []
+    monkeypatch.setattr(huge_pages, "_in_huge_pages", lambda _file, _at, size: next(looks) * size)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, at, size, _how: drops.append((at, size)))
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(3 * huge_pages._WINDOW)
+    read: list[int] = []
+    read_anew(path, [(0, 3 * huge_pages._WINDOW)], read.append)
+    assert read == [huge_pages._WINDOW] * 3
+    assert len(drops) == n_drops
+    assert next(looks, None) is None

@@ -132,6 +132,7 @@ def test_weights_lie_in_ordinary_pages_of_files_of_their_own(
     path = tmp_path / "weights"
     path.write_bytes(bytes(huge_pages.HUGE_PAGE))
     huge_pages.read_in(path)
+    huge_pages.read_anew(path, [(0, huge_pages.HUGE_PAGE)], lambda _n_bytes: None)
     huge_pages.want_huge_pages(0, 1)
     huge_pages.populate(0, 1)
     assert not shared_weights.is_supported()

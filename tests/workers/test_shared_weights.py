@@ -1,4 +1,4 @@
-"""Parts of a loaded segment run over its own pages, with the bits of the uncut model."""
+"""Layers run straight from the pages of the model's file, with the bits of the uncut model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.segment_file import plan_part
 from swarmllm_workers.engine.shared_weights import FilePlace, Part, Stub
-from swarmllm_workers.errors import CallError
+from swarmllm_workers.errors import CallError, Stopped
 
 from .blueprint import write
 from .conftest import MakeModel
+from .factory import Spec, build
 from .families import FAMILIES
 
 GUIDE = Path(__file__).parents[2] / "swarmllm" / "guide" / "guide.gguf"
@@ -102,22 +103,77 @@ def test_parts_of_other_architectures_have_the_bits_of_the_whole(
     assert {segment.path for segment in engine.layers.segments} == {engine.source.path}
 
 
-def test_a_part_of_a_part_of_a_segment_file_is_over_that_file(
-    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
+def test_held_ranges_and_their_parts_are_over_the_file_itself(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(make_model("llama"))
-    engine.layers.load(1, 4)
-    rows = np.random.default_rng(0).standard_normal((4, engine.n_embd)).astype(np.float32)
-    expected = run(engine, "all", 1, 4, 0, rows)
-    engine.release("all")
-    (file,) = (tmp_path / "segments").iterdir()
-    hidden = run(engine, "parts", 1, 2, 0, rows)
-    assert layers_of(engine) == [(1, 2), (2, 4)]
-    hidden = run(engine, "parts", 2, 3, 0, hidden)
-    np.testing.assert_array_equal(run(engine, "parts", 3, 4, 0, hidden), expected)
+    path = make_model("llama")
+    rows = np.random.default_rng(0).standard_normal((4, open_engine(path).n_embd)).astype(np.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_weights, "is_supported", lambda: False)
+        cut = open_engine(path)
+        cut.layers.load(1, 4)
+        expected = run(cut, "all", 1, 4, 0, rows)
+        cut.layers.unload(1, 4)
+    for file in (tmp_path / "segments").iterdir():
+        file.unlink()
+    n_before = n_mappings(path)
+    engine = open_engine(path)
+    engine.layers.load(1, 3)
+    engine.layers.load(3, 4)
+    np.testing.assert_array_equal(through(engine, "all", [1, 3, 4], 0, rows), expected)
+    np.testing.assert_array_equal(through(engine, "parts", [1, 2, 3, 4], 0, rows), expected)
     assert layers_of(engine) == [(1, 2), (2, 3), (3, 4)]
-    assert {segment.path for segment in engine.layers.segments} == {file}
-    assert n_mappings(file) == 1
+    assert {segment.path for segment in engine.layers.segments} == {path}
+    # Its header, as that of every engine here, and all layers in one.
+    assert n_mappings(path) == n_before + 2
+    assert list((tmp_path / "segments").iterdir()) == []
+
+
+def test_a_container_whose_layers_have_moved_is_read_where_they_are(
+    open_engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another version, or a worker with layers on a GPU, has left it."""
+    model = build(tmp_path / "model.gguf", Spec("llama", n_embd=128, n_ff=512, n_layers=6))
+    path = tmp_path / "container.gguf"
+    path.write_bytes(model.read_bytes())
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_weights, "is_supported", lambda: False)
+        engine = open_engine(path, owns_path=True)
+        engine.layers.load(2, 4)
+        engine.layers.unload(2, 4)
+    n_blocks, files = path.stat().st_blocks, sorted((tmp_path / "segments").iterdir())
+    assert n_blocks < model.stat().st_blocks
+    engine = open_engine(path, owns_path=True)
+    engine.layers.load(1, 5)
+    uncut = open_engine(model)
+    uncut.layers.load(1, 5)
+    rows = np.random.default_rng(0).standard_normal((4, engine.n_embd)).astype(np.float32)
+    np.testing.assert_array_equal(run(engine, "r", 1, 5, 0, rows), run(uncut, "r", 1, 5, 0, rows))
+    assert path.stat().st_blocks == n_blocks
+    assert sorted((tmp_path / "segments").iterdir()) == files
+    files[0].unlink()
+    with pytest.raises(CallError, match=r"blk\.2\..* are not in"):
+        open_engine(path, owns_path=True).layers.load(0, 3)
+
+
+def test_loading_tells_what_it_has_read_and_stops_when_told(
+    open_engine: OpenEngine, make_model: MakeModel
+) -> None:
+    path = make_model("llama")
+    engine = open_engine(path)
+    told: list[tuple[int, int]] = []
+    engine.layers.load(1, 3, lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] == predict(engine.source, 4, [(1, 3)], engine.settings).weights_bytes
+    assert told == sorted(told)
+    n_before = n_mappings(path)
+
+    def stop(_done: int, _total: int) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        engine.layers.load(3, 4, stop)
+    assert engine.layers.ranges == ((1, 3),)
+    assert n_mappings(path) == n_before
 
 
 def test_weights_that_parts_share_are_in_memory_and_count_once(
@@ -224,10 +280,10 @@ def test_a_container_stays_as_it_is_while_parts_are_mapped_from_it(
     np.testing.assert_array_equal(through(engine, "again", [0, 1, 4], 0, TOKENS), expected)
 
 
+@pytest.mark.usefixtures("segment_files")
 def test_a_libllama_that_does_not_tell_gets_segment_files(
-    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("swarmllm_workers.engine.shared_weights.is_supported", lambda: False)
     engine = open_engine(make_model("llama"))
     engine.layers.load(0, 4)
     expected = run(engine, "whole", 0, 4, 0, TOKENS)
@@ -236,18 +292,30 @@ def test_a_libllama_that_does_not_tell_gets_segment_files(
     assert len(list((tmp_path / "segments").iterdir())) == 2
 
 
-def test_a_file_that_has_gone_is_cut_from_the_original_again(
-    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path
+def test_layers_that_libllama_does_not_map_get_a_segment_file(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(make_model("llama"))
     engine.layers.load(1, 4)
     rows = np.ones((4, engine.n_embd), np.float32)
     expected = run(engine, "all", 1, 4, 0, rows)
     engine.release("all")
-    (file,) = (tmp_path / "segments").iterdir()
-    file.unlink()
+    monkeypatch.setattr("swarmllm_workers.operating_system.mappings", list)
     np.testing.assert_array_equal(through(engine, "parts", [1, 2, 4], 0, rows), expected)
     assert len(list((tmp_path / "segments").iterdir())) == 2
+
+
+def test_a_part_for_which_there_is_no_memory_is_not_cut_to_a_file(
+    open_engine: OpenEngine, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> int:
+        raise CallError("out_of_memory", "cannot map")
+
+    engine = open_engine(make_model("llama"))
+    monkeypatch.setattr(shared_weights, "_mapped", no_memory)
+    with pytest.raises(CallError, match="cannot map"):
+        engine.layers.load(1, 4)
+    assert list((tmp_path / "segments").iterdir()) == []
 
 
 def test_bytes_that_a_file_does_not_have_are_refused_before_they_are_mapped(
@@ -255,7 +323,7 @@ def test_bytes_that_a_file_does_not_have_are_refused_before_they_are_mapped(
 ) -> None:
     engine = open_engine(make_model("llama"))
     assert engine.architecture is not None
-    part = plan_part(engine.source, engine.architecture, 1, 2, engine.source.path, 0)
+    part = plan_part(engine.source, engine.architecture, 1, 2)
     short = tmp_path / "short.gguf"
     short.write_bytes(engine.source.path.read_bytes()[:-4096])
     places = {name: FilePlace(short, *place[1:]) for name, place in part.places.items()}

@@ -110,6 +110,7 @@ def test_a_worker_process_runs_a_model_of_four_parts(
     assert answer.message.token == expected
 
 
+@pytest.mark.usefixtures("segment_files")
 def test_segment_files_of_parts_are_found_by_the_daemon_and_go_with_a_changed_part(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

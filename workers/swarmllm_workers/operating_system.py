@@ -102,6 +102,21 @@ def mappings() -> list[list[str]]:
     return [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
 
 
+def bytes_in_huge_pages(address: int) -> int:
+    """Of the file that is mapped at this address. 0 where nobody says."""
+    if not IS_LINUX:
+        return 0
+    is_there = False
+    with Path("/proc/self/smaps").open() as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if "-" in name:
+                is_there = int(name.partition("-")[0], 16) == address
+            elif is_there and name == "FilePmdMapped":
+                return int(rest.split()[0]) * 1024
+    return 0
+
+
 def mapped_files() -> set[Path] | None:
     """None: nobody says."""
     if not IS_LINUX:

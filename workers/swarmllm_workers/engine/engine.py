@@ -283,7 +283,7 @@ class Engine:
         return results
 
     def prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
-        """Token ids stay token ids for the original file and become rows for a segment file."""
+        """Token ids stay token ids for the original file and become rows for a part of it."""
         if data.ndim == 1:
             if first.is_whole:
                 return data

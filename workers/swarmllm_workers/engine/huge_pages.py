@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,13 @@ GAP_MAX: Final = 4096
 """Bytes not written between two that are: more than that stays a hole."""
 POPULATE_READ: Final = 22
 """`MADVPOPULATE_READ`, which Python does not name."""
+FIXED: Final = 0x10
+NO_RESERVE: Final = 0x4000
+"""Of the flags of `mmap`, too."""
+_WINDOW: Final = 128 * 2**20
+_MOST: Final = 0.9
+_FAST_BYTES_PER_S: Final = 300e6
+"""A slower disk would keep a load waiting longer than the steps win."""
 
 
 class PageWriter:
@@ -99,6 +108,45 @@ def read_in(path: Path) -> None:
         want_huge_pages(address, size)
         populate(address, size)
         libc.munmap(address, size)
+
+
+def read_anew(path: Path, runs: Iterable[tuple[int, int]], on_read: Callable[[int], None]) -> None:
+    """Bring the bytes [start, end) of each run into the page cache, in huge pages also where they are there
+    in small ones: these are read from the disk again, unless that is slow or does not help, as where somebody
+    has them mapped. `on_read`: called with bytes. What goes wrong here, libllama meets again and reports."""
+    with suppress(OSError), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        drops = operating_system.IS_LINUX
+        for start, end in runs:
+            for at in range(start // HUGE_PAGE * HUGE_PAGE, min(end, size), _WINDOW):
+                n_bytes = min(at + _WINDOW, -(-end // HUGE_PAGE) * HUGE_PAGE, size) - at
+                n_huge = _in_huge_pages(file.fileno(), at, n_bytes)
+                if drops and n_huge < n_bytes // HUGE_PAGE * HUGE_PAGE * _MOST:
+                    began_s = time.monotonic()
+                    os.posix_fadvise(file.fileno(), at, n_bytes, os.POSIX_FADV_DONTNEED)
+                    n_after = _in_huge_pages(file.fileno(), at, n_bytes)
+                    is_fast = n_bytes > _FAST_BYTES_PER_S * (time.monotonic() - began_s)
+                    drops = is_fast and n_after > n_huge
+                on_read(min(at + n_bytes, end) - max(at, start))
+
+
+def _in_huge_pages(file: int, at: int, size: int) -> int:
+    """Bytes of the file from a boundary of huge pages on that lie in such, after all were read."""
+    if not operating_system.IS_LINUX:
+        return 0
+    reserved = size + HUGE_PAGE
+    base = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE, -1, 0)
+    if base in (None, MAP_FAILED):
+        return 0
+    try:
+        address = -(-base // HUGE_PAGE) * HUGE_PAGE
+        if libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, file, at) != address:
+            return 0
+        want_huge_pages(address, size)
+        populate(address, size)
+        return operating_system.bytes_in_huge_pages(address)
+    finally:
+        libc.munmap(base, reserved)
 
 
 def want_huge_pages(address: int, size: int) -> None:

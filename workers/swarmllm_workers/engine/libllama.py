@@ -99,7 +99,7 @@ def _complaint(what: str) -> CallError:
 
 
 class Model:
-    """A loaded GGUF: the original, a segment file, or (`vocab_only`) nothing but its vocabulary.
+    """A loaded GGUF: the original, a part of it, a segment file, or (`vocab_only`) its vocabulary alone.
 
     Raises CallError bad_model or out_of_memory with libllama's own words.
     """

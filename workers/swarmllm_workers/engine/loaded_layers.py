@@ -11,7 +11,8 @@ What changes the segments takes long, and is an operation (`operation.py`): open
 its parts, which may run beside decode steps; the lists of segments change between two steps. Operations come
 one after the other. Between two parts of one, requests come and go: it looks at the segments anew then.
 
-The whole model as one range is the original file; everything else goes through segment files.
+The whole model as one range is the original file, and other ranges run straight from its pages
+(`segment_maker.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from swarmllm_workers.engine.memory import Footprint, Memory, around, weighing
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.ranges import Cuts, Range, find_path, join, merge, subtract
 from swarmllm_workers.engine.segment import Segment
+from swarmllm_workers.engine.segment_file import layer_of
 from swarmllm_workers.engine.segment_maker import LoadProgress, SegmentMaker
 from swarmllm_workers.errors import CallError
 
@@ -66,6 +68,15 @@ class LoadedLayers:
     def weights_bytes(self) -> int:
         """Pages that several segments have count once."""
         return sum(segment.weights_bytes for segment in weighing(self.open))
+
+    def uses(self, tensor: str) -> bool:
+        """Whether this matrix of the model is multiplied with here; of the embedding, whether it would be if
+        it were the output matrix."""
+        layer = layer_of(tensor)
+        return any(
+            segment.has_head if layer is None else segment.start <= layer < segment.end
+            for segment in self._segments
+        )
 
     def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
         """`loading`, at once."""
@@ -219,9 +230,8 @@ class LoadedLayers:
                     f"requests run in {len(self._segments)} parts of {self._name}; there may be {n_max}",
                 )
             first, second = pair
-            within = first if (first.start, second.end) != first.file_layers else None
             yield from self.closing([first, second])
-            joined = yield partial(self._maker.open, first.start, second.end, within=within)
+            joined = yield partial(self._maker.open, first.start, second.end, within=first)
             self._segments.append(joined)
 
     def _settling(self) -> Operation[None]:

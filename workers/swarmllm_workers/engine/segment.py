@@ -1,5 +1,5 @@
-"""A layer range in memory, ready to run: libllama's model and context over a segment file (or the whole
-GGUF).
+"""A layer range in memory, ready to run: libllama's model and context over the whole GGUF, a part of it, or
+a segment file.
 
 A segment runs *spans*: each is a run of rows of one slot from one position on. Spans of several slots go
 through one `llama_decode`, and libllama keeps their sequences apart; that is the place where batching

@@ -70,6 +70,12 @@ class Planned:
     source: TensorInfo | None
 
 
+def layer_of(tensor: str) -> int | None:
+    """None: it belongs to no layer."""
+    block = _BLOCK.fullmatch(tensor)
+    return None if block is None else int(block[1])
+
+
 def n_layers_of(source: GgufFile) -> int:
     """Layers that can be run: layers for multi-token prediction at the end do not count."""
     prefix = source.text("general.architecture")
@@ -220,33 +226,21 @@ def _plan(
 
 
 def plan_part(
-    source: GgufFile, architecture: Architecture, start: int, end: int, file: Path, file_start: int
+    source: GgufFile,
+    architecture: Architecture,
+    start: int,
+    end: int,
+    places: Mapping[str, tuple[Path, int]] = MappingProxyType({}),
 ) -> Part:
-    """What `cut` would write of [start, end), with the bytes where they lie: in `file`, the source or a
-    segment file of it that begins at layer `file_start` and holds these layers. Raises CallError bad_model
-    where it does not."""
+    """What `cut` would write of [start, end), with the bytes where they lie. `places`: as for `cut`. Raises
+    CallError as `cut` does."""
     tensors, header, _, size = _plan(source, architecture, start, end)
-    inside = None if file == source.path else GgufFile(file)
-    places: dict[str, FilePlace] = {}
-    try:
-        for tensor in tensors:
-            if tensor.source is None:
-                continue
-            held: TensorInfo | None = tensor.source
-            if inside is not None:
-                held = inside.tensors.get(_renumbered(tensor.source.name, file_start))
-            if held is None or held.size_bytes != tensor.size_bytes:
-                raise CallError("bad_model", f"{file.name} has no {tensor.source.name}", "path")
-            places[tensor.name] = FilePlace(held.path, held.offset, held.size_bytes)
-    finally:
-        if inside is not None:
-            inside.close()
-    return Part(header, size, places)
-
-
-def _renumbered(name: str, start: int) -> str:
-    block = _BLOCK.fullmatch(name)
-    return name if block is None else f"blk.{int(block[1]) - start}.{block[2]}"
+    found: dict[str, FilePlace] = {}
+    for tensor in tensors:
+        if tensor.source is not None:
+            path, offset = places.get(tensor.source.name, (tensor.source.path, tensor.source.offset))
+            found[tensor.name] = FilePlace(path, offset, tensor.size_bytes)
+    return Part(header, size, found)
 
 
 def cut(

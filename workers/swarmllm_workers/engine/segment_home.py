@@ -7,8 +7,8 @@ it needs from them; what remains of those goes back to the container before they
 moment each byte is somewhere complete, and readers look for segment files first, so a kill between any two
 steps costs disk space until the next settling and nothing else.
 
-A container that a segment has mapped (the whole model runs straight from it) must not change: the engine
-settles only while there is none.
+A container that a segment has mapped (nearly all run straight from it) must not change: the engine settles
+only while there is none.
 """
 
 from __future__ import annotations
@@ -60,16 +60,20 @@ class SegmentHome:
     ) -> Path:
         """The segment file of [start, end), cut now where it is missing. Raises CallError as `cut` does, and
         bad_model where bytes are missing that should be in the container."""
-        name = SegmentName(LAYOUT_VERSION, start, end)
-        path = self._folder / str(name)
+        path = self._folder / str(SegmentName(LAYOUT_VERSION, start, end))
         if not path.exists():
-            files = self._files()
-            places = {tensor: (file.path, at) for file in files for tensor, at in file.offsets.items()}
-            self._refuse_holes(name, places)
+            places = self.places(start, end)
             segment_file.cut(self._source, architecture, start, end, path, progress, places)
             _sync(path)
             _sync(self._folder)
         return path
+
+    def places(self, start: int, end: int) -> dict[str, tuple[Path, int]]:
+        """Files and offsets of the tensors that have moved. Raises CallError bad_model where what
+        [start, end) needs is missing."""
+        places = {tensor: (file.path, at) for file in self._files() for tensor, at in file.offsets.items()}
+        self._refuse_holes(SegmentName(LAYOUT_VERSION, start, end), places)
+        return places
 
     def whole(self) -> Path:
         """The container, with everything in it."""

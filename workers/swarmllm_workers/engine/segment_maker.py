@@ -1,5 +1,9 @@
 """From a model's file to segments in memory: which file a layer range runs from, and where that file is.
 
+A range runs straight from the pages of the model's file, without a copy of it (`shared_weights.py`). Where
+that cannot be, it runs from a segment file: with `mlock`, without `mmap`, with layers on a GPU, or where
+libllama does not tell where its tensors are.
+
 Segment files that were cut from a file of the user's are a cache (`SegmentCache`): cut once, found again by
 name, removed by the daemon when nobody has used them for long. A file's name holds the identity of its source
 (path, size, modification time), the layout version of this code and the range, so nothing needs to be
@@ -26,6 +30,7 @@ from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.ranges import Cuts, Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_home import SegmentHome
+from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of
 
@@ -58,6 +63,10 @@ class SegmentCache:
             segment_file.cut(self._source, architecture, start, end, path, progress)
         return path
 
+    def places(self, _start: int, _end: int) -> dict[str, tuple[Path, int]]:
+        """Files and offsets of tensors that have moved: none."""
+        return {}
+
     def whole(self) -> Path:
         """The file itself."""
         return self._source.path
@@ -70,8 +79,8 @@ LoadProgress: TypeAlias = Callable[[int, int], None]
 
 
 class SegmentMaker:
-    """Of one model. The whole of it as one segment is the original file; everything else goes through segment
-    files."""
+    """Of one model. The whole of it as one segment is the original file, and other ranges are parts of it;
+    where parts cannot be, they are segment files."""
 
     def __init__(
         self,
@@ -116,46 +125,26 @@ class SegmentMaker:
         is_mapped = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
         return is_mapped and shared_weights.is_supported()
 
-    def _open_over(self, within: Segment, start: int, end: int) -> Segment:
-        architecture = self._cuts.architecture
-        assert architecture is not None  # cut_rule lets no other model be cut
-        file_start, _ = within.file_layers
-        part = segment_file.plan_part(self._source, architecture, start, end, within.path, file_start)
-        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
-        with mapping(needed.total_bytes + part.mapped_bytes):
-            return Segment(
-                within.path,
-                start,
-                end,
-                n_layers=self._n_layers,
-                architecture=architecture,
-                settings=self._settings,
-                part=part,
-                file_layers=within.file_layers,
-            )
-
     def open(
         self, start: int, end: int, progress: LoadProgress | None = None, within: Segment | None = None
     ) -> Segment:
         """Raises CallError. `progress`: bytes loaded, and of how many. `within`: a segment, closed or not,
-        that has these layers and more; where that can be, the new one has the same pages of its file."""
-        if within is not None and self._shares_pages:
-            try:
-                return self._open_over(within, start, end)
-            except CallError as error:
-                log.info("layers %d:%d get a file of their own: %s", start, end, error.message)
+        that has these layers and more: their pages are in memory."""
         is_whole, architecture = (start, end) == (0, self._n_layers), self._cuts.architecture
-        if is_whole:
-            path = self._files.whole()
-        else:
+        if not is_whole:
             assert architecture is not None  # cut_rule lets no other model be cut
+            part = self._part(architecture, start, end)
+            if part is not None:
+                try:
+                    return self._open_part(part, architecture, start, end, progress, is_new=within is None)
+                except CallError as error:
+                    if error.kind != "bad_model":
+                        raise
+                    log.info("layers %d:%d get a file of their own: %s", start, end, error.message)
             path = self._files.ensure(architecture, start, end, progress)
+        else:
+            path = self._files.whole()
         size_bytes = sum(each.stat().st_size for each in files_of(path))
-
-        def on_progress(fraction: float) -> None:
-            if progress is not None:
-                progress(int(fraction * size_bytes), size_bytes)
-
         needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
         with mapping(needed.total_bytes + 2 * size_bytes):
             return Segment(
@@ -165,14 +154,53 @@ class SegmentMaker:
                 n_layers=self._n_layers,
                 architecture=None if is_whole and not self._cuts.is_fed_tokens else architecture,
                 settings=self._settings,
-                on_progress=on_progress if progress is not None else None,
+                on_progress=_in_bytes(progress, size_bytes),
+            )
+
+    def _part(self, architecture: Architecture, start: int, end: int) -> Part | None:
+        """None: it has to be a segment file."""
+        if not self._shares_pages:
+            return None
+        places = self._files.places(start, end)
+        return segment_file.plan_part(self._source, architecture, start, end, places)
+
+    def _open_part(
+        self,
+        part: Part,
+        architecture: Architecture,
+        start: int,
+        end: int,
+        progress: LoadProgress | None,
+        *,
+        is_new: bool,
+    ) -> Segment:
+        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
+        with mapping(needed.total_bytes + part.mapped_bytes):
+            if is_new:
+                part.read_in(_in_bytes(progress, needed.weights_bytes))
+            return Segment(
+                self._source.path,
+                start,
+                end,
+                n_layers=self._n_layers,
+                architecture=architecture,
+                settings=self._settings,
+                part=part,
+                file_layers=(0, self._n_layers),
             )
 
     def settle(self, running: Sequence[Segment]) -> None:
-        """Put the files in order, unless the original is mapped and must not change."""
+        """Put segment files in order, unless the original is mapped and must not change."""
         if not any(self.maps_source(segment) for segment in running):
             self._files.settle({segment.file_layers for segment in running})
 
     def maps_source(self, segment: Segment) -> bool:
         """Whether the original must not change as long as this segment is there."""
         return segment.path == self._source.path
+
+
+def _in_bytes(progress: LoadProgress | None, size_bytes: int) -> Callable[[float], None] | None:
+    """Of a fraction."""
+    if progress is None:
+        return None
+    return lambda fraction: progress(int(fraction * size_bytes), size_bytes)

@@ -28,7 +28,16 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from swarmllm_workers import operating_system
-from swarmllm_workers.engine.huge_pages import HUGE_PAGE, MAP_FAILED, libc, populate, want_huge_pages
+from swarmllm_workers.engine.huge_pages import (
+    FIXED,
+    HUGE_PAGE,
+    MAP_FAILED,
+    NO_RESERVE,
+    libc,
+    populate,
+    read_anew,
+    want_huge_pages,
+)
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.interposing import mapped_libraries
 
@@ -39,8 +48,6 @@ _BUFFER_AT: Final = 8
 """Of the pointer to its buffer in a `ggml_tensor`, behind an enum."""
 _IS_HEADER_READ: Final = b"loaded meta data"
 _PAGE: Final = mmap.PAGESIZE
-_FIXED: Final = 0x10
-_NO_RESERVE: Final = 0x4000
 
 
 class FilePlace(NamedTuple):
@@ -120,10 +127,10 @@ class _MappedFile:
         with path.open("rb") as file:
             self._size = os.fstat(file.fileno()).st_size
             self._reserved = self._size + HUGE_PAGE
-            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
             self._base = _mapped(None, self._reserved, 0, kind, -1)
             self.address = -(-self._base // HUGE_PAGE) * HUGE_PAGE
-            _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
+            _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, file.fileno())
         want_huge_pages(self.address, self._size)
 
     def read_in(self, offset: int, size: int) -> None:
@@ -198,6 +205,28 @@ class Part:
         files = {place.path for place in self.places.values()}
         return self.size_bytes + sum(path.stat().st_size + HUGE_PAGE for path in files)
 
+    def read_in(self, on_progress: Callable[[float], None] | None = None) -> None:
+        """Bring the bytes into the page cache, in huge pages where that can be. `on_progress` gets the
+        fraction that is there, and may raise Stopped."""
+        runs: dict[Path, list[tuple[int, int]]] = {}
+        for path, offset, size_bytes in sorted(self.places.values()):
+            known = runs.setdefault(path, [])
+            if known and offset <= known[-1][1] + HUGE_PAGE:
+                known[-1] = known[-1][0], max(known[-1][1], offset + size_bytes)
+            else:
+                known.append((offset, offset + size_bytes))
+        total = sum(end - start for each in runs.values() for start, end in each)
+        done = 0
+
+        def on_read(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            if on_progress is not None:
+                on_progress(done / total)
+
+        for path, each in runs.items():
+            read_anew(path, each, on_read)
+
 
 class Stub:
     """One loading of a part, and what has to stay as long as its model. Raises CallError bad_model or
@@ -246,7 +275,7 @@ class Stub:
         behind = -(-len(self._part.header) // _PAGE) * _PAGE
         size = -(-self._part.size_bytes // _PAGE) * _PAGE - behind
         if size > 0:
-            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NO_RESERVE
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED | NO_RESERVE
             _mapped(self._address + behind, size, mmap.PROT_READ, kind, -1)
 
     def _mapped_at(self) -> int:

@@ -119,7 +119,7 @@ class LoadHandlers:
         if guesses is not None:
             yield from guesses.loading()
         yield from engine.layers.loading(message.start, message.end, self._progress_of(message.id))
-        paths = [segment.path for segment in engine.layers.segments]
+        paths = list(dict.fromkeys(segment.path for segment in engine.layers.segments))
         if guesses is not None and guesses.settings.draft_path:
             paths.insert(0, Path(guesses.settings.draft_path))
         yield from self._tuning(paths)
@@ -133,10 +133,13 @@ class LoadHandlers:
         kernels = self._state.kernels
         if not kernels.is_on:
             return
+        engine = self._state.engine()
         sources = yield partial(kernels.read, paths)
-        is_known = kernels.tune(
-            sources, self._state.engine().settings.n_threads, measures=not self._state.has_work
-        )
+        for source in sources:
+            if source.path in engine.source.paths:
+                tensors = source.tensors.items()
+                source.tensors = {name: each for name, each in tensors if engine.layers.uses(name)}
+        is_known = kernels.tune(sources, engine.settings.n_threads, measures=not self._state.has_work)
         for source in sources:
             source.close()
         if not is_known:
