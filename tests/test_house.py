@@ -196,7 +196,7 @@ FIELD_TERMS = {
     "whereabouts": "addresses",
 }
 """Metaphor -> the term that developers of libp2p, vLLM or httpx know."""
-MAX_LINES = 500
+MAX_LINES = 600
 """A bound against heaps; 400 lines are a reason to look whether a file holds one subject."""
 
 

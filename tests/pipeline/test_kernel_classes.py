@@ -17,7 +17,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import RequestSize
-from swarmllm.scheduling.likeness import CLASSES_MAX, Likeness, alike
+from swarmllm.scheduling.kernel_groups import CLASSES_MAX, KernelGroup, alike
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 
@@ -95,11 +95,11 @@ async def test_a_refusal_says_in_which_class_the_answer_was_begun() -> None:
     pools = of_classes({A: WIDE, B: NARROW}, a="0:6", b="0:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         planner, load = swarm[A].pipelines._routes.planner, OwnLoad()
-        begun = Likeness(WIDE)
+        begun = KernelGroup(WIDE)
         with pytest.raises(NoPipeline, match=f"begun by nodes whose kernels are {WIDE}"):
             await planner.choose(swarm.entry, RequestSize(), load, (), is_exact=True, within=begun)
         found = await planner.choose(swarm.entry, RequestSize(), load, (), is_exact=True)
-        assert found.likeness == Likeness(NARROW)
+        assert found.kernel_group == KernelGroup(NARROW)
 
 
 def test_the_origins_class_comes_first_and_there_is_an_end() -> None:
@@ -108,12 +108,12 @@ def test_the_origins_class_comes_first_and_there_is_an_end() -> None:
     classes = {node_id: f"c{int(node_id[1:]) // 2:02}" for node_id in holders}
     found = alike(holders, classes, 12, "n23")
     assert len(found) == CLASSES_MAX
-    assert next(iter(found)) == Likeness("c11")
-    assert alike(holders, {}, 12, "n5")[Likeness("", "n5")] == {"n5": whole}
+    assert next(iter(found)) == KernelGroup("c11")
+    assert alike(holders, {}, 12, "n5")[KernelGroup("", "n5")] == {"n5": whole}
 
 
 def test_a_class_without_all_layers_is_none() -> None:
     holders = {"a": (LayerRange(0, 6),), "b": (LayerRange(6, 12),), "c": (LayerRange(6, 12),)}
     found = alike(holders, {"a": WIDE, "b": NARROW, "c": WIDE}, 12, "a")
-    assert list(found) == [Likeness(WIDE)]
-    assert set(found[Likeness(WIDE)]) == {"a", "c"}
+    assert list(found) == [KernelGroup(WIDE)]
+    assert set(found[KernelGroup(WIDE)]) == {"a", "c"}

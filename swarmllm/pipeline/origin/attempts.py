@@ -391,10 +391,10 @@ def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
 def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
     """That nodes have the kernels which the route of an exact request was chosen for: one may have loaded the
     model with other settings since it announced them. Raises NodeRefused."""
-    likeness = request.tried[-1].assembly.likeness
-    if likeness is None or not likeness.kernel_class:
+    kernel_group = request.tried[-1].assembly.kernel_group
+    if kernel_group is None or not kernel_group.kernel_class:
         return
     for node_id, ack in acks.items():
-        if ack.kernel_class != likeness.kernel_class:
+        if ack.kernel_class != kernel_group.kernel_class:
             blamed.blame(node_id)
-            raise NodeRefused(f"the kernels of node {node_id} are not {likeness} any more")
+            raise NodeRefused(f"the kernels of node {node_id} are not {kernel_group} any more")

@@ -21,7 +21,7 @@ from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Refusal, permitted
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.likeness import Likeness
+from swarmllm.scheduling.kernel_groups import KernelGroup
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -101,7 +101,7 @@ class Assembly:
     """Requests that ran on its nodes already, as they say."""
     row_formats: tuple[RowFormat, ...] = field(default=(), compare=False)
     """How rows come to each stage; empty: all as f32."""
-    likeness: Likeness | None = field(default=None, compare=False)
+    kernel_group: KernelGroup | None = field(default=None, compare=False)
     """Of an exact request: what all its nodes have in common."""
 
     @property

@@ -18,7 +18,7 @@ from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.route.assembly import Assembly, Question
 from swarmllm.scheduling.cheapest import route_cost_s
-from swarmllm.scheduling.likeness import Likeness, alike
+from swarmllm.scheduling.kernel_groups import KernelGroup, alike
 from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId
 
@@ -31,7 +31,7 @@ def in_one_class(
     classes: Mapping[NodeId, str],
     choose: Callable[[Question], Assembly],
     *,
-    within: Likeness | None = None,
+    within: KernelGroup | None = None,
 ) -> Assembly:
     """The best of the routes that `choose` finds within one class each. `within`: the only class that counts,
     as what the request was told so far has its bits. Raises NoPipeline, which names the classes where nothing
@@ -39,8 +39,8 @@ def in_one_class(
     best: Assembly | None = None
     best_s = 0.0
     whole = alike(question.holders, classes, question.n_layers, question.inputs.origin)
-    for likeness, holders in whole.items():
-        if within is not None and likeness != within:
+    for kernel_group, holders in whole.items():
+        if within is not None and kernel_group != within:
             continue
         try:
             found = choose(replace(question, holders=holders))
@@ -49,18 +49,18 @@ def in_one_class(
         route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in found.stages]
         cost_s = route_cost_s(route, question.inputs)
         if best is None or cost_s < best_s:
-            best, best_s = replace(found, likeness=likeness), cost_s
+            best, best_s = replace(found, kernel_group=kernel_group), cost_s
     if best is not None:
         return best
     choose(question)  # Where there is no route of any kind, that is the reason.
     raise NoPipeline(f"{question.model_name} cannot run exactly now: {_why_not(question, classes, within)}")
 
 
-def _why_not(question: Question, classes: Mapping[NodeId, str], within: Likeness | None) -> str:
+def _why_not(question: Question, classes: Mapping[NodeId, str], within: KernelGroup | None) -> str:
     if within is not None:
         return f"it was begun by nodes whose kernels are {within}, and no others of them have all layers"
-    likenesses = (Likeness.of(node_id, classes.get(node_id, "")) for node_id in question.holders)
-    names = sorted({str(each) for each in likenesses})
+    groups = (KernelGroup.of(node_id, classes.get(node_id, "")) for node_id in question.holders)
+    names = sorted({str(each) for each in groups})
     shown = ", ".join(names[:SHOWN_MAX])
     more = f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else ""
     return f"no nodes whose kernels give equal bits hold all its layers (classes: {shown}{more})"

@@ -121,7 +121,7 @@ class RequestRoutes:
             accepted=accepted,
             accepted_factor=accepted_factor,
             is_exact=request.is_exact,
-            within=None if request.broken is None else request.broken.likeness,
+            within=None if request.broken is None else request.broken.kernel_group,
         )
 
     async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:

@@ -37,7 +37,7 @@ from swarmllm.scheduling.candidates import candidates, runnable
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.scheduling.cost import RouteInputs
-from swarmllm.scheduling.likeness import Likeness
+from swarmllm.scheduling.kernel_groups import KernelGroup
 from swarmllm.scheduling.plan import Plan
 from swarmllm.scheduling.route import RouteStage
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
@@ -147,7 +147,7 @@ class RoutePlanner:
         accepted: Assembly | None = None,
         accepted_factor: float = 1.0,
         is_exact: bool = False,
-        within: Likeness | None = None,
+        within: KernelGroup | None = None,
     ) -> Assembly:
         """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
         the conversation's last turn. `broken`: the request's own, to be repaired where that is worth it.
@@ -258,7 +258,7 @@ class _Known:
     constraints: Constraints
     classes: Mapping[NodeId, str] | None = None
     """Of their kernels, by node id, where only nodes of one class may make a route."""
-    within: Likeness | None = None
+    within: KernelGroup | None = None
     """The only class that counts."""
 
     @property

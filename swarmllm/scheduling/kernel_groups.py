@@ -14,14 +14,14 @@ CLASSES_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class KernelGroup:
     """Nodes whose exact rows have equal bits: those of a class, or one node that announces none."""
 
     kernel_class: str
     node_id: NodeId | None = None
 
     @classmethod
-    def of(cls, node_id: NodeId, kernel_class: str) -> Likeness:
+    def of(cls, node_id: NodeId, kernel_class: str) -> KernelGroup:
         return cls(kernel_class) if kernel_class else cls("", node_id)
 
     def __str__(self) -> str:
@@ -33,17 +33,17 @@ def alike(
     classes: Mapping[NodeId, str],
     n_layers: int,
     origin: NodeId,
-) -> dict[Likeness, dict[NodeId, tuple[LayerRange, ...]]]:
+) -> dict[KernelGroup, dict[NodeId, tuple[LayerRange, ...]]]:
     """The holders of each class that has all layers: first that of the origin, then those with most nodes."""
-    found: dict[Likeness, dict[NodeId, tuple[LayerRange, ...]]] = {}
+    found: dict[KernelGroup, dict[NodeId, tuple[LayerRange, ...]]] = {}
     for node_id, ranges in holders.items():
-        likeness = Likeness.of(node_id, classes.get(node_id, ""))
-        found.setdefault(likeness, {})[node_id] = tuple(ranges)
+        kernel_group = KernelGroup.of(node_id, classes.get(node_id, ""))
+        found.setdefault(kernel_group, {})[node_id] = tuple(ranges)
     everything = LayerRange(0, n_layers)
     whole = {
-        likeness: held
-        for likeness, held in found.items()
+        kernel_group: held
+        for kernel_group, held in found.items()
         if covers([layers for ranges in held.values() for layers in ranges], everything)
     }
     first = sorted(whole, key=lambda each: (origin not in whole[each], -len(whole[each]), str(each)))
-    return {likeness: whole[likeness] for likeness in first[:CLASSES_MAX]}
+    return {kernel_group: whole[kernel_group] for kernel_group in first[:CLASSES_MAX]}
