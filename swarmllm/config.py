@@ -235,7 +235,9 @@ class InferenceTable:
     )
     ngram_lookup_enabled: bool = _setting(True, "Guess tokens from the text so far; the text stays the same.")
     ngram_max_size: Annotated[int, Meta(ge=2, le=16)] = _setting(4, "Longest run of tokens looked up.")
-    ngram_num_pred_tokens: Guesses = _setting(10, "Guesses per lookup; a step checks at most 6 of any kind.")
+    ngram_num_pred_tokens: Guesses = _setting(
+        10, "Guesses per lookup; a step checks at most 6 of any kind, a trip over several nodes 15."
+    )
     guess_from_prompt: Literal["auto", "on", "off"] = _setting(
         "auto",
         "Tell the node with a cut model's last layers the prompt's token ids, so that it guesses from them; "

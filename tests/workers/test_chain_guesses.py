@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -17,23 +19,34 @@ from node_ids import A, B, C
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
+from swarmllm_proto.tensors import decode_tensor
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, NgramLookup, Worth
 
 from .client import DEADLINE_S, Worker
-from .ring_of_two import NODES, RingOfTwo, give, open_halves
+from .ring_of_two import NODES, SPLIT, RingOfTwo, give, open_halves
 
 MakeRing = Callable[..., RingOfTwo]
 
 N_TOKENS = 120
-LINE_S = 0.008
+LINE_S = 0.016
 GREEDY = ipc.Sampling(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
 SAMPLINGS = {
     "greedy": GREEDY,
     "seeded": replace(GREEDY, temperature=0.7, seed=11),
     "logprobs": replace(GREEDY, logprobs=True, top_logprobs=2),
     "penalties": replace(GREEDY, frequency_penalty=0.3, presence_penalty=0.2),
+}
+GRAMMARS = {
+    "schema": {
+        "json_schema": json.dumps(
+            {"type": "array", "items": {"enum": ["a stage", "a layer"]}, "minItems": 12, "maxItems": 12}
+        )
+    },
+    "gbnf": {"grammar": 'root ::= ("a stage computes layers. "){12}'},
 }
 
 
@@ -78,6 +91,11 @@ def make_ring(halves: tuple[Worker, Worker]) -> Iterator[MakeRing]:
 def n_trips(ring: RingOfTwo, request_id: str = "r") -> int:
     """Tokens of one trip share its timings."""
     return len({token.timings for token in ring.tokens[request_id].values()})
+
+
+def deepest(ring: RingOfTwo, request_id: str = "r") -> int:
+    """Tokens of the trip that brought most."""
+    return max(Counter(token.timings for token in ring.tokens[request_id].values()).values())
 
 
 def link_by_line(ring: RingOfTwo, sender: int) -> threading.Thread:
@@ -128,15 +146,60 @@ def test_a_head_that_knows_the_prompt_remembers_how_it_went_on(
     sampling = SAMPLINGS[kind]
     prompt = plain.tokenize(messages=[{"role": "user", "content": f"What is a layer? ({kind})"}])
     due = plain.generate(prompt, sampling=sampling)
-    needed = []
+    needed, depths = [], []
     for request_id in ("first", "again"):
         ring = make_ring(A)
         ring.start(request_id, prompt, sampling, tells_prompt=True)
         ring.run(lambda ring=ring, each=request_id: ring.finished(each))  # type: ignore[misc]
         assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
         needed.append(n_trips(ring, request_id))
+        depths.append(deepest(ring, request_id))
         ring.clean_up()
-    assert needed[1] < N_TOKENS / 4, needed
+    assert needed[1] < N_TOKENS / 5, needed
+    assert depths[1] > ROWS_MAX, "more than a stage computes in one batch"
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_of_a_grammar_is_guessed_too(
+    make_ring: MakeRing, plain: Worker, kind: str, temperature: float
+) -> None:
+    sampling = replace(GREEDY, temperature=temperature, seed=5, ignore_eos=False, **GRAMMARS[kind])
+    prompt = prompt_of(plain)
+    due = plain.generate(prompt, sampling=sampling)
+    assert due.text.startswith({"schema": b"[", "gbnf": b"a stage computes layers. a stage"}[kind])
+    ring = make_ring(A)
+    ring.start("r", prompt, sampling)
+    ring.run(lambda: ring.finished("r"))
+    assert (ring.result("r"), ring.text["r"]) == (due.tokens, due.text)
+    assert n_trips(ring) < len(due.tokens)
+
+
+def test_what_is_kept_for_a_repair_holds_no_refused_rows(
+    make_ring: MakeRing, halves: tuple[Worker, Worker], plain: Worker
+) -> None:
+    prompt, sampling = prompt_of(plain), SAMPLINGS["seeded"]
+    ring = make_ring(A)
+    ring.start("r", prompt, sampling)
+    ring.run(lambda: ring.finished("r"))
+    last = ring.tokens["r"][N_TOKENS - 1]
+    assert last.guessed is not UNSET
+    assert last.guessed[0] > last.guessed[1], "some were refused"
+    tokens = np.array(ring.result("r"), np.int32)
+    # The last token has no row; the rows before it are those of a run in which nobody guesses.
+    n_rows = N_TOKENS - 1
+    plain.hidden(prompt, request_id="single", start=0, end=SPLIT, position=0)
+    alone = [
+        plain.hidden(tokens[i : i + 1], request_id="single", start=0, end=SPLIT, position=len(prompt) + i)
+        for i in range(n_rows)
+    ]
+    plain.call(ipc.CancelRequest, request_id="single")
+    for stage, worker in enumerate(halves):
+        call_id = worker.send(ipc.ReadJournal, request_id="r", end=SPLIT, position=len(prompt), n_rows=n_rows)
+        while (answer := worker.receive_any()).message.id != call_id:
+            ring._hear(stage, answer)
+        assert isinstance(answer.message, ipc.LayerResult), answer.message
+        assert np.array_equal(decode_tensor(answer.payload), np.concatenate(alone))
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +302,7 @@ def test_two_requests_at_once_guess_nothing_and_neither_is_lost(make_ring: MakeR
 
 
 def lookup(gate: CostGate, prompt: Sequence[int] = ()) -> ChainGuesser:
-    guesser = ChainGuesser(gate, lambda known: [NgramLookup(4, 10)])
+    guesser = ChainGuesser(gate, lambda known: [NgramLookup(4, GUESSES_MAX)])
     if prompt:
         guesser.know(np.array(prompt, np.int32))
     return guesser
@@ -249,7 +312,7 @@ def trips(guesser: ChainGuesser, text: list[int], trip_s: Callable[[int], float]
     """Guesses of each trip in which `text` is generated; `trip_s`: what one with so many rows takes."""
     now, n_told, counts = 0.0, 1, []
     while n_told < len(text):
-        guesses = guesser.guess(text[:n_told], 7, len(text) - n_told, now)
+        guesses = guesser.guess(text[:n_told], WINDOW_ROWS_MAX, len(text) - n_told, now)
         counts.append(len(guesses))
         now += trip_s(1 + len(guesses))
         right = 0
@@ -262,8 +325,8 @@ def trips(guesser: ChainGuesser, text: list[int], trip_s: Callable[[int], float]
 def test_windows_are_deep_where_the_line_is_long_and_the_text_repeats() -> None:
     guesser = lookup(CostGate())
     counts = trips(guesser, [*range(10)] * 40, lambda n_rows: 0.160 + 0.001 * n_rows)
-    assert max(counts) == 6
-    assert 400 / len(counts) > 4
+    assert max(counts) == GUESSES_MAX
+    assert 400 / len(counts) > 8
 
 
 def test_what_the_prompt_says_is_guessed_at_the_first_chance() -> None:

@@ -10,13 +10,16 @@ The next job stands right behind the last token that counts, and so makes every 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from swarmllm_proto.ipc import LayerResult
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
-from swarmllm_workers.decode.decoding import Decoded
+from swarmllm_workers.decode.decoding import Decoded, Decoding
+from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Segment, Span, Want
@@ -85,6 +88,25 @@ def is_window(seat: Seat, position: int, n_rows: int) -> bool:
     return seat.message.sampling is None or (position, n_rows) == (seat.guessed_at, 1 + len(seat.guesses))
 
 
+def judge(
+    decoding: Decoding,
+    n_before: int,
+    logits: np.ndarray,
+    guesses: Sequence[int],
+    decoded: list[Decoded],
+) -> bool:
+    """Sample the rows of a window, f32 [n, n_vocab], which follow those that gave `decoded`, and add to that.
+    `n_before`: tokens that were generated before the window; `guesses`: its own. Whether it is over: with its
+    last row, the end of the answer, or a guess that was wrong. Raises NotYet, as `Decoding.decode` does."""
+    for row in logits:
+        at = len(decoded)
+        one = decoding.decode(row, n_before + at)
+        decoded.append(one)
+        if one.finish_reason is not None or tuple(guesses[at : at + 1]) != (one.token,):
+            return True
+    return False
+
+
 class WindowWork(RingWork):
     def __init__(self, windows: WindowRows, *arguments: Any, **named: Any) -> None:
         """As RingWork."""
@@ -120,30 +142,50 @@ class WindowWork(RingWork):
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         if self._message.want != "token":
             super().accept(result, compute_s)
-        else:
-            self._compute_s += compute_s
-            self._n_done += self._n_running
-            if self._judge(np.atleast_2d(result)):
-                self._deliver_window()
-                self._keep_received()
-                self.is_finished = True
-        if self.is_finished:
+            if self.is_finished:
+                self._try_out()
+            return
+        self._compute_s += compute_s
+        self._n_done += self._n_running
+        self._sample_rows(np.atleast_2d(result))
+
+    def go_on(self) -> None:
+        if self._parked is not None:
+            self._sample_rows(self._parked)
+
+    def _sample_rows(self, logits: np.ndarray) -> None:
+        """Of those rows that ran last."""
+        started = time.perf_counter()
+        try:
+            is_over = self._judge(logits)
+        except NotYet:
+            # Logits are a view of what the next batch overwrites.
+            self._parked = logits.copy() if self._parked is None else self._parked
+            self.is_parked = True
+            return
+        finally:
+            self._compute_s += time.perf_counter() - started
+        self._parked, self.is_parked = None, False
+        if is_over:
+            self._deliver_window()
+            self._keep_received()
+            self.is_finished = True
             self._try_out()
 
     def _judge(self, logits: np.ndarray) -> bool:
-        """Whether the window is over: with the last row, the end of the answer, or a guess that was wrong."""
+        """Whether the window is over: with the last row, the end of the answer, or a guess that was wrong.
+        Raises NotYet, and goes on from there when it is called again."""
         message = self._message
         decoding = self._decodings.get(message.request_id)
         if decoding is None:
             raise CallError("position_gap", "nothing has been sampled before this window", "position")
-        n_before = self._position + 1 - message.n_prompt_tokens
-        for row in logits:
-            one = decoding.decode(row, n_before + len(self._decoded))
-            at = len(self._decoded)
-            self._decoded.append(one)
-            if one.finish_reason is not None or self._guesses[at : at + 1] != (one.token,):
-                return True
-        return False
+        return judge(
+            decoding,
+            self._position + 1 - message.n_prompt_tokens,
+            logits[len(self._decoded) - (self._n_done - self._n_running) :],
+            self._guesses,
+            self._decoded,
+        )
 
     def _deliver_window(self) -> None:
         *before, last = self._decoded

@@ -14,15 +14,14 @@ from typing import Any, Final
 import numpy as np
 
 from swarmllm_proto import ipc
+from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
-from swarmllm_workers.decode.grammar import spec_of
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
-from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Watch
 from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
 from swarmllm_workers.ring.seat import Seat
@@ -352,14 +351,14 @@ class Handlers:
         speculation, engine = self.state.speculation, self.state.engine()
         if speculation is None or engine.is_recurrent or its.exact_rows:
             return 1, None
-        if its.sampling is None or spec_of(its.sampling) is not None or not speculation.guesses_at_head:
-            return ROWS_MAX, None
+        if its.sampling is None or not speculation.guesses_at_head:
+            return WINDOW_ROWS_MAX, None
         key = its.before, its.after
         gate = self._chain_gates.pop(key, CostGate()).successor()
         self._chain_gates[key] = gate
         if len(self._chain_gates) > CHAIN_GATES_MAX:
             del self._chain_gates[next(iter(self._chain_gates))]
-        return ROWS_MAX, ChainGuesser(
+        return WINDOW_ROWS_MAX, ChainGuesser(
             gate,
             lambda prompt: speculation.begin_at_head(engine.slots.get(its.request_id), prompt),
             speculation.answered,

@@ -30,6 +30,7 @@ import numpy as np
 
 from swarmllm_proto.ipc_base import GuessCount
 from swarmllm_proto.ipc_base import Guesser as Way
+from swarmllm_proto.limits import GUESSES_MAX
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory
 from swarmllm_workers.engine.operation import Operation
@@ -116,16 +117,16 @@ class Speculation:
 
     def begin_at_head(self, slot: int | None, prompt: np.ndarray) -> list[Drafter]:
         """What guesses for a request whose last layers run here. `prompt`: i32, empty where it is not known
-        here; `slot`: of the request."""
+        here; `slot`: of the request. A trip is worth more guesses than a step: what they are limited to for
+        one worker does not count here."""
         settings, is_known = self.settings, bool(len(prompt))
         drafters: list[Drafter] = []
         if settings.ngram_size_max:
             if is_known:
                 drafters.append(Remembered(len(prompt), self.continuations.recall(prompt, time.monotonic())))
-            drafters.append(NgramLookup(settings.ngram_size_max, settings.ngram_tokens_max))
+            drafters.append(NgramLookup(settings.ngram_size_max, max(settings.ngram_tokens_max, GUESSES_MAX)))
         if self._draft_model is not None and is_known and slot is not None:
-            # A trip is worth more guesses than a step.
-            n_tokens = max(settings.draft_tokens_max, ROWS_MAX - 1)
+            n_tokens = max(settings.draft_tokens_max, GUESSES_MAX)
             drafters.append(ModelDrafter(self._draft_model, slot, n_tokens))
         return drafters
 
