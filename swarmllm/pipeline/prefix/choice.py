@@ -2,16 +2,20 @@
 
 What it takes is predicted before anybody is asked: bytes by the throughput that was measured, and round
 trips, against what computing those rows takes here. A prediction may be wrong by a factor of two and the
-fetch still pays; a fetch that turns out slower is given up, and a peer that kept this node waiting is left
-alone for a while. So a stuck or vanished peer is a miss, and one request waits for it for no longer than
-computing takes, or LEAST_S.
+fetch still pays.
+
+While it runs, it is bounded by what it has brought: a request waits no longer than it would have computed for
+the rows that are there, and a twentieth of what its whole prompt takes. So a stuck or vanished peer costs
+that twentieth, whatever came before it stopped is used, and what comes slower than it is computed ends after
+as much. The first slices are small, so that this is known soon.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
@@ -29,8 +33,10 @@ HANDLING_S: Final = 0.005
 """What a slice takes besides travelling: the holder's worker answers between two of its steps."""
 LANES: Final = 4
 """Slices that are on their way at once."""
-LEAST_S: Final = 0.3
-"""Predictions of less say little: a fetch may always take so long."""
+ALLOWED: Final = 0.05
+"""Of what the whole prompt takes to be computed, what may be lost on fetching."""
+TRIES: Final = 3
+"""Holders that are asked for one prompt, one after the other."""
 REST_S: Final = 60.0
 """How long a peer is not asked that did not give what it announced."""
 PEERS_MAX: Final = 1024
@@ -82,13 +88,34 @@ class Slices:
 
     @property
     def rows_each(self) -> int:
-        """0: one row is too large for an answer."""
+        """At most. 0: one row is too large for an answer."""
         return (PREFIX_KV_MAX - _STATE_BYTES) // self.row_bytes
 
     def all(self) -> list[tuple[int, int]]:
-        """(first row, how many), in order."""
+        """(first row, how many), in order. Every end of a block is the end of a slice: a block each while the
+        first ones are on their way, then more at a time; large blocks come in parts."""
         each = self.rows_each
-        return [(at, min(each, self.n_rows - at)) for at in range(0, self.n_rows, each)] if each else []
+        found: list[tuple[int, int]] = []
+        at = 0
+        while each and at < self.n_rows:
+            to_block_end = BLOCK_TOKENS - at % BLOCK_TOKENS
+            n_blocks = min(each // BLOCK_TOKENS, 1 << len(found) // LANES)
+            n = n_blocks * BLOCK_TOKENS if n_blocks else min(each, to_block_end)
+            found.append((at, min(n, self.n_rows - at)))
+            at += n
+        return found
+
+    @property
+    def first(self) -> list[tuple[int, int]]:
+        """Those that are asked for at once, and as many as are needed for a whole block."""
+        found: list[tuple[int, int]] = []
+        at = 0
+        for first_row, n_rows in self.all():
+            if len(found) >= LANES and at >= BLOCK_TOKENS:
+                break
+            found.append((first_row, n_rows))
+            at = first_row + n_rows
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,59 +125,57 @@ class Offer:
 
 
 def choose(
-    paths: Iterable[HolderPath], slices: Slices, n_known: int, prefill_s_per_row: float | None
+    paths: Iterable[HolderPath],
+    slices: Slices,
+    n_known: int,
+    prefill_s_per_row: float | None,
+    spare_s: float = math.inf,
 ) -> Offer | None:
     """The holder from which these rows are there soonest. None: computing what is missing beside the
-    `n_known` rows that are here is about as fast, or would be for all that is known."""
+    `n_known` rows that are here is about as fast, or would be for all that is known; or `spare_s`, which may
+    be lost, are over before anything is here."""
     asked = slices.all()
     if not asked or prefill_s_per_row is None or slices.n_bytes > PREFIX_BYTES_MAX:
         return None
     saved_s = (slices.n_rows - n_known) * prefill_s_per_row
-    offers = (Offer(path, path.takes_s(slices.n_bytes, len(asked))) for path in paths)
+    first = slices.first
+    n_first_bytes = sum(n_rows for _, n_rows in first) * slices.row_bytes
+    offers = (
+        Offer(path, path.takes_s(slices.n_bytes, len(asked)))
+        for path in paths
+        if path.takes_s(n_first_bytes, len(first)) <= spare_s
+    )
     best = min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
     return best if best is not None and best.predicted_s <= WORTH * saved_s else None
 
 
-Progress = Literal["going", "complete", "too slow"]
-
-
 @dataclass(slots=True)
 class FetchClock:
-    """One fetch, as time passes; times are of any steady clock, in seconds."""
+    """All that is fetched for one prompt, as time passes; times are of any steady clock, in seconds."""
 
     began_s: float
     limit_s: float
-    """For all of it."""
-    predicted_s: float
-    n_bytes: int
-    """That are due."""
-    n_received: int = 0
+    """For all of it, whatever it brings."""
+    cold_s: float
+    """What the prompt takes to be computed, but for the rows that were here."""
+    s_per_row: float
+    """Of computing."""
+    n_rows: int = 0
+    """That are here now and were not before: the most that any holder gave, without a gap."""
 
-    @classmethod
-    def start(cls, now_s: float, limit_s: float, offer: Offer, n_bytes: int) -> FetchClock:
-        """It may take no longer than `limit_s`, and no longer than twice what was predicted."""
-        return cls(now_s, min(limit_s, max(LEAST_S, 2 * offer.predicted_s)), offer.predicted_s, n_bytes)
+    def came(self, n_rows: int) -> None:
+        """Of one holder, from the first missing row on without a gap."""
+        self.n_rows = max(self.n_rows, n_rows)
 
     @property
     def deadline_s(self) -> float:
-        return self.began_s + self.limit_s
+        """When it is over, unless more comes by then."""
+        earned_s = self.n_rows * self.s_per_row + ALLOWED * self.cold_s
+        return self.began_s + min(self.limit_s, earned_s)
 
-    def arrived(self, n_bytes: int, now_s: float) -> Progress:
-        """A slice is there."""
-        self.n_received += n_bytes
-        if self.n_received >= self.n_bytes:
-            return "complete"
-        return self.at(now_s)
-
-    def at(self, now_s: float) -> Progress:
-        """What is left must be able to come in the time that is left, at the pace so far."""
-        elapsed_s = now_s - self.began_s
-        if elapsed_s >= self.limit_s:
-            return "too slow"
-        if not self.n_received or elapsed_s <= LEAST_S:
-            return "going"
-        projected_s = elapsed_s * self.n_bytes / self.n_received
-        return "too slow" if projected_s > self.limit_s else "going"
+    def spare_s(self, now_s: float) -> float:
+        """How long from now on nothing may come."""
+        return max(0.0, self.deadline_s - now_s)
 
 
 @dataclass(slots=True)

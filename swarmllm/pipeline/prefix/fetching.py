@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -25,6 +25,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Fetched
 from swarmllm.pipeline.prefix.choice import (
     LANES,
+    TRIES,
     FetchClock,
     HolderPath,
     Offer,
@@ -42,14 +43,15 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.records.prefix_index import PrefixMatch
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
-from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import PrefixSnapshotResponse
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
 from swarmllm_proto.ipc_kv import CheckOutcome, join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, NodeCapability, PrefixKv, PrefixKvFetch
 from swarmllm_proto.tensors import Tensor
@@ -99,9 +101,34 @@ class _Wanted:
 
     model: ModelFile
     layers: LayerRange
-    names: bytes
+    names: Sequence[bytes]
     kv_format: str
     slices: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """Rows that a holder gave, from the first one on."""
+
+    node_id: NodeId
+    wanted: _Wanted
+    n_rows: int
+    """Of whole blocks."""
+    parts: list[PrefixKv]
+    """Of exactly these rows."""
+
+
+def _without_gap(every: Sequence[tuple[int, int]], found: Container[int]) -> tuple[int, int]:
+    """How many of the slices (first row, how many) are there from the first one on, up to the end of a block,
+    and how many rows they have."""
+    n_slices = n_rows = 0
+    for i, (first_row, n) in enumerate(every):
+        if i not in found:
+            break
+        end = first_row + n
+        if end % BLOCK_TOKENS == 0:
+            n_slices, n_rows = i + 1, end
+    return n_slices, n_rows
 
 
 class NodeLoad(Protocol):
@@ -166,11 +193,10 @@ class PrefixFetcher:
         n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
         if layers is None or not n_blocks:
             return None
+        began_s = trio.current_time()
         root = kept_root(self.key, model_id, n_layers)
         hashes = extend_block_hashes(root, tokens[: n_blocks * BLOCK_TOKENS])
-        match = self.registry.holders_of_prefix(model_id, hashes)
-        now_s = trio.current_time()
-        holders = [each for each in match.node_ids if not self._resting.has(each, now_s)]
+        match, holders = self._holders(model_id, hashes, set())
         if not holders:
             return None
         names, model = hashes[: match.n_blocks], ModelFile.of(entry)
@@ -178,27 +204,81 @@ class PrefixFetcher:
             await other.wait()
         done = self._under_way[names[-1]] = trio.Event()
         try:
-            found = await self.store.look_up_prefix(model, layers, join_names(names))
-            if found.n_blocks >= match.n_blocks or not found.row_bytes or len(self._under_way) > FETCHES_MAX:
+            here = await self.store.look_up_prefix(model, layers, join_names(names))
+            if here.n_blocks >= match.n_blocks or not here.row_bytes or len(self._under_way) > FETCHES_MAX:
                 return None
-            slices = Slices(match.n_blocks * BLOCK_TOKENS, found.row_bytes)
-            offer = choose(
-                self._paths(holders),
-                slices,
-                found.n_blocks * BLOCK_TOKENS,
-                prefill_here_s(model_id, entry.manifest, self.observations, self._capabilities(holders)),
+            prefill_s = prefill_here_s(
+                model_id, entry.manifest, self.observations, self._capabilities(holders)
             )
-            if offer is None:
+            if prefill_s is None:
                 self.counts.prefix_declined += 1
                 return None
-            wanted = _Wanted(model, layers, join_names(names), found.kv_format, slices)
-            return await self._fetch_and_take(wanted, offer, tokens, asking)
+            cold_s = (len(tokens) - here.n_blocks * BLOCK_TOKENS) * prefill_s
+            clock = FetchClock(began_s, self.settings.network_timeout_s, cold_s, prefill_s)
+            with ExitStack() as grants:
+                found = await self._ask_holders(model, layers, hashes, here, clock, asking, grants)
+                return await self._take_in(found, tokens, asking, began_s) if found is not None else None
         except SwarmLLMError as error:
             log.info("the worker takes no part in fetching KV: %s", error.message)
             return None
         finally:
             del self._under_way[names[-1]]
             done.set()
+
+    def _holders(
+        self, model_id: ModelId, hashes: Sequence[bytes], but: set[NodeId]
+    ) -> tuple[PrefixMatch, list[NodeId]]:
+        """Of the longest beginning of these blocks that anybody keeps who is not resting nor in `but`."""
+        now_s, n_blocks = trio.current_time(), len(hashes)
+        while n_blocks:
+            match = self.registry.holders_of_prefix(model_id, hashes[:n_blocks])
+            holders = [
+                each for each in match.node_ids if each not in but and not self._resting.has(each, now_s)
+            ]
+            if holders:
+                return match, holders
+            n_blocks = match.n_blocks - 1 if match.n_blocks else 0
+        return PrefixMatch(), []
+
+    async def _ask_holders(
+        self,
+        model: ModelFile,
+        layers: LayerRange,
+        hashes: Sequence[bytes],
+        here: PrefixLookedUp,
+        clock: FetchClock,
+        asking: _Asking,
+        grants: ExitStack,
+    ) -> _Came | None:
+        """The most that a holder gave: of all holders of the longest beginning, and of shorter ones, the
+        soonest is asked first, and another one where it breaks off."""
+        best: _Came | None = None
+        asked: set[NodeId] = set()
+        n_known = here.n_blocks * BLOCK_TOKENS
+        while len(asked) < TRIES:
+            match, holders = self._holders(model.model_id, hashes, asked)
+            n_best = max(n_known, best.n_rows if best is not None else 0)
+            slices = Slices(match.n_blocks * BLOCK_TOKENS, here.row_bytes)
+            if slices.n_rows <= n_best:
+                break
+            spare_s = clock.spare_s(trio.current_time())
+            offer = choose(self._paths(holders), slices, n_best, clock.s_per_row, spare_s)
+            if offer is None:
+                self.counts.prefix_declined += not asked
+                break
+            asked.add(offer.path.node_id)
+            grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, slices.n_bytes)
+            if grant is None:
+                self.counts.prefix_misses += 1
+                break
+            grants.enter_context(grant)
+            wanted = _Wanted(model, layers, hashes[: match.n_blocks], here.kv_format, slices)
+            came = await self._fetch(wanted, offer, clock, n_known, asking)
+            if came is not None and came.n_rows > n_best:
+                best = came
+            if came is not None and came.n_rows == slices.n_rows:
+                break
+        return best
 
     def _paths(self, holders: list[NodeId]) -> list[HolderPath]:
         peers = {peer.node_id: peer for peer in self.router.peers()}
@@ -209,80 +289,76 @@ class PrefixFetcher:
         records = (self.registry.node(node_id) for node_id in node_ids)
         return [record.capability for record in records if record is not None]
 
-    async def _fetch_and_take(
-        self, wanted: _Wanted, offer: Offer, tokens: Tensor, asking: _Asking
-    ) -> Fetched | None:
+    async def _take_in(self, came: _Came, tokens: Tensor, asking: _Asking, began_s: float) -> Fetched | None:
         """None: a miss. Raises SwarmLLMError of this node's worker."""
-        node_id, began_s = offer.path.node_id, trio.current_time()
-        grant = self.budget.reserve(node_id, BudgetKind.MESSAGES, wanted.slices.n_bytes)
-        if grant is None:
-            self.counts.prefix_misses += 1
+        wanted, n_rows = came.wanted, came.n_rows
+        own = np.array(tokens[:n_rows], np.int32)
+        asking.unchecked.append(_Unchecked(came.node_id, wanted.model, wanted.layers, own))
+        try:
+            n_taken = await self._take(came)
+        except NotGiven as reason:
+            asking.unchecked.clear()
+            self._failed(came.node_id, reason)
             return None
-        with grant:
-            try:
-                asking.holder = node_id
-                parts = await self._fetch(wanted, offer)
-                asking.holder = None
-                own = np.array(tokens[: wanted.slices.n_rows], np.int32)
-                asking.unchecked.append(_Unchecked(node_id, wanted.model, wanted.layers, own))
-                n_taken = await self._take(wanted, parts)
-            except NotGiven as reason:
-                asking.unchecked.clear()
-                self._resting.add(node_id, trio.current_time())
-                if reason.deed is not None:
-                    self.trust.note(node_id, reason.deed, "kept KV")
-                provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
-                self.counts.prefix_misses += 1
-                return None
-            except SwarmLLMError:
-                asking.unchecked.clear()
-                self.counts.prefix_misses += 1
-                raise
+        except SwarmLLMError:
+            asking.unchecked.clear()
+            self.counts.prefix_misses += 1
+            raise
         if not n_taken:
             asking.unchecked.clear()
             return None
         seconds = trio.current_time() - began_s
-        n_received = sum(len(part.data) for part in parts)
+        n_received = sum(len(part.data) for part in came.parts)
         self.counts.prefix_hits += 1
-        self.counts.prefix_tokens += wanted.slices.n_rows
+        self.counts.prefix_tokens += n_rows
         self.counts.prefix_fetched_bytes += n_received
-        return Fetched(node_id, wanted.slices.n_rows, n_received, seconds)
+        return Fetched(came.node_id, n_rows, n_received, seconds)
 
-    async def _fetch(self, wanted: _Wanted, offer: Offer) -> list[PrefixKv]:
-        """All slices, in order. Raises NotGiven."""
-        waiting = deque(enumerate(wanted.slices.all()))
+    def _failed(self, node_id: NodeId, reason: NotGiven) -> None:
+        self._resting.add(node_id, trio.current_time())
+        if reason.deed is not None:
+            self.trust.note(node_id, reason.deed, "kept KV")
+        provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
+        self.counts.prefix_misses += 1
+
+    async def _fetch(
+        self, wanted: _Wanted, offer: Offer, clock: FetchClock, n_known: int, asking: _Asking
+    ) -> _Came | None:
+        """What came from one holder without a gap, in whole blocks; None: nothing, or it lied."""
+        node_id, every = offer.path.node_id, wanted.slices.all()
+        waiting = deque(enumerate(every))
         found: dict[int, PrefixKv] = {}
         failures: list[NotGiven] = []
-        clock = FetchClock.start(
-            trio.current_time(), self.settings.network_timeout_s, offer, wanted.slices.n_bytes
-        )
 
         async def lane() -> None:
             try:
                 while waiting:
                     index, (first_row, n_rows) = waiting.popleft()
-                    piece = await self._ask(wanted, offer.path.node_id, first_row, n_rows)
-                    found[index] = piece
-                    if clock.arrived(n_rows * wanted.slices.row_bytes, trio.current_time()) == "too slow":
-                        raise NotGiven("it is slower than computing")
+                    found[index] = await self._ask(wanted, node_id, first_row, n_rows)
+                    clock.came(_without_gap(every, found)[1] - n_known)
+                    scope.deadline = clock.deadline_s
             except NotGiven as reason:
                 failures.append(reason)
                 nursery.cancel_scope.cancel()
 
+        asking.holder = node_id
         with trio.move_on_at(clock.deadline_s) as scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(min(LANES, len(waiting))):
                     nursery.start_soon(lane)
-        if failures:
-            raise failures[0]
-        if scope.cancelled_caught or waiting:
-            raise NotGiven("it did not come in time")
-        return [found[index] for index in sorted(found)]
+        asking.holder = None
+        n_slices, n_rows = _without_gap(every, found)
+        if n_slices < len(every):
+            reason = failures[0] if failures else NotGiven("it did not come in time")
+            self._failed(node_id, reason)
+            if reason.deed is not None:
+                return None
+        return _Came(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
 
     async def _ask(self, wanted: _Wanted, node_id: NodeId, first_row: int, n_rows: int) -> PrefixKv:
         request = PrefixKvFetch(
             model_id=wanted.model.model_id,
-            names=wanted.names,
+            names=join_names(wanted.names),
             kv_format=wanted.kv_format,
             first_row=first_row,
             n_rows=n_rows,
@@ -304,11 +380,12 @@ class PrefixFetcher:
             raise NotGiven("the answer has no rows or no digest", Deed.BROKE_PROTOCOL)
         return piece
 
-    async def _take(self, wanted: _Wanted, parts: list[PrefixKv]) -> int:
+    async def _take(self, came: _Came) -> int:
         """Raises NotGiven for what is no KV of these rows, SwarmLLMError of this node's worker."""
+        wanted, parts, n_blocks = came.wanted, came.parts, came.n_rows // BLOCK_TOKENS
         snapshot = PrefixSnapshotResponse(
             id=0,
-            n_blocks=len(wanted.names) // DIGEST_SIZE,
+            n_blocks=n_blocks,
             sizes=tuple(len(part.data) for part in parts),
             digest=blake3(b"".join(part.digest for part in parts)).hexdigest(),
         )
@@ -316,7 +393,7 @@ class PrefixFetcher:
             return await self.store.import_prefix(
                 wanted.model,
                 wanted.layers,
-                wanted.names,
+                join_names(wanted.names[:n_blocks]),
                 snapshot,
                 [part.data for part in parts],
                 from_peer=True,

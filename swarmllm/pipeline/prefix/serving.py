@@ -29,7 +29,7 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
-PEER_MAX: Final = 4
+PEER_MAX: Final = 8
 """Requests of one peer that wait for the worker; one more is told that the node is busy."""
 ALL_MAX: Final = 16
 MODELS_MAX: Final = 8
