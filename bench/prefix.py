@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
@@ -106,7 +106,14 @@ def main() -> None:
     for n_nodes in arguments.nodes:
         with ExitStack() as stack:
             swarm = stack.enter_context(
-                swarm_of(n_nodes, half_billion(), 24, n_threads=arguments.threads, n_ctx=N_CTX)
+                swarm_of(
+                    n_nodes,
+                    half_billion(),
+                    24,
+                    n_threads=arguments.threads,
+                    n_ctx=N_CTX,
+                    guess_from_prompt="on",
+                )
             )
             asker = Asker(swarm, n_nodes)
             for index in range(arguments.rounds + 1):
