@@ -52,6 +52,12 @@ TASKS: Final = (
     LongLived(
         "data port", "restart", "accepts data connections", "peers reach this node over libp2p streams only"
     ),
+    LongLived(
+        "connection timer",
+        "restart",
+        "pings peers, acknowledges, ends silent connections",
+        "frozen peers stay connected",
+    ),
     LongLived("connection upgrades", "restart", "looks for direct connections", "streams stay on relays"),
     LongLived("messages to self", "restart", "delivers messages of this node to itself", "local stages wait"),
     LongLived("heartbeats", "restart", "tells the version of this node's record", "missed news stays missed"),

@@ -14,7 +14,8 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.connection import Connection
-from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
+from swarmllm.swarm.data.connection_timer import ConnectionTimer
+from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm_proto.errors import FrameTooLarge
@@ -22,6 +23,8 @@ from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX
 
 PIECES_UNDER_WAY = 4
+_HEADER_AT = 4
+"""Of a frame, behind the header's length."""
 
 
 class MemoryWire:
@@ -34,10 +37,13 @@ class MemoryWire:
         self._out = out
         self._into = into
         self.frozen = False
+        self.kinds: list[int] = []
+        """Of the frames that were written at once."""
 
     def write_now(self, pieces: Sequence[bytes | memoryview]) -> bool:
         try:
-            self._out.send_nowait(b"".join(pieces))
+            self._out.send_nowait(content := b"".join(pieces))
+            self.kinds.append(content[_HEADER_AT])
         except trio.WouldBlock:
             return False
         except (trio.ClosedResourceError, trio.BrokenResourceError):
@@ -69,7 +75,10 @@ class End:
 
     def __init__(self, name: str, wire: MemoryWire) -> None:
         self.wire = wire
-        self.connection = Connection(f"the peer of {name}", wire, self._receive, dialled=name == "a")
+        self.timer = ConnectionTimer()
+        self.connection = Connection(
+            f"the peer of {name}", wire, self._receive, self.timer, dialled=name == "a"
+        )
         self.arrived: list[tuple[bytes, bytes]] = []
         self.may_handle = trio.Event()
         self.may_handle.set()
@@ -91,8 +100,9 @@ async def joined() -> AsyncIterator[tuple[End, End, trio.Nursery]]:
     a = End("a", MemoryWire(a_to_b[0], b_to_a[1]))
     b = End("b", MemoryWire(b_to_a[0], a_to_b[1]))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(a.run)
-        nursery.start_soon(b.run)
+        for end in (a, b):
+            nursery.start_soon(end.timer.run)
+            nursery.start_soon(end.run)
         await a.connection.ready.wait()
         await b.connection.ready.wait()
         yield a, b, nursery
@@ -105,6 +115,21 @@ async def test_an_idle_connection_stays_and_measures_its_round_trip(autojump_clo
         assert a.connection.alive
         assert b.connection.alive
         assert a.connection.rtt_s == 0.0
+
+
+async def test_one_ping_serves_both_ends_and_the_other_measures_now_and_then(
+    autojump_clock: MockClock,
+) -> None:
+    async with joined() as (a, b, _):
+        await trio.sleep(60)
+        written: dict[str, list[int]] = {"a": [], "b": []}
+        for name, end in (("a", a), ("b", b)):
+            end.wire.kinds = written[name]
+        await trio.sleep(60)
+        by_dialler, by_other = written["a"].count(FrameKind.PING), written["b"].count(FrameKind.PING)
+        assert 60 / PING_S - 5 <= by_dialler <= 60 / PING_S
+        assert 60 / MEASURE_S - 1 <= by_other <= 60 / MEASURE_S
+        assert b.connection._n_rtts > 5
 
 
 async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
@@ -310,8 +335,11 @@ async def test_a_transfer_gives_way_after_every_slice_on_both_ends(autojump_cloc
         arrived.set()
 
     slice_bytes, n_slices = 65519, 20
-    a = Connection("b", MemoryWire(out, home), receive, dialled=True, bulk=True, give_way=give_way("a"))
-    b = Connection("a", MemoryWire(back, into), receive, dialled=False, give_way=give_way("b"))
+    timer = ConnectionTimer()
+    a = Connection(
+        "b", MemoryWire(out, home), receive, timer, dialled=True, bulk=True, give_way=give_way("a")
+    )
+    b = Connection("a", MemoryWire(back, into), receive, timer, dialled=False, give_way=give_way("b"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(a.run)
         nursery.start_soon(b.run)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, PING_S, SILENCE_S, Keepalive
+from swarmllm.swarm.data.keepalive import (
+    CHECK_S,
+    LAST_LOOK_S,
+    MEASURE_S,
+    PING_S,
+    SILENCE_S,
+    YIELD_S,
+    Keepalive,
+)
 
 OUT_OF_ROUTES_S = 5.0
 
@@ -73,3 +81,32 @@ def test_pings_are_due_at_once_and_then_now_and_again() -> None:
         False,
         True,
     ]
+
+
+def test_what_is_written_takes_the_place_of_a_ping_until_the_round_trip_is_to_be_measured() -> None:
+    keepalive = Keepalive()
+    assert keepalive.ping_is_due(0.0)
+    due_s = []
+    for n in range(1, 2 * round(MEASURE_S)):
+        keepalive.wrote(float(n))
+        if keepalive.ping_is_due(float(n)):
+            due_s.append(n)
+    assert due_s == [MEASURE_S]
+
+
+def test_a_round_trip_that_is_hardly_known_is_measured_however_much_is_written() -> None:
+    keepalive = Keepalive()
+    assert keepalive.ping_is_due(0.0)
+    keepalive.wrote(PING_S)
+    assert not keepalive.ping_is_due(PING_S)
+    assert keepalive.ping_is_due(PING_S, is_measured=False)
+
+
+def test_the_side_that_dialled_pings_first() -> None:
+    dialler, other = Keepalive(dialled=True), Keepalive(dialled=False)
+    for each in (dialler, other):
+        assert each.ping_is_due(0.0)
+        each.wrote(0.0)
+    assert dialler.ping_is_due(PING_S)
+    assert not other.ping_is_due(PING_S)
+    assert other.ping_is_due(PING_S + YIELD_S)

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit, reserve_or_displace
 from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.transfer_pacing import (
     FIRST_S,
@@ -69,6 +70,8 @@ class Receiving:
     def __init__(self, nursery: trio.Nursery, budget: ByteBudget) -> None:
         self.nursery, self.budget = nursery, budget
         self.connections: list[Connection] = []
+        self.timer = ConnectionTimer()
+        nursery.start_soon(self.timer.run)
         self.arrived: list[tuple[str, int]] = []
 
     async def connect(self, node_id: str) -> tuple[Connection, Sender]:
@@ -76,7 +79,12 @@ class Receiving:
         away, _ = trio.open_memory_channel[bytes](100000)
         reserve = partial(reserve_or_displace, self.budget, lambda: self.connections, cast("Any", node_id))
         connection = Connection(
-            cast("Any", node_id), MemoryWire(away, here), self._receive, dialled=False, reserve=reserve
+            cast("Any", node_id),
+            MemoryWire(away, here),
+            self._receive,
+            self.timer,
+            dialled=False,
+            reserve=reserve,
         )
         self.connections.append(connection)
         self.nursery.start_soon(connection.run)
@@ -163,7 +171,9 @@ def test_the_slow_are_noted_and_have_not_broken_the_protocol() -> None:
 
     async def drop(*_: Any) -> None: ...
 
-    connection = Connection(cast("Any", "slow"), MemoryWire(away, into), drop, dialled=False)
+    connection = Connection(
+        cast("Any", "slow"), MemoryWire(away, into), drop, ConnectionTimer(), dialled=False
+    )
     connection.give_way()
     plane._has_ended(connection)
     assert noted == [Deed.TOO_SLOW]

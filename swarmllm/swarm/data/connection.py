@@ -21,7 +21,7 @@ has begun. A connection that must end is ended by closing its wire.
 **Where it stands** is one state of the table in `connection_states`; frames and this node's own decisions
 pass it before they have an effect.
 
-**Living.** See keepalive.
+**Living.** See keepalive; `ConnectionTimer` gives all connections of a node their looks at the clock.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionEvent,
     ConnectionState,
 )
+from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, Outgoing, Wire, WireClosed, checked_hello
@@ -58,6 +59,8 @@ from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.1
+_ACKNOWLEDGE_S = 1.0
+"""Between two acknowledgements, about."""
 _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
 _BULK_SLICE_BYTES = 65519
@@ -84,6 +87,7 @@ class Connection:
         node_id: NodeId,
         wire: Wire,
         receive: Receive,
+        timer: ConnectionTimer,
         *,
         dialled: bool,
         bulk: bool = False,
@@ -121,7 +125,10 @@ class Connection:
         self._queue: deque[Outgoing] = deque()
         self._queued = trio.lowlevel.ParkingLot()
         self._writing = False
-        self._keepalive = Keepalive()
+        self._timer = timer
+        self._keepalive = Keepalive(dialled=dialled)
+        self._acknowledge_at_s = 0.0
+        self._tasks = trio.CancelScope()
         self._handling = False
         self._last = Outgoing(encode_frame(bytes((FrameKind.LAST,))))
         self.deliveries = Deliveries()
@@ -173,12 +180,12 @@ class Connection:
         """Until it ends, however it ends; `ending` then says how."""
         self._keepalive.heard(trio.current_time())
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write_queue)
-                nursery.start_soon(self._beat)
-                hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
-                self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
-                await self._read()
+            with self._tasks, self._timer.looking_at(self):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write_queue)
+                    hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
+                    self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
+                    await self._read()
         except* _LinkAsked:
             if self.alive:
                 self._pass(ConnectionEvent.BECOME_LINK)
@@ -277,6 +284,7 @@ class Connection:
             raise NodeUnreachable(f"the connection to node {self.node_id} was lost: {self.ending}")
 
     def _write_at_once(self, pieces: list[bytes | memoryview]) -> bool:
+        """Raises NodeUnreachable."""
         if self._queue or self._writing:
             return False
         try:
@@ -284,6 +292,8 @@ class Connection:
         except WireClosed as lost:
             self.end(str(lost))
             self._require_alive()
+        if taken:
+            self._keepalive.wrote(trio.current_time())
         if self._wire.has_leftover:
             self._enqueue(Outgoing([]))
         return taken
@@ -306,8 +316,14 @@ class Connection:
 
     def _queue_control(self, kind: FrameKind, content: bytes) -> None:
         """Without waiting, and without piling up behind a neighbour that does not read."""
-        if not self._queue and not self._writing and self.alive:
-            self._enqueue(Outgoing(encode_frame(bytes((kind,)) + content)))
+        if self._queue or self._writing or not self.alive:
+            return
+        pieces = encode_frame(bytes((kind,)) + content)
+        try:
+            if not self._write_at_once(pieces):
+                self._enqueue(Outgoing(pieces))
+        except NodeUnreachable:
+            return  # `ending` says why.
 
     async def _write_queue(self) -> None:
         while True:
@@ -320,6 +336,7 @@ class Connection:
                 self.deliveries.sent(trio.current_time())
             try:
                 await self._write(outgoing.pieces)
+                self._keepalive.wrote(trio.current_time())
                 outgoing.failed = False
                 if outgoing is self._last:
                     self._pass(ConnectionEvent.LAST_WRITTEN)
@@ -451,23 +468,32 @@ class Connection:
                 self._acknowledgement = Outgoing(encode_frame(header))
                 self._enqueue(self._acknowledgement)
 
-    async def _beat(self) -> None:
-        while True:
-            now = trio.current_time()
-            if self._keepalive.ping_is_due(now):
-                self._queue_control(FrameKind.PING, _TIME.pack(now))
-            await trio.sleep_until(self._keepalive.next_look_s(now))
+    def look(self, now: float, check_at_s: float) -> float:
+        """At the clock, for the timer: ping, acknowledge, and end a connection whose peer is silent or slow.
+        Returns when to look again: at `check_at_s`, if not before."""
+        if not self.alive:
+            return check_at_s
+        due_s = self._keepalive.look_at_s
+        if now < due_s:
+            return due_s
+        if now >= self._acknowledge_at_s:
+            self._acknowledge_at_s = now + _ACKNOWLEDGE_S
             self._acknowledge()
-            now = trio.current_time()
-            state = self._keepalive.look(now, is_reading=not self._handling)
-            if state == "silent":
-                raise WireClosed("silent")
-            if state == "unknown":
-                self.deliveries.excuse(now)
-                self._pace.restart(now)
-            elif not self._handling and self._pace.is_late(now, self._decoder.payload_size):
-                self.deed = self.deed or Deed.TOO_SLOW
-                self.end("a message came too slowly")
-                raise WireClosed(self.ending)
-            elif self.deliveries.is_overdue(now):
-                raise WireClosed(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")
+        state = self._keepalive.look(now, is_reading=not self._handling)
+        if state == "silent":
+            self._give_up("silent")
+        elif state == "unknown":
+            self.deliveries.excuse(now)
+            self._pace.restart(now)
+        elif not self._handling and self._pace.is_late(now, self._decoder.payload_size):
+            self.deed = self.deed or Deed.TOO_SLOW
+            self._give_up("a message came too slowly")
+        elif self.deliveries.is_overdue(now):
+            self._give_up(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")
+        if self._keepalive.ping_is_due(now, is_measured=self._n_rtts >= _RTT_FIRST):
+            self._queue_control(FrameKind.PING, _TIME.pack(now))
+        return self._keepalive.next_look_s(now, check_at_s)
+
+    def _give_up(self, how: str) -> None:
+        self.end(how)
+        self._tasks.cancel()

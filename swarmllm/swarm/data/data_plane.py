@@ -30,6 +30,7 @@ from swarmllm.supervision import contained, spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget, reserve_or_displace
 from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
@@ -115,6 +116,7 @@ class DataPlane:
         self._neighbours: Parts[Neighbour] = Parts.alone() if neighbours is None else neighbours
         self.upgrades = Upgrades(self._neighbours, self, identity.node_id)
         self._pacing = TransferPacing()
+        self._timer = ConnectionTimer()
         self._half_open: dict[trio.SocketStream, None] = {}
         """The oldest first."""
         self.port = 0
@@ -129,6 +131,7 @@ class DataPlane:
         supervise(self._nursery, "data port", self._serve_port, list(listeners))
         for protocol in (PROTOCOL, BULK_PROTOCOL):
             self._host.serve(protocol, self._accept_stream)
+        supervise(self._nursery, "connection timer", self._timer.run)
         supervise(self._nursery, "connection upgrades", self.upgrades.run)
 
     async def _serve_port(self, listeners: list[trio.SocketListener]) -> None:
@@ -331,6 +334,7 @@ class DataPlane:
             node_id,
             wire,
             self._take,
+            self._timer,
             dialled=dialled,
             bulk=bulk,
             give_way=self._give_way,

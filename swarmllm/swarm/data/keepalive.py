@@ -1,12 +1,14 @@
 """Whether the peer of a connection lives, and which messages it has taken: pure, with the time passed in.
 
-**Keepalive.** Each side pings on its own, rather than answering: a peer whose handler is busy reads
-nothing, ours included, and is alive. Silence counts only while this side is ready to read and had the time
-to: after it was stopped or blocked itself, what the peer sent meanwhile is yet to be read.
+**Keepalive.** A side that has written nothing for a while pings: everything it writes tells the peer that it
+lives. The side that dialled does so sooner, and the answer to its ping counts as written by the other, so one
+ping serves both. A peer whose handler is busy reads nothing, ours included, and answers nothing; then its own
+ping comes. Silence counts only while this side is ready to read and had the time to: after it was stopped or
+blocked itself, what the peer sent meanwhile is yet to be read.
 
 A frozen peer is to be out of every route within 5 s. Its last ping may have come just before, so silence
-may last a little less than that. A ping of a peer that is merely short of processor time may come SILENCE_S
-less PING_S too late.
+may last a little less than that. A ping of a peer that is merely short of processor time may come too late by
+SILENCE_S less PING_S, YIELD_S and CHECK_S.
 
 **Deliveries.** A message's delivery id is its number on its connection, from 1: both ends count, so it
 costs no byte, and below them Noise counts too, so nothing comes twice. The receiver acknowledges by the
@@ -24,44 +26,61 @@ from typing import Literal
 from swarmllm_proto.errors import BadMessage
 
 PING_S = 2.0
+YIELD_S = 0.25
+"""So much longer waits the side that did not dial, for the ping of the side that did."""
+MEASURE_S = 10.0
+"""Between pings, at most, however much is written: their answers tell the round trip."""
 SILENCE_S = 4.5
-CHECK_S = 1.0
-"""Between looks, at most; woken that much too late, this process was stopped."""
+CHECK_S = 0.5
+"""Between looks, at most."""
+STOPPED_S = 1.0
+"""Woken that much too late, this process was stopped."""
 LAST_LOOK_S = 0.1
 """From the first sight of silence to the verdict: where this process had little time, what has come is read
 by then."""
 
 
 class Keepalive:
-    def __init__(self) -> None:
+    def __init__(self, *, dialled: bool = True) -> None:
+        self._quiet_s = PING_S if dialled else PING_S + YIELD_S
         self._heard_at_s = math.inf
+        self._wrote_at_s = -math.inf
         self._ping_at_s = -math.inf
-        self._look_at_s = -math.inf
+        self._measure_at_s = -math.inf
+        self.look_at_s = -math.inf
+        """When to `look` again."""
         self._is_last_look = False
 
     def heard(self, now: float) -> None:
         """Something of the peer's has been read, or this side has not been ready to read until now."""
         self._heard_at_s = now
 
-    def ping_is_due(self, now: float) -> bool:
-        """And counts as sent."""
+    def wrote(self, now: float) -> None:
+        """Something has been written to the peer."""
+        self._wrote_at_s = now
+
+    def ping_is_due(self, now: float, *, is_measured: bool = True) -> bool:
+        """And counts as sent. `is_measured`: the round trip is known well enough for now."""
         if now < self._ping_at_s:
             return False
-        self._ping_at_s = now + PING_S
+        if is_measured and now < self._measure_at_s and now < self._wrote_at_s + self._quiet_s:
+            return False
+        self._ping_at_s, self._measure_at_s = now + PING_S, now + MEASURE_S
         return True
 
-    def next_look_s(self, now: float) -> float:
-        """When to `look` again."""
+    def next_look_s(self, now: float, check_at_s: float | None = None) -> float:
+        """When to `look` again: at `check_at_s`, if not before; without it in CHECK_S."""
         silent_at_s = self._heard_at_s + SILENCE_S
-        self._look_at_s = now + (LAST_LOOK_S if self._is_last_look else CHECK_S)
-        if now < silent_at_s < self._look_at_s:
-            self._look_at_s = silent_at_s
-        return self._look_at_s
+        check_at_s = now + CHECK_S if check_at_s is None else check_at_s
+        self.look_at_s = now + LAST_LOOK_S if self._is_last_look else check_at_s
+        if now < silent_at_s < self.look_at_s:
+            self.look_at_s = silent_at_s
+        return self.look_at_s
 
     def look(self, now: float, *, is_reading: bool) -> Literal["alive", "unknown", "silent"]:
         """How the peer does. unknown: this process was stopped, and the peer has all its time again."""
         was_last_look, self._is_last_look = self._is_last_look, False
-        if now - self._look_at_s > CHECK_S:
+        if now - self.look_at_s > STOPPED_S and self.look_at_s > -math.inf:
             self._heard_at_s = now
             return "unknown"
         if not is_reading or now < self._heard_at_s + SILENCE_S:

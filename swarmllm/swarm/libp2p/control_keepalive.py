@@ -87,7 +87,7 @@ class ControlKeepalive:
         """Returns once something comes from the peer; the pings that it has not answered are on their way."""
         silent_since_s = self._heard_at_s(node_id)
         while self._heard_at_s(node_id) <= silent_since_s:  # noqa: ASYNC110 (the library tells nobody)
-            await trio.sleep(CHECK_S / 4)
+            await trio.sleep(CHECK_S / 2)
 
     def _heard_at_s(self, node_id: NodeId) -> float:
         sessions = [muxer.secured_conn for muxer in self._muxers(node_id)]
