@@ -33,6 +33,7 @@ from bench.decoders.target import NODE_ID, Target
 from swarmllm.errors import RemoteError
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, NoiseWire, WireClosed
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
 from swarmllm.swarm.libp2p.guards import quieten_expected_failures
@@ -127,7 +128,8 @@ async def _take(_connection: Connection, _header: bytes, _payload: memoryview) -
 
 def _connection(data: bytes) -> None:
     async def run() -> Connection:
-        connection = Connection(NODE_ID, _Wire(data), _take, dialled=False)  # type: ignore[arg-type]
+        timer = ConnectionTimer()
+        connection = Connection(NODE_ID, _Wire(data), _take, timer, dialled=False)  # type: ignore[arg-type]
         # What an acknowledgement may be of.
         connection.deliveries.sent(trio.current_time())
         connection.deliveries.sent(trio.current_time())
@@ -155,7 +157,8 @@ def _bulk_connection(data: bytes) -> None:
     async def run() -> Connection:
         async with trio.open_nursery() as nursery:
             bulk = Bulk(NODE_ID, nursery, _NoWays())
-            connection = Connection(NODE_ID, _Wire(data), bulk.take, dialled=False)  # type: ignore[arg-type]
+            timer = ConnectionTimer()
+            connection = Connection(NODE_ID, _Wire(data), bulk.take, timer, dialled=False)  # type: ignore[arg-type]
             await connection.run()
             bulk.lost(connection)
         return connection

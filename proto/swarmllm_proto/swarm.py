@@ -36,7 +36,7 @@ from swarmllm_proto.ipc import (
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
 from swarmllm_proto.ipc_kv import BlockCount
-from swarmllm_proto.limits import GUESSES_MAX, PIECE_MAX
+from swarmllm_proto.limits import GUESSES_MAX
 from swarmllm_proto.row_commitments import RowsCommitment as RowsCommitment
 from swarmllm_proto.swarm_base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm_base import NAMES_MAX as NAMES_MAX
@@ -59,6 +59,9 @@ from swarmllm_proto.swarm_base import StageBlocks as StageBlocks
 from swarmllm_proto.swarm_base import StageRows as StageRows
 from swarmllm_proto.swarm_base import TellPrompt as TellPrompt
 from swarmllm_proto.swarm_base import TensorName as TensorName
+from swarmllm_proto.swarm_transfer import FetchPiece as FetchPiece
+from swarmllm_proto.swarm_transfer import Outline as Outline
+from swarmllm_proto.swarm_transfer import Piece as Piece
 from swarmllm_proto.swarm_vision import RECORD_PROJECTORS_MAX
 from swarmllm_proto.swarm_vision import ProjectorAnnounce as ProjectorAnnounce
 from swarmllm_proto.swarm_vision import VisionEncodeRequest as VisionEncodeRequest
@@ -330,47 +333,6 @@ class StageState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Rows below this have come to the stage here; unset: they come by links, or several stages are here."""
     n_sent: Position | UnsetType = UNSET
     """Rows below this have left it; unset as above."""
-
-
-class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: some bytes of a model. Answered by Piece.
-
-    "outline": of the msgpack of the model's Outline. "header": of the GGUF before its first tensor. "tensor":
-    of the tensor's data, wherever they lie in the holder's file. "chunks": of the tensor's chunk list, the
-    BLAKE3 of each MiB of its data, 32 bytes each.
-    """
-
-    v: int = WIRE_VERSION
-    model_id: ModelId
-    part: Literal["outline", "header", "tensor", "chunks"]
-    tensor: TensorName = ""
-    offset: Count = 0
-    """From the start of the part."""
-    size_bytes: Annotated[int, Meta(ge=1, le=PIECE_MAX)]
-
-
-class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Response to FetchPiece. Fewer bytes than asked for: the part ends there."""
-
-    v: int = WIRE_VERSION
-    status: Literal["ok", "busy", "absent"]
-    """busy: ask again later. absent: not here."""
-    data: Annotated[memoryview, Meta(max_length=PIECE_MAX)] = memoryview(b"")
-    """Decoded: a view of what was decoded, not a copy."""
-
-
-class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """What nobody can see in a GGUF's header but needs to check a ModelId. Travels inside Pieces."""
-
-    header_bytes: Count
-    """Before the first tensor."""
-    size_bytes: Count
-    """Of the holder's file."""
-    digests: dict[TensorName, Digest]
-    """Tensor name -> BLAKE3 of its data, or, above one MiB, of its chunk list."""
-    checked_unit: LayerIndex = 0
-    """Of an architecture that is not in the table: parts of so many layers compute the same as the whole
-    model, says the giver; 0: it does not know."""
 
 
 class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -49,9 +49,17 @@ class ConnectionTimer:
                 check_at_s = now + CHECK_S
             wake_at_s = check_at_s if self._connections else math.inf
             for connection in list(self._connections):
-                with contained(
-                    "connection", "its timer", lambda _, c=connection: c.end("an error here; see its log")
-                ):
-                    wake_at_s = min(wake_at_s, connection.look(now, check_at_s))
+                wake_at_s = min(wake_at_s, _look(connection, now, check_at_s))
             with trio.move_on_at(wake_at_s):
                 await self._added.wait()
+
+
+def _look(connection: Timed, now: float, check_at_s: float) -> float:
+    """An error ends the connection that it is of, and no other."""
+
+    def failed(_: Exception) -> None:
+        connection.end("an error here; see its log")
+
+    with contained("connection", "its timer", failed):
+        return connection.look(now, check_at_s)
+    return check_at_s
