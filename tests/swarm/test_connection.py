@@ -127,8 +127,8 @@ async def test_one_ping_serves_both_ends_and_the_other_measures_now_and_then(
             end.wire.kinds = written[name]
         await trio.sleep(60)
         by_dialler, by_other = written["a"].count(FrameKind.PING), written["b"].count(FrameKind.PING)
-        assert 60 / PING_S - 5 <= by_dialler <= 60 / PING_S
-        assert 60 / MEASURE_S - 1 <= by_other <= 60 / MEASURE_S
+        assert 60 / PING_S - 5 <= by_dialler <= 60 / PING_S + 1
+        assert 60 / MEASURE_S - 1 <= by_other <= 60 / MEASURE_S + 1
         assert b.connection._n_rtts > 5
 
 
