@@ -319,6 +319,7 @@ async def _open_rooms(
                 supervise(nursery, "unused models", node.on_demand.run)
                 supervise(nursery, "segment copies", node.tidy_copies)
                 supervise(nursery, "placement", node.placing.run)
+                supervise(nursery, "shared files", node.file_shares.run)
                 yield daemon_info, apply, node
             finally:
                 log.info("stopping")

@@ -50,10 +50,11 @@ def running_daemon(
     load: list[str],
     bootstrap: list[str] | None = None,
     program: Sequence[str] = ("-m", "swarmllm"),
+    environment: dict[str, str] | None = None,
     **tables: dict[str, Any],
 ) -> Iterator[DaemonProcess]:
     """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs.
-    `program` is what Python runs."""
+    `program` is what Python runs, with `environment` besides its own."""
     data_dir = folder / nickname
     config = folder / f"{nickname}.toml"
     config.write_text(toml(nickname, data_dir, load, bootstrap or [], tables))
@@ -65,7 +66,7 @@ def running_daemon(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=clean_environment(),
+            env=clean_environment() | (environment or {}),
         )
     try:
         found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 SHAPE = shape_of(build_manifest(GUIDE_PATH))
 THIRD_GIB = (SHAPE.embedding_bytes + SHAPE.head_bytes + 4.5 * SHAPE.layer_bytes) / 2**30
 """Room for four layers, and at an end of the model too."""
+NOWHERE = "http://127.0.0.1:9"
+"""No hub is there."""
 
 
 def command(node: DaemonProcess, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +45,11 @@ def command(node: DaemonProcess, *words: str, **environment: str) -> subprocess.
 
 
 @contextmanager
-def private_nodes(folder: Path, names: str, **auto_manage: Any) -> Iterator[list[DaemonProcess]]:
-    """They have a network key and a budget, and nothing else is said of sharing."""
+def private_nodes(
+    folder: Path, names: str, hub: str = "", **auto_manage: Any
+) -> Iterator[list[DaemonProcess]]:
+    """They have a network key and a budget, and nothing else is said of sharing. `hub`: the address of the
+    hub that they ask; else they are to ask one where nobody is."""
     network = private_network(new_secret())
     tables: dict[str, Any] = {
         "inference": {"n_threads": 1, "n_slots": 2},
@@ -57,7 +62,16 @@ def private_nodes(folder: Path, names: str, **auto_manage: Any) -> Iterator[list
             NetworkFile(folder / name).change(lambda known: network)
             bootstrap = nodes[0].addresses if nodes else []
             nodes.append(
-                stack.enter_context(running_daemon(folder, name, load=[], bootstrap=bootstrap, **tables))
+                stack.enter_context(
+                    running_daemon(
+                        folder,
+                        name,
+                        load=[],
+                        bootstrap=bootstrap,
+                        environment={"HF_ENDPOINT": hub or NOWHERE},
+                        **tables,
+                    )
+                )
             )
         n_others = len(nodes) - 1
         for node in nodes:

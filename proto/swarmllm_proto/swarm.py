@@ -16,7 +16,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from swarmllm_proto.identifiers import PublishedName
 from swarmllm_proto.ipc import (
     Fingerprint,
     FinishReason,
@@ -59,6 +58,11 @@ from swarmllm_proto.swarm_base import StageBlocks as StageBlocks
 from swarmllm_proto.swarm_base import StageRows as StageRows
 from swarmllm_proto.swarm_base import TellPrompt as TellPrompt
 from swarmllm_proto.swarm_base import TensorName as TensorName
+from swarmllm_proto.swarm_sharing import FILE_PARTS_MAX as FILE_PARTS_MAX
+from swarmllm_proto.swarm_sharing import FetchedFile as FetchedFile
+from swarmllm_proto.swarm_sharing import FilePart as FilePart
+from swarmllm_proto.swarm_sharing import SharedFile as SharedFile
+from swarmllm_proto.swarm_sharing import SharedModel as SharedModel
 from swarmllm_proto.swarm_transfer import FetchPiece as FetchPiece
 from swarmllm_proto.swarm_transfer import Outline as Outline
 from swarmllm_proto.swarm_transfer import Piece as Piece
@@ -120,15 +124,6 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False
         for start, end in self.layers:
             if not start < end <= self.n_layers:
                 raise ValueError(f"field `layers`: {start}:{end} is no range of {self.n_layers} layers")
-
-
-class SharedModel(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
-    """A model that a node asks the others to hold parts of. Those that accept place it together."""
-
-    model_id: ModelId
-    name: ShortText
-    source: PublishedName | UnsetType = UNSET
-    """Where its file is published; each reader asks its own hub for it, and believes nothing of it."""
 
 
 class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -217,6 +212,9 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Only where its user wants others to know."""
     shares: Annotated[tuple[SharedModel, ...], Meta(max_length=8)] | UnsetType = UNSET
     """Withdrawn when a newer record does not have it; unset: none."""
+    shared_files: Annotated[tuple[SharedFile, ...], Meta(max_length=2)] | UnsetType = UNSET
+    fetched_files: Annotated[tuple[FetchedFile, ...], Meta(max_length=4)] | UnsetType = UNSET
+    """Of the SharedFiles of nodes that it accepts. Unset: it fetches none, whoever asks."""
     projectors: (
         Annotated[tuple[ProjectorAnnounce, ...], Meta(max_length=RECORD_PROJECTORS_MAX)] | UnsetType
     ) = UNSET

@@ -21,7 +21,7 @@ from swarmllm_proto.codec import encode_scores
 from swarmllm_proto.envelope import Envelope, Heartbeat
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
-from swarmllm_proto.identifiers import PublishedName
+from swarmllm_proto.identifiers import Digest, PublishedName
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.node_load import NodeLoad, encode_load
 from swarmllm_proto.router_messages import (
@@ -230,6 +230,34 @@ PUBLISHED_RECORD = swarm.NodeRecord(
             name="guide",
             source=PublishedName("hf:ORG/REPO:FILE-Q4_K_M-00001-of-00004.gguf"),
         ),
+    ),
+)
+
+SPREADING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=13,
+    shared_files=(
+        swarm.SharedFile(
+            source=PublishedName("hf:ORG/REPO:FILE-Q4_K_M-00001-of-00004.gguf"),
+            name="big",
+            header=Digest("5e" * 32),
+            size_bytes=42_520_393_312,
+            sha256=Digest("7a" * 32),
+            parts=(
+                swarm.FilePart(node_id=NODE_A, start=0, end=40),
+                swarm.FilePart(node_id=NODE_B, start=40, end=80),
+            ),
+        ),
+    ),
+    fetched_files=(
+        swarm.FetchedFile(
+            header=Digest("5e" * 32),
+            state="fetching",
+            layers=((0, 20),),
+            arrived_bytes=2**30,
+            total_bytes=21_000_000_000,
+        ),
+        swarm.FetchedFile(header=Digest("6f" * 32), state="failed", problem="no room"),
     ),
 )
 

@@ -36,6 +36,7 @@ from swarm_samples import (
     RESPONSES,
     SEEING_RECORD,
     SHARING_RECORD,
+    SPREADING_RECORD,
     STATEMENTS,
 )
 
@@ -90,6 +91,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
     yield "record/committing-node-record.bin", encode_record(COMMITTING_RECORD)
     yield "record/published-node-record.bin", encode_record(PUBLISHED_RECORD)
+    yield "record/spreading-node-record.bin", encode_record(SPREADING_RECORD)
     yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
     yield "record/kernel-class-node-record.bin", encode_record(KERNEL_CLASS_RECORD)
     yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)

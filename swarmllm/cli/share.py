@@ -43,8 +43,12 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
 
     MODEL is a name that the node knows, a GGUF file (which is added), or hf:ORG/REPO:FILE.gguf or an https
     address. Shows who would take which layers, and asks once. Of a model from the web, that comes from its
-    header, before anything else is fetched; then this node fetches all of it, and the others their layers,
-    from this node and from their own hub (HF_ENDPOINT) at the same time.
+    header, before anything else is fetched. Then each node fetches the layers that it is going to hold from
+    its own hub (HF_ENDPOINT), so that the model need fit no single disk; what a node cannot fetch, another
+    one does. Each node hashes what it fetches, and together they find out which model it is. Nobody has the
+    whole file then, so nobody compares its SHA-256: what only one node has fetched is as right as that node.
+    Where that cannot be (an architecture whose cuts are not known, one node for all layers, nodes of before),
+    this node fetches all of it, and the others their layers from it and from their own hub.
 
     A node accepts what its configuration says (`auto_manage.accept`): by default, in a private swarm, what
     its members share; in the open swarm, nothing. It gives `auto_manage.max_memory_gib` of memory and
@@ -59,11 +63,15 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
         published = model.startswith(FROM_THE_WEB)
         if published:
             body = {"source": model, **hub_of_environment()}
-            _agree(client.post(f"{PATH}/plan", body), name, yes=yes, show=not as_json)
-        model, source = _known(client, model, name, show=not as_json)
-        plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
-        _agree(plan, None, yes=yes or published, show=not (as_json or published))
-        view = client.post(PATH, {"model": plan["model_id"], **({"source": source} if source else {})})
+            plan = client.post(f"{PATH}/plan", body)
+            _agree(plan, name, yes=yes, show=not as_json)
+        if published and plan.get("spread"):
+            view = client.post(f"{PATH}/published", body | ({"name": name} if name else {}))
+        else:
+            model, source = _known(client, model, name, show=not as_json)
+            plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
+            _agree(plan, None, yes=yes or published, show=not (as_json or published))
+            view = client.post(PATH, {"model": plan["model_id"], **({"source": source} if source else {})})
         view = _follow(client, view, show=not as_json)
     if as_json:
         print_json(view)
@@ -137,7 +145,9 @@ def _show(plan: dict[str, Any]) -> None:
         click.echo(safe(f"{_name(node)} does not accept what this node shares (auto_manage.accept)"))
     if plan["tokens_per_s"] is not None:
         click.echo(f"expected: {plan['tokens_per_s']:.1f} tokens/s for one request")
-    if first:
+    if plan.get("spread"):
+        click.echo(f"each node fetches its layers from its hub: {size(plan['download_bytes'])} here")
+    elif first:
         click.echo(f"this node fetches all of it first: {size(plan['download_bytes'])}")
         if not plan["cuts_known"]:
             click.echo("where it can be cut is tried when it is here; the parts may change then")
@@ -157,11 +167,14 @@ def _follow(client: Client, view: dict[str, Any], *, show: bool) -> dict[str, An
         transient=True,
         disable=not (show and console.is_terminal),
     )
-    path = f"{PATH}/{view['model_id']}"
     try:
         with bar:
             task = bar.add_task(safe(view["model"]), total=view["n_layers"], doing="")
             while not view["complete"]:
+                if view.get("problem"):
+                    raise CommandFailed(safe(f"{view['model']}: {view['problem']}"))
+                # Of what each node still fetches for itself, nobody knows the id.
+                path = f"{PATH}/{view['model_id'] or quote(view['model'], safe='')}"
                 bar.update(
                     task, completed=view["n_ready"], total=view["n_layers"] or None, doing=doing_text(view)
                 )

@@ -100,6 +100,8 @@ def serving_line(served: dict[str, Any]) -> str:
 def _share(share: dict[str, Any]) -> str:
     """How far a model is that is shared out, and what of this node's part has come."""
     state = "complete" if share["complete"] else f"{share['n_ready']} of {share['n_layers'] or '?'} layers"
+    if not share["model_id"]:
+        state = share.get("problem") or share["state"]
     come = ""
     if share["arrived_bytes"] < share["total_bytes"]:
         come = f", {size(share['arrived_bytes'])} of {size(share['total_bytes'])} fetched here"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from swarmllm.downloads.download import Download, DownloadRequest, DownloadView
+from swarmllm.downloads.download import Download, DownloadRequest, DownloadView, SharedFileRequest
 from swarmllm.downloads.downloads import Downloads
+from swarmllm.downloads.header_plan import PublishedModel
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.shared_digests import SharedDigests, WaitingView
 
@@ -13,6 +14,8 @@ __all__ = [
     "DownloadSettings",
     "DownloadView",
     "Downloads",
+    "PublishedModel",
     "SharedDigests",
+    "SharedFileRequest",
     "WaitingView",
 ]

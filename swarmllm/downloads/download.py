@@ -13,6 +13,7 @@ import trio
 
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import DownloadSource
+from swarmllm.downloads.unidentified_model import UnidentifiedModel
 from swarmllm.downloads.whole_file import WholeFile
 from swarmllm.models import CatalogueEntry
 from swarmllm_proto.identifiers import NOT_PUBLISHED, PublishedName
@@ -21,6 +22,22 @@ RATE_WINDOW_S = 5.0
 
 DownloadState = Literal["waiting", "fetching", "checking", "done", "failed", "cancelled"]
 ENDED: frozenset[DownloadState] = frozenset({"done", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFileRequest:
+    """Some layers of a file that another node, or this one, asks several nodes to fetch."""
+
+    header: str
+    """BLAKE3 of the file up to its first tensor; nothing more is fetched of a file with another one."""
+    size_bytes: int
+    sha256: str
+    """Of the whole file, as all who fetch some of it are told; empty: nobody says it."""
+    allow: Callable[[int], None]
+    """Called with the bytes that are missing, before they are fetched; raises SwarmLLMError where there is no
+    room for them."""
+    is_own: bool
+    """This node's user asks; else the node's token is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +53,7 @@ class DownloadRequest:
     endpoint: str | None = None
     """`token` and `endpoint` are those of the caller, instead of the node's own: the node's token never goes
     to an endpoint that somebody else names."""
+    shared: SharedFileRequest | None = None
     then: Callable[[CatalogueEntry, PublishedName], Awaitable[object]] | None = None
     """What is done with the model, and where its file is published, before it counts as done."""
 
@@ -73,6 +91,8 @@ class Download:
         self.sha256 = request.sha256.lower()
         self.whole: WholeFile | None = None
         """What has arrived of a whole file, once it is known which one that is."""
+        self.unidentified: UnidentifiedModel | None = None
+        """What has arrived of some layers, while nobody knows of which model."""
         self.state: DownloadState = "waiting"
         self.model = ""
         self.published = NOT_PUBLISHED

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from swarmllm.downloads.download import ENDED, Download, DownloadRequest, DownloadView
+from swarmllm.downloads.download import (
+    ENDED,
+    Download,
+    DownloadRequest,
+    DownloadView,
+    SharedFileRequest,
+)
 from swarmllm.downloads.fetch_layers import FetchLayers, LayerFetch, check_same_file
 from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
 from swarmllm.downloads.hub_search import FoundModel, search_hub
@@ -36,7 +42,7 @@ from swarmllm.downloads.source import (
 from swarmllm.downloads.split_remote import SplitRemote, open_remote
 from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read_waiting
 from swarmllm.downloads.whole_file import WholeFile
-from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
 from swarmllm.models.model_files import allocated_bytes
 from swarmllm.models.names import check_name, normalise_name
@@ -54,6 +60,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 20
 """Ended downloads that can still be looked at."""
+SHARED_MAX_FAILURES = 4
 HEADERS_AT_ONCE = 2
 """That are read for plans; each may take 256 MiB of memory."""
 
@@ -87,6 +94,22 @@ class Downloads:
         """For downloads that are asked for from now on."""
         self._settings = settings
 
+    @property
+    def is_offline(self) -> bool:
+        return self._settings.offline
+
+    async def is_free(self, name: str) -> bool:
+        """Whether no model here has this name, and no layers wait under it."""
+        if self.gathering.view(name) is not None:
+            return False
+        try:
+            await trio.to_thread.run_sync(self._transfer.store.catalogue.get, name)
+        except ModelNotFound:
+            return True
+        except SwarmLLMError:
+            pass
+        return False
+
     def list(self) -> tuple[DownloadView, ...]:
         """The latest first."""
         return tuple(download.view() for download in reversed(self._downloads.values()))
@@ -107,6 +130,8 @@ class Downloads:
     def start(self, request: DownloadRequest) -> Download:
         """One that runs already is not begun twice. Raises InvalidRequest, Offline, Conflict."""
         settings = self._settings_for(request.token, request.endpoint)
+        if request.shared is not None:
+            settings = _for_others(settings, is_own=request.shared.is_own)
         parsed = parse_source(request.source, settings.endpoint)
         if request.layers is not None:
             LayerRange.parse(request.layers)
@@ -262,18 +287,27 @@ class Downloads:
         if not facts.has_ranges:
             raise DownloadError(f"{remote.url}: this server gives no parts of files; fetch all of it")
         layers = LayerRange.parse(download.layers or "")
-        if download.sha256 and facts.sha256 and download.sha256 != facts.sha256:
+        shared = download.request.shared
+        sha256 = shared.sha256 if shared else download.sha256
+        if sha256 and facts.sha256 and sha256 != facts.sha256:
             raise DownloadError(f"{remote.url}: the server says that its SHA-256 is {facts.sha256}")
+        if shared is not None and facts.size_bytes != shared.size_bytes:
+            raise BadModel(f"{remote.url} has {facts.size_bytes} bytes, and not {shared.size_bytes}")
         folder = self._folder_of(remote)
         self.gathering.check_name(name, folder)
         if self.gathering.in_folder(folder) is None:
-            try:
-                entry = await self._find(name)
-            except ModelNotFound:
-                pass
-            else:
+            entry = await self._known(shared, name)
+            if entry is not None:
                 return await self._known_parts(download, remote, facts, entry, layers, settings)
         return await self._unknown_parts(download, remote, facts, name, layers, settings)
+
+    async def _known(self, shared: SharedFileRequest | None, name: str) -> CatalogueEntry | None:
+        if shared is not None:
+            return await self.gathering.model_of(shared.header, shared.size_bytes)
+        try:
+            return await self._find(name)
+        except ModelNotFound:
+            return None
 
     async def _known_parts(
         self,
@@ -305,7 +339,7 @@ class Downloads:
         layers: LayerRange,
         settings: DownloadSettings,
     ) -> CatalogueEntry | None:
-        folder = self._folder_of(remote)
+        folder, shared = self._folder_of(remote), download.request.shared
         model = self.gathering.in_folder(folder) or await trio.to_thread.run_sync(read_waiting, folder)
         if model is None or not model.is_of(remote.url, facts):
             if model is not None and model.held:
@@ -319,16 +353,17 @@ class Downloads:
                 name=name,
                 size_bytes=facts.size_bytes,
                 validator=facts.validator,
-                sha256=download.sha256 or facts.sha256,
+                sha256=shared.sha256 if shared else download.sha256 or facts.sha256,
             )
             model = UnidentifiedModel(folder, notes)
             await trio.to_thread.run_sync(model.begin)
+        download.unidentified = model
         model.is_fetching = True
         try:
             fetching = FetchLayers(
                 remote, facts, model, settings, download.retries(settings), download.progress
             )
-            await fetching.run(layers, self._transfer.make_room)
+            await fetching.run(layers, partial(self._make_room_for, shared), shared.header if shared else "")
         finally:
             model.is_fetching = False
         download.state = "checking"
@@ -339,6 +374,11 @@ class Downloads:
             log.info("%s: layers %s wait for %s", model.name, layers, download.waits_for())
             return None
         return await self._transfer.ensure(entry, layers, download.progress)
+
+    async def _make_room_for(self, shared: SharedFileRequest | None, n_bytes: int) -> None:
+        if shared is not None:
+            shared.allow(n_bytes)
+        await self._transfer.make_room(n_bytes)
 
     def _waits_for(self, folder: Path) -> str:
         """Empty as soon as it waits no longer."""
@@ -364,6 +404,12 @@ def _throw_away(whole: WholeFile) -> None:
     whole.forget()
     with contextlib.suppress(OSError):
         whole.part.parent.rmdir()
+
+
+def _for_others(settings: DownloadSettings, *, is_own: bool) -> DownloadSettings:
+    """Others can go on in place of a node that meets trouble, so that it gives up sooner."""
+    settings = replace(settings, max_failures=min(settings.max_failures, SHARED_MAX_FAILURES))
+    return settings if is_own else replace(settings, token="")
 
 
 def _check_online(settings: DownloadSettings) -> None:

@@ -57,14 +57,19 @@ class FetchLayers:
         self._retries = retries
         self._n_bytes = self._total_bytes = 0
 
-    async def run(self, layers: LayerRange, make_room: Callable[[int], Awaitable[None]]) -> None:
-        """`make_room(n_bytes)` is awaited before the layers are fetched. Raises DownloadError, BadModel,
-        StoreFull; what has arrived is kept, unless the file changed and nothing else depends on it."""
+    async def run(
+        self, layers: LayerRange, make_room: Callable[[int], Awaitable[None]], header_digest: str = ""
+    ) -> None:
+        """`make_room(n_bytes)` is awaited before the layers are fetched; `header_digest`: what the file's
+        header has to hash to. Raises DownloadError, BadModel, StoreFull; what has arrived is kept, unless the
+        file changed and nothing else depends on it."""
         model = self._model
         is_new = not model.held
         try:
             if model.layout is None:
                 await self._header()
+            if header_digest and model.header_digest != header_digest:
+                raise BadModel(f"{self._remote.url} has another header than the file that is shared")
             missing = await trio.to_thread.run_sync(model.missing_of, layers)
             if str(layers) not in model.notes.layers:
                 model.notes.layers.append(str(layers))

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 import httpx
 import trio
+from blake3 import blake3
 
+from swarmllm.downloads.published_files import published_name
 from swarmllm.downloads.remote import FileRemote, Remote, RemoteFacts, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import (
@@ -25,11 +27,12 @@ from swarmllm.downloads.source import (
     model_name,
 )
 from swarmllm.downloads.split_remote import open_remote
-from swarmllm.downloads.unidentified_model import UNKNOWN
+from swarmllm.downloads.unidentified_model import UNKNOWN, header_bytes
 from swarmllm.models import Manifest
 from swarmllm.models.gguf_header import GgufHeader, HeaderIncomplete, parse_header
 from swarmllm.models.hashing import manifest_of
 from swarmllm.models.names import normalise_name
+from swarmllm_proto.identifiers import NOT_PUBLISHED, PublishedName
 
 TIMEOUT_S = 120.0
 """Somebody waits for the plan."""
@@ -41,8 +44,14 @@ class PublishedModel:
     name: str
     """What it will be called, unless somebody says otherwise."""
     file_bytes: int
-    """Of all parts together."""
+    """Of the file that all parts make together."""
     layout: Manifest
+    header: str
+    """BLAKE3 of the file up to its first tensor."""
+    sha256: str
+    """Of the file; empty: the server does not say it."""
+    source: PublishedName
+    """By which other nodes can find it on their hub; empty: they cannot."""
 
 
 async def read_published(source: DownloadSource, settings: DownloadSettings) -> PublishedModel:
@@ -59,8 +68,9 @@ async def read_published(source: DownloadSource, settings: DownloadSettings) -> 
                 facts = await remote.facts()
                 name = normalise_name(model_name(url))
                 start, header = await _header(remote, facts, settings.header_step_bytes)
-                layout = await trio.to_thread.run_sync(_layout, start, header, name)
-                return PublishedModel(name, facts.size_bytes, layout)
+                layout, digest = await trio.to_thread.run_sync(_layout, start, header, name)
+                said = published_name(url, settings.endpoint) if source.is_endpoint else NOT_PUBLISHED
+                return PublishedModel(name, facts.size_bytes, layout, digest, facts.sha256, said)
 
             return await retries.keep_trying(read)
     raise DownloadError(f"{source.text}: its header was not here within {TIMEOUT_S:g} s")
@@ -92,12 +102,17 @@ async def _header(remote: FileRemote, facts: RemoteFacts, step_bytes: int) -> tu
                     break
         start = bytes(data)
         try:
-            return start, await trio.to_thread.run_sync(parse_header, start, facts.size_bytes)
+            header = await trio.to_thread.run_sync(parse_header, start, facts.size_bytes)
         except HeaderIncomplete:
             if len(start) >= facts.size_bytes:
                 raise
+        else:
+            if len(start) >= header_bytes(header):
+                return start, header
 
 
-def _layout(start: bytes, header: GgufHeader, name: str) -> Manifest:
+def _layout(start: bytes, header: GgufHeader, name: str) -> tuple[Manifest, str]:
+    """And the digest of what comes before the tensors."""
     digests = {tensor.name: UNKNOWN for tensor in header.tensors}
-    return manifest_of(io.BytesIO(start), header, digests, name)
+    layout = manifest_of(io.BytesIO(start), header, digests, name)
+    return layout, blake3(start[: header_bytes(header)]).hexdigest()

@@ -51,13 +51,18 @@ class KnownFiles:
 
     async def digests(self, header: str, size_bytes: int) -> dict[int, bytes] | None:
         """Of every tensor of a file, in the order of their offsets; None: there is no such model here."""
+        entry = await self.entry(header, size_bytes)
+        if entry is None:
+            return None
+        return {place: bytes.fromhex(tensor.blake3) for place, tensor in enumerate(_by_offset(entry))}
+
+    async def entry(self, header: str, size_bytes: int) -> CatalogueEntry | None:
+        """The model of a file with this header (BLAKE3 up to the first tensor) and size; None: there is none
+        here."""
         for entry in await trio.to_thread.run_sync(self._catalogue.of_size, size_bytes):
-            tensors = sorted(
-                entry.manifest.tensors,
-                key=lambda tensor: tensor.offset,
-            )
+            tensors = _by_offset(entry)
             if tensors and await self._header(entry, tensors[0]) == header:
-                return {place: bytes.fromhex(tensor.blake3) for place, tensor in enumerate(tensors)}
+                return entry
         return None
 
     async def _header(self, entry: CatalogueEntry, first: TensorEntry) -> str:
@@ -69,6 +74,10 @@ class KnownFiles:
             while len(self._headers) > REMEMBERED:
                 self._headers.popitem(last=False)
         return self._headers.get(key, "")
+
+
+def _by_offset(entry: CatalogueEntry) -> list[TensorEntry]:
+    return sorted(entry.manifest.tensors, key=lambda tensor: tensor.offset)
 
 
 def _hash_start(places: TensorLocations, n_bytes: int) -> str:
@@ -140,6 +149,22 @@ class SharedDigests:
     def in_folder(self, folder: Path) -> UnidentifiedModel | None:
         return self._waiting.get(folder)
 
+    async def model_of(self, header: str, size_bytes: int) -> CatalogueEntry | None:
+        """The model of a file, if it is known here. `header`: BLAKE3 up to the first tensor."""
+        return await self._known.entry(header, size_bytes)
+
+    def waiting_for(self, header: str, size_bytes: int) -> UnidentifiedModel | None:
+        """What has been fetched of a file whose model is not known yet."""
+        for model in self._waiting.values():
+            if (model.header_digest, model.notes.size_bytes) == (header, size_bytes):
+                return model
+        return None
+
+    async def ask_again(self, model: UnidentifiedModel) -> None:
+        """The others may know more now."""
+        await self._ask_around(model)
+        await self._settle_if_possible(model)
+
     def check_name(self, name: str, folder: Path) -> None:
         """Raises Conflict where layers of another file wait under this name."""
         model = self._named(name)
@@ -174,6 +199,16 @@ class SharedDigests:
         model = self._waiting.get(folder)
         if model is not None:
             await self._settle(model)
+
+    async def discard(self, model: UnidentifiedModel) -> None:
+        """Delete layers that will become no model; where they have become one, it stays. Raises Conflict
+        (more of them is being fetched)."""
+        if model.folder in self._waiting:
+            await self.remove(model.name)
+        elif model.is_fetching:
+            raise Conflict(f"layers of {model.name} are being fetched")
+        else:
+            await trio.to_thread.run_sync(model.forget)
 
     async def remove(self, name: str) -> WaitingView:
         """Forget it, delete what was fetched. Raises ModelNotFound, Conflict (more of it is being

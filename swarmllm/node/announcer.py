@@ -23,6 +23,7 @@ from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, machine_speed
+from swarmllm.node.file_shares import FileShares
 from swarmllm.node.record_changes import RecordChanges
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
@@ -38,6 +39,7 @@ from swarmllm_proto.swarm import (
     MODEL_RANGES_MAX,
     RECORD_MODELS_MAX,
     RECORD_RANGES_MAX,
+    FetchedFile,
     FileAnnounce,
     KeptPrefix,
     NodeCapability,
@@ -45,6 +47,7 @@ from swarmllm_proto.swarm import (
     PrefixCacheAnnounce,
     ProjectorAnnounce,
     ShardAnnounce,
+    SharedFile,
     SharedModel,
 )
 from swarmllm_proto.swarm_base import PREFIX_MODELS_MAX
@@ -103,9 +106,11 @@ Holdings = tuple[
     tuple[PrefixCacheAnnounce, ...],
     tuple[SharedModel, ...] | UnsetType,
     tuple[ProjectorAnnounce, ...] | UnsetType,
+    tuple[SharedFile, ...] | UnsetType,
+    tuple[FetchedFile, ...] | UnsetType,
 ]
 """(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared,
-projectors)"""
+projectors, files that are shared, files of which parts are fetched)"""
 
 
 class Announcer:
@@ -121,6 +126,7 @@ class Announcer:
         observations: Observations,
         describe: Callable[[], NodeCapability],
         placing: AutoShardManager,
+        files: FileShares,
     ) -> None:
         self.started_at = time.time()
         self._nickname = nickname
@@ -132,6 +138,7 @@ class Announcer:
         self._observations = observations
         self._describe = describe
         self._placing = placing
+        self._files = files
         self._leaves = False
         self._sequence = 0
         self._published: Holdings | None = None
@@ -238,7 +245,8 @@ class Announcer:
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
         ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
         seeing = () if self._leaves else await trio.to_thread.run_sync(_projectors, entries.values())
-        return ready, files, kept, self._placing.shares, seeing or UNSET
+        spread = self._files
+        return ready, files, kept, self._placing.shares, seeing or UNSET, spread.shared, spread.fetched
 
     def _kv_type(self, model_id: ModelId) -> KvType | UnsetType:
         loaded = self._pool.loaded_with(model_id)
@@ -257,6 +265,8 @@ class Announcer:
             prefix_caches=holdings[2],
             shares=holdings[3],
             projectors=holdings[4],
+            shared_files=holdings[5],
+            fetched_files=holdings[6],
         )
 
 

@@ -39,6 +39,8 @@ from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import describe
 from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
+from swarmllm.node.file_followers import Followers
+from swarmllm.node.file_shares import FileShares
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
@@ -155,6 +157,12 @@ class Node:
         self.peer_lookup = PeerLookup(router, registry, trust or Trust())
         self._observations = observations or Observations()
         book = book or ShareBook()
+        disk = PlacingDisk(
+            disk_budget_bytes(config.auto_manage),
+            book,
+            known=lambda model_id: trio.to_thread.run_sync(catalogue.get, model_id),
+            remove=self.models.remove,
+        )
         self.placing = AutoShardManager(
             config.auto_manage,
             node_id=router.node_id,
@@ -167,16 +175,29 @@ class Node:
             load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
             drop=self.models.drop,
             on_change=self.holdings_changed,
-            disk=PlacingDisk(
-                disk_budget_bytes(config.auto_manage),
-                book,
-                known=lambda model_id: trio.to_thread.run_sync(catalogue.get, model_id),
-                remove=self.models.remove,
-            ),
+            disk=disk,
             book=book,
             is_private=is_private,
         )
         self.sharing = Sharing(self.placing, registry, router.node_id, find=self.models.find)
+        self.file_shares = FileShares(
+            router.node_id,
+            registry=registry,
+            downloads=lambda: self.downloads,
+            gathering=gathering,
+            sharing=self.sharing,
+            followers=Followers(
+                downloads=lambda: self.downloads,
+                gathering=gathering,
+                disk=disk,
+                book=book,
+                on_change=self.holdings_changed,
+            ),
+            accept=self.placing.accepts,
+            book=book,
+            name_of=self.nickname_of,
+            on_change=self.holdings_changed,
+        )
         self._announcer = Announcer(
             config.nickname,
             router=router,
@@ -187,6 +208,7 @@ class Node:
             observations=self._observations,
             describe=self._describe,
             placing=self.placing,
+            files=self.file_shares,
         )
         self.started_at = self._announcer.started_at
         self._readiness = Readiness("starting", "loading models")

@@ -38,7 +38,7 @@ class PlacingDisk:
         self._remove = remove
         self._used_bytes = 0
         self._is_to_save = False
-        self._arriving_bytes: dict[ModelId, int] = {}
+        self._arriving_bytes: dict[str, int] = {}
 
     @property
     def free_bytes(self) -> int:
@@ -73,6 +73,20 @@ class PlacingDisk:
                 await self._let_go(model_id)
                 await self.look()
         return wanted_bytes <= self.free_bytes
+
+    def reserve(self, what: str, n_bytes: int) -> None:
+        """For bytes that arrive for a model which nobody can name yet; `what` names them instead. 0 gives
+        them back."""
+        self._arriving_bytes[what] = n_bytes
+        if not n_bytes:
+            del self._arriving_bytes[what]
+
+    async def charge(self, model_id: ModelId) -> None:
+        """What is here of a model came for others' sake, and may go when its room is needed."""
+        if model_id not in self._book.fetched:
+            self._book.fetched[model_id] = None
+            await self._book.save()
+            await self.look()
 
     @contextmanager
     def arriving(self, entry: CatalogueEntry, layers: LayerRange) -> Iterator[None]:

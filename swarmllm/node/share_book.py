@@ -1,8 +1,10 @@
 """Keeps shares over restarts: `shares.json` in the data folder.
 
 Two lists of models: those that this node's user shares with the swarm by command, and those that were fetched
-here only because they were to be placed here. A file that cannot be read is ignored, and the log says so:
-then nothing is shared until the command is repeated, and what was fetched stays as if its user had it.
+here only because they were to be placed here. And two of files whose model nobody knows yet: those that this
+node shares, and those of which it fetches layers because another node does. Where `shares.json` cannot be
+read, it is ignored, and the log says so: then nothing is shared until the command is repeated, and what was
+fetched stays as if its user had it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from msgspec import Meta
 
 from swarmllm.errors import ConfigError, reason_of
 from swarmllm.private_files import write_private
-from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, PublishedName
+from swarmllm_proto.identifiers import NOT_PUBLISHED, Digest, ModelId, PublishedName
+from swarmllm_proto.swarm import SharedFile
 
 log = logging.getLogger("swarmllm.node")
 
@@ -27,6 +30,9 @@ MAX_FILE_BYTES = 2**20
 SHARED_MAX = 8
 """As many as a record has room for."""
 FETCHED_MAX = 1024
+SHARED_FILES_MAX = 2
+FOLLOWED_FILES_MAX = 4
+"""As many as a record has room for."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -37,10 +43,17 @@ class _Shared(msgspec.Struct, frozen=True):
     source: PublishedName = NOT_PUBLISHED
 
 
+class _Followed(msgspec.Struct, frozen=True):
+    header: Digest
+    size_bytes: Annotated[int, Meta(ge=0)]
+
+
 class _File(msgspec.Struct, frozen=True):
     version: int
     shared: Annotated[tuple[_Shared, ...], Meta(max_length=SHARED_MAX)] = ()
     fetched: Annotated[tuple[ModelId, ...], Meta(max_length=FETCHED_MAX)] = ()
+    files: Annotated[tuple[SharedFile, ...], Meta(max_length=SHARED_FILES_MAX)] = ()
+    followed: Annotated[tuple[_Followed, ...], Meta(max_length=FOLLOWED_FILES_MAX)] = ()
 
 
 class ShareBook:
@@ -52,6 +65,11 @@ class ShareBook:
         """Of those of `shared` whose file is published: where."""
         self.fetched: dict[ModelId, None] = {}
         """In the order in which they were begun."""
+        self.files: dict[str, SharedFile] = {}
+        """By header: files that this node shares before it can know their models."""
+        self.followed: dict[str, int] = {}
+        """Header -> size in bytes, of files of which layers are fetched here because other nodes share
+        them."""
         self._path = path
         self._saving = trio.Lock()
 
@@ -65,7 +83,16 @@ class ShareBook:
                     _Shared(model_id, name, self.sources.get(model_id, NOT_PUBLISHED))
                     for model_id, name in self.shared.items()
                 )
-                content = msgspec.json.encode(_File(VERSION, shared, tuple(self.fetched)[-FETCHED_MAX:]))
+                followed = tuple(_Followed(Digest(header), n) for header, n in self.followed.items())
+                content = msgspec.json.encode(
+                    _File(
+                        VERSION,
+                        shared,
+                        tuple(self.fetched)[-FETCHED_MAX:],
+                        tuple(self.files.values())[:SHARED_FILES_MAX],
+                        followed[:FOLLOWED_FILES_MAX],
+                    )
+                )
                 try:
                     await trio.to_thread.run_sync(write_private, self._path, content + b"\n")
                 except ConfigError as error:
@@ -92,4 +119,6 @@ def open_share_book(data_dir: Path) -> ShareBook:
     book.shared = {each.model_id: each.name for each in read.shared}
     book.sources = {each.model_id: each.source for each in read.shared if each.source}
     book.fetched = dict.fromkeys(read.fetched)
+    book.files = {file.header: file for file in read.files}
+    book.followed = {file.header: file.size_bytes for file in read.followed}
     return book

@@ -6,7 +6,7 @@ by itself (`auto_shard`), this node as well, and again whenever a node comes or 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import trio
@@ -51,6 +51,8 @@ class ShareView:
     total_bytes: int
     """Of what this node is fetching for it."""
     members: tuple[ShareMember, ...]
+    problem: str = ""
+    """Why nothing will become of it unless somebody does something; empty: nobody need."""
 
 
 class Sharing:
@@ -66,11 +68,14 @@ class Sharing:
         entry = await self._find(name)
         return entry.name, await self.plan_of(entry.manifest)
 
-    async def plan_of(self, manifest: Manifest) -> SharePlan:
-        """What would become of a model of which only the layout need be known. Raises BadModel."""
+    async def plan_of(self, manifest: Manifest, among: Collection[NodeId] | None = None) -> SharePlan:
+        """What would become of a model of which only the layout need be known. `among`: of the others, only
+        these take part. Raises BadModel."""
         if manifest.n_layers < 1:
             raise BadModel(f"{manifest.name} has no layers")
         records = self._registry.working_nodes()
+        if among is not None:
+            records = {n: record for n, record in records.items() if n in among or n == self._node_id}
         placing = self._placing
         await placing.learn_shapes()
         records.setdefault(self._node_id, NodeRecord(node_id=self._node_id))

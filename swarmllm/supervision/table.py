@@ -122,6 +122,9 @@ TASKS: Final = (
         "segment copies", "restart", "removes copies of layers that nobody uses", "they keep their disk space"
     ),
     LongLived("placement", "restart", "loads and drops layers by plan", "the layers stay as they are"),
+    LongLived(
+        "shared files", "restart", "fetches parts of files that nodes share", "the files stay as they are"
+    ),
     LongLived("HTTP", "restart", "serves the API on its port", "clients wait or are refused"),
 )
 

@@ -68,6 +68,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/admin/models": {"path": "/nowhere/x.gguf", "name": "x"},
     "/api/admin/downloads": {"source": "https://127.0.0.1/x.gguf", "layers": "0:4"},
     "/api/admin/shares": {"model": "guide"},
+    "/api/admin/shares/published": {"source": "hf:org", "name": "x", "hf_token": "x"},
     "/api/admin/shares/plan": {"source": "hf:org", "hf_token": "x"},
     "/api/admin/invitations": {"expires_days": 7},
     "/api/admin/models/search": {"term": "x", "hf_endpoint": "https://127.0.0.1", "hf_token": "x"},

@@ -69,6 +69,31 @@ def test_it_shows_the_plan_and_looks_on_until_every_layer_is_held(ready: FakeNod
     assert ready.bodies(PATH) == [{"model": MODEL_ID}]
 
 
+def test_of_what_each_node_fetches_for_itself_it_looks_on_by_name_until_the_id_is_known(
+    ready: FakeNode, run: Run
+) -> None:
+    ready.on("POST", f"{PATH}/plan", PLAN | {"spread": True, "cuts_known": True, "download_bytes": 4_000_000})
+    unknown = view(0) | {"model": "big", "model_id": "", "problem": ""}
+    ready.on("POST", f"{PATH}/published", unknown)
+    ready.on("GET", f"{PATH}/big", view(6) | {"model": "big"})
+    ready.on("GET", f"{PATH}/{MODEL_ID}", view(12) | {"model": "big"})
+    result = run("share", "hf:org/repo:Q8_0", "--name", "big", "--yes")
+    assert result.exit_code == 0, result.output
+    assert "each node fetches its layers from its hub: 4.0 MB here" in result.stdout
+    assert "big: complete." in result.stdout
+    (asked,) = ready.bodies(f"{PATH}/published")
+    assert (asked["source"], asked["name"]) == ("hf:org/repo:Q8_0", "big")
+    assert ready.bodies(PATH) == []
+
+
+def test_a_share_that_cannot_go_on_ends_the_command(ready: FakeNode, run: Run) -> None:
+    ready.on("POST", f"{PATH}/plan", PLAN | {"spread": True, "cuts_known": True, "download_bytes": 4_000_000})
+    ready.on("POST", f"{PATH}/published", view(0) | {"model_id": "", "problem": "nobody can fetch the rest"})
+    result = run("share", "hf:org/repo:Q8_0", "--yes")
+    assert result.exit_code != 0
+    assert "nobody can fetch the rest" in result.output
+
+
 @pytest.mark.parametrize(("answer", "shared"), [("y\n", True), ("n\n", False), ("", False)])
 def test_on_a_terminal_it_asks_once(
     ready: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, shared: bool

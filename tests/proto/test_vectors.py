@@ -92,6 +92,8 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     assert accepting == swarm_samples.ACCEPTING_RECORD
     published = codec.decode_record(read("record/published-node-record.bin"))
     assert published == swarm_samples.PUBLISHED_RECORD
+    spreading = codec.decode_record(read("record/spreading-node-record.bin"))
+    assert spreading == swarm_samples.SPREADING_RECORD
     of_kv = codec.decode_record(read("record/kv-type-node-record.bin"))
     assert of_kv == swarm_samples.KV_TYPE_RECORD
     of_class = codec.decode_record(read("record/kernel-class-node-record.bin"))
@@ -183,6 +185,9 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [*swarm_samples.PUBLISHED_RECORD.models, *swarm_samples.KV_TYPE_RECORD.models]
     messages += swarm_samples.KERNEL_CLASS_RECORD.models
     messages.append(swarm_samples.SEEING_RECORD)
+    spreading = swarm_samples.SPREADING_RECORD
+    messages += [spreading, *(spreading.shared_files or ()), *(spreading.fetched_files or ())]
+    messages += [part for shared in spreading.shared_files or () for part in shared.parts]
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages.append(COMMITTING_RECORD.capability)
     messages += [swarm_samples.OUTLINE, SAMPLING, EXACT, FINGERPRINTED]

@@ -37,6 +37,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.SharedModel, swarm.NodeCapability),
+    *(swarm.SharedFile, swarm.FilePart, swarm.FetchedFile),
     *(swarm.ObservedLatency, swarm.ObservedLink, swarm.NetworkCoordinate),
     *(swarm.PipelineAssignment, swarm.Stage, swarm.PipelineAck, swarm.StageTiming, swarm.StageBlocks),
     *(swarm.StageRows, swarm.PrefixCacheAnnounce, swarm.KeptPrefix),

@@ -8,9 +8,10 @@ from swarmllm.api.admin.node_json import Json, range_texts
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import read_body
 from swarmllm.api.http.json import encode
-from swarmllm.api.openai.schema import PlanPublished, ShareModel
+from swarmllm.api.openai.schema import PlanPublished, ShareModel, SharePublished
 from swarmllm.downloads.hub_search import FoundModel
 from swarmllm.node import Node
+from swarmllm.node.file_followers import HubAccess
 from swarmllm.node.share_plan import SharePlan
 from swarmllm.node.sharing import ShareView, no_room
 from swarmllm_proto.architectures import ARCHITECTURES
@@ -32,10 +33,19 @@ async def share() -> Response:
     return _json(_share_json(node, await node.sharing.share(body.model, body.source)))
 
 
+@shares.post("/published")
+async def share_published() -> Response:
+    """Of a model on the web, each node fetches the layers that it is going to hold."""
+    body = await read_body(SharePublished)
+    node = current_node()
+    access = HubAccess(body.hf_token, body.hf_endpoint)
+    return _json(_share_json(node, await node.file_shares.share(body.source, body.name, access)))
+
+
 @shares.get("/<name>")
 async def one(name: str) -> Response:
     node = current_node()
-    return _json(_share_json(node, await node.sharing.view(name)))
+    return _json(_share_json(node, node.file_shares.view(name) or await node.sharing.view(name)))
 
 
 @shares.get("/<name>/plan")
@@ -50,17 +60,25 @@ async def plan_published() -> Response:
     body = await read_body(PlanPublished)
     node = current_node()
     found = await node.downloads.published(body.source, token=body.hf_token, endpoint=body.hf_endpoint)
-    planned = _plan_json(node, found.name, await node.sharing.plan_of(found.layout))
+    spread = await node.file_shares.plan(found)
+    planned = _plan_json(node, found.name, spread or await node.sharing.plan_of(found.layout))
     # The id covers the digests of all tensors, which nobody knows yet.
     del planned["model_id"]
-    tried_later = found.layout.architecture not in ARCHITECTURES
-    return _json(planned | {"download_bytes": found.file_bytes, "cuts_known": not tried_later})
+    planned["cuts_known"] = found.layout.architecture in ARCHITECTURES
+    planned["spread"] = spread is not None
+    planned["download_bytes"] = found.file_bytes
+    if spread is not None:
+        own = [part.fetch_bytes for part in spread.parts if part.node_id == node.node_id]
+        # How fast each node reaches its hub is not known.
+        planned |= {"download_bytes": sum(own), "transfer_s": 0.0}
+    return _json(planned)
 
 
 @shares.delete("/<name>")
 async def unshare(name: str) -> Response:
     node = current_node()
-    return _json(_share_json(node, await node.sharing.unshare(name)))
+    ended = await node.file_shares.unshare(name)
+    return _json(_share_json(node, ended or await node.sharing.unshare(name)))
 
 
 def found_json(found: FoundModel, plan: SharePlan | None) -> Json:
@@ -100,7 +118,7 @@ def found_json(found: FoundModel, plan: SharePlan | None) -> Json:
 
 
 def shares_json(node: Node) -> list[Json]:
-    return [_share_json(node, view) for view in node.sharing.views()]
+    return [_share_json(node, view) for view in (*node.file_shares.views(), *node.sharing.views())]
 
 
 def _share_json(node: Node, view: ShareView) -> Json:
@@ -110,9 +128,11 @@ def _share_json(node: Node, view: ShareView) -> Json:
         "n_layers": view.n_layers,
         "n_ready": view.n_ready,
         "complete": view.complete,
-        "own": any(share.model_id == view.model_id for share in node.placing.shares or ()),
+        "own": any(share.model_id == view.model_id for share in node.placing.shares or ())
+        or (not view.model_id and node.node_id in view.shared_by),
         "shared_by": [_node_json(node, node_id) for node_id in view.shared_by],
         "state": view.state,
+        "problem": view.problem,
         "arrived_bytes": view.arrived_bytes,
         "total_bytes": view.total_bytes,
         "members": [

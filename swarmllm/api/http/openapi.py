@@ -36,6 +36,7 @@ from swarmllm.api.openai.schema import (
     PlanPublished,
     SearchModels,
     ShareModel,
+    SharePublished,
     StartDownload,
     UnloadModel,
 )
@@ -136,6 +137,12 @@ OPERATIONS = (
     Operation("post", "/api/admin/shares", "Ask the others to hold parts of a model", ShareModel),
     Operation(
         "post", "/api/admin/shares/plan", "What sharing a model on the web would come to", PlanPublished
+    ),
+    Operation(
+        "post",
+        "/api/admin/shares/published",
+        "Share a model on the web of which each node fetches its own layers",
+        SharePublished,
     ),
     Operation("get", "/api/admin/shares/{name}", "How far that is"),
     Operation("get", "/api/admin/shares/{name}/plan", "Who would take which layers"),

@@ -385,6 +385,13 @@ class PlanPublished(Body, frozen=True):
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
 
 
+class SharePublished(PlanPublished, frozen=True):
+    """POST /api/admin/shares/published."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    """What to call it; null: the name of the file."""
+
+
 class SearchModels(Body, frozen=True):
     """POST /api/admin/models/search; the hub's fields mean what they mean in `StartDownload`."""
 

@@ -8,7 +8,7 @@ const plans = new Map();
 
 export function shareButton(model, share, say) {
   if (share?.own) {
-    return h("button", { type: "button", "aria-label": `Stop sharing ${model.name}`, onclick: () => attempt(say, () => call("DELETE", `api/admin/shares/${model.model_id}`)) }, "Stop sharing");
+    return h("button", { type: "button", "aria-label": `Stop sharing ${model.name}`, onclick: () => attempt(say, () => call("DELETE", `api/admin/shares/${model.model_id || encodeURIComponent(model.name)}`)) }, "Stop sharing");
   }
   return h("button", { type: "button", disabled: plans.has(model.model_id), "aria-label": `Share ${model.name}`, onclick: () => attempt(say, () => ask(model, say)) }, "Share…");
 }
