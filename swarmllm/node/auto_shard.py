@@ -1,16 +1,18 @@
 """AutoShardManager: this node's part in placing models, from the plan to one step at a time.
 
 Every few seconds it works out the plan (see `placing_plan`) for each model that its user lets the swarm place
-here, and takes one step towards it when the plan has asked the same of this node three times in a row. What
-is being loaded is told to the swarm as if it were held, so that nobody else starts on it. What the user
-loaded by hand or by the configuration is pinned: counted, never moved. A step that fails is tried again
-later. Models are looked after side by side: one that takes an hour to arrive keeps no other waiting. What
-nodes share is followed as `shares` says; one that cannot be fetched loses its place to another.
+here, and takes one step towards it when the plan has asked the same of this node three times in a row; of a
+new share, once, as soon as all that accept it have said that they take part. What is being loaded is told to
+the swarm as if it were held, so that nobody else starts on it. What the user loaded by hand or by the
+configuration is pinned: counted, never moved. A step that fails is tried again later. Models are looked after
+side by side: one that takes an hour to arrive keeps no other waiting. What nodes share is followed as
+`shares` says; one that cannot be fetched loses its place to another.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
 from swarmllm.node.accepted_shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
 from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
-from swarmllm.node.placing_plan import next_step, plan_of, shape_of
+from swarmllm.node.placing_plan import begins, next_step, plan_of, shape_of
 from swarmllm.node.share_book import SHARED_MAX, ShareBook
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
 from swarmllm.scheduling.speeds import MAX_MODELS
@@ -35,6 +37,8 @@ from swarmllm_proto.swarm import SharedModel
 
 log = logging.getLogger("swarmllm.node")
 
+BEGINNING_S = 0.5
+"""Between two looks while the nodes that accept a new share are still to say so."""
 RETRY_S = 30.0
 """After a step has failed."""
 FAILURES_MAX = 3
@@ -59,6 +63,8 @@ class PlacedModel:
     """In a row."""
     shared: bool = False
     """A node shares it; it is dropped when nobody does any more."""
+    begins: bool = False
+    """It is to be loaded here for the first time, as soon as the others have said that they take part."""
     withdrawn: bool = False
     is_busy: bool = False
     """A task looks after it."""
@@ -126,7 +132,8 @@ class AutoShardManager:
         async with trio.open_nursery() as looks:
             while True:
                 await self._begin_looks(trio.current_time(), looks)
-                with trio.move_on_after(self._interval_s):
+                is_beginning = any(model.begins for model in self.models)
+                with trio.move_on_after(min(self._interval_s, BEGINNING_S if is_beginning else math.inf)):
                     await self._wake.wait()
                 self._wake = trio.Event()
 
@@ -355,7 +362,7 @@ class AutoShardManager:
         records = self._registry.working_nodes()
         own = records.get(self._node_id)
         if own is None or model.model_id not in own.capability.placed_models:
-            model.state = "telling the swarm"
+            model.state, model.begins = "telling the swarm", model.shared
             return
         # With hundreds of nodes this takes tens of milliseconds, which nobody else need wait for.
         plan = await trio.to_thread.run_sync(plan_of, entry.manifest, records, self._max_pipes)
@@ -365,11 +372,14 @@ class AutoShardManager:
         elsewhere = [layers for node_id, ranges in others if node_id != self._node_id for layers in ranges]
         pinned = self.pinned(entry.model_id)
         step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
+        writers = self._accepted.seen_s.get(entry.model_id, {})
+        is_first = model.shared and begins(entry.model_id, records, writers.keys())
+        model.begins = model.shared and not held and step.load is not None
         if step.load is None and step.drop is None:
             model.hysteresis.forget()
             model.state = f"waits for {step.waits_for}" if step.waits_for else "as planned"
             return
-        if not model.hysteresis.see((model.target, step)):
+        if not model.hysteresis.see((model.target, step)) and not is_first:
             model.state = f"about to move ({model.hysteresis.n_seen} of {CONSISTENT_TICKS})"
             return
         model.hysteresis.forget()

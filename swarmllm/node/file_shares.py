@@ -118,13 +118,12 @@ class FileShares:
             return None
         if await self._gathering.model_of(found.header, found.file_bytes) is not None:
             return None
-        able = [
-            node_id
-            for node_id, record in self._registry.working_nodes().items()
-            if record.fetched_files is not UNSET and accepts(record.capability, self._node_id)
-        ]
-        plan = await self._sharing.plan_of(found.layout, able)
+        plan = await self._sharing.plan_of(found.layout, self._is_able)
         return plan if first_parts(plan, found.layout, self._node_id) else None
+
+    def _is_able(self, record: NodeRecord) -> bool:
+        """Whether another node would fetch layers for this one."""
+        return record.fetched_files is not UNSET and accepts(record.capability, self._node_id)
 
     async def share(self, source: str, name: str | None, access: HubAccess) -> ShareView:
         """Raises Conflict (each node for itself cannot fetch it, the name is another model's, or two such
@@ -229,9 +228,7 @@ class FileShares:
         others = [
             node_id
             for node_id, record in records.items()
-            if node_id != self._node_id
-            and record.fetched_files is not UNSET
-            and accepts(record.capability, self._node_id)
+            if node_id != self._node_id and self._is_able(record)
         ]
         others.sort(
             key=lambda node_id: (-(records[node_id].capability.placing_free_disk_bytes or 0), node_id)

@@ -41,6 +41,7 @@ from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.file_followers import Followers
 from swarmllm.node.file_shares import FileShares
+from swarmllm.node.joining import Joining
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
@@ -179,7 +180,8 @@ class Node:
             book=book,
             is_private=is_private,
         )
-        self.sharing = Sharing(self.placing, registry, router.node_id, find=self.models.find)
+        joining = Joining(router, registry, meets_others=self._meets_others)
+        self.sharing = Sharing(self.placing, registry, router.node_id, find=self.models.find, joining=joining)
         self.file_shares = FileShares(
             router.node_id,
             registry=registry,

@@ -8,12 +8,13 @@ wander with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
 from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
+from swarmllm.node.accepted_shares import accepts
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
@@ -81,11 +82,26 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
     ).speeds
     n_ranges = max(1, HELD_MAX // max(1, len(involved)))
     shape = shape_of(manifest)
+    is_first = not any(announced.ranges or announced.loading for announced in said.values())
     nodes = [
         _node(record, said.get(node_id), model_id, speeds[node_id].decode_s, n_ranges, shape)
         for node_id, record in involved.items()
     ]
+    if is_first:
+        nodes = [_with_fetched(node, involved[node.node_id], model_id, shape) for node in nodes]
     return place(shape, nodes, max_pipes)
+
+
+def begins(model_id: ModelId, records: Mapping[NodeId, NodeRecord], writers: Collection[NodeId]) -> bool:
+    """Whether a model that `writers` share is placed for the first time, and all that accept it have said so:
+    no later news of them can change the plan. One that is held already is moved only after a while."""
+    for record in records.values():
+        if any(announced.model_id == model_id and announced.ranges for announced in record.models):
+            return False
+        takes_part = model_id in record.capability.placed_models
+        if not takes_part and any(accepts(record.capability, writer) for writer in writers):
+            return False
+    return True
 
 
 def next_step(
@@ -140,13 +156,29 @@ def _node(
     )
 
 
+def _with_fetched(
+    node: PlacementNode, record: NodeRecord, model_id: ModelId, shape: ModelShape
+) -> PlacementNode:
+    """Of a model that nobody has loaded: a node that has fetched a part of it for itself, and has room for
+    that, counts as if it held it. Else a speed that has changed since would make it fetch others."""
+    fetched = _on_disk(record, model_id)
+    n_bytes = sum(map(shape.n_bytes, fetched))
+    if not fetched or sum(map(len, fetched)) == shape.n_layers or n_bytes > node.free_bytes:
+        return node
+    return replace(node, held=fetched, free_bytes=node.free_bytes - n_bytes)
+
+
+def _on_disk(record: NodeRecord, model_id: ModelId) -> tuple[LayerRange, ...]:
+    said = [each for each in record.files if each.model_id == model_id]
+    return merge(LayerRange(*pair) for each in said for pair in each.layers)
+
+
 def _room_bytes(record: NodeRecord, held: Iterable[LayerRange], model_id: ModelId, shape: ModelShape) -> int:
     """Of memory, or of disk where that is less: what is on the disk already takes none."""
     said = record.capability
     if said.placing_free_disk_bytes is UNSET:
         return said.placing_free_bytes
-    here = [LayerRange(*pair) for each in record.files if each.model_id == model_id for pair in each.layers]
-    here_bytes = sum(map(shape.n_bytes, subtract(merge(here), list(held))))
+    here_bytes = sum(map(shape.n_bytes, subtract(_on_disk(record, model_id), list(held))))
     return min(said.placing_free_bytes, said.placing_free_disk_bytes + here_bytes)
 
 

@@ -6,7 +6,7 @@ by itself (`auto_shard`), this node as well, and again whenever a node comes or 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
@@ -14,11 +14,13 @@ import trio
 from swarmllm.errors import BadModel, Conflict, InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.node.joining import Joining
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeRecord
 
+LOOK_AGAIN_S = 0.25
 Find = Callable[[str], Awaitable[CatalogueEntry]]
 
 
@@ -56,7 +58,17 @@ class ShareView:
 
 
 class Sharing:
-    def __init__(self, placing: AutoShardManager, registry: Registry, node_id: NodeId, *, find: Find) -> None:
+    def __init__(
+        self,
+        placing: AutoShardManager,
+        registry: Registry,
+        node_id: NodeId,
+        *,
+        find: Find,
+        joining: Joining | None = None,
+    ) -> None:
+        """`joining`: None: who is there is known."""
+        self._joining = joining
         self._placing = placing
         self._registry = registry
         self._node_id = node_id
@@ -68,16 +80,26 @@ class Sharing:
         entry = await self._find(name)
         return entry.name, await self.plan_of(entry.manifest)
 
-    async def plan_of(self, manifest: Manifest, among: Collection[NodeId] | None = None) -> SharePlan:
-        """What would become of a model of which only the layout need be known. `among`: of the others, only
-        these take part. Raises BadModel."""
+    async def plan_of(
+        self, manifest: Manifest, may_take_part: Callable[[NodeRecord], bool] = lambda record: True
+    ) -> SharePlan:
+        """What would become of a model of which only the layout need be known. `may_take_part`: of the
+        others. Right after the start it waits until it knows of their room. Raises BadModel."""
         if manifest.n_layers < 1:
             raise BadModel(f"{manifest.name} has no layers")
-        records = self._registry.working_nodes()
-        if among is not None:
-            records = {n: record for n, record in records.items() if n in among or n == self._node_id}
+        while True:
+            if self._joining is not None:
+                await self._joining.hear_peers()
+            plan = await self._plan_now(manifest, may_take_part)
+            if plan.is_complete or self._joining is None or not self._joining.is_under_way:
+                return plan
+            await trio.sleep(LOOK_AGAIN_S)
+
+    async def _plan_now(self, manifest: Manifest, may_take_part: Callable[[NodeRecord], bool]) -> SharePlan:
         placing = self._placing
         await placing.learn_shapes()
+        known = self._registry.working_nodes().items()
+        records = {n: record for n, record in known if n == self._node_id or may_take_part(record)}
         records.setdefault(self._node_id, NodeRecord(node_id=self._node_id))
         return await trio.to_thread.run_sync(
             plan_share, manifest, self._node_id, records, placing.max_pipes, placing.own_room

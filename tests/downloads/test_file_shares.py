@@ -48,7 +48,7 @@ class SharedAsUsual:
         self.shared: list[tuple[str, str]] = []
         self.refuses = False
 
-    async def plan_of(self, layout: object, among: object = None) -> SharePlan:
+    async def plan_of(self, layout: object, may_take_part: object) -> SharePlan:
         return self.plan
 
     async def share(self, model_id: str, source: str) -> None:

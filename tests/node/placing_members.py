@@ -190,7 +190,10 @@ class SharingMember(Member):
 
     def record(self) -> bytes:
         record = decode_record(super().record())
-        return encode_record(msgspec.structs.replace(record, shares=self.manager.shares))
+        capability = msgspec.structs.replace(record.capability, accepts_shares_of=self.manager.accepts)
+        return encode_record(
+            msgspec.structs.replace(record, shares=self.manager.shares, capability=capability)
+        )
 
 
 SHARE = SharedModel(model_id=ENTRY.model_id, name="m")

@@ -13,6 +13,7 @@ from msgspec.structs import replace as replaced
 from node_ids import A, B, C, D
 from placing_members import (
     ENTRY,
+    LAYER_BYTES,
     SHARE,
     WHOLE,
     Member,
@@ -31,7 +32,7 @@ from swarmllm.node.auto_shard import Sources
 from swarmllm.node.sharing import Sharing
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
-from swarmllm_proto.swarm import NodeRecord, SharedModel
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedModel
 
 
 async def test_those_that_accept_a_share_hold_it_within_their_budget_until_it_is_withdrawn() -> None:
@@ -268,3 +269,24 @@ async def test_a_loaded_model_whose_file_is_gone_does_not_end_the_looks() -> Non
     tell(member, NodeRecord(node_id=B, shares=(SHARE,)))
     await live([member], 1, others=[B])
     assert [model.name for model in member.manager.models] == [ENTRY.model_id]
+
+
+async def test_a_new_share_is_placed_at_once_when_all_that_accept_it_have_said_so() -> None:
+    members = [SharingMember(A, 6), SharingMember(B, 6, "members"), SharingMember(C, 6, "members")]
+    members[0].manager.shares = (SHARE,)
+    # One look to follow the share, one to say so, one to load.
+    await live([*members], 3)
+    assert merge(layers_of([*members])) == (WHOLE,)
+
+
+async def test_it_waits_for_one_that_accepts_and_has_not_said_so_yet() -> None:
+    member = SharingMember(A, 12)
+    member.manager.shares = (SHARE,)
+    silent = NodeCapability(accepts_shares_of=("members",), placing_free_bytes=12 * LAYER_BYTES)
+    tell(member, NodeRecord(node_id=B, capability=silent))
+    await live([member], 3, others=[B])
+    assert member.pool.held == ()
+    assert member.manager.models[0].begins
+    # It may be of an older version, or have no place for it: that is waited for as long as always.
+    await live([member], 2, 20.0, others=[B])
+    assert member.pool.held == (WHOLE,)

@@ -8,6 +8,7 @@ from node_ids import A, B, C
 from placing_members import ENTRY, LAYER_BYTES
 
 from swarmllm.models import LayerRange, covers
+from swarmllm.node.placing_plan import plan_of
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.node.sharing import no_room
 from swarmllm_proto.identifiers import NodeId
@@ -81,3 +82,23 @@ def test_the_transfer_takes_as_long_as_the_one_line_of_this_node_needs() -> None
     assert found.is_transfer_measured
     assert found.transfer_s == pytest.approx(12.0)
     assert not plan(member(B, 12, "members"), own_layers=0).is_transfer_measured
+
+
+def test_who_has_fetched_a_part_for_itself_holds_that_though_speeds_have_changed() -> None:
+    def fetched(node_id: NodeId, *layers: tuple[int, int], decode_s: float) -> NodeRecord:
+        said = member(node_id, 12, "members", disk=12, decode_s=decode_s)
+        files = FileAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, layers=layers)
+        capability = msgspec.structs.replace(said.capability, placed_models=(ENTRY.model_id,))
+        return msgspec.structs.replace(said, files=(files,), capability=capability)
+
+    def targets(*layers: tuple[tuple[int, int], ...]) -> list[tuple[LayerRange, ...]]:
+        nodes = [
+            fetched(node, *held, decode_s=s)
+            for node, held, s in zip((A, B), layers, (0.001, 0.004), strict=True)
+        ]
+        found = plan_of(MANIFEST, {record.node_id: record for record in nodes}, 1)
+        return [found.targets[node_id] for node_id in (A, B)]
+
+    assert targets(((0, 3),), ((3, 12),)) == [(LayerRange(0, 3),), (LayerRange(3, 12),)]
+    # A file that is here whole says nothing of what is to be held.
+    assert targets(((0, 12),), ()) == targets((), ())
