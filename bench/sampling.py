@@ -21,7 +21,7 @@ from llama_cpp import llama_cpp as lib
 
 from bench.common.figures import Figure, ratios, table, write
 from swarmllm_proto.ipc import Sampling
-from swarmllm_workers.decode.sampling import PENALTY_WINDOW, Sampler, step_seed
+from swarmllm_workers.decode.sampling import DRY_WINDOW, Sampler, step_seed
 from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE
 
 SETTINGS = {
@@ -44,7 +44,7 @@ def whole_list(sampling: Sampling, logits: np.ndarray, index: int, generated: Se
     samplers: list[Any] = []
     if sampling.repeat_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
         penalties = sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty
-        samplers.append(lib.llama_sampler_init_penalties(len(logits), PENALTY_WINDOW, *penalties))
+        samplers.append(lib.llama_sampler_init_penalties(len(logits), DRY_WINDOW, *penalties))
     if sampling.top_k > 0:
         samplers.append(lib.llama_sampler_init_top_k(sampling.top_k))
     if sampling.top_p < 1.0:

@@ -39,6 +39,7 @@ TOP_DOWN = (
     "swarmllm.keys",
     "swarmllm.sd_notify",
     "swarmllm.memory_info",
+    "swarmllm.process_use",
     "swarmllm.private_files",
     "swarmllm.errors",
     "swarmllm_workers",

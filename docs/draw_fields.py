@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from swarmllm.api.anthropic.messages import MessagesRequest  # noqa: E402
 from swarmllm.api.http.fields import members  # noqa: E402
-from swarmllm.api.llamacpp import NativeCompletion  # noqa: E402
+from swarmllm.api.llamacpp.completion import NativeCompletion  # noqa: E402
 from swarmllm.api.ollama.endpoints import (  # noqa: E402
     EMPTY_IN_GENERATE,
     NEVER_TRUE,
@@ -64,6 +64,7 @@ def table() -> str:
             if getattr(structure.cls, "refuses_unknown", False):
                 refused = frozenset({"*"})
             told = dict.fromkeys(ignored, "ignored") | dict.fromkeys(refused, "refused")
+            told |= dict.fromkeys(getattr(structure.cls, "neutral", ()), "neutral value only")
             if not path:
                 own = [field.encode_name for field in structure.fields]
                 told = dict.fromkeys(own, "honoured") | told | dict.fromkeys(neutral, "neutral value only")

@@ -103,6 +103,7 @@ class RunningNode(Protocol):
     """What the process asks of what it runs."""
 
     def nickname_in_log(self, node_id: str) -> str: ...
+    def model_name_in_log(self, model_id: str) -> str: ...
 
     async def drain(self, limit_s: float) -> None:
         """Finish what runs before the end, within `limit_s` seconds."""
@@ -145,6 +146,7 @@ async def run_daemon(
                 opened = (open_node or open_daemon)(config, reread, manager, nodes.append)
                 async with opened as daemon_info:
                     lines.nickname_of = nodes[0].nickname_in_log
+                    lines.model_name_of = nodes[0].model_name_in_log
                     # What lives as long as the daemon need not be looked through between two tokens.
                     gc.collect()
                     gc.freeze()

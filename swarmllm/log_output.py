@@ -33,6 +33,7 @@ OLD_FILES: Final = 2
 EVENT_MAX: Final = 60
 ID_END: Final = 8
 _NODE_ID = re.compile(r"\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
+_MODEL_ID = re.compile(r"\b[0-9a-f]{64}\b")
 _REQUEST = re.compile(r"\breq_[0-9a-f]{24}(\.[0-9a-f]{8})?\b")
 _PLACEHOLDER = re.compile(r"%[#0\- +]*[\d*]*(\.\d+)?[a-zA-Z%]")
 _NOT_WORD = re.compile(r"[^a-z0-9]+")
@@ -50,6 +51,8 @@ class Facts:
     request_id: str
     nodes: tuple[str, ...]
     """Ids of the nodes that the message names."""
+    models: tuple[str, ...]
+    """Ids of the models that it names."""
 
 
 class LineFormatter(logging.Formatter):
@@ -60,10 +63,11 @@ class LineFormatter(logging.Formatter):
         self._form = style
         self._names = names or self
         self.nickname_of: Callable[[str], str] = lambda node_id: ""
-        """Set once nodes are known. Called in whichever thread writes a line."""
+        self.model_name_of: Callable[[str], str] = lambda model_id: ""
+        """Both are set once nodes and models are known. Called in whichever thread writes a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = facts_of(record, self._names.nickname_of)
+        facts = facts_of(record, self._names.nickname_of, self._names.model_name_of)
         traceback = super().formatException(record.exc_info) if record.exc_info else ""
         if self._form == "json":
             told = {
@@ -74,6 +78,7 @@ class LineFormatter(logging.Formatter):
                 "message": facts.message,
                 "request_id": facts.request_id,
                 "nodes": list(facts.nodes),
+                "models": list(facts.models),
                 "traceback": traceback,
             }
             return json.dumps({name: value for name, value in told.items() if value})
@@ -87,12 +92,17 @@ class LineFormatter(logging.Formatter):
         return f"{facts.time} {facts.level:<7} {facts.logger}: {text}"
 
 
-def facts_of(record: logging.LogRecord, nickname_of: Callable[[str], str]) -> Facts:
+def facts_of(
+    record: logging.LogRecord, nickname_of: Callable[[str], str], model_name_of: Callable[[str], str]
+) -> Facts:
+    """Only what `model_name_of` knows is a model: other hashes are as long as their ids."""
     try:
         message = record.getMessage()
     except Exception as error:
         message = f"{record.msg!r} cannot be written: {type(error).__name__}"
     nodes = tuple(dict.fromkeys(_NODE_ID.findall(message)))
+    names = {each: model_name_of(each) for each in dict.fromkeys(_MODEL_ID.findall(message))}
+    models = tuple(each for each, name in names.items() if name)
     found = _REQUEST.search(message)
     written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
     return Facts(
@@ -100,9 +110,13 @@ def facts_of(record: logging.LogRecord, nickname_of: Callable[[str], str]) -> Fa
         level=record.levelname,
         logger=record.name,
         event=event_of(record),
-        message=_NODE_ID.sub(lambda match: _named(match[0], nickname_of), message),
+        message=_MODEL_ID.sub(
+            lambda match: names.get(match[0]) or match[0],
+            _NODE_ID.sub(lambda match: _named(match[0], nickname_of), message),
+        ),
         request_id=found[0] if found else REQUEST_ID.get(),
         nodes=nodes,
+        models=models,
     )
 
 

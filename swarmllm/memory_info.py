@@ -1,4 +1,4 @@
-"""How much memory this machine has, and how much a process of it holds."""
+"""How much memory this machine has."""
 
 from __future__ import annotations
 
@@ -18,15 +18,3 @@ def memory_bytes() -> tuple[int, int]:
         return max(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 0
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return kib.get("MemTotal", 0) * 1024, kib.get("MemAvailable", 0) * 1024
-
-
-def resident_bytes(pid: int) -> int:
-    """What a process has in memory, pages that it shares with others included; 0 where it is gone or nobody
-    counts."""
-    if not operating_system.IS_LINUX:
-        return 0
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -49,6 +49,7 @@ LAYERS = (
     "swarmllm.loop_watchdog",
     "swarmllm.supervision",
     "swarmllm.memory_info",
+    "swarmllm.process_use",
     "swarmllm.operating_system",
     "swarmllm.database",
     "swarmllm.private_files",
@@ -160,6 +161,7 @@ LINUX_ONLY = {
     r"/?(proc|sys)/.*": (
         *SYSTEM,
         "swarmllm.memory_info",
+        "swarmllm.process_use",
         "swarmllm_workers.engine.memory",
         "swarmllm_workers.kernels.kernel_tuning",
         "swarmllm_workers.engine.shared_weights",

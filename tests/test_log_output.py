@@ -49,8 +49,19 @@ def names(node_id: str) -> str:
     return {NODE_A: "attic", NODE_B: "a\x1b\nb"}.get(node_id, "")
 
 
+def no_models(model_id: str) -> str:
+    return ""
+
+
+def test_models_have_their_names() -> None:
+    model, other = "ab" * 32, "cd" * 32
+    facts = facts_of(record("worker %d serves model %s, %s", 7, model, other), names, {model: "guide"}.get)
+    assert facts.message == f"worker 7 serves model guide, {other}"
+    assert (facts.models, facts.event) == ((model,), "worker_serves_model")
+
+
 def test_nodes_have_their_nicknames_and_requests_their_ids() -> None:
-    facts = facts_of(record("request %s of %s, then %s: %d", REQUEST, NODE_A, NODE_B, 3), names)
+    facts = facts_of(record("request %s of %s, then %s: %d", REQUEST, NODE_A, NODE_B, 3), names, no_models)
     assert facts.message == f"request {REQUEST} of attic (…{NODE_A[-8:]}), then a??b (…{NODE_B[-8:]}): 3"
     assert (facts.request_id, facts.nodes) == (REQUEST, (NODE_A, NODE_B))
     assert facts.event == "request_of_then"

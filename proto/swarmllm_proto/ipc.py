@@ -210,6 +210,8 @@ class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
     effort: Effort | None = None
     template: str = ""
     """A chat template (Jinja) in place of the model's."""
+    is_to_answer: bool = True
+    """False: up to the end of the last message."""
 
 
 class Detokenize(DaemonMessage, frozen=True, tag=True):

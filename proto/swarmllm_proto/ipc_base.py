@@ -112,6 +112,9 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     fingerprint_key: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
     """Tokens come with a fingerprint of their logits, of the tokens that this number draws (see
     `fingerprints`). None: without."""
+    repeat_last_n: Annotated[int, Meta(ge=0, le=1024)] = 1024
+    """So many of the generated tokens are penalised by `repeat_penalty`, `presence_penalty` and
+    `frequency_penalty`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

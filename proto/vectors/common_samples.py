@@ -46,6 +46,7 @@ SAMPLING = ipc.Sampling(
 )
 EXACT = ipc.Sampling(exact=True)
 FINGERPRINTED = ipc.Sampling(temperature=0.5, seed=7, fingerprint_key=2**32 - 1)
+SHORT_MEMORY = ipc.Sampling(repeat_penalty=1.1, repeat_last_n=64)
 LOGPROBS = (
     ipc.TokenLogprob(token=15043, logprob=-1.5, piece="世".encode()[:2]),
     ipc.TokenLogprob(token=2, logprob=-9999.0, piece=b"<|im_end|>"),

@@ -13,6 +13,7 @@ from common_samples import (
     NODE_B,
     REQUEST_ID,
     SAMPLING,
+    SHORT_MEMORY,
     TIMINGS,
     TOKEN_IDS,
 )
@@ -91,6 +92,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
     ("apply-another-template", ipc.ApplyTemplate(id=14, messages=MESSAGES, template="{{ messages }}"), b""),
+    ("apply-template-bare", ipc.ApplyTemplate(id=15, messages=MESSAGES, is_to_answer=False), b""),
     ("detokenize", ipc.Detokenize(id=14), tensor_bytes(TOKEN_IDS)),
     ("detokenize-as-generated", ipc.Detokenize(id=31, as_generated=True), tensor_bytes(TOKEN_IDS)),
     ("embed", ipc.Embed(id=6), tensor_bytes(TOKEN_IDS)),
@@ -227,6 +229,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     (
         "generate-exact",
         ipc.Generate(id=9, request_id=REQUEST_ID, sampling=EXACT),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    (
+        "generate-short-memory",
+        ipc.Generate(id=9, request_id=REQUEST_ID, sampling=SHORT_MEMORY),
         tensor_bytes(TOKEN_IDS),
     ),
     ("cancel-request", ipc.CancelRequest(id=10, request_id=REQUEST_ID), b""),

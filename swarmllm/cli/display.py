@@ -86,6 +86,20 @@ def short_id(identifier: str) -> str:
     return identifier if len(identifier) <= 12 else f"…{identifier[-8:]}"
 
 
+def departed(left: Sequence[dict[str, Any]], now: float) -> Table:
+    """The nodes that have gone lately, as the node's `left` has them. `now`: seconds since the epoch."""
+    rows = (
+        (
+            node["nickname"] or "-",
+            short_id(node["node_id"]),
+            f"{duration(max(0, int(now - node['left_at'])))} ago",
+            "; ".join(f"{model['name']} {', '.join(model['layers'])}" for model in node["models"]) or "-",
+        )
+        for node in left
+    )
+    return table(("left", "id", "when", "held"), rows)
+
+
 def route_table(route: Sequence[ShownStage]) -> Table:
     numbers = ("compute ms/token", "node ms/token", "network ms/token", "bytes/token", "prefill ms")
     rows = (

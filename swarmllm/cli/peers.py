@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -11,7 +12,7 @@ import click
 from rich.text import Text
 
 from swarmllm.cli.client import Client
-from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size, table
+from swarmllm.cli.display import departed, duration, make_console, print_json, safe, short_id, size, table
 from swarmllm.cli.options import api_option, json_option
 
 COLUMNS = ("nickname", "node id", "rtt", "data plane", "sent", "received", "connected", "trust", "holds")
@@ -26,7 +27,8 @@ ALL_COLUMNS_WIDTH = 100
 @api_option
 @click.pass_context
 def peers(context: click.Context, as_json: bool, api_url: str) -> None:
-    """Show the nodes this one is connected to, how far away they are, and which layers they hold."""
+    """Show the nodes this one is connected to, how far away they are, and which layers they hold; and those
+    that have left within the last hour."""
     if context.invoked_subcommand is not None:
         return
     with Client(api_url) as client:
@@ -44,6 +46,9 @@ def peers(context: click.Context, as_json: bool, api_url: str) -> None:
         click.echo(
             "Connected to no other node. Start one with --bootstrap and an address from `swarmllm status`."
         )
+    if not as_json and (left := answer.get("left")):
+        click.echo()
+        make_console().print(departed(left, time.time()))
 
 
 @peers.command(short_help="Explain one node: its link, and how far it is trusted.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,17 @@ from rich.live import Live
 from rich.text import Text
 
 from swarmllm.cli.client import Client, CommandFailed
-from swarmllm.cli.display import duration, make_console, milliseconds, print_json, safe, short_id, size, table
+from swarmllm.cli.display import (
+    departed,
+    duration,
+    make_console,
+    milliseconds,
+    print_json,
+    safe,
+    short_id,
+    size,
+    table,
+)
 from swarmllm.cli.options import api_option, json_option
 
 PATH = "/api/events"
@@ -68,6 +79,8 @@ def follow(client: Client) -> Iterator[State]:
 
 def screen(state: State) -> RenderableType:
     parts: list[RenderableType] = [_head(state), "", _nodes(state)]
+    if left := state["peers"].get("left"):
+        parts += ["", departed(left, time.time())]
     if held := [model for model in state["models"]["models"] if model["holders"]]:
         parts += ["", *_strips(held)]
     parts += ["", _live(state["requests"]["live"])]

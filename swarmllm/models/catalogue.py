@@ -108,6 +108,8 @@ class Catalogue:
         """`path`: the database file; its folder must exist. Raises BadModel for a database of another
         version."""
         self._path = path
+        self.names: Mapping[ModelId, str] = {}
+        """As `list` last had them, so that nothing has to be read to name a model."""
         with self.database() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA_VERSION):
@@ -151,7 +153,9 @@ class Catalogue:
         """Every model, by name. Does not look at the files."""
         with self.database() as database:
             rows = database.execute(f"SELECT {_COLUMNS} FROM models ORDER BY name").fetchall()
-            return tuple(_entry(row, *_stored(database, row[0])) for row in rows)
+            entries = tuple(_entry(row, *_stored(database, row[0])) for row in rows)
+        self.names = {entry.model_id: entry.name for entry in entries}
+        return entries
 
     def of_size(self, size_bytes: int) -> tuple[CatalogueEntry, ...]:
         """The models whose file has this size. Does not look at the files."""

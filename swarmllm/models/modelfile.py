@@ -20,11 +20,11 @@ MAX_BYTES = 256 * 1024
 COMPUTING = frozenset(
     {
         *("num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram", "f16_kv"),
-        *("use_mmap", "use_mlock", "vocab_only", "repeat_last_n", "penalize_newline", "num_gqa"),
+        *("use_mmap", "use_mlock", "vocab_only", "penalize_newline", "num_gqa"),
     }
 )
 """Parameters that change nothing here: the node's configuration decides."""
-_INTEGERS = frozenset({"top_k", "seed", "mirostat", "num_ctx", "num_predict"})
+_INTEGERS = frozenset({"top_k", "seed", "mirostat", "num_ctx", "num_predict", "repeat_last_n"})
 _FLOATS = frozenset(
     {
         *("temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty"),

@@ -44,6 +44,7 @@ class SamplingDefaults(
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=0, le=1024)] | None = None
     seed: Annotated[int, Meta(ge=0, lt=2**32)] | None = None
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=16)] | None = (
         None

@@ -71,6 +71,10 @@ class BootstrapNode:
     def nickname_in_log(self, node_id: str) -> str:
         return self.nickname if node_id == self.router.node_id else ""
 
+    def model_name_in_log(self, model_id: str) -> str:
+        """Bootstrap nodes have none."""
+        return ""
+
     async def drain(self, limit_s: float) -> None:
         """There is nothing to wait for: circuits go on over other relays."""
         self._is_stopping = True

@@ -74,7 +74,12 @@ GUESSED_TOKENS = Definition(
     "Tokens that were guessed ahead and checked (speculation), by who did and whether the model said them.",
     ("model", "by", "guess"),
 )
-INFO = Definition("swarmllm_info", "gauge", "Always 1; says which version runs.", ("version",))
+INFO = Definition(
+    "swarmllm_info",
+    "gauge",
+    "Always 1; says which version runs, on which Python, with which llama-cpp-python.",
+    ("version", "python", "llama_cpp_python"),
+)
 READY = Definition(
     "swarmllm_ready",
     "gauge",
@@ -259,6 +264,18 @@ STARTS = Definition(
     "counter",
     "Processes started for a model; more than one means that one died or idled.",
     ("model_id",),
+)
+WORKER_CPU = Definition(
+    "swarmllm_worker_cpu_seconds_total", "counter", "Processor time of a model's worker.", ("model_id",)
+)
+WORKER_RESIDENT = Definition(
+    "swarmllm_worker_resident_memory_bytes",
+    "gauge",
+    "Memory of a model's worker, with the part of the model's file that is mapped.",
+    ("model_id",),
+)
+WORKER_FILES = Definition(
+    "swarmllm_worker_open_fds", "gauge", "Open files and connections of a model's worker.", ("model_id",)
 )
 
 LONGEST_STEP = Definition(

@@ -10,7 +10,10 @@ a label that a client may choose is a leak of memory.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from prometheus_client import (
@@ -27,6 +30,7 @@ from prometheus_client.registry import Collector
 from swarmllm import __version__
 from swarmllm.node import metric_definitions as metric
 from swarmllm.node.metric_definitions import Definition
+from swarmllm.process_use import process_use
 from swarmllm.scheduling.tiers import TIERS
 
 if TYPE_CHECKING:
@@ -214,11 +218,26 @@ class _NodeState(Collector):
         yield family(metric.WEIGHTS, [((worker.model_id,), worker.weights_bytes) for worker in workers])
         yield family(metric.PENDING, [((worker.model_id,), worker.n_pending) for worker in workers])
         yield family(metric.STARTS, [((worker.model_id,), worker.n_starts) for worker in workers])
+        uses = [(worker.model_id, process_use(worker.pid)) for worker in workers if worker.pid is not None]
+        used = [((model_id,), use) for model_id, use in uses if use is not None]
+        yield family(metric.WORKER_CPU, [(labels, use.cpu_s) for labels, use in used])
+        yield family(metric.WORKER_RESIDENT, [(labels, use.resident_bytes) for labels, use in used])
+        yield family(metric.WORKER_FILES, [(labels, use.n_files) for labels, use in used])
+
+
+@cache
+def build_labels() -> tuple[str, str, str]:
+    """(ours, Python's, llama-cpp-python's) version; the last one "" where it is not installed."""
+    try:
+        runtime = version("llama-cpp-python")
+    except PackageNotFoundError:
+        runtime = ""
+    return __version__, platform.python_version(), runtime
 
 
 def process_families(node: ObservedProcess) -> Iterator[Metric]:
     """What there is of every kind of node."""
-    yield family(metric.INFO, [((__version__,), 1)])
+    yield family(metric.INFO, [(build_labels(), 1)])
     yield family(metric.STARTED, [((), node.started_at)])
     yield family(metric.LONGEST_STEP, [((), node.watchdog.longest_s)])
     yield family(metric.SLOW_STEPS, [((), node.watchdog.n_slow)])

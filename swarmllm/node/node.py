@@ -411,6 +411,9 @@ class Node:
     def nickname_in_log(self, node_id: str) -> str:
         return self.nickname_of(NodeId(node_id))
 
+    def model_name_in_log(self, model_id: str) -> str:
+        return self._catalogue.names.get(ModelId(model_id), "")
+
     def _chosen_by_hand(self, model_id: ModelId, loaded: LayerRange | None) -> None:
         self.on_demand.forget(model_id)
         if loaded is not None:

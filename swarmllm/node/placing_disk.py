@@ -55,7 +55,7 @@ class PlacingDisk:
                 self._book.fetched.pop(model_id, None)
                 self._is_to_save = True
             except SwarmLLMError as error:
-                log.info("what is here of %s is not counted: %s", model_id[:12], error.message)
+                log.info("what is here of %s is not counted: %s", model_id, error.message)
         self._used_bytes = used_bytes
         if self._is_to_save:
             self._is_to_save = False
@@ -123,11 +123,11 @@ class PlacingDisk:
             if (await self._known(model_id)).pinned:
                 return
             await self._remove(model_id)
-            log.info("removed %s, which was fetched to be placed here and is not any more", model_id[:12])
+            log.info("removed %s, which was fetched to be placed here and is not any more", model_id)
         except ModelNotFound:
             pass
         except SwarmLLMError as error:
-            log.info("%s stays on the disk: %s", model_id[:12], error.message)
+            log.info("%s stays on the disk: %s", model_id, error.message)
             return
         if model_id in self._book.fetched:
             del self._book.fetched[model_id]

@@ -61,6 +61,21 @@ class Texts:
         entry = await self._find(model)
         return await self._pool.detokenize(_file(entry), token_ids(entry, tokens, "tokens"))
 
+    async def pieces(self, model: str, tokens: list[int]) -> list[bytes]:
+        """What each token stands for, special ones spelt out; not always whole characters. Raises
+        InvalidRequest for ids outside the vocabulary."""
+        entry = await self._find(model)
+        ids = token_ids(entry, tokens, "tokens")
+        found = list(await self._pool.pieces(_file(entry), ids))
+        # Special tokens add nothing to a text that is generated.
+        silent = {tokens[i] for i, piece in enumerate(found) if not piece}
+        spelt = {token: (await self.detokenize(model, [token])).encode() for token in sorted(silent)}
+        return [piece or spelt[token] for piece, token in zip(found, tokens, strict=True)]
+
+    async def end_tokens(self, model: str) -> frozenset[int]:
+        """Those that end a text."""
+        return await self._pool.end_tokens(_file(await self._find(model)))
+
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""
         entry = await self._find(model)
@@ -72,11 +87,16 @@ class Texts:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         template: str = "",
+        *,
+        effort: Effort | None = None,
+        is_to_answer: bool = True,
     ) -> str:
-        """The text the model would read, by `template` or its own. Raises InvalidRequest where that
-        refuses."""
+        """The text the model would read, by `template` or its own; `is_to_answer`: up to where the assistant
+        speaks. Raises InvalidRequest where the template refuses."""
         file = _file(await self._find(model))
-        return await self._pool.apply_template(file, messages, tools, template=template)
+        return await self._pool.apply_template(
+            file, messages, tools, effort, template, is_to_answer=is_to_answer
+        )
 
     async def prompt_ending(self, model: str, effort: Effort | None = None, template: str = "") -> str:
         """The last characters of any prompt of this model: what its answers go on from. "" where its

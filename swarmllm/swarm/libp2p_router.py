@@ -466,9 +466,11 @@ async def _running_router(
             router = Libp2pRouter(
                 identity, gater, host, nursery, started_at_ms, memory, settings, directory, trust
             )
+            spread = router.spread
             gossip = Gossip(
                 network.network_id,
-                router.spread,
+                spread.validate,
+                spread.receive,
                 TOPIC_SIZES_BYTES,
                 trust.note,
                 directory.gossip_allowances,

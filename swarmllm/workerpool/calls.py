@@ -18,7 +18,6 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerError,
 )
-from swarmllm.supervision import Outcome
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc import AnyWorkerMessage, Error, GenerateDone, Progress, Token, WorkerMessage
 
@@ -83,27 +82,25 @@ class Call:
         self._expects = expects
         self._timeout_s = timeout_s
         self._on_progress = on_progress
-        self._outcome: Outcome[tuple[WorkerMessage, memoryview]] = Outcome()
+        self._finished = trio.Event()
         self._scope = trio.CancelScope()
+        self.message: WorkerMessage | None = None
+        self.payload = memoryview(b"")
+        self.error: SwarmLLMError | None = None
 
     async def wait(self) -> bool:
-        """False where the answer did not come in time; Progress extends it."""
-        if not self._outcome.is_over:
+        """False where the answer did not come in time."""
+        if not self._finished.is_set():
             self._scope.deadline = trio.current_time() + self._timeout_s
             with self._scope:
-                await self._outcome.over()
-        return self._outcome.is_over
-
-    async def answer(self) -> tuple[WorkerMessage, memoryview]:
-        """Of one of the types that it expects, with its payload. Raises what the worker's Error, or its
-        death, made of the call."""
-        return await self._outcome.wait()
+                await self._finished.wait()
+        return self._finished.is_set()
 
     def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
         if isinstance(message, self._expects):
-            self._outcome.succeed((message, payload))
+            self.message, self.payload = message, payload
         elif isinstance(message, Error):
-            self._outcome.fail(worker_fault(message))
+            self.error = worker_fault(message)
         elif isinstance(message, Progress):
             self._scope.deadline = trio.current_time() + self._timeout_s
             self._tell(message)
@@ -112,10 +109,12 @@ class Call:
             expects = self._expects if isinstance(self._expects, tuple) else (self._expects,)
             expected = " or ".join(each.__name__ for each in expects)
             raise BadMessage("type", f"{type(message).__name__} answers a call that expects {expected}")
+        self._finished.set()
         return True
 
     def fail(self, error: SwarmLLMError) -> None:
-        self._outcome.fail(error)
+        self.error = error
+        self._finished.set()
 
     def _tell(self, message: Progress) -> None:
         if self._on_progress is None:

@@ -189,7 +189,7 @@ class PictureEncoders:
         except BaseException:
             worker.kill("could not open its projector")
             raise
-        log.info("worker %d encodes pictures for model %s", worker.pid, model.model_id[:8])
+        log.info("worker %d encodes pictures for model %s", worker.pid, model.model_id)
         encoder.worker, encoder.opened_as = worker, (model, projector)
         return worker, opened
 

@@ -270,7 +270,7 @@ class HostedModel:
         except BaseException:
             worker.kill("could not be brought up")
             raise
-        log.info("worker %d serves model %s", worker.pid, self.model.model_id[:8])
+        log.info("worker %d serves model %s", worker.pid, self.model.model_id)
         self._worker = worker
         return worker
 

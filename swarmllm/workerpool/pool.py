@@ -211,11 +211,18 @@ class WorkerPool:
         tools: list[dict[str, Any]] | None = None,
         effort: Effort | None = None,
         template: str = "",
+        *,
+        is_to_answer: bool = True,
     ) -> str:
         """The text that a model would read. Raises InvalidRequest (template) ..."""
         worker = await self._hosts.ready(model)
         message = ApplyTemplate(
-            id=worker.new_id(), messages=messages, tools=tools, effort=effort, template=template
+            id=worker.new_id(),
+            messages=messages,
+            tools=tools,
+            effort=effort,
+            template=template,
+            is_to_answer=is_to_answer,
         )
         return await self._text(worker, message)
 

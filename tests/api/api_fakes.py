@@ -255,11 +255,21 @@ class FakePool:
         tools: Any = None,
         effort: Any = None,
         template: str = "",
+        place: str = "whole",
     ) -> Any:
         """A token per byte, after a token that begins every text."""
         await trio.lowlevel.checkpoint()
         data = (text if text is not None else repr(messages)).encode()
         return np.array([1, *data], np.int32)
+
+    async def pieces(self, model: Any, tokens: Any) -> tuple[bytes, ...]:
+        """The token that begins a text adds nothing."""
+        await trio.lowlevel.checkpoint()
+        return tuple(b"" if token == 1 else bytes([token]) for token in tokens.tolist())
+
+    async def end_tokens(self, model: Any) -> frozenset[int]:
+        await trio.lowlevel.checkpoint()
+        return frozenset({2, 3})
 
     async def check_grammar(self, model: Any, sampling: Any) -> None:
         await trio.lowlevel.checkpoint()
@@ -269,10 +279,18 @@ class FakePool:
         return bytes(tokens.tolist()).decode()
 
     async def apply_template(
-        self, model: Any, messages: Any, tools: Any, effort: Any = None, template: str = ""
+        self,
+        model: Any,
+        messages: Any,
+        tools: Any,
+        effort: Any = None,
+        template: str = "",
+        *,
+        is_to_answer: bool = True,
     ) -> str:
         await trio.lowlevel.checkpoint()
-        return template + "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        said = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return template + said + "<assistant>" * is_to_answer
 
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         return self.options.get(model_id) if self.loaded(model_id) else None

@@ -219,7 +219,7 @@ async def test_stats_peers_and_configuration(tmp_path: Path) -> None:
     assert stats["ready"] is True
     assert stats["requests"]["active"] == 0
     assert [(model["name"], model["layers"]) for model in stats["models"]] == [("guide", ["0:4"])]
-    assert peers == {"peers": []}
+    assert peers == {"peers": [], "left": []}
     assert config["config"]["api"]["max_body_bytes"] == 65536
 
 

@@ -172,6 +172,15 @@ async def test_tool_calls_are_parsed_out_of_the_text(tmp_path: Path) -> None:
     assert plain["choices"][0]["message"]["content"] == "Let me see. " + call
 
 
+async def test_a_forced_call_without_an_object_of_parameters_is_refused_by_name(tmp_path: Path) -> None:
+    function = {"name": "get_weather", "parameters": {"type": "string"}}
+    body = HELLO | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(CHAT, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].function.parameters")
+        assert not stand.pipelines.calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("failure", "status", "code"),

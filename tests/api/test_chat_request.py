@@ -268,3 +268,44 @@ def test_tools_are_left_out_where_no_call_is_wanted() -> None:
 
 def test_without_parallel_tool_calls_one_is_the_most() -> None:
     assert read(HELLO | {"tools": [TOOL], "parallel_tool_calls": False}).max_tool_calls == 1
+
+
+SAID = {"role": "assistant", "content": "Hel"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "begun"),
+    [
+        ({}, "Hel"),
+        ({"continue_final_message": True}, "Hel"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "Hel"),
+        ({"add_generation_prompt": True}, ""),
+        ({"continue_final_message": False}, ""),
+        ({"tools": [TOOL], "tool_choice": "required"}, ""),
+        ({"messages": [*HELLO["messages"], SAID | {"prefix": True}]}, "Hel"),
+        ({"messages": [*HELLO["messages"], SAID | {"reasoning_content": "so"}]}, ""),
+        ({"messages": [SAID]}, ""),
+    ],
+)
+def test_an_answer_goes_on_from_a_last_message_of_the_assistant(fields: dict[str, Any], begun: str) -> None:
+    body = HELLO | {"messages": [*HELLO["messages"], SAID]} | fields
+    call = read(body)
+    assert call.begun == begun
+    assert len(call.messages) == len(body["messages"]) - bool(begun)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        ({"messages": HELLO["messages"], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": HELLO["messages"], "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [SAID | {"prefix": True}, *HELLO["messages"]]}, "messages[0].prefix"),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "continue_final_message": True},
+            "continue_final_message",
+        ),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    assert refused_field(HELLO | {"messages": [*HELLO["messages"], SAID]} | fields) == field

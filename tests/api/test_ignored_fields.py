@@ -57,6 +57,8 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER, EARLIER, USER]}, "messages[].id"),
     (OLLAMA, {"truncate": True}, "truncate"),
     (OLLAMA, {"options": {"num_ctx": 10}}, "options.num_ctx"),
+    (CHAT, {"plugins": []}, "plugins"),
+    (CHAT, {"return_tokens": False}, "return_tokens"),
 ]
 HONOURED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
@@ -64,15 +66,24 @@ HONOURED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"max_tokens": -1}),
     (CHAT, {"top_k": -1}),
     (CHAT, {"reasoning": {"effort": "low"}}),
+    (CHAT, {"repeat_last_n": 64}),
+    (OLLAMA, {"options": {"repeat_last_n": 64, "num_keep": 4, "penalize_newline": True}}),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
     (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop_token_ids": [1]}, "stop_token_ids"),
     (CHAT, {"guided_json": SCHEMA}, "guided_json"),
+    (CHAT, {"plugins": [{"id": "web"}]}, "plugins"),
+    (CHAT, {"transforms": ["middle-out"]}, "transforms"),
+    (CHAT, {"return_tokens": True}, "return_tokens"),
+    (CHAT, {"return_token_ids": True}, "return_token_ids"),
+    (CHAT, {"repeat_last_n": -1}, "repeat_last_n"),
+    (OLLAMA, {"options": {"repeat_last_n": 4096}}, "options.repeat_last_n"),
+    (OLLAMA, {"options": {"num_keep": 24}}, "options.num_keep"),
+    (OLLAMA, {"options": {"penalize_newline": False}}, "options.penalize_newline"),
     (CHAT, {"chat_template_kwargs": {"date_string": "today"}}, "chat_template_kwargs.date_string"),
     (CHAT, {"chat_template_kwargs": {"documents": ["d"]}}, "chat_template_kwargs.documents"),
-    (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "prefix": True}]}, "messages[1].prefix"),
     (MESSAGES, {"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     (RESPONSES, {"background": True}, "background"),
 ]
@@ -106,7 +117,8 @@ async def test_what_would_change_the_answer_is_refused_by_name(
     async with serve_node(tmp_path) as stand:
         answer = await stand.http.post(path, json=BASE[path] | fields)
         assert answer.status_code == 400
-        assert name in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert name in (error if isinstance(error, str) else error["message"])
         assert not stand.pipelines.calls
 
 
@@ -128,6 +140,7 @@ def read(**fields: Any) -> Any:
 def test_what_other_names_come_to() -> None:
     assert read(repetition_penalty=1.25).sampling.repeat_penalty == 1.25
     assert "repeat_penalty" in read(repetition_penalty=1.25).said
+    assert (read(repeat_last_n=7).sampling.repeat_last_n, read().sampling.repeat_last_n) == (7, 1024)
     assert read(max_tokens=-1).max_tokens is None
     assert read(top_k=-1).sampling.top_k == read(top_k=0).sampling.top_k == 0
     assert read(chat_template_kwargs={"enable_thinking": False}).effort == "none"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from swarmllm.node.metric_definitions import (
     OF_BOOTSTRAP_NODES,
     reference,
 )
+from swarmllm.workerpool import WorkerStatistics
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
@@ -82,8 +86,20 @@ async def test_the_nodes_own_state_is_read_at_each_scrape(tmp_path: Path) -> Non
     assert before["swarmllm_peers_connected", ()] == 0
     assert after["swarmllm_peers_connected", ()] == 1
     assert after["swarmllm_ready", ()] == 1
-    assert after["swarmllm_info", (__version__,)] == 1
+    assert after["swarmllm_info", (version("llama-cpp-python"), platform.python_version(), __version__)] == 1
     assert ("swarmllm_peer_sent_bytes_total", (NODE_B,)) in after
+
+
+async def test_what_workers_use_is_counted_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve_node(tmp_path) as stand:
+        own = WorkerStatistics("ab" * 32, os.getpid(), (), 0, 0, 0, 0, 0, 1, "")
+        gone = WorkerStatistics("cd" * 32, None, (), 0, 0, 0, 0, 0, 1, "")
+        monkeypatch.setattr(stand.pool, "statistics", lambda: (own, gone))
+        samples = await scrape(stand)
+    assert samples["swarmllm_worker_cpu_seconds_total", (own.model_id,)] > 0
+    assert samples["swarmllm_worker_resident_memory_bytes", (own.model_id,)] > 2**20
+    assert samples["swarmllm_worker_open_fds", (own.model_id,)] > 3
+    assert not any(gone.model_id in labels and "open_fds" in name for name, labels in samples)
 
 
 @pytest.mark.slow

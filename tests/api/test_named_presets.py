@@ -59,7 +59,7 @@ async def test_a_template_of_the_name_takes_the_place_of_the_models(tmp_path: Pa
         await stand.http.post(path, json=CHATS[path])
         assert stand.pipelines.calls[-1].prompt.template == "{{ messages }}"
         text = await stand.http.post("/apply-template", json={"model": "mario", "messages": HELLO})
-        assert text.json()["prompt"] == "{{ messages }}<user>hello"
+        assert text.json()["prompt"] == "{{ messages }}<user>hello<assistant>"
         await stand.http.post(path, json=CHATS[path] | {"model": "guide"})
         assert stand.pipelines.calls[-1].prompt.template == ""
 

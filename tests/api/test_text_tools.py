@@ -9,6 +9,7 @@ import trio
 from api_fakes import Script, Stand, serve_node
 
 from swarmllm.models import LayerRange
+from swarmllm_proto.ipc import TokenLogprob
 
 
 async def refusal(stand: Stand, path: str, body: dict[str, object]) -> tuple[int, str]:
@@ -32,7 +33,35 @@ async def test_a_conversation_becomes_the_text_the_model_reads(tmp_path: Path) -
     async with serve_node(tmp_path) as stand:
         await stand.load_guide()
         answer = await stand.http.post("/apply-template", json={"messages": messages})
-    assert answer.json() == {"prompt": "<system>Be kind.<user>hi"}
+    assert answer.json() == {"prompt": "<system>Be kind.<user>hi<assistant>"}
+
+
+async def test_a_template_ends_where_it_is_asked_to(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hel"}]
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        for fields, prompt in (
+            ({}, "<user>hi<assistant>Hel"),
+            ({"add_generation_prompt": True}, "<user>hi<assistant>Hel<assistant>"),
+            ({"add_generation_prompt": False}, "<user>hi<assistant>Hel"),
+            ({"add_generation_prompt": False, "messages": said[:1]}, "<user>hi"),
+        ):
+            answer = await stand.http.post("/apply-template", json={"messages": said} | fields)
+            assert answer.json() == {"prompt": prompt}, fields
+
+
+async def test_tokens_come_with_their_pieces(tmp_path: Path) -> None:
+    """The pool makes a token of each byte, and one before them whose piece is told all the same."""
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        body = {"content": "aé", "with_pieces": True, "add_special": True}
+        tokens = (await stand.http.post("/tokenize", json=body)).json()["tokens"]
+    assert tokens == [
+        {"id": 1, "piece": "\x01"},
+        {"id": 97, "piece": "a"},
+        {"id": 0xC3, "piece": [0xC3]},
+        {"id": 0xA9, "piece": [0xA9]},
+    ]
 
 
 async def test_props_tell_what_a_client_can_count_on(tmp_path: Path) -> None:
@@ -55,7 +84,6 @@ async def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
         assert await refusal(stand, "/tokenize", {"content": "hi"}) == (400, "model")
         guide = {"model": "guide"}
         hi = guide | {"content": "hi"}
-        assert await refusal(stand, "/tokenize", hi | {"with_pieces": True}) == (400, "with_pieces")
         assert await refusal(stand, "/tokenize", hi | {"parse_special": False}) == (400, "parse_special")
         assert await refusal(stand, "/detokenize", guide | {"tokens": [10**6]}) == (400, "tokens")
         assert await refusal(stand, "/detokenize", guide | {"tokens": [-1]}) == (400, "tokens[0]")
@@ -103,14 +131,131 @@ async def test_completion_answers_in_llama_cpps_words(tmp_path: Path) -> None:
         assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "x")
 
 
+async def test_completion_tells_what_it_was_made_with(tmp_path: Path) -> None:
+    asked = {"prompt": "a", "n_predict": 5, "seed": 42, "top_k": 7, "ignore_eos": True, "return_tokens": True}
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        stand.pipelines.script = Script(texts=["one\n", "two"], finish_reason="length")
+        whole = (await stand.http.post("/completion", json=asked)).json()
+        fields = ["content", "generation_settings/n_predict", "no/such"]
+        short = await stand.http.post("/completion", json=asked | {"response_fields": fields})
+        none = (await stand.http.post("/completion", json={"prompt": "a", "n_predict": 0})).json()
+    assert (whole["tokens"], whole["has_new_line"], whole["prompt"]) == ([100, 101], True, "a")
+    # Two tokens of five, and yet at a limit: that of the context.
+    assert (whole["truncated"], whole["stop_type"]) == (True, "limit")
+    settings = whole["generation_settings"]
+    assert (settings["n_predict"], settings["seed"], settings["top_k"]) == (5, 42, 7)
+    assert settings["logit_bias"] == [{"token": 2, "bias": None}, {"token": 3, "bias": None}]
+    assert short.json() == {"content": "one\ntwo", "generation_settings/n_predict": 5}
+    assert (none["tokens"], none["generation_settings"]["n_predict"]) == ([], 0)
+    first, _, last = stand.pipelines.calls
+    assert first.sampling.ignore_eos
+    assert (last.prompt.is_answered, last.prompt.top_logprobs) == (False, 0)
+
+
+async def test_completion_answers_several_prompts_in_one_list(tmp_path: Path) -> None:
+    prompts = [[1, 72], "hi", {"prompt_string": "you"}, [1, "a", 98, "c"]]
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        answers = (await stand.http.post("/completion", json={"prompt": prompts})).json()
+        asked = [(call.prompt.text, call.prompt.tokens) for call in stand.pipelines.calls]
+        streamed = (await stand.http.post("/completion", json={"prompt": prompts[1:3], "stream": True})).text
+        one = (await stand.http.post("/completion", json={"prompt": [97, "b", 99]})).json()
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert [answer["prompt"] for answer in answers] == ["\x01H", "hi", "you", "\x01abc"]
+    assert sorted(asked, key=str) == sorted(
+        [(None, [1, 72]), ("hi", None), ("you", None), (None, [1, *b"abc"])], key=str
+    )
+    assert one["prompt"] == "abc"
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+    for index in (0, 1):
+        own = [event for event in events if event["index"] == index]
+        assert "".join(event["content"] for event in own) == "Hello there."
+        assert [event["stop"] for event in own] == [False, False, False, True]
+        assert [event["tokens"] for event in own] == [[100], [101], [102], []]
+
+
+async def test_completion_tells_probabilities_token_by_token(tmp_path: Path) -> None:
+    likely = tuple((TokenLogprob(7, -0.5, b"a"), TokenLogprob(8, -1.5, "é".encode()[:1])) for _ in range(3))
+    body = {"prompt": "a", "n_probs": 1}
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        stand.pipelines.script = Script(texts=["x", "", "yz"], logprobs=likely)
+        whole = (await stand.http.post("/completion", json=body)).json()
+        streamed = (await stand.http.post("/completion", json=body | {"stream": True})).text
+        assert (
+            stand.pipelines.calls[0].sampling.logprobs,
+            stand.pipelines.calls[0].sampling.top_logprobs,
+        ) == (
+            True,
+            1,
+        )
+    assert whole["completion_probabilities"] == 3 * [
+        {
+            "id": 7,
+            "token": "a",
+            "bytes": [97],
+            "logprob": -0.5,
+            "top_logprobs": [{"id": 8, "token": "\ufffd", "bytes": [0xC3], "logprob": -1.5}],
+        }
+    ]
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+    assert [event["content"] for event in events] == ["x", "yz", ""]
+    assert [len(event.get("completion_probabilities", [])) for event in events] == [1, 2, 0]
+    assert [event["tokens"] for event in events] == [[100], [101, 102], []]
+
+
+async def test_biases_come_as_pairs_and_of_texts(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        for said in ([[7, 1.5], ["ab", -2], ["99", False]], {"7": 1.5, "ab": -2, "99": -100}):
+            answer = await stand.http.post("/completion", json={"prompt": "a", "logit_bias": said})
+            assert answer.status_code == 200, answer.text
+        never = (-1000.0, -100.0)
+        for call, last in zip(stand.pipelines.calls, never, strict=True):
+            assert call.sampling.logit_bias == ((7, 1.5), (97, -2.0), (98, -2.0), (99, last))
+        chat = {"messages": [{"role": "user", "content": "hi"}], "logit_bias": [[7, False]]}
+        assert (await stand.http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert stand.pipelines.calls[-1].sampling.logit_bias == ((7, -1000.0),)
+        refused = await refusal(stand, "/v1/chat/completions", chat | {"logit_bias": [["ab", 1]]})
+        assert refused == (400, "logit_bias")
+
+
+async def test_embeddings_take_llamacpps_inputs(tmp_path: Path) -> None:
+    parts = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]}
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        for given, n_tokens in (
+            ({"prompt_string": "hi"}, 3),
+            (parts, 12),
+            (["hi", parts, [1, "ab"], [1, 2]], 3 + 12 + 3 + 2),
+            ([5, "ab", 6], 4),
+        ):
+            answer = (await stand.http.post("/v1/embeddings", json={"input": given})).json()
+            assert answer["usage"]["prompt_tokens"] == n_tokens, given
+        for wrong, name in (
+            ({"content": "x"}, "input"),
+            ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "input"),
+            ([["a"]], "input[0]"),
+        ):
+            assert await refusal(stand, "/v1/embeddings", {"input": wrong}) == (400, name)
+
+
 async def test_completion_refuses_by_name(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await stand.load_guide()
         for fields, name in (
-            ({"prompt": ["a", "b"]}, "prompt"),
-            ({"n_predict": 0}, "n_predict"),
+            ({"prompt": ["a", ""]}, "prompt"),
+            ({"prompt": ["a"] * 33}, "prompt"),
+            ({"prompt": [1, 2.5]}, "prompt[1]"),
+            ({"prompt": ["a", {"prompt_string": 1}]}, "prompt[1]"),
+            ({"prompt": {"prompt_string": "a", "multimodal_data": "x"}}, "prompt"),
             ({"n_predict": 1, "max_tokens": 2}, "n_predict"),
-            ({"n_probs": 3}, "n_probs"),
+            ({"n_probs": 21}, "n_probs"),
+            ({"post_sampling_probs": True}, "post_sampling_probs"),
+            ({"logit_bias": [[7, 101]]}, "logit_bias"),
+            ({"logit_bias": [[7, True]]}, "logit_bias"),
+            ({"logit_bias": [[-7, 1]]}, "logit_bias"),
             ({"grammar": "root ::= x", "json_schema": {"type": "object"}}, "grammar"),
         ):
             assert await refusal(stand, "/completion", {"prompt": "a", **fields}) == (400, name)

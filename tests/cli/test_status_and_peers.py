@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +213,19 @@ def test_peers_show_explains_a_node(run: Run, node: FakeNode) -> None:
         assert expected in shown
     node.on("GET", "/api/admin/peers/gone", DETAILS | {"connected": None})
     assert "not connected" in run("peers", "show", "gone").output
+
+
+def test_peers_shows_who_has_left(run: Run, node: FakeNode) -> None:
+    gone = {"node_id": "12D3KooWGone", "nickname": "", "left_at": time.time() - 30, "recently": True}
+    held = [{"name": "guide", "layers": ["0:4", "8:12"]}]
+    node.on("GET", "/api/admin/peers", {"peers": [PEER], "left": [gone | {"models": held}]})
+    *_, empty, head, line = run("peers").output.splitlines()
+    assert (empty, head.split()) == ("", ["left", "id", "when", "held"])
+    assert re.fullmatch(r"- +12D3KooWGone +3\d\.0 s ago +guide 0:4, 8:12", line.rstrip()), line
+    node.on("GET", "/api/admin/peers", {"peers": [], "left": [gone | {"models": []}]})
+    shown = run("peers").output
+    assert "--bootstrap" in shown
+    assert "12D3KooWGone" in shown
 
 
 def test_no_peers_says_how_to_get_one(run: Run, node: FakeNode) -> None:

@@ -63,7 +63,16 @@ STATE: dict[str, Any] = {
                 "memory_total_bytes": 0,
                 "memory_free_bytes": 0,
             }
-        ]
+        ],
+        "left": [
+            {
+                "node_id": "node-c",
+                "nickname": "attic",
+                "left_at": 0.0,
+                "recently": False,
+                "models": [{"name": "guide", "layers": ["8:12"]}],
+            }
+        ],
     },
     "models": {
         "models": [
@@ -112,6 +121,7 @@ def test_once_shows_nodes_layers_pipelines_and_what_is_in_progress(
         " · 300.0 MB of 8.0 GB memory",
         "kitchen (this node) node-a - - 5.0 GB of 8.0 GB",
         "stu\\x1bdy node-b 1.2 ms direct -",
+        "left id when held",
         "guide 12 layers, layers 10:12 missing",
         "kitchen ████████····",
         "missing ··········██",
@@ -121,6 +131,7 @@ def test_once_shows_nodes_layers_pipelines_and_what_is_in_progress(
         "fetch hf:a/b fetching 1 B of 4 B",
     ):
         assert line in shown
+    assert any(line.startswith("attic node-c ") and line.endswith(" ago guide 8:12") for line in shown)
     assert not any("hf:c/d" in line for line in shown)
     assert "\x1b" not in result.stdout
 

@@ -6,9 +6,11 @@ Nothing is set for them: ports, discovery and folders are the defaults.
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,33 @@ class NamespaceMachine(Machine):
         }
         self.namespace = namespace
         self.enter = ("ip", "netns", "exec", namespace)
+        self._terminal = -1
+        self._printed = b""
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        """In a terminal of its own, as a person starts it; stderr goes to daemon.log."""
+        self._terminal, theirs = pty.openpty()
+        os.set_blocking(self._terminal, False)
+        self._printed = b""
+        try:
+            with (self.home / "daemon.log").open("wb") as log:
+                return subprocess.Popen(
+                    [*self.enter, "sh", "-c", f"exec {command}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=theirs,
+                    stderr=log,
+                    env=self.environment,
+                    cwd=self.home,
+                )
+        finally:
+            os.close(theirs)
+
+    def printed(self) -> str:
+        """What the daemon has shown in its terminal by now."""
+        with suppress(OSError):  # there is nothing more, or nobody writes any more
+            while data := os.read(self._terminal, 65536):
+                self._printed += data
+        return self._printed.decode("utf-8", "replace")
 
     def _serves(self, process: subprocess.Popen[bytes]) -> bool:
         assert process.poll() is None, (self.home / "daemon.log").read_text()
@@ -40,6 +69,7 @@ class NamespaceMachine(Machine):
     def start_daemon(self, command: str, stack: ExitStack) -> subprocess.Popen[bytes]:
         """Once it serves; `stack` stops it."""
         process = self.start(command)
+        stack.callback(os.close, self._terminal)
         stack.callback(stop, process)
         wait_for(lambda: self._serves(process), PATIENCE_S, f"the daemon of {self.namespace}")
         return process

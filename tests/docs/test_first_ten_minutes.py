@@ -61,6 +61,11 @@ def typed(machine: Machine, block: Block, shown: str) -> str | None:
     return done.stdout if done.returncode == 0 and not missing(shown, done.stdout) else None
 
 
+def shows(machine: NamespaceMachine, said: str) -> bool:
+    """Whether its daemon has printed what the page shows."""
+    return not missing(said, machine.printed())
+
+
 def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, NamespaceMachine]) -> None:
     shown = {match["code"]: match["shown"] for match in SHOWN.finditer(PAGE.read_text("utf-8"))}
     daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -76,6 +81,7 @@ def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, NamespaceMachin
             if block.commands[0].startswith("swarmllm daemon"):
                 (command,) = block.commands
                 daemons[name] = machine.start_daemon(command, stack)
+                wait_for(partial(shows, machine, shown.get(block.code, "")), PATIENCE_S, str(block))
                 continue
             said = shown.get(block.code, "")
             filled = replace(block, code=block.code.replace("INVITATION", invitation))
@@ -85,7 +91,7 @@ def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, NamespaceMachin
                 (invitation,) = re.findall(r"swarmllm-join-\S+", printed)
     assert set(daemons) == set(NAMES)
     assert n_typed == len(list(blocks(PAGE, "sh"))) - len(NAMES)
-    assert len(shown) >= 8
+    assert len(shown) >= 9
 
 
 def test_a_line_that_was_not_printed_is_found() -> None:

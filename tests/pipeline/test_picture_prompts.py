@@ -14,14 +14,14 @@ from node_ids import A
 from vision_models import picture
 
 from bench.common.arithmetic import fake_entry
-from swarmllm.errors import ContextFull, NoPipeline
+from swarmllm.errors import ContextFull, InvalidRequest, NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture, PromptPictures
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.output import BrokenPromise, PromptWindow
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, with_row_ids
-from swarmllm.pipeline.origin.prompts import read_pictures
+from swarmllm.pipeline.origin.prompts import Prompts, read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -180,3 +180,24 @@ def test_only_rows_of_pictures_get_ids_and_every_token_stays() -> None:
     assert run[2] != run[4]
     assert run.tolist() == with_row_ids(tokens, b"a picture").tolist()
     assert run.tolist() != with_row_ids(tokens, b"another").tolist()
+
+
+@pytest.mark.parametrize("with_picture", [False, True])
+async def test_an_answer_that_has_begun_stands_behind_the_conversation(with_picture: bool) -> None:
+    prompt = replace(asking("xAAA" if with_picture else "xy", as_messages=True), begun="Hel")
+    if with_picture:
+        tokens, _ = await read(prompt)
+    else:
+        prompts: Any = Prompts(FakeEncoder(), None, PipelineSettings())  # type: ignore[arg-type]
+        tokens, _ = await prompts.read(prompt, seeing(), Sampling())
+        assert len(tokens) == await prompts.count(prompt, seeing())
+    assert tokens.tolist()[:2] == [BOS, ord("x")]
+    assert tokens.tolist()[-3:] == [ord(letter) for letter in "Hel"]
+
+
+async def test_an_answer_cannot_be_begun_behind_a_thought_that_the_template_opens() -> None:
+    prompt = replace(asking("x<think>\n", as_messages=True), begun="Hel")
+    prompts: Any = Prompts(FakeEncoder(), None, PipelineSettings())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest) as caught:
+        await prompts.read(prompt, seeing(), Sampling())
+    assert caught.value.field == "messages"

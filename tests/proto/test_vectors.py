@@ -27,7 +27,7 @@ import ipc_samples  # noqa: E402 (beside the golden files, in no package)
 import swarm_samples  # noqa: E402
 import write_vectors  # noqa: E402
 from commitment_samples import COMMITTING_RECORD  # noqa: E402
-from common_samples import EXACT, FINGERPRINTED, SAMPLING, demo_signature  # noqa: E402
+from common_samples import EXACT, FINGERPRINTED, SAMPLING, SHORT_MEMORY, demo_signature  # noqa: E402
 
 expected: dict[str, bytes] = dict(write_vectors.vectors())
 
@@ -190,7 +190,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [part for shared in spreading.shared_files or () for part in shared.parts]
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages.append(COMMITTING_RECORD.capability)
-    messages += [swarm_samples.OUTLINE, SAMPLING, EXACT, FINGERPRINTED]
+    messages += [swarm_samples.OUTLINE, SAMPLING, EXACT, FINGERPRINTED, SHORT_MEMORY]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}
     for message in messages:

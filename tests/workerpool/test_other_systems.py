@@ -15,7 +15,7 @@ from daemon_process import running_daemon, wait_for
 from deadlines import PATIENCE_S
 from pool_parts import FAKE_WORKER
 
-from swarmllm import memory_info, operating_system
+from swarmllm import memory_info, operating_system, process_use
 from swarmllm.errors import WorkerDied
 from swarmllm.workerpool.process import WorkerProcess
 
@@ -100,7 +100,7 @@ def test_cores_and_memory_are_counted_as_python_counts_them(monkeypatch: pytest.
     assert operating_system.cpu_features() == frozenset()
     total, available = memory_info.memory_bytes()
     assert (total, available) == (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0)
-    assert memory_info.resident_bytes(os.getpid()) == 0
+    assert process_use.resident_bytes(os.getpid()) == 0
 
 
 def test_the_address_of_the_way_out_is_one_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

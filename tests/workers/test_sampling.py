@@ -89,6 +89,14 @@ def test_penalties_count_what_was_generated(sampling: Sampling) -> None:
     assert sampler.sample(logits, 1, (9,)) == 4
 
 
+def test_penalties_look_back_over_so_many_tokens() -> None:
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[4], logits[9] = 3.0, 2.0
+    for n, chosen in ((0, 4), (1, 4), (2, 9), (1024, 9)):
+        sampler = Sampler(Sampling(temperature=0.0, repeat_penalty=10.0, repeat_last_n=n))
+        assert sampler.sample(logits, 2, (4, 7)) == chosen, n
+
+
 def test_typical_leaves_out_what_is_too_likely_to_be_typical() -> None:
     """A third of the probability on one token, the rest evenly on many: the many are typical."""
     logits = np.zeros(N_VOCAB, np.float32)

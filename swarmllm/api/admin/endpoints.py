@@ -25,6 +25,7 @@ from swarmllm.api.admin.downloads import download_json
 from swarmllm.api.admin.node_json import (
     HOLDERS_SHOWN,
     Json,
+    departed_json,
     details_report,
     model_json,
     peer_json,
@@ -137,7 +138,9 @@ async def stats() -> Response:
 
 @admin.get("/peers")
 async def peers() -> Response:
-    return _json({"peers": await encoded(current_node().peers(), peer_json)})
+    node = current_node()
+    left = [departed_json(each) for each in node.peer_lookup.departed()]
+    return _json({"peers": await encoded(node.peers(), peer_json), "left": left})
 
 
 @admin.get("/peers/<node>")

@@ -37,8 +37,9 @@ from swarmllm.api.http.json import encode, encoded
 from swarmllm.api.http.request_tasks import own_feed
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.errors import Overloaded
-from swarmllm.memory_info import memory_bytes, resident_bytes
+from swarmllm.memory_info import memory_bytes
 from swarmllm.node import Node, PeerView
+from swarmllm.process_use import resident_bytes
 
 INTERVAL_S = 0.5
 SIGN_OF_LIFE_S = 10.0

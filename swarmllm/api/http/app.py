@@ -35,7 +35,7 @@ from swarmllm.api.http.fields import ignored_header
 from swarmllm.api.http.json import encode
 from swarmllm.api.http.openapi import openapi
 from swarmllm.api.http.request_tasks import RequestTasks
-from swarmllm.api.llamacpp import text_tools
+from swarmllm.api.llamacpp.endpoints import text_tools
 from swarmllm.api.ollama.endpoints import ollama
 from swarmllm.api.openai.chat import chat
 from swarmllm.api.openai.completions import completions

@@ -18,7 +18,8 @@ from quart import Blueprint, Response
 from swarmllm import __version__
 from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.http.json import encode
-from swarmllm.api.llamacpp import DetokenizeRequest, NativeCompletion, TemplateRequest, TokenizeRequest
+from swarmllm.api.llamacpp.completion import NativeCompletion
+from swarmllm.api.llamacpp.endpoints import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaPull, OllamaShow
 from swarmllm.api.openai.completions import CompletionRequest

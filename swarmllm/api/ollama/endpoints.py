@@ -10,9 +10,10 @@ Ollama's /api/embed, and /api/embeddings as it was before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,7 +27,7 @@ from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import models
 from swarmllm.api.ollama.models import TAG, catalogue_name, details, modified
 from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
-from swarmllm.api.openai.chat_request import chat_call, json_schema
+from swarmllm.api.openai.chat_request import chat_call, json_schema, refuse_unless_neutral
 from swarmllm.api.openai.pictures import RequestPictures, seen_by
 from swarmllm.api.openai.schema import (
     SAMPLING_NAMES,
@@ -138,11 +139,17 @@ API_VERSION = "0.6.4"
 class Options(SamplingFields, frozen=True, kw_only=True):
     ignored = frozenset(
         {
-            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
-            *("f16_kv", "use_mmap", "use_mlock", "vocab_only", "repeat_last_n", "penalize_newline"),
+            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram"),
+            *("f16_kv", "use_mmap", "use_mlock", "vocab_only"),
         }
     )
     refused = frozenset({"samplers", "top_n_sigma", "draft_num_predict"})
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "tfs_z": (1.0,),
+        "penalize_newline": (True,),
+        "num_keep": (0, 4),
+    }
+    """`num_keep` has the value that asks for nothing and Ollama's own: no prompt is ever cut here."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=2**20)] | None = None
     # how to compute: decided by this node's configuration
@@ -151,16 +158,15 @@ class Options(SamplingFields, frozen=True, kw_only=True):
     num_gpu: int | None = None
     main_gpu: int | None = None
     num_thread: int | None = None
-    num_keep: int | None = None
     numa: bool | None = None
     low_vram: bool | None = None
     f16_kv: bool | None = None
     use_mmap: bool | None = None
     use_mlock: bool | None = None
     vocab_only: bool | None = None
-    repeat_last_n: int | None = None
+    # at their neutral values only
+    num_keep: int | None = None
     penalize_newline: bool | None = None
-    # at its neutral value only
     tfs_z: float | None = None
 
 
@@ -332,8 +338,7 @@ def _error(message: str) -> bytes:
 
 def _settings(name: str, body: OllamaRequest) -> ChatRequest:
     options = body.options or Options()
-    if options.tfs_z not in (None, 1.0):
-        raise InvalidRequest("is not supported here; leave it out.", field="options.tfs_z")
+    refuse_unless_neutral(options, Options.neutral, "options.")
     chosen = {field: getattr(options, field) for field in SAMPLING_NAMES}
     if options.seed is not None and options.seed < 0:
         # Ollama's -1 means: draw one.

@@ -60,6 +60,9 @@ class ChatCall:
     prompt_cache_key: str | None
     said: frozenset[str]
     """The sampling fields that the request has, of those that presets may have."""
+    begun: str = ""
+    """What the answer goes on from: the last message, where that is the assistant's; it is not in
+    `messages`."""
     template: str = ""
     """A chat template in place of the model's, where the model's name has one (`output.presets`)."""
 
@@ -77,9 +80,12 @@ def chat_call(body: schema.ChatRequest, pictures: RequestPictures | None = None)
             raise InvalidRequest("tool_choice forces a call, but there are no tools.", field="tool_choice")
         if body.grammar:
             raise InvalidRequest("grammar and a forced call exclude each other; send one.", field="grammar")
+    messages = [_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)]
+    is_begun = _is_begun(body, must_call=must_call)
     return ChatCall(
         model=body.model,
-        messages=[_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)],
+        messages=messages[:-1] if is_begun else messages,
+        begun=str(messages[-1]["content"]) if is_begun else "",
         pictures=pictures,
         tools=tools,
         sampling=sampling_of(
@@ -99,6 +105,39 @@ def chat_call(body: schema.ChatRequest, pictures: RequestPictures | None = None)
         prompt_cache_key=body.prompt_cache_key,
         said=said_names(body),
     )
+
+
+def _is_begun(body: schema.ChatRequest, *, must_call: bool) -> bool:
+    """Whether the last message is an answer to go on with. Raises InvalidRequest where that is asked for and
+    cannot be."""
+    last = body.messages[-1]
+    for i, message in enumerate(body.messages[:-1]):
+        if isinstance(message, schema.AssistantMessage) and message.prefix:
+            field = f"messages[{i}].prefix"
+            raise InvalidRequest("only the last message can be gone on with.", field=field)
+    is_asked = bool(body.continue_final_message or getattr(last, "prefix", None))
+    if is_asked and body.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt begins a new answer, continue_final_message goes on with one; send one.",
+            field="add_generation_prompt",
+        )
+    is_possible = (
+        isinstance(last, schema.AssistantMessage)
+        and len(body.messages) > 1
+        and not (last.tool_calls or last.reasoning_content or last.reasoning or must_call)
+    )
+    if is_asked and not is_possible:
+        raise InvalidRequest(
+            "only a message of the assistant can be gone on with, one without thoughts and calls, and where"
+            " no call is forced.",
+            field="continue_final_message",
+        )
+    is_begun = is_possible and not body.add_generation_prompt
+    if not is_begun and body.add_generation_prompt is False:
+        raise InvalidRequest(
+            "can be false only where the last message is the assistant's.", field="add_generation_prompt"
+        )
+    return is_begun and (is_asked or body.continue_final_message is not False)
 
 
 def _format(body: schema.ChatRequest) -> schema.ResponseFormat | None:
@@ -175,16 +214,18 @@ def _allowed_name(tool: Json) -> object:
     return function.get("name") if isinstance(function, dict) else tool.get("name")
 
 
-def refuse_unless_neutral(body: schema.Body, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def refuse_unless_neutral(
+    body: schema.Body, neutral: Mapping[str, tuple[object, ...]], path: str = ""
+) -> None:
     """Raises InvalidRequest naming the first field of `neutral` that is neither null nor one of its
-    values."""
+    values. `path`: what stands before the name."""
     for field, values in neutral.items():
         value = getattr(body, field)
         if value is not None and value not in values:
             allowed = (
                 f"; leave it out or set it to {msgspec.json.encode(values[0]).decode()}" if values else ""
             )
-            raise InvalidRequest(f"{field} is not supported here{allowed}.", field=field)
+            raise InvalidRequest(f"{path}{field} is not supported here{allowed}.", field=path + field)
 
 
 def _refuse_unsupported(body: schema.ChatRequest) -> None:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 from quart import Blueprint, Response
@@ -16,7 +16,7 @@ from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.chat_request import refuse_unless_neutral
-from swarmllm.api.openai.embeddings import texts_of
+from swarmllm.api.openai.inputs import Inputs, read_inputs
 from swarmllm.api.openai.schema import (
     Choices,
     Json,
@@ -24,7 +24,6 @@ from swarmllm.api.openai.schema import (
     SamplingFields,
     SessionName,
     StreamOptions,
-    Text,
     TopLogprobs,
     sampling_of,
 )
@@ -55,7 +54,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     model: ModelName = ""
     """"": the only one that can answer."""
-    prompt: Text | Annotated[list[Any], Meta(min_length=1, max_length=2**20)]
+    prompt: Inputs
     """A text, token ids, or a list of texts or of lists of token ids."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,7 +84,7 @@ async def complete() -> Response:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("0 tokens answer nothing; only with echo that is something.", field="max_tokens")
-    prompts, n = prompts_of(body.prompt), body.n or 1
+    prompts, n = await prompts_of(body.model, body.prompt), body.n or 1
     if len(prompts) * n > PROMPTS_MAX:
         raise InvalidRequest(
             f"asks for {len(prompts) * n} answers, at most {PROMPTS_MAX} at once.", field="prompt"
@@ -109,10 +108,10 @@ async def complete() -> Response:
     return await answer_choices(asks, replies, stream=bool(body.stream))
 
 
-def prompts_of(value: str | list[Any]) -> list[Prompt]:
+async def prompts_of(model: str, value: Inputs) -> list[Prompt]:
     """Raises InvalidRequest."""
     prompts = []
-    for text in texts_of(value, "prompt"):
+    for text in await read_inputs(model, value, "prompt"):
         if not text:
             raise InvalidRequest("prompt is empty.", field="prompt")
         prompts.append(

@@ -204,6 +204,7 @@ def responses_call(
     else:
         response_format = wanted
     request = schema.ChatRequest(
+        add_generation_prompt=True,
         model=body.model,
         messages=[*instructions, *earlier, *added],
         stream=body.stream,

@@ -8,6 +8,7 @@ by name (see `chat_request`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -30,6 +31,8 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields that clients send and that change nothing in an answer."""
     refused: ClassVar[frozenset[str]] = frozenset()
     """Fields that would change an answer and are not offered."""
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that the type has and that are not offered, each with the values that ask for nothing."""
     refuses_unknown: ClassVar[bool] = False
     """Whether that holds for whatever is not known."""
 
@@ -114,7 +117,7 @@ class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
 
 class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
     ignored = MESSAGE_IGNORED | {"reasoning_details"}
-    refused = frozenset({"prefix", "prefill"})
+    refused = frozenset({"prefill"})
 
     content: Text | Annotated[list[Part | RefusalPart], Meta(max_length=4096)] | None = None
     reasoning_content: Text | None = None
@@ -123,6 +126,8 @@ class AssistantMessage(Body, frozen=True, tag_field="role", tag="assistant"):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     refusal: Text | None = None
+    prefix: bool | None = None
+    """DeepSeek's and Mistral's word for an answer that has begun: only of the last message."""
     annotations: list[Json] | None = None
     audio: Json | None = None
     function_call: Json | None = None
@@ -198,7 +203,12 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 SessionName = Annotated[str, Meta(max_length=256)]
 Choices = Annotated[int, Meta(ge=1, le=32)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+BIAS_MAX = 100
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+BiasPairs = Annotated[
+    list[tuple[int | Annotated[str, Meta(max_length=256)], float | bool]], Meta(max_length=1024)
+]
+"""llama.cpp's form: a token, or a text of which all tokens are meant, and its bias; false: never."""
 Stop = StopText | Annotated[list[StopText], Meta(max_length=16)]
 
 
@@ -251,20 +261,21 @@ class SamplingFields(Body, frozen=True, kw_only=True):
 
     ignored = frozenset(
         {
-            *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "return_tokens"),
-            *("client_metadata", "provider", "usage", "transforms", "route", "plugins", "trace"),
+            *("cache_prompt", "id_slot", "timings_per_token", "return_progress"),
+            *("client_metadata", "provider", "usage", "route", "trace"),
             *("request_id", "cache_control", "keep_alive"),
         }
     )
     refused = frozenset(
         {
-            *("samplers", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "lora"),
+            *("samplers", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "lora"),
             *("dry_penalty_last_n", "dry_sequence_breakers", "min_tokens", "min_keep"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
             *("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
             *("use_beam_search", "length_penalty", "include_stop_str_in_output", "prompt_logprobs"),
             *("chat_template", "documents", "continue_final_message", "images", "models", "n_predict"),
-            *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema", "best_of"),
+            *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema", "best_of", "penalize_nl"),
+            *("return_tokens", "return_token_ids", "plugins", "transforms"),
         }
     )
 
@@ -274,7 +285,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
     stop: Stop | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: LogitBias | BiasPairs | None = None
     # llama.cpp's extras
     top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     """0 and -1: all tokens."""
@@ -285,6 +296,8 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
     """vLLM's name for `repeat_penalty`."""
+    repeat_last_n: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    """How many generated tokens the three penalties look back over; 1024 if not told."""
     dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -302,9 +315,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     ignored = SamplingFields.ignored | {
         *("user", "safety_identifier", "prompt_cache_retention", "prompt_cache_options", "metadata"),
-        *("verbosity", "service_tier", "return_token_ids"),
+        *("verbosity", "service_tier"),
     }
-    refused = SamplingFields.refused - {"json_schema"}
+    refused = SamplingFields.refused - {"json_schema", "continue_final_message"}
 
     model: ModelName = ""
     """"": the only one that can answer."""
@@ -320,6 +333,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     json_schema: Json | None = None
     """llama.cpp's short form of a `response_format` with a schema."""
     n: Choices | None = None
+    add_generation_prompt: bool | None = None
+    """vLLM's and llama.cpp's: true begins a new answer behind a last message of the assistant."""
+    continue_final_message: bool | None = None
+    """True goes on with it, as does absence."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     prompt_cache_key: SessionName | None = None
@@ -460,7 +477,7 @@ def sampling_of(
         raise InvalidRequest("repeat_penalty and repetition_penalty disagree.", field="repetition_penalty")
     chosen["top_k"] = max(0, body.top_k) if body.top_k is not None else Sampling().top_k
     chosen["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    chosen["logit_bias"] = _biases(body.logit_bias or {})
+    chosen["logit_bias"] = _biases(body.logit_bias or [])
     if body.seed is not None:
         # OpenAI's seeds are 64-bit and signed, libllama's 32-bit.
         chosen["seed"] = body.seed % 2**32
@@ -469,8 +486,21 @@ def sampling_of(
     )
 
 
-def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    for token in by_token:
-        if not (token.isascii() and token.isdigit() and len(token) <= 9):
-            raise InvalidRequest(f"logit_bias: {token[:20]!r} is no token id.", field="logit_bias")
-    return tuple((int(token), bias) for token, bias in by_token.items())
+NEVER_BIAS = -1000.0
+"""Of a token that cannot come: no logits lie so far apart."""
+
+
+def _biases(said: LogitBias | BiasPairs) -> tuple[tuple[int, float], ...]:
+    """Raises InvalidRequest for what is no token id, and for a bias that is too large."""
+    pairs: Iterable[tuple[int | str, float | bool]] = said.items() if isinstance(said, dict) else said
+    found: list[tuple[int, float]] = []
+    for token, bias in pairs:
+        if not (str(token).isascii() and str(token).isdigit() and len(str(token)) <= 9):
+            raise InvalidRequest(f"logit_bias: {str(token)[:20]!r} is no token id.", field="logit_bias")
+        if bias is True or not -BIAS_MAX <= bias <= BIAS_MAX:
+            raise InvalidRequest(
+                f"logit_bias: a bias lies between -{BIAS_MAX} and {BIAS_MAX}, or is false.",
+                field="logit_bias",
+            )
+        found.append((int(token), NEVER_BIAS if bias is False else bias))
+    return tuple(found)

@@ -37,14 +37,17 @@ class Passage:
     """Per token, where they were asked for."""
     prompt: PromptScores | None = None
     """What comes before the first token, where it was asked for."""
+    pieces: tuple[GeneratedText, ...] = ()
+    """The same by token, those included that added no text."""
 
     @staticmethod
     def of(pieces: Iterable[GeneratedText], prompt: PromptScores | None = None) -> Passage:
-        pieces = list(pieces)
+        pieces = tuple(pieces)
         return Passage(
             "".join(piece.text for piece in pieces),
             tuple(piece.logprobs for piece in pieces if piece.logprobs),
             prompt,
+            pieces,
         )
 
     def __bool__(self) -> bool:
@@ -60,6 +63,8 @@ class Feed:
         """`changed`: where readers of several feeds park."""
         self._opening = opening
         self._pieces: list[GeneratedText] = []
+        self._has_text = False
+        """One of them has something to tell."""
         self._prompt: PromptScores | None = None
         self._changed = trio.lowlevel.ParkingLot() if changed is None else changed
         self.started = trio.Event()
@@ -79,8 +84,9 @@ class Feed:
                     self.generation, self._prompt = generation, generation.prompt
                     self.started.set()
                     async for piece in generation:
+                        self._pieces.append(piece)
                         if piece.text or piece.logprobs:
-                            self._pieces.append(piece)
+                            self._has_text = True
                             self._changed.unpark_all()
                     # Not after closing: the reader need not wait for other nodes to tidy up.
                     self._finish()
@@ -89,11 +95,11 @@ class Feed:
 
     @property
     def has_pieces(self) -> bool:
-        return bool(self._pieces)
+        return self._has_text
 
     @property
     def has_changed(self) -> bool:
-        return self.finished or bool(self._pieces)
+        return self.finished or self._has_text
 
     def stop(self) -> None:
         """The reader is gone; a generation that has ended by itself is left to close in peace."""
@@ -120,7 +126,7 @@ class Feed:
 
     def collect(self) -> Passage:
         """All that has gathered, at once."""
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces, self._has_text = self._pieces, [], False
         prompt, self._prompt = self._prompt, None
         return Passage.of(pieces, prompt)
 

@@ -189,6 +189,7 @@ async def prepare(
         tools=call.tools,
         effort=call.effort,
         template=call.template,
+        begun=call.begun,
         pictures=pictures,
         session=session,
         field=field,

@@ -46,6 +46,9 @@ class Prompt:
     """How much the model should think first."""
     template: str = ""
     """A chat template (Jinja) in place of the model's."""
+    begun: str = ""
+    """What the assistant has said of its answer already; it stands at the end of what the template makes of
+    `messages`."""
     pictures: PromptPictures = NO_PICTURES
     """What the markers in the text, or in the messages' contents, stand for."""
     session: str = ""

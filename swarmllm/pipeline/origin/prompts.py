@@ -20,8 +20,11 @@ from swarmllm.pipeline.vision.encoders import Encoders, ProjectorEncoders
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, TextPlace
+from swarmllm_proto.reasoning_markers import REASONING_TAGS
 from swarmllm_proto.tensors import Tensor
 
+LONGEST_TAG_SPACE: Final = 32
+"""Characters at the end of a prompt among which a tag stands that opens a thought."""
 COUNTED_MAX: Final = 2**24
 """Tokens with pictures among them, beyond which nobody counts on."""
 
@@ -58,6 +61,9 @@ class Prompts:
         return self.compute.context_sizes().get(entry.model_id, self.settings.n_ctx)
 
     async def _tokens(self, prompt: Prompt, entry: CatalogueEntry) -> Tensor:
+        if prompt.begun:
+            text = await rendered(self.compute, ModelFile.of(entry), prompt)
+            return await self.compute.tokenize(ModelFile.of(entry), text=text, place="first")
         return await self.compute.tokenize(
             ModelFile.of(entry),
             text=prompt.text,
@@ -66,6 +72,21 @@ class Prompts:
             effort=prompt.effort,
             template=prompt.template,
         )
+
+
+async def rendered(compute: Compute, model: ModelFile, prompt: Prompt) -> str:
+    """The text of a prompt's messages, with what the assistant has begun to say. Raises InvalidRequest where
+    the template refuses, or leaves open a thought that nobody has begun."""
+    text = await compute.apply_template(
+        model, prompt.messages or [], prompt.tools, prompt.effort, prompt.template
+    )
+    if prompt.begun and text[-LONGEST_TAG_SPACE:].rstrip().endswith(tuple(REASONING_TAGS)):
+        raise InvalidRequest(
+            "this model thinks before it answers, so its answer cannot be begun for it; ask it not to think,"
+            " or end with another message than the assistant's.",
+            field=prompt.field,
+        )
+    return text + prompt.begun
 
 
 async def read_pictures(
@@ -77,9 +98,7 @@ async def read_pictures(
     many, and what workers raise."""
     model, text = ModelFile.of(entry), prompt.text
     if text is None:
-        text = await compute.apply_template(
-            model, prompt.messages or [], prompt.tools, prompt.effort, prompt.template
-        )
+        text = await rendered(compute, model, prompt)
     parts = prompt.pictures.split(text)
     if parts and not isinstance(parts[0], str):
         parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.

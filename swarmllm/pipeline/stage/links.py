@@ -142,7 +142,7 @@ class StageLinks(NoStageLinks):
     ) -> None:
         """A worker's link has ended."""
         provoked_by(log, node_id).info(
-            "the %s link with %s for %s has ended: %s", direction, node_id, model_id[:8], reason
+            "the %s link with %s for %s has ended: %s", direction, node_id, model_id, reason
         )
         if direction == "sending":
             self._sending.pop((model_id, node_id), None)
@@ -191,7 +191,7 @@ class StageLinks(NoStageLinks):
             finally:
                 end.close()
         except SwarmLLMError as error:
-            provoked_by(log, node_id).info("no link to %s for %s: %s", node_id, model_id[:8], error.message)
+            provoked_by(log, node_id).info("no link to %s for %s: %s", node_id, model_id, error.message)
         finally:
             link.is_opening = False
 

@@ -116,8 +116,8 @@ def _bounded(value: float) -> float:
     return min(max(value, LOGPROB_MIN), 0.0)
 
 
-PENALTY_WINDOW: Final = 1024
-"""Generated tokens that penalties and DRY look back over."""
+DRY_WINDOW: Final = 1024
+"""Generated tokens that DRY looks back over."""
 DRY_BREAKERS: Final = (b"\n", b":", b'"', b"*")
 """libllama's: a repeated sequence does not reach over these."""
 
@@ -141,7 +141,7 @@ class Sampler:
         self._sampling = sampling
         self._vocabulary = vocabulary
         self.seed = secrets.randbelow(_U32) if sampling.seed is None else sampling.seed
-        self._penalises = (
+        self._penalises = sampling.repeat_last_n > 0 and (
             sampling.repeat_penalty != 1.0
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0
@@ -281,11 +281,13 @@ class Sampler:
         for token, bias in self._sampling.logit_bias:
             adjusted[token] += np.float32(bias)
         if self._looks_back and generated:
-            recent = np.array(generated[-PENALTY_WINDOW:], np.int32)
-            tokens, counts = np.unique(recent, return_counts=True)
             if self._penalises:
+                recent = np.array(generated[-self._sampling.repeat_last_n :], np.int32)
+                tokens, counts = np.unique(recent, return_counts=True)
                 adjusted[tokens] = self._penalised(adjusted[tokens], counts)
             if self._sampling.dry_multiplier:
+                recent = np.array(generated[-DRY_WINDOW:], np.int32)
+                tokens = np.unique(recent)
                 adjusted[tokens] = self._without_repetition(tokens, adjusted[tokens], recent)
         return adjusted
 
@@ -308,7 +310,7 @@ class Sampler:
                     sampling.dry_multiplier,
                     sampling.dry_base,
                     sampling.dry_allowed_length,
-                    PENALTY_WINDOW,
+                    DRY_WINDOW,
                     breakers,
                     len(breakers),
                 )

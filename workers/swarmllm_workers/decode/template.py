@@ -124,16 +124,18 @@ class ChatTemplate:
         messages: list[dict[str, object]],
         tools: list[dict[str, object]] | None,
         effort: Effort | None = None,
+        *,
+        is_to_answer: bool = True,
     ) -> str:
-        """The prompt, up to where the assistant is to speak. Raises CallError bad_template, also for an
-        `effort` that the template has no word for."""
+        """The prompt; `is_to_answer`: up to where the assistant is to speak. Raises CallError bad_template,
+        also for an `effort` that the template has no word for."""
         asked = [_with_parsed_arguments(message) for message in messages]
         if self._wants_parts:
             asked = [_with_parts(message) for message in asked]
         context: dict[str, object] = {
             "messages": asked,
             "tools": tools or None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": is_to_answer,
             **self._thinking(effort),
             **self._tokens,
         }

@@ -82,7 +82,7 @@ class TextHandlers:
 
         def text() -> Any:
             rendered = engine.template(message.template).render(
-                message.messages, message.tools, message.effort
+                message.messages, message.tools, message.effort, is_to_answer=message.is_to_answer
             )
             # A template may take a character apart; what is left of it cannot be sent.
             return [rendered.encode(errors="replace")]

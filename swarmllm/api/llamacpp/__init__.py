@@ -1,0 +1,1 @@
+"""The API of llama.cpp's server, beside the one that it shares with OpenAI's."""
