@@ -9,36 +9,35 @@ cleaned up before the next one starts, under another request id, so that nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import trio
 
-from swarmllm.errors import InvalidRequest, NoPipeline, SwarmLLMError
+from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
 from swarmllm.pipeline.check.checker import Checker
-from swarmllm.pipeline.origin.attempts import Attempts, Weigh
+from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.detokenizer import Detokenizer, Pieces
-from swarmllm.pipeline.origin.generation import Generation, Prompt, TokenSource
+from swarmllm.pipeline.origin.generation import Generation, Prompt
+from swarmllm.pipeline.origin.opener import PipelineOpener
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.prompts import Prompts
-from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests, fit
+from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests, fit
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
-from swarmllm.pipeline.request import new_request_id, request_context
-from swarmllm.pipeline.route.assembly import Assembly
-from swarmllm.pipeline.route.measuring import ObservedCompute, learn, measure
-from swarmllm.pipeline.route.request_routes import CHANGES_MAX, LighterRoute, RequestRoutes
+from swarmllm.pipeline.request import new_request_id
+from swarmllm.pipeline.route.measuring import ObservedCompute
+from swarmllm.pipeline.route.request_routes import RequestRoutes
 from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -117,8 +116,6 @@ class Pipelines:
         self._settings = settings
         self._nursery: trio.Nursery | None = None
         self._counts = PipelineStatistics()
-        self._swarm_changed = trio.lowlevel.ParkingLot()
-        self._n_changes = 0
         self._suspects = Suspects()
         budget = budget or ByteBudget()
         self._links = links or NoStageLinks()
@@ -169,6 +166,16 @@ class Pipelines:
             router, planner, self._here, self._suspects, trust, self._attempts.just_sent
         )
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
+        self._opener = PipelineOpener(
+            node_id,
+            self._attempts,
+            self._requests,
+            self._routes,
+            self._speeds,
+            observations,
+            trust,
+            self._counts,
+        )
         self._standbys = Standbys(
             node_id,
             self._attempts,
@@ -275,8 +282,7 @@ class Pipelines:
                         self._look_for_lost()
                     if change.kind == "connected":
                         self._suspects.clear(change.node_id)
-                    self._n_changes += 1
-                    self._swarm_changed.unpark_all()
+                    self._opener.swarm_changed()
             finally:
                 self._nursery = None
                 nursery.cancel_scope.cancel()
@@ -366,7 +372,7 @@ class Pipelines:
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
         detokenizer = Detokenizer(request.sampling, request.generated, self._pieces)
-        source = Failover(request, self, self._standbys, detokenizer)
+        source = Failover(request, self._opener, self._standbys, detokenizer)
         try:
             yield source
         finally:
@@ -375,83 +381,7 @@ class Pipelines:
             self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
             if request.recovery.is_under_way:
-                self._let_go(request.tried)
-
-    @asynccontextmanager
-    async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[TokenSource]:
-        """Raises SwarmLLMError (see `failover.Opener`)."""
-        request.n_changes, request.context = self._n_changes, None
-        # A retry prefers nothing: what it would prefer has just failed.
-        is_first, begins_stream = request.n_attempts == 1, not request.generated
-        previous = self._routes.previous(request) if is_first else ()
-        assembly = await self._routes.choose(request, previous, request.broken)
-        if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
-            raise NoPipeline("no other nodes hold these layers")
-        if begins_stream and not is_first:
-            self._counts.retries += 1
-        async with AsyncExitStack() as opened:
-            source, assembly = await self._assign(request, assembly, opened)
-            self._routes.took_over(request, assembly)
-            # What the others have left, and this one has not taken over, is let go of.
-            self._let_go(request.tried[:-1])
-            del request.tried[:-1]
-            try:
-                yield source
-            finally:
-                if begins_stream:
-                    self._measure(source, assembly, request.entry.model_id)
-            learn(self._observations, source, assembly.ways_s)
-
-    async def _assign(
-        self, request: OriginRequest, assembly: Assembly, opened: AsyncExitStack
-    ) -> tuple[TokenSource, Assembly]:
-        """Assign a route, or one that takes less time by what the stages of the first say. Raises
-        SwarmLLMError."""
-        accepted: Assembly | None = None
-        may_weigh = not request.generated
-        for n_changes in range(CHANGES_MAX + 2):
-            assignment = request.assignment(assembly, self._node_id)
-            request.tried.append(Attempt(assignment.request_id, assembly))
-            context = request_context(assignment, request.entry, self._node_id)
-            self._requests.attempts(request, replace(context, session=request.conversation))
-            weigh = self._weigh(request, assembly) if may_weigh and n_changes < CHANGES_MAX else None
-            pipeline = self._attempts.open(request, assignment, self._routes.pace(request, assembly), weigh)
-            try:
-                return await opened.enter_async_context(pipeline), assembly
-            except LighterRoute as found:
-                accepted, assembly = assembly, found.assembly
-                self._counts.reassignments += 1
-            except SwarmLLMError:
-                # The one that was left had accepted.
-                if accepted is None or request.recovery.avoid & accepted.node_ids:
-                    raise
-                assembly, accepted, may_weigh = accepted, None, False
-        raise AssertionError("the last route is not weighed")
-
-    def _weigh(self, request: OriginRequest, assembly: Assembly) -> Weigh:
-        began_s = trio.current_time()
-
-        async def weigh(n_running: Mapping[NodeId, int]) -> None:
-            asked_s = trio.current_time() - began_s
-            lighter = await self._routes.lighter(request, assembly, n_running, asked_s)
-            if lighter is not None:
-                raise LighterRoute(lighter)
-
-        return weigh
-
-    async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
-        if self._n_changes == request.n_changes:
-            with trio.CancelScope(deadline=until_s):
-                await self._swarm_changed.park()
-
-    def _measure(self, source: TokenSource, assembly: Assembly, model_id: ModelId) -> None:
-        announced_s = partial(self._routes.announced_s, model_id)
-        now_s = trio.current_time()
-        measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._trust.note, now_s)
-
-    def _let_go(self, broken: Sequence[Attempt]) -> None:
-        for request_id, assembly in broken:
-            self._attempts.let_go(request_id, assembly.stages)
+                self._opener.let_go(request.tried)
 
     async def _first_stage(self, entry: CatalogueEntry) -> NodeId:
         return (await self.stages_for(entry))[0].node_id

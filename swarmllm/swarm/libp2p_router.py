@@ -466,11 +466,9 @@ async def _running_router(
             router = Libp2pRouter(
                 identity, gater, host, nursery, started_at_ms, memory, settings, directory, trust
             )
-            spread = router.spread
             gossip = Gossip(
                 network.network_id,
-                spread.validate,
-                spread.receive,
+                router.spread,
                 TOPIC_SIZES_BYTES,
                 trust.note,
                 directory.gossip_allowances,

@@ -18,6 +18,7 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerError,
 )
+from swarmllm.supervision import Outcome
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc import AnyWorkerMessage, Error, GenerateDone, Progress, Token, WorkerMessage
 
@@ -82,25 +83,27 @@ class Call:
         self._expects = expects
         self._timeout_s = timeout_s
         self._on_progress = on_progress
-        self._finished = trio.Event()
+        self._outcome: Outcome[tuple[WorkerMessage, memoryview]] = Outcome()
         self._scope = trio.CancelScope()
-        self.message: WorkerMessage | None = None
-        self.payload = memoryview(b"")
-        self.error: SwarmLLMError | None = None
 
     async def wait(self) -> bool:
-        """False where the answer did not come in time."""
-        if not self._finished.is_set():
+        """False where the answer did not come in time; Progress extends it."""
+        if not self._outcome.is_over:
             self._scope.deadline = trio.current_time() + self._timeout_s
             with self._scope:
-                await self._finished.wait()
-        return self._finished.is_set()
+                await self._outcome.over()
+        return self._outcome.is_over
+
+    async def answer(self) -> tuple[WorkerMessage, memoryview]:
+        """Of one of the types that it expects, with its payload. Raises what the worker's Error, or its
+        death, made of the call."""
+        return await self._outcome.wait()
 
     def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
         if isinstance(message, self._expects):
-            self.message, self.payload = message, payload
+            self._outcome.succeed((message, payload))
         elif isinstance(message, Error):
-            self.error = worker_fault(message)
+            self._outcome.fail(worker_fault(message))
         elif isinstance(message, Progress):
             self._scope.deadline = trio.current_time() + self._timeout_s
             self._tell(message)
@@ -109,12 +112,10 @@ class Call:
             expects = self._expects if isinstance(self._expects, tuple) else (self._expects,)
             expected = " or ".join(each.__name__ for each in expects)
             raise BadMessage("type", f"{type(message).__name__} answers a call that expects {expected}")
-        self._finished.set()
         return True
 
     def fail(self, error: SwarmLLMError) -> None:
-        self.error = error
-        self._finished.set()
+        self._outcome.fail(error)
 
     def _tell(self, message: Progress) -> None:
         if self._on_progress is None:

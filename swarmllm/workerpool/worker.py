@@ -159,10 +159,9 @@ class Worker:
         if not await self._ready.wait():
             self.kill("connected, but did not get ready in time")
             await self.ended.wait()
-        if self._ready.error is not None:
-            raise self._ready.error
-        assert isinstance(self._ready.message, Ready)
-        return self._ready.message
+        ready, _ = await self._ready.answer()
+        assert isinstance(ready, Ready)
+        return ready
 
     async def call(
         self,
@@ -193,10 +192,9 @@ class Worker:
                 await self.ended.wait()
         finally:
             self._pending.pop(message.id, None)
-        if call.error is not None:
-            raise call.error
-        assert isinstance(call.message, expects)
-        return call.message, call.payload
+        answer, answer_payload = await call.answer()
+        assert isinstance(answer, expects)
+        return answer, answer_payload
 
     async def generate(self, message: Generate, payload: Payload, *, silence_s: float) -> TokenStream:
         """Start a Generate; `forget` it when it is over. Raises WorkerDied."""

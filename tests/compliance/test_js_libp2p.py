@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from gossip_reader import ValidGossip
 
 from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.discovery.dht.dht import Dht
@@ -122,8 +123,7 @@ async def test_gossip_travels_both_ways(host: Host, foreign: ForeignPeer, topic:
     send, receive = trio.open_memory_channel[tuple[str, bytes]](16)
     gossip = Gossip(
         "",
-        validate=lambda _topic, content: content.startswith(b"valid"),
-        receive=lambda name, content: send.send_nowait((name, content)),
+        ValidGossip(lambda name, content: send.send_nowait((name, content))),
         size_max_bytes={topic: 1000},
     )
     async with trio.open_nursery() as nursery, run_gossip(gossip, host):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from gossip_reader import ValidGossip
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
@@ -279,13 +280,14 @@ async def test_a_node_dials_nobody_of_the_librarys_own_accord(libp2p_swarm: Libp
 
 
 def test_a_validator_that_raises_refuses_the_message() -> None:
-    def validate(topic: str, content: bytes) -> bool:
-        raise KeyError(topic)
+    class Raising(ValidGossip):
+        def validate(self, topic: str, content: bytes) -> bool | None:
+            raise KeyError(topic)
 
-    message = rpc_pb2.Message(data=b"x", topicIDs=[MODELS])
-    assert guarded_validator(MODELS, MODELS, 10, validate)(None, message) is False
-    assert guarded_validator(MODELS, MODELS, 10, lambda topic, content: True)(None, message) is True
-    assert guarded_validator(MODELS, MODELS, 0, lambda topic, content: True)(None, message) is False
+    message = rpc_pb2.Message(data=b"valid", topicIDs=[MODELS])
+    assert guarded_validator(MODELS, MODELS, 10, Raising())(None, message) is False
+    assert guarded_validator(MODELS, MODELS, 10, ValidGossip())(None, message) is True
+    assert guarded_validator(MODELS, MODELS, 0, ValidGossip())(None, message) is False
 
 
 async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p_swarm: Libp2pSwarm) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from gossip_reader import ValidGossip
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -321,7 +322,7 @@ class HeardGossip(Gossip):
     """What a node says, and when."""
 
     def __init__(self) -> None:
-        super().__init__("", lambda _topic, _content: True, lambda _topic, _content: None, {})
+        super().__init__("", ValidGossip(), {})
         self.said: list[tuple[str, float]] = []
 
     async def publish(self, topic: str, content: bytes) -> None:

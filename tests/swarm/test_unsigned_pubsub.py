@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from gossip_reader import ValidGossip
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
@@ -58,8 +59,7 @@ async def listener(folder: Path) -> AsyncIterator[Listener]:
     host = Host(identity, ConnectionGater())
     gossip = Gossip(
         "",
-        validate=lambda _topic, content: content.startswith(b"valid"),
-        receive=lambda topic, content: made[0].take(topic, content),
+        ValidGossip(lambda topic, content: made[0].take(topic, content)),
         size_max_bytes={MODELS: 4000},
     )
     async with run_libp2p(host, own_addresses("127.0.0.1"), 0), run_gossip(gossip, host):

@@ -21,10 +21,9 @@ from swarmllm_proto.fingerprints import FINGERPRINT_BYTES
 from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.kernels.interposing import find_library
-from swarmllm_workers.ring import ring_work
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S
-from swarmllm_workers.schedule import cohorts
+from swarmllm_workers.schedule import cohorts, lone_steps
 from swarmllm_workers.server.handlers import Handlers
 
 SECRET = bytes(range(32)) + bytes(8)
@@ -151,7 +150,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStag
 
     def make(start: int, end: int, *, native: bool = True) -> Stage:
         if not native:
-            monkeypatch.setattr(ring_work, "find_library", lambda name: None)
+            monkeypatch.setattr(lone_steps, "find_library", lambda name: None)
         made.append(Stage(tmp_path, start, end))
         return made[-1]
 

@@ -23,6 +23,7 @@ from swarmllm_workers.ring.ring import Ring
 
 from .client import Worker
 from .conftest import StartWorker
+from .link_jobs import Jobs
 from .ring_of_two import NODES, SECRET, SPLIT, RingOfTwo, give, open_halves
 
 MakeRing = Callable[..., RingOfTwo]
@@ -344,7 +345,7 @@ def test_nonsense_ends_the_link_and_not_the_worker(strangers: MakeStranger, last
 def test_the_daemon_hears_that_a_job_runs_before_it_is_done_and_when_it_is_gone() -> None:
     """It waits for such a job longer than for one that was lost on its way."""
     said: list[ipc.Turned] = []
-    ring = Ring(said.append, lambda *_: None, lambda *_: None)
+    ring = Ring(said.append, Jobs(), lambda *_: None)
     take = ipc.TakeSeat(
         id=1,
         request_id="r",

@@ -29,6 +29,8 @@ from swarmllm_workers.ring.link import ReceivingLink, SendingLink
 from swarmllm_workers.ring.ring import SEATS_MAX, TURNED_INTERVAL_S, Ring
 from swarmllm_workers.ring.seat import Seat
 
+from .link_jobs import Jobs
+
 SECRET = memoryview(bytes(range(32)) + bytes(8))
 ROW = tensor_bytes(np.zeros((1, 64), np.float32))
 
@@ -59,7 +61,7 @@ class Worker:
         self.taken: list[tuple[Seat, LayerForward, bool]] = []
         self.watched: dict[int, int] = {}
         self._refuse = refuse
-        self.ring = Ring(self._send, self._take, self.watched.__setitem__)
+        self.ring = Ring(self._send, Jobs(self._take), self.watched.__setitem__)
         self._descriptors: dict[NodeId, int] = {}
         self._sockets: list[socket.socket] = []
 

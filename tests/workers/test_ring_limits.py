@@ -22,9 +22,11 @@ from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Seat
 
+from .link_jobs import Jobs
+
 
 def seated() -> tuple[Ring, Seat]:
-    ring = Ring(lambda *_: None, lambda *_: None, lambda *_: None)
+    ring = Ring(lambda *_: None, Jobs(), lambda *_: None)
     ring.take_seat(
         ipc.TakeSeat(
             id=1,
@@ -77,7 +79,7 @@ def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: 
     def refuse(*_: Any) -> None:
         raise CallError(kind, "no such token", "payload")
 
-    ring = Ring(lambda message, *_: sent.append(message), refuse, lambda *_: None)
+    ring = Ring(lambda message, *_: sent.append(message), Jobs(refuse), lambda *_: None)
     ring.take_seat(seated()[1].message)
     frame = job(4, 1, 64)
     ring._arrive(A, frame, False)
@@ -89,7 +91,7 @@ def test_what_a_worker_refuses_goes_to_the_daemon_which_knows_who_sent_it(kind: 
 
 def test_without_a_link_rows_go_through_the_daemon_where_they_may_and_else_nowhere() -> None:
     sent: list[Any] = []
-    ring = Ring(lambda message, *_: sent.append(message), lambda *_: None, lambda *_: None)
+    ring = Ring(lambda message, *_: sent.append(message), Jobs(), lambda *_: None)
     seat, rows = seated()[1], tensor_bytes(np.zeros((1, 64), np.float32))
     assert ring.pass_rows(seat, 4, 1, rows, (), may_relay=False) is False
     assert sent == []
@@ -100,7 +102,7 @@ def test_without_a_link_rows_go_through_the_daemon_where_they_may_and_else_nowhe
 def test_a_link_that_ends_while_rows_leave_is_reported_and_not_used_again() -> None:
     sent: list[Any] = []
     ours, theirs = socket.socketpair()
-    ring = Ring(lambda message, *_: sent.append(message), lambda *_: None, lambda *_: None)
+    ring = Ring(lambda message, *_: sent.append(message), Jobs(), lambda *_: None)
     secret = memoryview(bytes(range(32)) + bytes(8))
     ring.take_link(ipc.TakeLink(id=1, peer=B, direction="sending"), secret, ours)
     theirs.close()
@@ -148,7 +150,7 @@ def test_corked_rows_whose_link_has_ended_go_through_the_daemon() -> None:
     said: list[tuple[Any, bytes]] = []
     ring = Ring(
         lambda message, payload=b"": said.append((message, bytes(payload))),
-        lambda *_: None,
+        Jobs(),
         lambda *_: None,
     )
     secret = memoryview(bytes(range(32)) + bytes(8))
@@ -187,7 +189,7 @@ def test_a_token_goes_on_by_the_link_and_its_origin_hears_of_it(origin: NodeId, 
         sent: list[Any] = []
         ours, theirs = socket.socketpair()
         secret = memoryview(bytes(range(32)) + bytes(8))
-        ring = Ring(lambda message, *_, to=sent: to.append(message), lambda *_: None, lambda *_: None)
+        ring = Ring(lambda message, *_, to=sent: to.append(message), Jobs(), lambda *_: None)
         ring.take_link(ipc.TakeLink(id=1, peer=B, direction="sending"), secret, ours)
         ring.has_spare_core = has_spare_core
         seat = seated()[1]

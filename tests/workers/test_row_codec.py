@@ -92,8 +92,7 @@ class PackedStage(Stage):
     def __init__(self, folder: Path, start: int, end: int, row_format: str, *, native: bool) -> None:
         super().__init__(folder, start, end)
         self._row_format = row_format
-        lone_steps = self.handlers._lone_steps
-        assert lone_steps is not None
+        lone_steps = self.handlers._forwards._lone_steps
         if not native:
             lone_steps._take_packed = None
 

@@ -9,7 +9,7 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.ring.window_work import judge
+from swarmllm_workers.schedule.window_work import judge
 from swarmllm_workers.speculation.drafting import NgramLookup
 
 from .factory import N_VOCAB

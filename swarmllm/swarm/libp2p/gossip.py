@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import trio
 from libp2p.peer.id import ID
@@ -63,9 +63,16 @@ _VERDICTS_MAX = 128
 thousand is searched from its beginning for each message."""
 _MESSAGES_PER_TOPIC_PER_S = 1000
 """Counted on the forwarder, who in a mesh speaks for everybody: the default of 10 silences honest nodes."""
-Validate = Callable[[str, bytes], bool | None]
-"""(topic, content) -> whether to pass it on. None: no, and its forwarder is not to blame."""
-Receive = Callable[[str, bytes], None]
+
+
+class GossipReader(Protocol):
+    """What gossip is for. Neither method may block."""
+
+    def validate(self, topic: str, content: bytes) -> bool | None:
+        """Whether to pass it on. None: no, and its forwarder is not to blame."""
+
+    def receive(self, topic: str, content: bytes) -> None:
+        """Gossip that passed `validate`."""
 
 
 @dataclass(slots=True)
@@ -236,17 +243,13 @@ class Gossip:
     def __init__(
         self,
         network_id: str,
-        validate: Validate,
-        receive: Receive,
+        reader: GossipReader,
         size_max_bytes: dict[str, int],
         note: Note = unnoted,
         peers: Parts[GossipAllowance] | None = None,
     ) -> None:
-        """`validate(topic, content)` decides what is passed on, `receive` gets what was; neither may
-        block."""
         self.network_id = network_id
-        self.validate = validate
-        self.receive = receive
+        self.reader = reader
         self.size_max_bytes = size_max_bytes
         self.note = note
         self.budget = GossipBudget(peers=peers)
@@ -302,7 +305,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         name = topic_name(topic, network_id)
         pubsub.set_topic_validator(
             name,
-            guarded_validator(topic, name, size_max, gossip.validate, gossip.note),
+            guarded_validator(topic, name, size_max, gossip.reader, gossip.note),
             is_async_validator=False,
         )
     async with (
@@ -313,7 +316,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         await pubsub.wait_until_ready()
         for topic in size_max_bytes:
             subscription = await pubsub.subscribe(topic_name(topic, network_id))
-            nursery.start_soon(_drain, subscription, topic, gossip.receive)
+            nursery.start_soon(_drain, subscription, topic, gossip.reader)
         gossip.attach(pubsub)
         try:
             yield
@@ -332,7 +335,7 @@ def _content_id(message: Any) -> bytes:
 
 
 def guarded_validator(
-    topic: str, name: str, size_max: int, validate: Validate, note: Note = unnoted
+    topic: str, name: str, size_max: int, reader: GossipReader, note: Note = unnoted
 ) -> Callable[[Any, Any], bool]:
     """A validator that raises would end the process. What is not valid counts against the peer that passed it
     on, because an honest peer checks it first."""
@@ -342,7 +345,7 @@ def guarded_validator(
             is_valid = (
                 list(message.topicIDs) == [name]
                 and len(message.data) <= size_max
-                and validate(topic, message.data)
+                and reader.validate(topic, message.data)
             )
         except Exception:
             provoked_by(log, str(forwarder)).exception("validating gossip on %s", topic)
@@ -354,7 +357,7 @@ def guarded_validator(
     return validator
 
 
-async def _drain(subscription: Any, topic: str, receive: Receive) -> None:
+async def _drain(subscription: Any, topic: str, reader: GossipReader) -> None:
     """The library's queue is short and drops what does not fit: nothing may ever wait in it."""
     while True:
         try:
@@ -362,6 +365,6 @@ async def _drain(subscription: Any, topic: str, receive: Receive) -> None:
         except (trio.EndOfChannel, trio.ClosedResourceError):
             return
         try:
-            receive(topic, message.data)
+            reader.receive(topic, message.data)
         except Exception:
             provoked_by(log, "gossip").exception("taking in gossip on %s", topic)

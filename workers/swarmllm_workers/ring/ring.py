@@ -18,7 +18,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -47,17 +47,23 @@ _FAULTS_OF_SENDERS: Final = ("bad_message", "bad_tensor")
 """The daemon refuses such a job too, and says whose it was."""
 
 Send = Callable[..., None]
-Take = Callable[[Seat, LayerForward, memoryview, float, bool], None]
-"""Run a job that came by a link: (seat, message, payload, when it came, whether nothing else has come with
-it). Raises CallError."""
 Watch = Callable[[int, int], None]
 """(descriptor, events of `select.poll`; 0: no more)"""
 
 
+class LinkJobs(Protocol):
+    """What runs the decode jobs that come by links."""
+
+    def take(
+        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
+    ) -> None:
+        """`came_at`: by `time.perf_counter`. `is_alone`: nothing else has come with it. Raises CallError."""
+
+
 class Ring:
-    def __init__(self, send: Send, take: Take, watch: Watch) -> None:
+    def __init__(self, send: Send, jobs: LinkJobs, watch: Watch) -> None:
         self._send = send
-        self._take = take
+        self._jobs = jobs
         self._watch = watch
         self._seats: dict[tuple[str, int], Seat] = {}
         self._sending: dict[NodeId, SendingLink] = {}
@@ -281,7 +287,7 @@ class Ring:
         seat.is_running = True
         self._tell_turned(seat, time.monotonic())
         try:
-            self._take(seat, job, frame.payload, came_at, is_last)
+            self._jobs.take(seat, job, frame.payload, came_at, is_last)
         except CallError as error:
             seat.exit()
             seat.is_running = False

@@ -1,8 +1,8 @@
 """Schedules the works: which rows run next, in which batch, and where the results go.
 
 A round (`step`) is: resume what was parked, choose batches, run each, accept its results, drop what is over.
-There is one way to run a batch. Which batches there are is planned (`planner.py`), but for a decode step that
-nobody shares: most rounds are such, and in a pipeline the next node waits for it, so no plan is made for it.
+There is one way to run a batch. The planner (`planner.py`) says which batches there are; a decode step that
+nobody shares needs no plan. A step that came by a link enters by `take`, and runs at once where it can.
 
 Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
 work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
@@ -111,6 +111,15 @@ class Scheduler:
             )
         self._n_works += 1
         self._works[self._n_works] = work
+
+    def take(
+        self, run_alone: Callable[[], bool] | None, make: Callable[[], Work], *, is_idle: bool = False
+    ) -> None:
+        """A decode step that came by a link. Where it has the worker to itself, `run_alone` runs it at once;
+        where that declines (False) or other works are here, the step is added as the work of `make`."""
+        if run_alone is not None and not self._works and run_alone():
+            return
+        self.add(make(), is_idle=is_idle)
 
     def of_request(self, request_id: str) -> list[Work]:
         """Oldest first."""

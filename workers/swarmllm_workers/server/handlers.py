@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -11,34 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from swarmllm_proto import ipc
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
-from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers.cache.manifest import PrefixManifest
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Watch
-from swarmllm_workers.ring.ring_work import LoneSteps, RingWork
-from swarmllm_workers.ring.seat import Seat
-from swarmllm_workers.ring.window_work import WindowRows, WindowWork, is_window
-from swarmllm_workers.schedule.again_work import AgainWork
 from swarmllm_workers.schedule.cohorts import Cohorts
+from swarmllm_workers.schedule.forwards import Forwards, check_exact
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
 from swarmllm_workers.schedule.scheduler import Scheduler
-from swarmllm_workers.schedule.work import ForwardWork, Send
+from swarmllm_workers.schedule.work import Send
 from swarmllm_workers.server.background import InPlace, Place
 from swarmllm_workers.server.kv_handlers import EndingHandlers, PrefixHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings, speculation_settings
 from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
 from swarmllm_workers.server.thread_use import ThreadUse
-from swarmllm_workers.server.worker_state import WorkerState, read_as, read_tensor
+from swarmllm_workers.server.worker_state import WorkerState
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.speculation import Speculation
@@ -51,8 +43,6 @@ message is read; one call may always wait."""
 CHAIN_GATES_MAX: Final = 64
 SLEEP_MAX_MS: Final = 2**30
 STARVED_MS: Final = 5
-SLEPT_S: Final = 0.0005
-"""What takes longer than a look at the sockets: the worker slept until then."""
 PARKED_MS: Final = 100
 """Until it is seen that the grammar process is late; its answers are seen at once."""
 
@@ -77,19 +67,15 @@ class Handlers:
         self._send = send
         self._read_ahead = read_ahead
         self._take_descriptor = take_descriptor
-        self.ring = Ring(send, self._forward_by_link, watch)
         self._thread_use = ThreadUse(send, cores)
+        self._decodings: dict[str, Decoding] = {}
+        self._forwards = Forwards(send, self.state.fail, self._decodings, self._thread_use)
+        self.ring = Ring(send, self._forwards, watch)
         self._arrived_at = 0.0
         self._manifest: PrefixManifest | None = None
-        self._lone_steps: LoneSteps | None = None
-        self._windows: WindowRows | None = None
         self._chain_gates: dict[tuple[str, str], CostGate] = {}
         """What is known of trips, by the neighbours of a last stage; the latest last."""
         self._cohorts: Cohorts | None = None
-        self._polls_at = 0.0
-        self._decodings: dict[str, Decoding] = {}
-        self._has_stepped = False
-        """Nothing but lone steps has happened since `pause_ms` looked at everything."""
         self._looked_at_s = self._looks_away_s = 0.0
         self.grammars = GrammarHandlers(self.state, watch)
         self._layers = LoadHandlers(self.state)
@@ -128,7 +114,7 @@ class Handlers:
 
     def handle(self, message: Any, payload: memoryview) -> None:
         self._arrived_at = time.perf_counter()
-        self._has_stepped = False
+        self._forwards.has_run_alone = False
         try:
             self._handlers[type(message)](message, payload)
         except Exception as error:
@@ -138,10 +124,10 @@ class Handlers:
         """How long the worker may sleep: without work until kept KV expires, or the daemon is due a report
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
-        self._polls_at = time.perf_counter()
+        self._forwards.polled_at_s = time.perf_counter()
         if self.state.scheduler is not None and self.state.scheduler.has_work:
             self._tell_prefixes()
-            self._has_stepped = False
+            self._forwards.has_run_alone = False
             self.grammars.pause_ms()
             if self.state.scheduler.is_parked:
                 return PARKED_MS
@@ -149,10 +135,10 @@ class Handlers:
         if self.state.model is None:
             return None
         now_s = time.monotonic()
-        if self._has_stepped and now_s < self._looked_at_s + self._looks_away_s:
+        if self._forwards.has_run_alone and now_s < self._looked_at_s + self._looks_away_s:
             # Between two decode jobs nothing else happens, and to find that out takes as long as a hop.
             return int((self._looked_at_s + self._looks_away_s - now_s) * 1000) + 1
-        self._has_stepped = False
+        self._forwards.has_run_alone = False
         self._layers.tidy()
         until_s = self.state.model.expire()
         self._tell_prefixes()
@@ -197,11 +183,10 @@ class Handlers:
         )
         if message.continuous_batching:
             self._cohorts = Cohorts(engine.n_layers)
-        self._lone_steps = LoneSteps(engine, self._decodings, self.ring, self._cohorts)
-        self._windows = WindowRows(engine)
         self.state.scheduler = Scheduler(
             engine, planner, self.state.fail_work, self._read_ahead, self._cohorts, self.ring
         )
+        self._forwards.open(engine, self.state.scheduler, self.ring, self._cohorts)
         self._send(
             ipc.Opened(
                 id=message.id,
@@ -219,103 +204,8 @@ class Handlers:
         )
 
     def _forward(self, message: ipc.Forward, payload: memoryview) -> None:
-        data = read_tensor(payload)
-        self._check_forward(message, message.position, data)
-        seat = self.ring.seat_of(message)
-        if seat is None:
-            engine = self.state.engine()
-            make = AgainWork if message.want == "again" else ForwardWork
-            work = make(message, message.position, data, engine, self._decodings, self._send)
-        elif message.resent and message.position < seat.expected:
-            self._send(ipc.Done(id=message.id))
-            return
-        else:
-            seat.expected, seat.rows_max_before = message.position + 1, 0
-            since = self._arrived_at - message.waited_s
-            work = self._ring_work(message, message.position, data, seat, since, message.timings)
-        self.state.running().add(work)
-
-    def _forward_by_link(
-        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
-    ) -> None:
-        is_idle = came_at - self._polls_at > SLEPT_S
-        if is_alone and not self.has_work and self._lone_steps is not None:
-            try:
-                if self._lone_steps.run(seat, job, payload, came_at, is_idle=is_idle):
-                    self._has_stepped = True
-                    self._thread_use.stepped()
-                    return
-            except Exception as error:
-                self.state.engine().release_if_empty(job.request_id)
-                self.state.fail(0, error, job.request_id)
-                return
-        if job.step == "embed":
-            data = np.array([job.token, *(job.guesses or ())], np.int32)
-        else:
-            data = self._rows(payload, job.n_tokens)
-        self._check_forward(seat.forward, job.position, data)
-        if len(data) != job.n_tokens:
-            raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
-        work = self._ring_work(seat.forward, job.position, data, seat, came_at, job.timings, by_link=True)
-        self.state.running().add(work, is_idle=is_idle)
-
-    def _ring_work(
-        self,
-        message: ipc.Forward,
-        position: int,
-        data: np.ndarray,
-        seat: Seat,
-        since: float,
-        timings: tuple[ipc.StageTiming, ...],
-        *,
-        by_link: bool = False,
-    ) -> RingWork:
-        make: Callable[..., RingWork] = RingWork
-        if self._windows is not None and is_window(seat, position, len(data)):
-            make = partial(WindowWork, self._windows)
-        engine = self.state.engine()
-        of = (message, position, data, engine, self._decodings, self._send, self.ring)
-        return make(*of, seat, since, timings, by_link=by_link)
-
-    def _check_forward(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
-        """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
-        engine = self.state.engine()
-        _check_exact(message)
-        if data.dtype == np.int32:
-            if message.start != 0:
-                raise CallError(
-                    "bad_tensor", "token ids enter at layer 0, hidden states everywhere else", "payload"
-                )
-            self.state.check_tokens(data)
-        else:
-            self._check_hidden(data, engine.n_embd)
-        if len(data) == 0:
-            raise CallError("bad_tensor", "at least one row is needed", "payload")
-        if position + len(data) > engine.settings.n_ctx:
-            raise CallError(
-                "context_full",
-                f"position {position} and {len(data)} rows exceed the context of "
-                f"{engine.settings.n_ctx} (n_ctx)",
-                "position",
-            )
-        if message.exact_rows and message.want in ("normed", "scores"):
-            raise CallError("bad_message", "exact requests want tokens", "want")
-        if message.want == "hidden" and message.end >= engine.n_layers:
-            raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
-        if message.want not in ("hidden", "none") and message.end != engine.n_layers:
-            raise CallError(
-                "bad_message",
-                f"only the range that ends at {engine.n_layers} gives tokens, scores and normed states",
-                "want",
-            )
-        if len(message.scored) != (len(data) if message.want in ("scores", "again") else 0):
-            raise CallError("bad_message", f"{len(message.scored)} tokens for {len(data)} rows", "scored")
-        if message.scored and max(message.scored) >= engine.n_vocab:
-            raise CallError("bad_message", f"token ids lie in [0, {engine.n_vocab})", "scored")
-        if message.want == "token" and position + len(data) < message.n_prompt_tokens:
-            raise CallError(
-                "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
-            )
+        self.state.engine()
+        self._forwards.add(message, payload, self._arrived_at)
 
     def _take_link(self, message: ipc.TakeLink, payload: memoryview) -> None:
         descriptor = self._take_descriptor()
@@ -333,7 +223,7 @@ class Handlers:
             raise CallError("bad_message", f"the model has {self.state.engine().n_layers} layers", "end")
         if (message.sampling is not None) != (message.end == self.state.engine().n_layers):
             raise CallError("bad_message", "the last stage samples, and no other", "sampling")
-        _check_exact(message)
+        check_exact(message)
         self.ring.take_seat(message, *self._guessing(message))
         self._send(ipc.Done(id=message.id))
 
@@ -402,29 +292,9 @@ class Handlers:
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self.state.finish(message.id)
 
-    def _rows(self, payload: memoryview, n_rows: int) -> np.ndarray:
-        """As they come from another node."""
-        width = self.state.engine().n_embd
-        return read_as(lambda: unpack_rows(payload, n_rows=n_rows, width=width, field="payload"))
-
-    def _check_hidden(self, data: np.ndarray, n_embd: int) -> None:
-        if data.dtype != np.float32 or data.ndim != 2:
-            raise CallError("bad_tensor", f"hidden states are f32 [n, {n_embd}]", "payload")
-        if data.shape[1] != n_embd:
-            raise CallError("bad_tensor", f"rows are {data.shape[1]} wide, the model {n_embd}", "payload")
-        # Where the sum is finite, all of them are, and one call takes less time than two.
-        if not math.isfinite(np.add.reduce(data, axis=None)) and not np.isfinite(data).all():
-            raise CallError("bad_tensor", "hidden states hold NaN or infinity", "payload")
-
     def close(self) -> None:
         self.ring.close()
         self.state.close()
-
-
-def _check_exact(message: ipc.Forward | ipc.TakeSeat) -> None:
-    if message.sampling is not None and message.sampling.exact != (message.exact_rows > 0):
-        wanted = "above 0" if message.sampling.exact else "0"
-        raise CallError("bad_message", f"{wanted} where sampling.exact says so", "exact_rows")
 
 
 def _log_failure(error: Exception) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 
 from swarmllm_proto import ipc
-from swarmllm_proto.errors import BadMessage, BadTensor
-from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
+from swarmllm_workers.payloads import check_tokens, read_tensor
 from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.work import Send, Work
 from swarmllm_workers.server.background import Place
@@ -90,32 +88,11 @@ class WorkerState:
     def tokens(self, payload: memoryview) -> np.ndarray:
         """i32 [n], every id inside the vocabulary. Raises CallError."""
         tokens = read_tensor(payload)
-        self.check_tokens(tokens)
+        check_tokens(self.engine(), tokens)
         return tokens
-
-    def check_tokens(self, tokens: np.ndarray) -> None:
-        """Raises CallError bad_tensor."""
-        if tokens.dtype != np.int32 or tokens.ndim != 1:
-            raise CallError("bad_tensor", "token ids are i32 [n]", "payload")
-        self.engine().embedding.check(tokens)
 
     def close(self) -> None:
         if self.speculation is not None:
             self.speculation.close()
         if self.model is not None:
             self.model.close()
-
-
-def read_tensor(payload: memoryview) -> np.ndarray:
-    """Raises CallError bad_tensor."""
-    return read_as(lambda: decode_tensor(payload, field="payload"))
-
-
-def read_as(decode: Callable[[], np.ndarray]) -> np.ndarray:
-    """Raises CallError bad_tensor, bad_message."""
-    try:
-        return decode()
-    except BadTensor as error:
-        raise CallError("bad_tensor", error.reason, error.field) from None
-    except BadMessage as error:
-        raise CallError("bad_message", error.reason, error.field) from None

@@ -1,12 +1,11 @@
-"""Jobs of a request that has a seat here: their results may leave by a link.
+"""Runs a decode step that came by a link and has the worker to itself, without making a work of it.
 
-A job is a work, which the scheduler runs with others (`RingWork`). But most jobs of a pipeline are decode
-steps that came by a link and have the worker to themselves, and the next stage waits for each of them: such a
-one is run at once (`LoneSteps`). A step has read every weight before the next one begins, so the caches hold
-nothing of the code between them: each function on the way costs microseconds, most of which it takes to come
-from memory. Here are as few of them as will do: as a work of the scheduler, a hop takes a third longer
-(`python -m bench.lone_hop`). Whatever is out of the ordinary (other rows than one, a position that is not the
-next one, no room, a first token) is left to the works, which know all cases and say what is wrong.
+Most jobs of a pipeline are such steps, and the next stage waits for each of them. A step has read every
+weight before the next one begins, so the caches hold nothing of the code between them: each function on the
+way costs microseconds, most of which it takes to come from memory. This path calls as few of them as will do.
+What a hop takes beside libllama is a fifth to a third less than by a work (`python -m bench.lone_hop`,
+docs/benchmarks.md). Everything out of the ordinary (other rows than one, a position that is not the next one,
+no room, a first token) is left to the works, which know all cases and say what is wrong.
 """
 
 from __future__ import annotations
@@ -20,104 +19,21 @@ from typing import Any, Final
 import numpy as np
 
 from swarmllm_proto.errors import BadTensor
-from swarmllm_proto.ipc import Forward, LayerResult, StageTiming
+from swarmllm_proto.ipc import StageTiming
 from swarmllm_proto.ipc_base import RowFormat
 from swarmllm_proto.swarm import LayerForward
-from swarmllm_proto.tensors import encode_tensor, is_packed, unpack_rows
-from swarmllm_workers.decode.decoding import Decoded, Decoding
+from swarmllm_proto.tensors import is_packed, unpack_rows
+from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.kernels.interposing import find_library
 from swarmllm_workers.kernels.row_codec import RowTaker, pack, round_and_pack
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
-from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
+from swarmllm_workers.schedule.ring_work import next_guesses
 
 _HEAD: Final = Struct("<4I")
 _F32: Final = np.dtype("<f4")
-
-
-class RingWork(ForwardWork):
-    """`by_link`: it came by a link and nobody waits for an answer; what cannot leave by a link is relayed.
-    Otherwise the daemon brought it, and gets back what cannot leave by a link."""
-
-    def __init__(
-        self,
-        message: Forward,
-        position: int,
-        data: np.ndarray,
-        engine: Engine,
-        decodings: dict[str, Decoding],
-        send: Send,
-        ring: Ring,
-        seat: Seat,
-        since: float,
-        timings: tuple[StageTiming, ...],
-        *,
-        by_link: bool = False,
-    ) -> None:
-        """`since`: when the job came to this node, by `time.perf_counter`. `timings`: of the
-        stages before."""
-        super().__init__(message, position, data, engine, decodings, send)
-        self._ring = ring
-        self._seat = seat
-        self._since = self.arrived_at = since
-        self._timings_before = timings
-        self._by_link = by_link
-
-    @property
-    def goes_around(self) -> bool:
-        start, end = self.layers
-        is_first_of_several = start == 0 and end < self._engine.n_layers
-        return is_first_of_several and self._position >= self._seat.message.n_prompt_tokens
-
-    def _deliver(self, hidden: np.ndarray | None) -> None:
-        message = self._message
-        if hidden is None:
-            super()._deliver(hidden)
-            return
-        onward = self._ring.pass_rows(
-            self._seat,
-            self._position,
-            len(hidden),
-            pack(hidden, self._seat.message.row_format),
-            self._timings(),
-            may_relay=self._by_link,
-        )
-        if self._by_link:
-            self._ring.turn(self._seat, self._compute_s, len(hidden))
-            return
-        answer = LayerResult(
-            id=message.id, request_id=message.request_id, compute_s=self._compute_s, onward=onward
-        )
-        self._send(answer, b"" if onward else encode_tensor(hidden))
-
-    def _deliver_token(self, decoded: Decoded) -> None:
-        message = self._message
-        onward = self._ring.pass_token(
-            self._seat,
-            self._position + len(self._data),
-            decoded,
-            self._timings(),
-            may_relay=self._by_link,
-            guesses=self._next_guesses(decoded),
-        )
-        if self._by_link:
-            self._ring.turn(self._seat, self._compute_s)
-            return
-        self._send(
-            token_message(message.id, message.request_id, decoded, self._compute_s, onward=onward),
-            decoded.text,
-        )
-
-    def _next_guesses(self, decoded: Decoded) -> tuple[int, ...]:
-        decoding = self._decodings[self.request_id]
-        position = decoded.index + self._seat.message.n_prompt_tokens
-        return next_guesses(self._ring, self._seat, decoding, decoded, position)
-
-    def _timings(self) -> tuple[StageTiming, ...]:
-        busy_s = max(0.0, time.perf_counter() - self._since)
-        return (*self._timings_before, StageTiming(self._seat.message.stage, self._compute_s, busy_s))
 
 
 class LoneSteps:
@@ -231,27 +147,6 @@ class LoneSteps:
         else:
             sent = pack(row, row_format)
         return sent, b"".join((self._head, row.data))
-
-
-def next_guesses(
-    ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded, position: int
-) -> tuple[int, ...]:
-    """What leaves behind a token that will stand at `position`, the newest of `decoding`."""
-    guesser = seat.guesser
-    if guesser is None:
-        return ()
-    guesses = guesser.guess(
-        decoding.tokens,
-        min(seat.rows_max, seat.rows_max_before),
-        decoding.sampling.max_tokens - decoding.n_generated,
-        time.perf_counter(),
-        is_alone=ring.n_requests == 1,
-    )
-    seat.guesses, seat.guessed_at = guesses, position
-    if decoded.finish_reason is None:
-        return guesses
-    guesser.answered(decoding.tokens)
-    return ()
 
 
 def _taker() -> Any:

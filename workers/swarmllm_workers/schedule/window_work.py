@@ -25,8 +25,8 @@ from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Segment, Span, Want
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
-from swarmllm_workers.ring.ring_work import RingWork
 from swarmllm_workers.ring.seat import Seat
+from swarmllm_workers.schedule.ring_work import RingWork
 
 log = logging.getLogger(__name__)
 

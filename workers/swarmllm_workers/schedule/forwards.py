@@ -1,0 +1,178 @@
+"""Checks Forwards of the daemon and decode jobs of links, and gives them to the scheduler as works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from swarmllm_proto import ipc
+from swarmllm_proto.swarm import LayerForward
+from swarmllm_proto.tensors import unpack_rows
+from swarmllm_workers.decode.decoding import Decoding
+from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.errors import CallError
+from swarmllm_workers.payloads import check_hidden, check_tokens, read_as, read_tensor
+from swarmllm_workers.ring.ring import Ring
+from swarmllm_workers.ring.seat import Seat
+from swarmllm_workers.schedule.again_work import AgainWork
+from swarmllm_workers.schedule.cohorts import Cohorts
+from swarmllm_workers.schedule.lone_steps import LoneSteps
+from swarmllm_workers.schedule.ring_work import RingWork
+from swarmllm_workers.schedule.scheduler import Scheduler
+from swarmllm_workers.schedule.window_work import WindowRows, WindowWork, is_window
+from swarmllm_workers.schedule.work import ForwardWork, Send, Work
+from swarmllm_workers.server.thread_use import ThreadUse
+
+SLEPT_S: Final = 0.0005
+"""What takes longer than a look at the sockets: the worker slept until then."""
+
+
+class Forwards:
+    def __init__(
+        self,
+        send: Send,
+        fail: Callable[[int, Exception, str], None],
+        decodings: dict[str, Decoding],
+        thread_use: ThreadUse,
+    ) -> None:
+        """`fail`: answers a call (0: none) of a request with an error."""
+        self._send = send
+        self._fail = fail
+        self._decodings = decodings
+        self._thread_use = thread_use
+        self._engine: Engine
+        self._scheduler: Scheduler
+        self._ring: Ring
+        self._lone_steps: LoneSteps
+        self._windows: WindowRows
+        self.polled_at_s = 0.0
+        """When the worker looked at its sockets, by `time.perf_counter`."""
+        self.has_run_alone = False
+        """Nothing but lone steps has happened since the worker looked at everything else."""
+
+    def open(self, engine: Engine, scheduler: Scheduler, ring: Ring, cohorts: Cohorts | None) -> None:
+        """Before anything is added or taken."""
+        self._engine = engine
+        self._scheduler = scheduler
+        self._ring = ring
+        self._lone_steps = LoneSteps(engine, self._decodings, ring, cohorts)
+        self._windows = WindowRows(engine)
+
+    def add(self, message: ipc.Forward, payload: memoryview, arrived_at: float) -> None:
+        """Of the daemon. Raises CallError."""
+        data = read_tensor(payload)
+        self._check(message, message.position, data)
+        seat = self._ring.seat_of(message)
+        if seat is None:
+            make = AgainWork if message.want == "again" else ForwardWork
+            work = make(message, message.position, data, self._engine, self._decodings, self._send)
+        elif message.resent and message.position < seat.expected:
+            self._send(ipc.Done(id=message.id))
+            return
+        else:
+            seat.expected, seat.rows_max_before = message.position + 1, 0
+            since = arrived_at - message.waited_s
+            work = self._ring_work(message, message.position, data, seat, since, message.timings)
+        self._scheduler.add(work)
+
+    def take(
+        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
+    ) -> None:
+        """By a link. `is_alone`: nothing else has come with it. Raises CallError."""
+        is_idle = came_at - self.polled_at_s > SLEPT_S
+        run_alone = partial(self._run_alone, seat, job, payload, came_at, is_idle) if is_alone else None
+        self._scheduler.take(
+            run_alone, partial(self._link_work, seat, job, payload, came_at), is_idle=is_idle
+        )
+
+    def _run_alone(
+        self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_idle: bool
+    ) -> bool:
+        try:
+            has_run = self._lone_steps.run(seat, job, payload, came_at, is_idle=is_idle)
+        except Exception as error:
+            self._engine.release_if_empty(job.request_id)
+            self._fail(0, error, job.request_id)
+            return True
+        if has_run:
+            self.has_run_alone = True
+            self._thread_use.stepped()
+        return has_run
+
+    def _link_work(self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float) -> Work:
+        if job.step == "embed":
+            data = np.array([job.token, *(job.guesses or ())], np.int32)
+        else:
+            width = self._engine.n_embd
+            data = read_as(lambda: unpack_rows(payload, n_rows=job.n_tokens, width=width, field="payload"))
+        self._check(seat.forward, job.position, data)
+        if len(data) != job.n_tokens:
+            raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
+        return self._ring_work(seat.forward, job.position, data, seat, came_at, job.timings, by_link=True)
+
+    def _ring_work(
+        self,
+        message: ipc.Forward,
+        position: int,
+        data: np.ndarray,
+        seat: Seat,
+        since: float,
+        timings: tuple[ipc.StageTiming, ...],
+        *,
+        by_link: bool = False,
+    ) -> RingWork:
+        make: Callable[..., RingWork] = RingWork
+        if is_window(seat, position, len(data)):
+            make = partial(WindowWork, self._windows)
+        of = (message, position, data, self._engine, self._decodings, self._send, self._ring)
+        return make(*of, seat, since, timings, by_link=by_link)
+
+    def _check(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
+        """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""
+        engine = self._engine
+        check_exact(message)
+        if data.dtype == np.int32:
+            if message.start != 0:
+                raise CallError(
+                    "bad_tensor", "token ids enter at layer 0, hidden states everywhere else", "payload"
+                )
+            check_tokens(engine, data)
+        else:
+            check_hidden(data, engine.n_embd)
+        if len(data) == 0:
+            raise CallError("bad_tensor", "at least one row is needed", "payload")
+        if position + len(data) > engine.settings.n_ctx:
+            raise CallError(
+                "context_full",
+                f"position {position} and {len(data)} rows exceed the context of "
+                f"{engine.settings.n_ctx} (n_ctx)",
+                "position",
+            )
+        if message.exact_rows and message.want in ("normed", "scores"):
+            raise CallError("bad_message", "exact requests want tokens", "want")
+        if message.want == "hidden" and message.end >= engine.n_layers:
+            raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
+        if message.want not in ("hidden", "none") and message.end != engine.n_layers:
+            raise CallError(
+                "bad_message",
+                f"only the range that ends at {engine.n_layers} gives tokens, scores and normed states",
+                "want",
+            )
+        if len(message.scored) != (len(data) if message.want in ("scores", "again") else 0):
+            raise CallError("bad_message", f"{len(message.scored)} tokens for {len(data)} rows", "scored")
+        if message.scored and max(message.scored) >= engine.n_vocab:
+            raise CallError("bad_message", f"token ids lie in [0, {engine.n_vocab})", "scored")
+        if message.want == "token" and position + len(data) < message.n_prompt_tokens:
+            raise CallError(
+                "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
+            )
+
+
+def check_exact(message: ipc.Forward | ipc.TakeSeat) -> None:
+    """Raises CallError bad_message."""
+    if message.sampling is not None and message.sampling.exact != (message.exact_rows > 0):
+        wanted = "above 0" if message.sampling.exact else "0"
+        raise CallError("bad_message", f"{wanted} where sampling.exact says so", "exact_rows")
