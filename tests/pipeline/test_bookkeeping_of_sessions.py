@@ -162,6 +162,61 @@ class Hints(FakePool):
         return await super().forward(model, **call)
 
 
+class Scored(FakePool):
+    """Remembers what was to be scored, by position."""
+
+    def __init__(self, *ranges: str) -> None:
+        super().__init__(*ranges)
+        self.scored: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> Any:
+        self.scored[call["position"]] = call["want"], call.get("scored", ())
+        return await super().forward(model, **call)
+
+
+@pytest.mark.parametrize("nodes", [(A, B, C), (A, B)], ids=["in the middle", "the last"])
+async def test_only_the_worker_of_the_last_stage_is_told_what_follows_each_row(
+    autojump_clock: MockClock, nodes: tuple[str, ...]
+) -> None:
+    pool, tokens = Scored("1:2"), tuple(range(N_PROMPT))
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        for each in (A, C):
+            network.add(each).serve(refuse, ignore)
+        scoring = replace(context(B, *nodes), wants="normed", scored=tokens)
+        session = StageSession(scoring, pool, network.add(B), silence_timeout_s=9.0)
+        await trio.sleep(1)  # They meet.
+        nursery.start_soon(session.run)
+        assert session.arrive(A, *rows_for(0, 8))
+        await trio.sleep(1)
+        session.stop()
+    assert pool.scored[0] == (("scores", tokens[:8]) if nodes[-1] == B else ("hidden", ()))
+
+
+class Side:
+    """The origin's side, which takes whatever a session says."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("is_of_this_node", [False, True])
+async def test_the_end_of_a_stage_is_logged_where_the_request_is_another_nodes(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, is_of_this_node: bool
+) -> None:
+    caplog.set_level("INFO")
+    origin_side: Any = Side() if is_of_this_node else None
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        network.add(A).serve(refuse, ignore)
+        session = StageSession(
+            context(B, A, B), FakePool("1:2"), network.add(B), silence_timeout_s=9.0, origin_side=origin_side
+        )
+        nursery.start_soon(session.run)
+        await trio.sleep(1)
+        session.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"request r of {A} ended here" in each for each in said) is not is_of_this_node
+
+
 def rows_for(position: int, n_tokens: int) -> tuple[LayerForward, memoryview]:
     left = max(0, N_PROMPT - position - n_tokens)
     message = LayerForward(

@@ -140,6 +140,15 @@ class Pipelines:
         await trio.sleep_until(until_s)
 
 
+async def test_a_stream_that_broke_before_its_first_token_has_decoded_for_no_time(
+    autojump_clock: MockClock,
+) -> None:
+    request = OriginRequest("r", fake_entry(), np.ones(4, np.int32), Sampling(), RetryPolicy(60.0))
+    stream = Failover(request, Pipelines(1))
+    stream._has_changed = True
+    assert (stream.decode_s, stream.recovery_s) == (0.0, 0.0)
+
+
 async def test_after_a_failure_the_next_pipeline_goes_on_at_once_and_later_ones_after_a_pause(
     autojump_clock: MockClock,
 ) -> None:

@@ -260,4 +260,4 @@ async def test_who_does_not_know_of_scores_and_sends_rows_is_not_blamed() -> Non
     chain.receive(B, PrefillProgress(request_id="r", position=4), rows)
     assert isinstance(chain.failure, RemoteError)
     assert chain.blamed.culprit is None
-    assert "does not score" in chain.failure.message
+    assert f"node {B} runs a version that does not score" in chain.failure.message

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import pytest
 import trio
 from msgspec import UNSET, UnsetType
-from node_ids import LIAR, A, B, C, H, M, node_id_named
+from node_ids import LIAR, A, B, C, D, H, M, node_id_named
 from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool, fake_entry, uncut
@@ -227,6 +227,17 @@ def test_the_node_that_has_the_row_is_asked_for_it(
     found = judge_states(STAGES, A, states, 5, 5, False, 1.0)
     assert (found.waits_for, found.culprit) == (frozenset(waits_for), culprit)
     assert judge_states(STAGES, A, states, 5, 5, True, 1.0).error is None
+
+
+def test_of_two_others_that_may_have_the_row_only_neighbours_are_asked() -> None:
+    """One says to have passed it on and the next not to have it: what comes after both has no part in it."""
+    stages = (*STAGES, Stage(node_id=D, start=12, end=16))
+    rows = {B: (5, 5), C: (0, 0), D: (0, 0)}
+    states = {
+        node: StageState(request_id="x", known=True, n_received=received, n_sent=sent)
+        for node, (received, sent) in rows.items()
+    }
+    assert judge_states(stages, A, states, 5, 5, False, 1.0).waits_for == {B, C}
 
 
 async def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() -> None:

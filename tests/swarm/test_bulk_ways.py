@@ -332,6 +332,25 @@ async def test_a_better_stream_replaces_one_through_a_relay(autojump_clock: Mock
         assert len(better.sent) == 1
 
 
+async def test_a_better_way_that_was_not_found_is_looked_for_again_only_after_a_while(
+    autojump_clock: MockClock,
+) -> None:
+    async with node() as it:
+        it.streams = [relayed := Connection(A, "relay")]
+
+        async def ask() -> int:
+            await it.asks()
+            await it.says(relayed, BulkKind.ANSWER, relayed.last_number)
+            return it.n_dialled
+
+        await ask()
+        await trio.sleep(NO_WAY_S)
+        n_dialled = await ask()
+        assert await ask() == n_dialled, "the same moment"
+        await trio.sleep(NO_WAY_S)
+        assert await ask() == n_dialled + 1
+
+
 async def test_a_connection_that_has_ended_is_asked_nothing_more(autojump_clock: MockClock) -> None:
     async with node() as it:
         it.direct = [first := Connection(A), second := Connection(A)]

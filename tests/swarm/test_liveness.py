@@ -216,6 +216,17 @@ async def test_a_peer_that_does_not_answer_as_a_node_is_let_go_after_some_tries(
         assert list(it.parts.attempts) == []
 
 
+async def test_tries_are_a_quarter_of_their_wait_off_at_most(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
+    async with node() as it:
+        it.refusals = [NodeUnreachable("no node")]
+        it.host.open(A)
+        await trio.sleep(1.25 * liveness_module._GREET_RETRY_S[0] + 0.05)
+        assert it.changes == [("connected", A)]
+
+
 async def test_a_peer_that_is_slow_has_tries_left_where_others_have_none(autojump_clock: MockClock) -> None:
     async with node() as it:
         n_tries = len(liveness_module._GREET_RETRY_S)

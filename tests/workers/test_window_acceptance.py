@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,7 @@ from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.vocabulary import Vocabulary
-from swarmllm_workers.schedule.window_work import judge
+from swarmllm_workers.schedule.window_work import WindowRows, WindowWork, judge
 from swarmllm_workers.speculation.drafting import NgramLookup
 
 from .factory import N_VOCAB
@@ -49,3 +52,27 @@ def test_distribution_over_windows_is_that_of_the_model(vocabulary: Vocabulary) 
     # Wilson and Hilferty's normal approximation; one honest run in 10,000 is beyond 3.7.
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
     assert z < 3.7, z
+
+
+def test_single_rows_of_a_trial_stand_where_they_stood_together() -> None:
+    spans: list[tuple[int, int]] = []
+
+    def run(_route: object, given: list[Any]) -> list[np.ndarray]:
+        (span,) = given
+        spans.append((span.position, len(span.data)))
+        return [np.ones((len(span.data), 4), np.float32)]
+
+    engine: Any = SimpleNamespace(n_layers=12, run=run)
+    route: Any = SimpleNamespace(start=0, end=4)
+    assert WindowRows(engine)._is_exact(route, 0, 7, np.ones((3, 4), np.float32), 2)
+    assert spans == [(7, 2), (7, 1), (8, 1), (9, 1)]
+
+
+def test_all_batches_of_a_window_are_its_computing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WindowWork, "_sample_rows", lambda self, logits: None)
+    work: Any = WindowWork.__new__(WindowWork)
+    work._message = SimpleNamespace(want="token")
+    work._compute_s, work._n_done, work._n_running = 0.0, 0, 2
+    for seconds in (0.5, 0.25):
+        work.accept(np.ones((2, 4), np.float32), seconds)
+    assert (work._compute_s, work._n_done) == (0.75, 4)

@@ -391,7 +391,8 @@ def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
 def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
     """That nodes have the kernels which the route of an exact request was chosen for: one may have loaded the
     model with other settings since it announced them. Raises NodeRefused."""
-    kernel_group = request.tried[-1].assembly.kernel_group
+    # What asks for rows of a prompt alone has chosen no route of this kind.
+    kernel_group = request.tried[-1].assembly.kernel_group if request.tried else None
     if kernel_group is None or not kernel_group.kernel_class:
         return
     for node_id, ack in acks.items():
