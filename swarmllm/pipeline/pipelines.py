@@ -30,6 +30,7 @@ from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests, fit
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
+from swarmllm.pipeline.prefix.known_rows import KnownRows
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
@@ -37,7 +38,7 @@ from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.pipeline.route.request_routes import RequestRoutes
+from swarmllm.pipeline.route.request_routes import KnownOf, RequestRoutes, nothing_known
 from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -136,12 +137,14 @@ class Pipelines:
         )
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
+        known_rows: KnownOf = nothing_known
         find_model = partial(trio.to_thread.run_sync, catalogue.get)
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
             kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
                 router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
+            known_rows = KnownRows(node_id, registry, kept.kept_prefixes, prefix_key).of
             prefix_serving = PrefixServing(
                 kept,
                 find_model,
@@ -163,7 +166,7 @@ class Pipelines:
             self._prefixes,
         )
         self._routes = RequestRoutes(
-            router, planner, self._here, self._suspects, trust, self._attempts.just_sent
+            router, planner, self._here, self._suspects, trust, self._attempts.just_sent, known_rows
         )
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
         self._opener = PipelineOpener(

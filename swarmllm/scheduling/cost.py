@@ -1,8 +1,9 @@
 """Estimates the latency of one request on a route, in seconds.
 
     entry        the prompt's way from the origin to the first stage
-  + per layer    prompt rows x prefill latency + answer rows x decode latency, where the layer runs, both
-                 times (1 + requests running there): a node shares its cores among them
+  + per layer    prompt rows that are not known there x prefill latency + answer rows x decode latency,
+                 where the layer runs, both times (1 + requests running there): a node shares its cores
+                 among them
   + per hop      answer rows x (one-way latency + what handling a job costs) + bytes / bandwidth
   + closing hop  answer rows x the same latency, last stage to first: the token goes back without its bytes
   + exit         the last token's way to the origin; earlier ones travel while the next are computed
@@ -92,6 +93,10 @@ class RouteInputs:
     """By node id: the part by which the origin counts its computing dearer than it is, so that not all
     origins choose alike."""
 
+    known_rows: Mapping[NodeId, int] = field(default_factory=dict)
+    """By node id: first rows of the prompt that are known there, where it runs all layers. (In a longer route
+    nobody knows them; but a node is cheap for every layer then, so it has them all or hardly any.)"""
+
     def measured_rtt_s(self, a: NodeId, b: NodeId) -> float | None:
         """None: neither of the two has said."""
         if a == b:
@@ -121,7 +126,8 @@ class RouteInputs:
     def layer_s(self, node_id: NodeId) -> float:
         """One layer of this node, for the whole request."""
         speed, work = self.speeds[node_id], self.workload
-        rows_s = work.n_prompt_tokens * speed.prefill_s + work.n_output_tokens * speed.decode_s
+        n_prompt = max(0, work.n_prompt_tokens - self.known_rows.get(node_id, 0))
+        rows_s = n_prompt * speed.prefill_s + work.n_output_tokens * speed.decode_s
         rows_s *= 1 + self.leans.get(node_id, 0.0)
         return rows_s * (1 + speed.n_active) + (LAYER_TIE_S if node_id != self.origin else 0.0)
 

@@ -49,7 +49,9 @@ class Stand:
         self.suspects = Suspects()
         stand: Any = self
         trust = NoOpinion()
-        self.routes = RequestRoutes(stand, stand, stand, self.suspects, trust, self._just_sent)
+        self.routes = RequestRoutes(
+            stand, stand, stand, self.suspects, trust, self._just_sent, lambda entry, tokens: {C: len(tokens)}
+        )
 
     def _just_sent(self, told: Mapping[NodeId, Any], besides: OriginRequest | None) -> Mapping[NodeId, int]:
         self.sent_besides.append(besides)
@@ -194,3 +196,10 @@ async def test_changing_a_slow_pipeline_is_worth_what_the_rest_takes_without_the
 def test_a_lighter_route_comes_with_the_error_that_leads_to_it() -> None:
     found = LighterRoute(VIA_B)
     assert (found.assembly, found.args) == (VIA_B, (VIA_B,))
+
+
+async def test_what_nodes_know_of_a_prompt_counts_but_for_exact_requests() -> None:
+    stand = Stand()
+    for is_exact in (False, True):
+        await stand.routes.choose(request(10, is_exact=is_exact))
+    assert [size.known_rows for size in stand.sizes] == [{C: 10}, {}]

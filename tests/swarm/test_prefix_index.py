@@ -63,11 +63,20 @@ def test_the_longest_match_is_that_of_a_look_through_everything(
         having = {node for node in trusted & said.keys() if (MODEL, hashes[:n]) in said[node]}
         best = PrefixMatch(n, frozenset(f"n{node}" for node in having)) if having else best
     assert index.longest(MODEL, hashes, lambda node_id: int(node_id[1:]) in trusted) == best
+    most = {
+        f"n{node}": max(n for n in range(1, len(hashes) + 1) if (MODEL, hashes[:n]) in said[node])
+        for node in trusted & said.keys()
+        if any((MODEL, hashes[:n]) in said[node] for n in range(1, len(hashes) + 1))
+    }
+    assert index.blocks(MODEL, hashes, lambda node_id: int(node_id[1:]) in trusted) == most
+    for model_id in (MODEL, OTHER):
+        assert index.has(model_id) == any(each == model_id for of in said.values() for each, _ in of)
     for node in range(5):
         assert index.count(f"n{node}") == len(said.get(node, ()))
         index.forget(f"n{node}")
     assert len(index) == 0
     assert index.longest(MODEL, hashes, lambda _: True) == PrefixMatch()
+    assert not index.has(MODEL)
 
 
 def test_of_one_node_no_more_is_taken_than_it_may_say() -> None:

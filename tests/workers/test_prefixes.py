@@ -36,7 +36,7 @@ def done(room: Room, name: str) -> ipc.GenerateDone:
     return message
 
 
-def test_same_prompt_again_runs_only_what_follows_its_last_whole_block(
+def test_same_prompt_again_runs_only_its_last_token(
     open_room: OpenRoom,  # noqa: F811
     batches: list[list[int]],  # noqa: F811
 ) -> None:
@@ -47,11 +47,29 @@ def test_same_prompt_again_runs_only_what_follows_its_last_whole_block(
     batches.clear()
     room.generate(prompt, "again")
     room.run()
-    # The last token is run again for its logits, and a block is shared whole or not at all.
-    assert batches[0] == [B]
+    # It is run again for its logits.
+    assert batches[0] == [1]
     assert done(room, "first").n_cached_tokens == 0
-    assert done(room, "again").n_cached_tokens == B
+    assert done(room, "again").n_cached_tokens == 2 * B - 1
     assert done(room, "again").n_prompt_tokens == 2 * B
+
+
+@pytest.mark.parametrize("first_own_kv", [False, True])
+@pytest.mark.parametrize("own_kv", [False, True])
+def test_own_clients_share_every_token_and_other_nodes_whole_blocks(
+    open_room: OpenRoom,  # noqa: F811
+    own_kv: bool,
+    first_own_kv: bool,
+) -> None:
+    """Of prompts that go on otherwise in the middle of a block. `own_kv` is set for other nodes' requests."""
+    room = open_room("llama", (0, 4), n_ctx=1024)
+    system = TOKENS[: 2 * B + 30]
+    for name, is_other, question in (("first", first_own_kv, 7), ("second", own_kv, 9)):
+        prompt = np.append(system, np.full(20, question, np.int32))
+        room.call(ipc.Generate, prompt, request_id=name, own_kv=is_other, sampling=GREEDY)
+        room.run()
+    by_token = not own_kv and not first_own_kv
+    assert done(room, "second").n_cached_tokens == (len(system) if by_token else 2 * B)
 
 
 @pytest.mark.slow
@@ -82,7 +100,7 @@ def test_logits_over_reused_rows_are_those_of_a_fresh_worker_bit_for_bit(open_ro
     for each in (room, fresh):
         engine = each.handlers.state.engine()
         route, slot = engine.route("r", 0, 12), engine.take_slot("r")
-        n = engine.reuse("r", route, tokens)
+        n = engine.reuse("r", route, tokens, own_kv=True)
         if each is room:
             assert n == 2 * B
         else:
@@ -120,7 +138,7 @@ def test_kept_rows_go_when_layers_are_unloaded_or_cut(open_room: OpenRoom) -> No
     assert done(room, "again").n_cached_tokens == 0
     room.generate(prompt, "through segments")
     room.run()
-    assert done(room, "through segments").n_cached_tokens == B
+    assert done(room, "through segments").n_cached_tokens == 2 * B - 1
     room.call(ipc.Unload, start=0, end=1)
     room.call(ipc.Load, start=0, end=1)
     room.generate(prompt, "reloaded")

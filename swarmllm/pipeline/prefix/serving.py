@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 
 import trio
@@ -24,7 +24,7 @@ from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
 from swarmllm_proto.ipc_kv import CheckOutcome
 from swarmllm_proto.limits import PREFIX_KV_MAX
-from swarmllm_proto.swarm import PrefixKv, PrefixKvFetch
+from swarmllm_proto.swarm import KeptPrefix, PrefixKv, PrefixKvFetch
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class PrefixStore(Protocol):
     """The part of WorkerPool that keeps KV; see there for what it raises."""
 
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
+
+    def kept_prefixes(self) -> Mapping[ModelId, tuple[KeptPrefix, ...]]: ...
 
     async def look_up_prefix(self, model: ModelFile, layers: LayerRange, names: bytes) -> PrefixLookedUp: ...
 

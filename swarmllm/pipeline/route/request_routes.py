@@ -19,7 +19,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
-from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.inputs import NOTHING_KNOWN, OwnLoad
 from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
@@ -30,6 +30,7 @@ from swarmllm.swarm.peers.trust import NodeTrust
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
+from swarmllm_proto.tensors import Tensor
 
 CHANGES_MAX: Final = 5
 """Of one request's route, because of what its stages said when they accepted it."""
@@ -40,6 +41,14 @@ GAIN: Final = 1.1
 JustSent = Callable[[Mapping[NodeId, ReportedLoad], OriginRequest | None], Mapping[NodeId, int]]
 """(what nodes told of their load, a request that does not count) -> requests of this node that are in nothing
 that nodes have said, by node id."""
+
+
+KnownOf = Callable[[CatalogueEntry, Tensor], Mapping[NodeId, int]]
+"""By node id: first rows of a prompt that need not be computed there."""
+
+
+def nothing_known(entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
+    return NOTHING_KNOWN
 
 
 class LighterRoute(Exception):
@@ -59,6 +68,7 @@ class RequestRoutes:
         suspects: Suspects,
         trust: NodeTrust,
         just_sent: JustSent,
+        known_rows: KnownOf = nothing_known,
     ) -> None:
         self._router = router
         self.planner = planner
@@ -66,6 +76,7 @@ class RequestRoutes:
         self._suspects = suspects
         self._trust = trust
         self._just_sent = just_sent
+        self._known_rows = known_rows
         self._told = ReportedLoads()
         self._affinity = Affinity()
         self.announced_s = planner.announced_s
@@ -97,7 +108,11 @@ class RequestRoutes:
         NoPipeline."""
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
         n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
-        entry, size = request.entry, RequestSize(n_prompt, n_output)
+        entry = request.entry
+        # An exact request computes all of its prompt, and ids of a picture's rows are no tokens.
+        may_know = not request.is_exact and request.pictures is None
+        known_rows = self._known_rows(entry, request.rows) if may_know else NOTHING_KNOWN
+        size = RequestSize(n_prompt, n_output, known_rows)
         load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
         self.warming.asked(entry, size, trio.current_time())
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)

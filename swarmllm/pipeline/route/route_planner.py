@@ -8,7 +8,7 @@ here) and hands on to the pure part: `inputs` for what that means, `assembly` fo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Final
 
@@ -101,6 +101,8 @@ class LocalLoad:
 class RequestSize:
     n_prompt_tokens: int = 128
     n_output_tokens: int = 128
+    known_rows: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
+    """By node id: of the prompt, as `RouteInputs` has it."""
 
 
 DEFAULT_SIZE = RequestSize()
@@ -334,6 +336,7 @@ def _question(known: _Known) -> Question:
             known.observations,
             known.load,
             known.measured_s,
+            known.size.known_rows,
         ),
         model_name=known.entry.name,
         constraints=known.constraints,

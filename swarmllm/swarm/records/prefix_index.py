@@ -6,6 +6,7 @@ is bounded by the number of nodes, whatever they send.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,7 @@ NODE_PREFIXES_MAX: Final = 64
 """Of one node, all its models together."""
 NODES_MAX: Final = 4096
 """As many as there are records; who comes after them is not listed."""
-Beginning = tuple[str, bytes, int]
+Beginning = tuple[ModelId, bytes, int]
 """(model id, hash of the last block, number of blocks)"""
 
 
@@ -37,6 +38,8 @@ class PrefixIndex:
         self._nodes_max = nodes_max
         self._by_node: Parts[tuple[Beginning, ...]] = Parts.alone() if peers is None else peers
         self._nodes_of: dict[Beginning, set[NodeId]] = {}
+        self._n_of: Counter[ModelId] = Counter()
+        """Announced beginnings by model."""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_node.values()))
@@ -51,17 +54,36 @@ class PrefixIndex:
         self._by_node.put(node_id, beginnings)
         for beginning in beginnings:
             self._nodes_of.setdefault(beginning, set()).add(node_id)
+            self._n_of[beginning[0]] += 1
 
     def forget(self, node_id: NodeId) -> None:
         for beginning in self._by_node.drop(node_id) or ():
             nodes = self._nodes_of[beginning]
             nodes.remove(node_id)
+            self._n_of[beginning[0]] -= 1
+            if not self._n_of[beginning[0]]:
+                del self._n_of[beginning[0]]
             if not nodes:
                 del self._nodes_of[beginning]
 
     def count(self, node_id: NodeId) -> int:
         """Beginnings that the node has announced."""
         return len(self._by_node.get(node_id) or ())
+
+    def has(self, model_id: ModelId) -> bool:
+        """Whether anybody has announced anything of this model."""
+        return self._n_of[model_id] > 0
+
+    def blocks(
+        self, model_id: ModelId, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]
+    ) -> dict[NodeId, int]:
+        """How many of a prompt's first blocks each node has that `counts`; nobody who has none."""
+        found: dict[NodeId, int] = {}
+        for n_blocks in range(len(hashes), 0, -1):
+            for node_id in self._nodes_of.get((model_id, hashes[n_blocks - 1], n_blocks), ()):
+                if node_id not in found and counts(node_id):
+                    found[node_id] = n_blocks
+        return found
 
     def longest(
         self, model_id: ModelId, hashes: Sequence[bytes], counts: Callable[[NodeId], bool]

@@ -286,6 +286,14 @@ class Registry:
         reachable nodes that are trusted enough announce the KV, and those nodes."""
         return self._prefixes.longest(model_id, hashes, self._shares)
 
+    def has_prefixes(self, model_id: ModelId) -> bool:
+        """Whether any node has announced KV of this model's prompts."""
+        return self._prefixes.has(model_id)
+
+    def blocks_of_prefix(self, model_id: ModelId, hashes: Sequence[bytes]) -> dict[NodeId, int]:
+        """How many first blocks of a prompt each of those nodes announces; nobody who has none."""
+        return self._prefixes.blocks(model_id, hashes, self._shares)
+
     def may_share(self, node_id: NodeId) -> bool:
         """Whether it is trusted enough for KV to come from there or go there."""
         return self._shares(node_id)

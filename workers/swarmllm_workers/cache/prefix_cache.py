@@ -329,7 +329,8 @@ class PrefixCache:
         if not self._is_on or slot is None or any(segment.is_recurrent for segment in where):
             return
         self.expire()
-        n_rows = len(name.tokens) if name.session else len(name.hashes) * BLOCK_TOKENS
+        is_whole = bool(name.session) or name.by_token
+        n_rows = len(name.tokens) if is_whole else len(name.hashes) * BLOCK_TOKENS
         now = time.monotonic()
         if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
             return

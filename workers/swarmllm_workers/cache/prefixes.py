@@ -1,9 +1,10 @@
 """Which KV of earlier requests is kept, and what of it a new prompt can use. A pure index.
 
 Entries are named by the chained hashes of their complete blocks (see `swarmllm_proto.blocks`): equal hashes
-are equal prefixes, and whole blocks are shared, so the rows that a prompt gets are the same however many
-others share them. A turn of a session may go on from the last row of the one before, not only from its last
-whole block.
+are equal prefixes, and whole blocks are shared. A turn of a session may go on from the last row of the one
+before, and requests of this node's own clients share every token that is the same: a system prompt seldom
+ends where a block does. Requests of other nodes do not: how much of a prompt was known is told, and token by
+token it could be guessed from that.
 
 An entry's rows are in cells of the KV, under a spare sequence number, until others need the room; then they
 become bytes in host memory, as long as those fit a budget, and last, nothing. What goes first is what was
@@ -51,6 +52,8 @@ class Name:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """i32, where the tokens are known here; a stage of a chain knows hashes only."""
     session: str = ""
+    by_token: bool = False
+    """The request is of this node's own clients, as are those it shares more with than whole blocks."""
     scope: str = ""
     """Who gave the name; "": this node. Names of different origin have nothing to do with each other."""
 
@@ -59,14 +62,18 @@ class Name:
         if self.scope != other.scope:
             return 0
         n = n_common(self.hashes, other.hashes) * BLOCK_TOKENS
-        if self.session and self.session == other.session:
+        if self.goes_by_token(other):
             n = max(n, n_common_tokens(self.tokens, other.tokens))
         return n
 
+    def goes_by_token(self, other: Name) -> bool:
+        """Whether one may go on from any token of the other, not only from the end of a block."""
+        return (self.by_token and other.by_token) or bool(self.session and self.session == other.session)
 
-def token_name(root: bytes, tokens: np.ndarray, session: str = "") -> Name:
+
+def token_name(root: bytes, tokens: np.ndarray, session: str = "", *, by_token: bool = False) -> Name:
     """`root` of the model and its layers; `tokens` i32 [n]."""
-    return Name(extend_block_hashes(root, tokens), tokens, session)
+    return Name(extend_block_hashes(root, tokens), tokens, session, by_token)
 
 
 @dataclass(eq=False)
@@ -143,7 +150,7 @@ class Prefixes:
     def _usable(self, kept: Kept, wanted: Name, n_max: int) -> int:
         n = min(kept.name.common(wanted), kept.n_rows)
         if n > n_max:
-            n = n_max if kept.name.session and kept.name.session == wanted.session else _blocks(n_max)
+            n = n_max if kept.name.goes_by_token(wanted) else _blocks(n_max)
         return n if n >= kept.n_min else 0
 
     def unchecked(self, where: Hashable, name: Name) -> Kept | None:

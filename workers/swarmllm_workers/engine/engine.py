@@ -156,17 +156,20 @@ class Engine:
     ) -> int:
         """Rows that the request, which has none yet, gets from others with the same beginning. At least one
         token is left to be run: its logits are wanted. `own_kv`: none that another node computed and that
-        were not checked."""
+        were not checked, and of what own clients asked whole blocks only."""
         n_max = len(tokens) - 1
-        name = token_name(self.root, tokens[:n_max], session)
+        name = token_name(self.root, tokens[:n_max], session, by_token=not own_kv)
         return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
 
-    def keep(self, request_id: str, tokens: np.ndarray, session: str = "") -> None:
+    def keep(self, request_id: str, tokens: np.ndarray, session: str = "", own_kv: bool = False) -> None:
         """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
-        segments that are about to go."""
+        segments that are about to go. `own_kv`: as it began."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
         if route is not None and all(segment in self.layers.segments for segment in route.segments):
-            self.prefixes.keep(request_id, route.segments, token_name(self.root, tokens, session))
+            # Bytes of windowed layers go on where they end or not at all, and prompts part anywhere.
+            by_token = not own_kv and not any(segment.n_window for segment in route.segments)
+            name = token_name(self.root, tokens, session, by_token=by_token)
+            self.prefixes.keep(request_id, route.segments, name)
 
     def full(self, route: Route, n_more: int) -> CallError:
         """What a request is told for which there are not enough KV rows now. (One that could never have

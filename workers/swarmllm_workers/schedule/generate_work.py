@@ -252,7 +252,9 @@ class GenerateWork:
             self._guesser.close()
         if self._position:
             self._engine.empty(self.request_id, self._position)
-            self._engine.keep(self.request_id, self._history[: self._position], self._session)
+            self._engine.keep(
+                self.request_id, self._history[: self._position], self._session, own_kv=self._own_kv
+            )
         self._send(
             GenerateDone(
                 id=self.call_id,

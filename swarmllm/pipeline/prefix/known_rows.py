@@ -1,0 +1,44 @@
+"""How many rows of a prompt each node need not compute, by what it announced and what is kept here.
+
+A route through a node that keeps the beginning of a prompt takes less than its speed says. What another node
+announces counts there, and here too: this node fetches it before it computes. Where a fetch is declined or
+breaks off, the prompt is computed, as on any route that was chosen without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.prefix.choice import whole_blocks
+from swarmllm.swarm.records.registry import Registry
+from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, KeptPrefix
+from swarmllm_proto.tensors import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRows:
+    node_id: NodeId
+    registry: Registry
+    kept: Callable[[], Mapping[ModelId, tuple[KeptPrefix, ...]]]
+    """Here, by model."""
+    key: str = field(default="", repr=False)
+    """What names are keyed with."""
+
+    def of(self, entry: CatalogueEntry, tokens: Tensor) -> dict[NodeId, int]:
+        """By node id, for nodes that run the whole model; nobody who has nothing of it."""
+        model_id = entry.model_id
+        here = {(each.hash, each.n_blocks) for each in self.kept().get(model_id, ())}
+        if not here and not self.registry.has_prefixes(model_id):
+            return {}
+        n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
+        root = kept_root(self.key, model_id, entry.manifest.n_layers)
+        hashes = extend_block_hashes(root, tokens[: n_blocks * BLOCK_TOKENS])
+        found = self.registry.blocks_of_prefix(model_id, hashes)
+        n_here = next((n for n in range(len(hashes), 0, -1) if (hashes[n - 1], n) in here), 0)
+        if most := max(n_here, *found.values(), 0):
+            found[self.node_id] = most
+        return {node_id: n * BLOCK_TOKENS for node_id, n in found.items()}
