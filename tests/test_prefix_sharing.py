@@ -69,20 +69,33 @@ def members(folder: Path, *names: str, **inference: Any) -> Iterator[list[Daemon
         yield nodes
 
 
+OUTCOMES = ("miss", "declined", "hit")
+TRIES = 4
+"""This model is so quick that a busy machine may not bring its KV within a twentieth of the prompt's time."""
+
+
 @pytest.mark.slow
 def test_a_member_that_is_asked_the_same_takes_the_kv_of_the_one_that_computed_it(tmp_path: Path) -> None:
+    assert any(takes_it(tmp_path / str(i)) for i in range(TRIES))
+
+
+def takes_it(folder: Path) -> bool:
+    """False: the machine was too busy for it to be fetched."""
+    folder.mkdir()
     # With this setting each runs its own prompts, also where the other one is idle.
-    with members(tmp_path, "first", "second", local_embedding_privacy=True) as (first, second):
+    with members(folder, "first", "second", local_embedding_privacy=True) as (first, second):
         cold = ask(first)
-        wait_for(lambda: announced(second)["first"] > 0, PATIENCE_S, "the announcement")
+        wait_for(lambda: announced(second).get("first", 0) > 0, PATIENCE_S, "the announcement")
         # A way that nobody has measured, or only once while the other node was starting, counts as long.
         wait_for(lambda: is_near(second), PATIENCE_S, "a short round trip")
         warm = ask(second)
         n_prompt = cold["usage"]["prompt_tokens"]
         whole = (n_prompt - 1) // 64 * 64
         assert n_cached(cold) == 0
-        assert n_cached(warm) == whole, {k: v for k, v in counted(second).items() if v}
         assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+        if n_cached(warm) < whole:
+            assert sum(counted(second)[f'fetches_total{{outcome="{each}"}}'] for each in OUTCOMES) > 0
+            return False
         prefix = warm["swarm"]["prefix"]
         assert (prefix["node"], prefix["tokens"]) == (first.node_id, whole)
         assert prefix["bytes"] > 0
@@ -99,6 +112,7 @@ def test_a_member_that_is_asked_the_same_takes_the_kv_of_the_one_that_computed_i
         exact = ask(second, exact=True)
         assert n_cached(exact) == 0
         assert exact["swarm"]["prefix"] is None
+    return True
 
 
 @pytest.mark.slow

@@ -38,7 +38,9 @@ ALLOWED: Final = 0.05
 TRIES: Final = 3
 """Holders that are asked for one prompt, one after the other."""
 REST_S: Final = 60.0
-"""How long a peer is not asked that did not give what it announced."""
+"""How long a peer is not asked at most that did not give what it announced ..."""
+REST: Final = 100.0
+"""... and so many times as long as it was waited for in vain: a busy moment is soon over."""
 PEERS_MAX: Final = 1024
 """Of which that is known."""
 PREFIX_BYTES_MAX: Final = 256 * 2**20
@@ -184,10 +186,11 @@ class Resting:
 
     _until_s: dict[NodeId, float] = field(default_factory=dict)
 
-    def add(self, node_id: NodeId, now_s: float) -> None:
+    def add(self, node_id: NodeId, now_s: float, lost_s: float = math.inf) -> None:
+        """`lost_s`: what waiting for it took, where it did nothing worse than keep this node waiting."""
         self._until_s = {each: until_s for each, until_s in self._until_s.items() if until_s > now_s}
         if len(self._until_s) < PEERS_MAX:
-            self._until_s[node_id] = now_s + REST_S
+            self._until_s[node_id] = now_s + min(REST_S, REST * lost_s)
 
     def has(self, node_id: NodeId, now_s: float) -> bool:
         return self._until_s.get(node_id, now_s) > now_s

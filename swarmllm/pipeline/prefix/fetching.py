@@ -7,6 +7,7 @@ error of the request: the worker computes the prompt as it always does.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Sequence
@@ -314,8 +315,8 @@ class PrefixFetcher:
         self.counts.prefix_fetched_bytes += n_received
         return Fetched(came.node_id, n_rows, n_received, seconds)
 
-    def _failed(self, node_id: NodeId, reason: NotGiven) -> None:
-        self._resting.add(node_id, trio.current_time())
+    def _failed(self, node_id: NodeId, reason: NotGiven, lost_s: float = math.inf) -> None:
+        self._resting.add(node_id, trio.current_time(), lost_s)
         if reason.deed is not None:
             self.trust.note(node_id, reason.deed, "kept KV")
         provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
@@ -341,7 +342,7 @@ class PrefixFetcher:
                 failures.append(reason)
                 nursery.cancel_scope.cancel()
 
-        asking.holder = node_id
+        asking.holder, began_s = node_id, trio.current_time()
         with trio.move_on_at(clock.deadline_s) as scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(min(LANES, len(waiting))):
@@ -349,8 +350,9 @@ class PrefixFetcher:
         asking.holder = None
         n_slices, n_rows = _without_gap(every, found)
         if n_slices < len(every):
+            lost_s = math.inf if failures else trio.current_time() - began_s
             reason = failures[0] if failures else NotGiven("it did not come in time")
-            self._failed(node_id, reason)
+            self._failed(node_id, reason, lost_s)
             if reason.deed is not None:
                 return None
         return _Came(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None

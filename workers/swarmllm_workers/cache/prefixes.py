@@ -276,7 +276,7 @@ def _blocks(n_rows: int) -> int:
 
 def _contains(longer: Name, shorter: Name) -> bool:
     """Whether a request that could use `shorter` could use `longer` just as well."""
-    if shorter.scope != longer.scope:
+    if shorter.scope != longer.scope or (shorter.by_token and not longer.by_token):
         return False
     if shorter.session and (
         shorter.session != longer.session
