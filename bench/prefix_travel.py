@@ -157,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.nodes:
         rows = system_prompt(arguments.nodes, arguments.users, arguments.threads)
-        name = "prefix-travel-nodes"
+        name = f"prefix-travel-{arguments.nodes}-nodes-{arguments.users}-users"
         command = f"python -m bench.prefix_travel --nodes {arguments.nodes} --users {arguments.users}"
     else:
         rows = pair(arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads)
