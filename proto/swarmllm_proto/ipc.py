@@ -157,6 +157,8 @@ class Load(DaemonMessage, frozen=True, tag=True):
 
     start: LayerIndex
     end: LayerIndex
+    mapped_beside_bytes: SizeBytes | UnsetType = UNSET
+    """Weights that other workers of the node have mapped: the system counts them as available."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -345,6 +347,8 @@ class Loaded(WorkerMessage, frozen=True, tag=True):
     """Of keys and values; this and `work_bytes` as predicted before loading."""
     work_bytes: SizeBytes = 0
     """What computing takes besides."""
+    mapped_bytes: SizeBytes | UnsetType = UNSET
+    """Of the weights, what is read from mapped pages of files."""
     kernels: Annotated[tuple[KernelChoice, ...], Meta(max_length=256)] = ()
     """What was measured about the products of these layers; none where nothing was to be chosen."""
     kernel_class: KernelClass | UnsetType = UNSET

@@ -78,6 +78,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     ("load", ipc.Load(id=2, start=0, end=4), b""),
+    ("load-beside", ipc.Load(id=2, start=0, end=4, mapped_beside_bytes=3_489_660_928), b""),
     ("unload", ipc.Unload(id=3, start=2, end=4), b""),
     ("tokenize-text", ipc.Tokenize(id=4, text="Grüße, 世界"), b""),
     ("tokenize-by-template", ipc.Tokenize(id=15, messages=MESSAGES, template="{{ messages }}"), b""),
@@ -305,6 +306,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     (
         "loaded",
         ipc.Loaded(id=2, ranges=((0, 2), (6, 12)), weights_bytes=123_456_789, kv_bytes=2**33, work_bytes=77),
+        b"",
+    ),
+    (
+        "loaded-mapped",
+        ipc.Loaded(id=2, ranges=((0, 12),), weights_bytes=123_456_789, mapped_bytes=120_000_000),
         b"",
     ),
     (

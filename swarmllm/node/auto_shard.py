@@ -37,6 +37,7 @@ from swarmllm_proto.swarm import SharedModel
 
 log = logging.getLogger("swarmllm.node")
 
+FREE_STEP_BYTES = 2**28
 BEGINNING_S = 0.5
 """Between two looks while the nodes that accept a new share are still to say so."""
 RETRY_S = 30.0
@@ -333,6 +334,9 @@ class AutoShardManager:
         """(bytes of memory, bytes of disk) that are left of the budgets, whether or not this node takes
         part in anything yet."""
         memory_bytes = max(0, self._budget_bytes - self._used_bytes())
+        if (free_bytes := self._pool.free_bytes()) is not None:
+            # In steps: what other programs take from one moment to the next is no news for the plan.
+            memory_bytes = min(memory_bytes, free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES)
         return memory_bytes, 2**62 if self._disk is None else self._disk.free_bytes
 
     async def _learn_shapes(self, model_ids: Iterable[ModelId]) -> None:

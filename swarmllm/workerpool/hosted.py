@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
@@ -40,7 +41,9 @@ class HostedModel:
         nursery: trio.Nursery,
         on_notice: OnNotice = lambda worker, message, payload: None,
         on_end: Callable[[Worker], None] = lambda worker: None,
+        mapped_beside: Callable[[HostedModel], int] = lambda hosted: 0,
     ) -> None:
+        """`mapped_beside`: bytes of weights that the workers of other models have mapped, or are mapping."""
         self.model = model
         self.wanted: tuple[LayerRange, ...] = ()
         """As the worker told it: in order, apart from each other."""
@@ -61,6 +64,8 @@ class HostedModel:
         self._nursery = nursery
         self._on_notice = on_notice
         self._on_end = on_end
+        self._mapped_beside = mapped_beside
+        self._coming_bytes = 0
         self._worker: Worker | None = None
         self._opened_as: tuple[ModelFile, WorkerSettings] | None = None
         self._starting: Outcome[Worker] | None = None
@@ -126,12 +131,34 @@ class HostedModel:
         async with self._changing:
             await self._adopt(options)
             worker = await self.ready()
-            message = Load(id=worker.new_id(), start=layers.start, end=layers.end)
-            loaded, _ = await worker.call(
-                message, Loaded, timeout_s=self.settings.load_timeout_s, on_progress=on_progress
-            )
-            self._hold(loaded)
+            self._hold(await self._load(worker, layers, on_progress))
             return self.wanted
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of weights: what a worker has mapped, or is about to map as far as it has said so."""
+        return self.memory.mapped_bytes + self._coming_bytes
+
+    async def _load(self, worker: Worker, layers: LayerRange, on_progress: OnProgress | None) -> Loaded:
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            # Another model that is loaded meanwhile must not take the room that this one is on its way to.
+            self._coming_bytes = total_bytes
+            if on_progress is not None:
+                on_progress(done_bytes, total_bytes)
+
+        message = Load(
+            id=worker.new_id(),
+            start=layers.start,
+            end=layers.end,
+            mapped_beside_bytes=self._mapped_beside(self) or UNSET,
+        )
+        try:
+            loaded, _ = await worker.call(
+                message, Loaded, timeout_s=self.settings.load_timeout_s, on_progress=progress
+            )
+        finally:
+            self._coming_bytes = 0
+        return loaded
 
     async def _adopt(self, options: LoadOptions) -> None:
         """Settings last as long as layers are held; a worker without layers is replaced by one that has
@@ -263,8 +290,7 @@ class HostedModel:
             )
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:
-                load = Load(id=worker.new_id(), start=layers.start, end=layers.end)
-                loaded, _ = await worker.call(load, Loaded, timeout_s=settings.load_timeout_s)
+                loaded = await self._load(worker, layers, None)
                 self.memory = memory_of(loaded)
                 self.kernels, self.kernel_class = loaded.kernels, loaded.kernel_class or ""
         except BaseException:
@@ -292,4 +318,4 @@ def inode_of(path: Path) -> tuple[int, int] | None:
 
 
 def memory_of(loaded: Loaded) -> ModelMemory:
-    return ModelMemory(loaded.weights_bytes, loaded.kv_bytes, loaded.work_bytes)
+    return ModelMemory(loaded.weights_bytes, loaded.kv_bytes, loaded.work_bytes, loaded.mapped_bytes or 0)

@@ -90,6 +90,7 @@ class Hosts:
                 self.nursery(),
                 partial(self._notice, model.model_id),
                 self._ended,
+                self._mapped_beside,
             )
             self._hosted[model.model_id] = hosted
         else:
@@ -114,6 +115,15 @@ class Hosts:
         """Work that goes on when those who wait for it leave. Raises WorkerError outside `running`."""
         closed = WorkerDied("the worker pool was closed")
         return detach(self.nursery(), "worker", work, closed=closed)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of weights, that workers have mapped or are mapping: the system counts them as available, and they
+        are not."""
+        return sum(hosted.mapped_bytes for hosted in self)
+
+    def _mapped_beside(self, hosted: HostedModel) -> int:
+        return self.mapped_bytes - hosted.mapped_bytes
 
     def drop_if_empty(self, model_id: ModelId) -> None:
         hosted = self._hosted.get(model_id)

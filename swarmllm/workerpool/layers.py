@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from swarmllm.errors import Conflict
+from swarmllm.memory_info import memory_bytes
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.hosted import inode_of
@@ -86,6 +87,12 @@ class HeldLayers:
     def memory(self, model_id: ModelId) -> ModelMemory:
         hosted = self._hosts.get(model_id)
         return hosted.memory if hosted else ModelMemory()
+
+    def free_bytes(self) -> int | None:
+        """What the machine can still give: what the system says is available, without the weights that
+        workers have mapped, which it counts. None: nobody says."""
+        available_bytes = memory_bytes()[1]
+        return max(0, available_bytes - self._hosts.mapped_bytes) if available_bytes else None
 
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         """The model's layers here, in order; a stage may be any part of one range that respects the cut

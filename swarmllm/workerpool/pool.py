@@ -137,6 +137,7 @@ class WorkerPool:
         self.load, self.unload, self._forget_layers = layers.load, layers.unload, layers.forget
         self.loaded, self.loaded_with, self.models = layers.loaded, layers.loaded_with, layers.models
         self.memory, self.context_sizes = layers.memory, layers.context_sizes
+        self.free_bytes = layers.free_bytes
         self.kernel_class = layers.kernel_class
         self.serves_without_file = layers.serves_without_file
         self._prefixes = prefixes = KeptPrefixes(hosts, self.cancel)

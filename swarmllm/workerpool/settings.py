@@ -42,6 +42,8 @@ class ModelMemory:
     weights_bytes: int = 0
     kv_bytes: int = 0
     work_bytes: int = 0
+    mapped_bytes: int = 0
+    """Of the weights, what is read from mapped pages of files: the system counts these as available."""
 
 
 @dataclass(frozen=True, slots=True)

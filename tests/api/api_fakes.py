@@ -301,6 +301,9 @@ class FakePool:
     def memory(self, model_id: str) -> ModelMemory:
         return ModelMemory()
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held.get(model_id, ())
 

@@ -61,9 +61,14 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self.held: tuple[LayerRange, ...] = ()
+        self.free: int | None = None
+        """What the machine can still give."""
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held if model_id == ENTRY.model_id else ()
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
     def models(self) -> dict[str, tuple[LayerRange, ...]]:
         return {ENTRY.model_id: self.held} if self.held else {}

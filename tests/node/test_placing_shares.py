@@ -279,6 +279,16 @@ async def test_a_new_share_is_placed_at_once_when_all_that_accept_it_have_said_s
     assert merge(layers_of([*members])) == (WHOLE,)
 
 
+async def test_a_node_offers_no_memory_that_the_machine_does_not_have() -> None:
+    member = SharingMember(A, 12)
+    member.manager.shares = (SHARE,)
+    assert member.manager.free_bytes == 12 * LAYER_BYTES
+    member.pool.free = 2**28 + 5
+    assert member.manager.free_bytes == 12 * LAYER_BYTES, "its budget is less"
+    member.pool.free = 11 * LAYER_BYTES
+    assert member.manager.free_bytes == 0, "in steps of 256 MiB"
+
+
 async def test_it_waits_for_one_that_accepts_and_has_not_said_so_yet() -> None:
     member = SharingMember(A, 12)
     member.manager.shares = (SHARE,)

@@ -133,7 +133,15 @@ def handle(frame: Frame) -> None:
                 send(ipc.Error(id=message.id, kind="cannot_cut", message="only 12 layers", field="end"))
                 return
             ranges.append((message.start, message.end))
-            send(ipc.Loaded(id=message.id, ranges=tuple(ranges)))
+            mapped_bytes = 1000 * sum(end - start for start, end in ranges)
+            send(
+                ipc.Loaded(
+                    id=message.id,
+                    ranges=tuple(ranges),
+                    work_bytes=message.mapped_beside_bytes or 0,  # so that a test can see it
+                    mapped_bytes=mapped_bytes,
+                )
+            )
         case ipc.Unload():
             ranges.remove((message.start, message.end))
             send(ipc.Loaded(id=message.id, ranges=tuple(ranges)))

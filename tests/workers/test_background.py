@@ -435,7 +435,7 @@ def test_what_a_load_will_take_is_judged_beside_what_the_one_before_it_took(
     engine = room.handlers.state.engine()
     held: list[int] = []
 
-    def refuse(needed: Any, what: str, memory: Any, leaving: Any, settings: Any) -> None:
+    def refuse(needed: Any, what: str, memory: Any, *others: Any) -> None:
         held.append(memory.total_bytes)
 
     monkeypatch.setattr("swarmllm_workers.engine.memory.refuse_beside", refuse)

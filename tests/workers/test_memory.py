@@ -11,8 +11,9 @@ import pytest
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.memory import Memory, available_bytes, predict
+from swarmllm_workers.engine.memory import Memory, available_bytes, predict, refuse_beside
 from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.errors import CallError
 
 from .conftest import MakeModel
 from .test_batching import OpenRoom, open_room  # noqa: F401
@@ -83,6 +84,58 @@ def test_layers_beyond_the_limit_are_refused_with_numbers_and_fewer_load(open_ro
     assert isinstance(room.sent[-1][0], ipc.Error)
 
 
+def test_mapped_weights_are_not_free_though_linux_counts_them_as_available(
+    open_room: OpenRoom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a load of 3.25 GiB, MemAvailable had grown: pages of files that are mapped count."""
+    room = open_room(GUIDE_PATH, n_ctx=256)
+    engine = Engine(GUIDE_PATH, tmp_path / "segments", EngineSettings(n_ctx=256))
+
+    def needed_bytes(start: int, end: int) -> int:
+        return engine.footprint.predicted([(start, end)]).total_bytes
+
+    available = needed_bytes(0, 8) + 2**20
+    monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: available)
+    # Another worker's: the same room cannot be given twice.
+    room.call(ipc.Load, start=0, end=8, mapped_beside_bytes=2 * 2**20)
+    refused = next(m for m, _ in room.sent if isinstance(m, ipc.Error))
+    assert refused.kind == "out_of_memory"
+    room.call(ipc.Load, start=0, end=8)
+    loaded = room.sent[-1][0]
+    assert isinstance(loaded, ipc.Loaded)
+    assert loaded.mapped_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
+    # And what this worker holds itself: the pages of eight layers are not free for four more.
+    available = needed_bytes(8, 12) + loaded.mapped_bytes - 2**20
+    room.call(ipc.Load, start=8, end=12)
+    error = room.sent[-1][0]
+    assert isinstance(error, ipc.Error)
+    assert error.kind == "out_of_memory"
+    available += 2 * 2**20
+    room.call(ipc.Load, start=8, end=12)
+    assert isinstance(room.sent[-1][0], ipc.Loaded)
+    engine.close()
+
+
+def test_what_is_copied_or_locked_counts_as_taken_by_the_system_itself(tmp_path: Path) -> None:
+    for settings in (EngineSettings(n_ctx=256, use_mmap=False), EngineSettings(n_ctx=256, use_mlock=True)):
+        engine = Engine(GUIDE_PATH, tmp_path / "segments", settings)
+        engine.layers.load(0, 2)
+        assert engine.memory.mapped_bytes == 0
+        engine.close()
+
+
+def test_what_leaves_makes_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
+    held = Memory(600, 100, 50, mapped_bytes=600)
+    needed, settings = Memory(900, 100, 50), EngineSettings()
+    with pytest.raises(CallError):
+        refuse_beside(needed, "x", held, Memory(), settings)
+    with pytest.raises(CallError):
+        refuse_beside(needed, "x", held, held, settings, mapped_beside_bytes=200)
+    # 1000 are available, of which the mapped ones are in use until they leave, and 150 more come back.
+    refuse_beside(needed, "x", held, held, settings, mapped_beside_bytes=100)
+
+
 def test_context_that_no_machine_has_is_refused_before_anything_is_reserved(open_room: OpenRoom) -> None:
     room = open_room(GUIDE_PATH, n_ctx=2**24)
     room.call(ipc.Load, start=0, end=12)
@@ -115,7 +168,7 @@ MEMINFO = {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 600 kB\n"}
                 "sys/fs/cgroup/a/b/memory.current": "90000\n",
                 "sys/fs/cgroup/a/memory.max": "100000\n",
                 "sys/fs/cgroup/a/memory.current": "90000\n",
-                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 5000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 3000\nactive_file 2000\n",
             },
             15000,
         ),

@@ -44,6 +44,8 @@ class Memory:
     weights_bytes: int = 0
     kv_bytes: int = 0
     work_bytes: int = 0
+    mapped_bytes: int = 0
+    """Of the weights, what is mapped from files: Linux counts it as available, whoever has it mapped."""
 
     @property
     def total_bytes(self) -> int:
@@ -54,6 +56,7 @@ class Memory:
             self.weights_bytes + other.weights_bytes,
             self.kv_bytes + other.kv_bytes,
             self.work_bytes + other.work_bytes,
+            self.mapped_bytes + other.mapped_bytes,
         )
 
 
@@ -147,13 +150,23 @@ def refuse_what_does_not_fit(needed: Memory, what: str, limit_bytes: int, whose:
         )
 
 
-def refuse_beside(needed: Memory, what: str, held: Memory, leaving: Memory, settings: EngineSettings) -> None:
+def refuse_beside(
+    needed: Memory,
+    what: str,
+    held: Memory,
+    leaving: Memory,
+    settings: EngineSettings,
+    mapped_beside_bytes: int = 0,
+) -> None:
     """Raises CallError out_of_memory where the machine has no room for `needed`, or it is not allowed beside
-    what is `held`; `leaving`, which is part of that, is given back before."""
-    # Mapped weights are page cache, which counts as available while they are mapped.
-    given_back = leaving.total_bytes - (leaving.weights_bytes if settings.use_mmap else 0)
+    what is `held`; `leaving`, which is part of that, is given back before. `mapped_beside_bytes`: weights
+    that other processes of this node have mapped."""
+    # Mapped weights are page cache, which counts as available. But they are read for every token: what takes
+    # their room makes each token wait for the disk. What is mapped and leaves is available already.
+    given_back = leaving.total_bytes - leaving.mapped_bytes
+    in_use_bytes = held.mapped_bytes - leaving.mapped_bytes + mapped_beside_bytes
     on_gpus = gpu_free_bytes() if settings.n_gpu_layers else 0
-    limit_bytes = available_bytes() + on_gpus + given_back
+    limit_bytes = max(0, available_bytes() - in_use_bytes) + on_gpus + given_back
     refuse_what_does_not_fit(needed, what, limit_bytes, WITH_GPU if on_gpus else AVAILABLE)
     if settings.max_bytes:
         limit_bytes = settings.max_bytes + leaving.total_bytes
@@ -176,15 +189,16 @@ def available_bytes(root: Path = Path("/")) -> int:
         _, controllers, group = line.split(":", 2)
         if not controllers:
             base = root / "sys/fs/cgroup"
-            found += _room_in(base, group, "memory.max", "memory.current", "inactive_file")
+            caches = "inactive_file", "active_file"
+            found += _room_in(base, group, "memory.max", "memory.current", caches)
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            found += _room_in(base, group, *names)
+            caches = "total_inactive_file", "total_active_file"
+            found += _room_in(base, group, "memory.limit_in_bytes", "memory.usage_in_bytes", caches)
     return max(min(found), 0)
 
 
-def _room_in(base: Path, group: str, limit: str, usage: str, cache: str) -> list[int]:
+def _room_in(base: Path, group: str, limit: str, usage: str, caches: tuple[str, ...]) -> list[int]:
     """Of the group and of those it is in. In a container the group's path is that outside, and the files lie
     at the base."""
     folder = base / group.lstrip("/")
@@ -192,8 +206,9 @@ def _room_in(base: Path, group: str, limit: str, usage: str, cache: str) -> list
     for each in (folder, *(parent for parent in folder.parents if base in (parent, *parent.parents))):
         limits, usages = _lines(each / limit), _lines(each / usage)
         if limits and usages and limits[0].isdigit() and int(limits[0]) < _NO_LIMIT:
-            caches = [line.split()[1] for line in _lines(each / "memory.stat") if line.split()[0] == cache]
-            rooms.append(int(limits[0]) - int(usages[0]) + int(caches[0] if caches else 0))
+            stat = [line.split() for line in _lines(each / "memory.stat")]
+            cached_bytes = sum(int(words[1]) for words in stat if words[0] in caches)
+            rooms.append(int(limits[0]) - int(usages[0]) + cached_bytes)
     return rooms
 
 
@@ -243,15 +258,22 @@ class Footprint:
         self._name = name
         self._n_layers = n_layers
         self._settings = settings
+        self.mapped_beside_bytes = 0
+        """Weights that other workers of this node have mapped, or are mapping, as the daemon said last."""
 
     def predicted(self, pieces: Iterable[Range]) -> Memory:
         """Of segments of these ranges that share nothing."""
         return predict(self._source, self._n_layers, pieces, self._settings)
 
     def of(self, segments: Sequence[Segment]) -> Memory:
-        """As predicted."""
+        """As predicted, but for what is mapped."""
         alone = self.predicted(_ranges(segments))
-        return replace(alone, weights_bytes=self.predicted(_ranges(weighing(segments))).weights_bytes)
+        own = weighing(segments)
+        return replace(
+            alone,
+            weights_bytes=self.predicted(_ranges(own)).weights_bytes,
+            mapped_bytes=sum(segment.mapped_bytes for segment in own),
+        )
 
     def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
         """Of segments of these ranges for one exact request of so many rows, over weights that are there."""
@@ -264,7 +286,8 @@ class Footprint:
     def refuse_apart(self, pieces: Sequence[Range], n_rows: int, held: Memory) -> None:
         """Raises CallError out_of_memory where there is no room for those."""
         what = f"cells for an exact request of {n_rows} rows of {self._name}"
-        refuse_beside(self.apart(pieces, n_rows), what, held, Memory(), self._settings)
+        apart = self.apart(pieces, n_rows)
+        refuse_beside(apart, what, held, Memory(), self._settings, self.mapped_beside_bytes)
 
     def refuse(
         self,
@@ -279,7 +302,7 @@ class Footprint:
         new = [piece for piece in pieces if not any(_holds(segment, piece) for segment in sharing)]
         needed = replace(self.predicted(pieces), weights_bytes=self.predicted(new).weights_bytes)
         what = f"layers {join(merge(pieces))} of {self._name}"
-        refuse_beside(needed, what, self.of(held), self.of(leaving), self._settings)
+        refuse_beside(needed, what, self.of(held), self.of(leaving), self._settings, self.mapped_beside_bytes)
 
 
 def weighing(segments: Sequence[Segment]) -> list[Segment]:

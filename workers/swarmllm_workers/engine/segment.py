@@ -140,6 +140,11 @@ class Segment:
         self.is_shared = settings.use_mmap and self._model.private_bytes == 0
         """All of its weights are pages of the file: other parts of it have the same."""
         self.weights_bytes = self._model.size_bytes
+        is_cache = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
+        private_bytes = self._model.private_bytes or 0
+        self.mapped_bytes = max(0, self.weights_bytes - private_bytes) if is_cache else 0
+        """Of the weights, what computing reads from mapped pages of the file that may be dropped. All of them,
+        where nobody can say what libllama has copied."""
         self.is_recurrent = self._model.is_recurrent
         n_kept = settings.prefixes.n_cells_entries
         # Beyond the slots: one for each entry, one in which an entry is cut to size, and the last, which has

@@ -110,7 +110,7 @@ class LoadHandlers:
             gc.freeze()
 
     def _load(self, message: ipc.Load, _payload: memoryview) -> None:
-        self._state.engine()
+        self._state.engine().footprint.mapped_beside_bytes = message.mapped_beside_bytes or 0
         self._state.loading.begin(self._loading(message), partial(self._state.fail, message.id))
 
     def _loading(self, message: ipc.Load) -> Operation[None]:
@@ -202,6 +202,7 @@ class LoadHandlers:
                 weights_bytes=memory.weights_bytes,
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,
+                mapped_bytes=memory.mapped_bytes or UNSET,
                 kernels=self._state.kernels.choices,
                 kernel_class=kernel_class(engine.source, engine.settings) or UNSET,
             )
