@@ -143,7 +143,7 @@ class Segment:
         is_cache = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
         private_bytes = self._model.private_bytes or 0
         self.mapped_bytes = max(0, self.weights_bytes - private_bytes) if is_cache else 0
-        """Of the weights, what computing reads from mapped pages of the file that may be dropped. All of them,
+        """Of the weights, what computing reads from mapped pages of the file that may be dropped. All,
         where nobody can say what libllama has copied."""
         self.is_recurrent = self._model.is_recurrent
         n_kept = settings.prefixes.n_cells_entries
