@@ -73,6 +73,8 @@ class RequestContext:
     """How rows come to each stage; empty: all as f32."""
     n_generated: int = 0
     """Of an exact request: how many of `n_prompt_tokens` are no prompt, where nobody said which."""
+    kernel_class: str = ""
+    """Of an exact request, known at the origin only: what each stage said when it accepted it."""
 
     @property
     def n_given_tokens(self) -> int:

@@ -21,6 +21,7 @@ from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
+from swarmllm.pipeline.check.equal_bits import are_equal, draw_piece, judge_bits
 from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, token_evidence
 from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
@@ -118,6 +119,8 @@ class _Found:
     match: Match
     results: Tensor | list[Sampled]
     by: NodeId
+    is_by_bits: bool = False
+    """Kernels of the stage's own class computed an exact request again."""
 
 
 class NodeLoad(Protocol):
@@ -225,7 +228,10 @@ class Checker:
         if stage == 0 and not context.view.is_here(context.view.last):
             # What the last stage told the first one is known to neither this node nor anybody else.
             n_rows = min(n_rows, context.n_given_tokens)
-        stretch = draw_stretch(n_rows, row_bytes, self.chance, rows.first)
+        if context.sampling.exact:
+            stretch = draw_piece(n_rows, context.n_prompt_rows, row_bytes, self.chance, rows.first)
+        else:
+            stretch = draw_stretch(n_rows, row_bytes, self.chance, rows.first)
         return None if stretch is None else await collector.collect(stage, stretch)
 
     async def run(self) -> None:
@@ -297,6 +303,8 @@ class Checker:
                 log.info("%s does not compute what a check asks for: %s", node_id, error.message)
                 continue
             if newest.match is not Match.WRONG:
+                if not newest.is_by_bits and any(earlier.is_by_bits for _, earlier in found):
+                    continue  # What is close to a row says nothing of its bits.
                 for other, earlier in found:
                     # Two honest ones of unlike classes may stand on both sides of the limits.
                     if not _agree(pending, newest, earlier):
@@ -313,6 +321,9 @@ class Checker:
 
     async def _computed_by(self, pending: _Pending, node_id: NodeId | None) -> _Found:
         """None: by this node. Raises SwarmLLMError."""
+        exactly = await self._computed_exactly(pending, node_id)
+        if exactly is not None:
+            return exactly
         context, evidence, chunk_tokens = (
             pending.context,
             pending.evidence,
@@ -334,6 +345,29 @@ class Checker:
             self._budget.spend(_work(evidence) * len(context.view.layers(pending.stage)))
             verdict, match = await self._judged_by_spread(pending, evidence, rows, node_id)
         return _Found(verdict, match, rows, by)
+
+    async def _computed_exactly(self, pending: _Pending, node_id: NodeId | None) -> _Found | None:
+        """Bit for bit; None: its bits need not be equal, or are not even equal when it computes twice. Raises
+        SwarmLLMError."""
+        context, evidence, by = pending.context, pending.evidence, node_id or self.router.node_id
+        if not context.kernel_class or self._kernel_class(context, by) != context.kernel_class:
+            return None
+
+        async def results() -> Tensor | list[Sampled]:
+            n_single = max(0, len(evidence.came_in) - context.n_prompt_rows)
+            work = len(evidence.came_in) + (SINGLE_ROW - 1) * n_single
+            self._budget.spend(work * len(context.view.layers(pending.stage)))
+            if isinstance(evidence, TokenEvidence):
+                task = TokenTask(context, evidence, self.settings.prefill_chunk_tokens)
+                return await self._sampled_by(task, node_id)
+            return await self._recomputed_by(pending, evidence, node_id)
+
+        found = await results()
+        verdict, match = judge_bits(evidence, found)
+        if match is not Match.EQUAL and not are_equal(await results(), found):
+            log.warning("node %s computes an exact request twice with other bits each time", by)
+            return None
+        return _Found(verdict, match, found, by, is_by_bits=True)
 
     async def _judged_by_spread(
         self, pending: _Pending, evidence: Evidence, rows: Tensor, node_id: NodeId | None
@@ -372,6 +406,13 @@ class Checker:
         said = [] if record is None else [m for m in record.models if m.model_id == context.model.model_id]
         return said[0].kv_type or None if said and said[0].kv_type is not UNSET else None
 
+    def _kernel_class(self, context: RequestContext, node_id: NodeId) -> str:
+        """The same of its kernels."""
+        if node_id == self.router.node_id:
+            return self.compute.kernel_class(context.model.model_id)
+        said = self.registry.announced(context.model.model_id, node_id)
+        return (said.kernel_class or "") if said is not None else ""
+
     async def _sampled_by(self, task: TokenTask, node_id: NodeId | None) -> list[Sampled]:
         """None: by this node. Raises SwarmLLMError."""
         if len(task.context.view.stages) == 1:
@@ -399,6 +440,8 @@ class Checker:
 
         def order(node_id: NodeId) -> tuple[bool, bool, float]:
             is_unlike = self._kv_type(pending.context, node_id) != pending.kv_type
+            if kernel_class := pending.context.kernel_class:
+                is_unlike = self._kernel_class(pending.context, node_id) != kernel_class
             return node_id == accuser, is_unlike, -self.trust.score(node_id)
 
         return sorted(able, key=order)[:HOLDERS_ASKED]
@@ -445,6 +488,8 @@ def _work(evidence: Evidence | TokenEvidence) -> float:
 def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
     """Whether two holders computed the same."""
     evidence = pending.evidence
+    if one.is_by_bits and other.is_by_bits:
+        return are_equal(one.results, other.results)
     if isinstance(evidence, TokenEvidence):
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)

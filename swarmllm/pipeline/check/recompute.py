@@ -17,6 +17,7 @@ import trio
 
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.check.equal_bits import exact_batches
 from swarmllm.pipeline.check.sampling import STRETCH_ROWS
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm.pipeline.origin.assignment import assign
@@ -84,8 +85,20 @@ class RecomputeTask:
     """In other batches than the request's."""
 
     def batches(self) -> Iterator[slice]:
+        if self.exact_rows:
+            return exact_batches(len(self.came_in), self.context.n_prompt_rows, self.chunk_tokens)
         grouped = regrouped if self.is_regrouped else batches
         return grouped(len(self.came_in), self.context.n_given_tokens, self.chunk_tokens)
+
+    @property
+    def exact_rows(self) -> int:
+        """Rows that the request has at most, where they are computed as those of an exact one; 0: not so."""
+        return 0 if self.is_regrouped else self.context.exact_rows
+
+    @property
+    def n_after_prompt(self) -> int:
+        """Of an exact request: the last so many rows are computed one by one."""
+        return max(0, len(self.came_in) - self.context.n_prompt_rows) if self.exact_rows else 0
 
 
 async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:
@@ -101,7 +114,8 @@ async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:
                 position=part.start,
                 tensor=task.came_in[part],
                 want="hidden",
-                n_prompt_tokens=len(task.came_in),
+                n_prompt_tokens=len(task.came_in) - task.n_after_prompt,
+                exact_rows=task.exact_rows,
             )
             if result.tensor is None:
                 raise RemoteError("the worker gave no rows")
@@ -127,14 +141,21 @@ class TokenTask:
     @property
     def sampling(self) -> Sampling:
         """As asked for, but nothing ends it, and the likeliest tokens are told."""
+        sampling = self.context.sampling
+        # There is room for no more rows of an exact request than it had itself.
+        max_tokens = sampling.max_tokens if sampling.exact else 2**20
         return msgspec.structs.replace(
-            self.context.sampling, max_tokens=2**20, stop=(), logprobs=True, top_logprobs=20, exact=False
+            sampling, max_tokens=max_tokens, stop=(), logprobs=True, top_logprobs=20
         )
 
     def batches(self) -> Iterator[slice]:
         """The first rows give no token, each of the rest gives one."""
-        rows, n_tokens = self.evidence.came_in, len(self.evidence.told)
-        yield from batches(len(rows) - n_tokens, self.context.n_given_tokens, self.chunk_tokens)
+        rows, n_tokens, context = self.evidence.came_in, len(self.evidence.told), self.context
+        n_silent = len(rows) - n_tokens
+        if context.exact_rows:
+            yield from exact_batches(n_silent, context.n_prompt_rows, self.chunk_tokens)
+        else:
+            yield from batches(n_silent, context.n_given_tokens, self.chunk_tokens)
         yield from (slice(at, at + 1) for at in range(len(rows) - n_tokens, len(rows)))
 
     def samples(self, part: slice) -> bool:
@@ -159,6 +180,7 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
                 sampling=task.sampling if samples and not found else None,
                 n_prompt_tokens=task.context.n_prompt_tokens,
                 generated=task.evidence.before if samples and not found else (),
+                exact_rows=task.context.exact_rows,
             )
             if samples and result.token is not None:
                 found.append(as_sampled(result.token))
@@ -298,16 +320,21 @@ def _private_pipeline(
         )
         if start < end
     ]
+    if isinstance(task, RecomputeTask):
+        n_prompt, asked = len(task.came_in) - task.n_after_prompt, task.context.sampling
+        # Of what a stage that is not the last one is told of the tokens, their number is all that counts.
+        generated = (0,) * task.n_after_prompt
+        sampling = Sampling(max_tokens=asked.max_tokens, exact=True) if task.exact_rows else Sampling()
+    else:
+        n_prompt, sampling, generated = task.context.n_prompt_tokens, task.sampling, task.evidence.before
     assignment = PipelineAssignment(
         request_id=new_request_id(),
         model_id=task.context.model.model_id,
         origin=here,
         stages=tuple(stages),
-        n_prompt_tokens=len(task.came_in)
-        if isinstance(task, RecomputeTask)
-        else task.context.n_prompt_tokens,
-        sampling=Sampling() if isinstance(task, RecomputeTask) else task.sampling,
-        generated=() if isinstance(task, RecomputeTask) else task.evidence.before,
+        n_prompt_tokens=n_prompt,
+        sampling=sampling,
+        generated=generated,
     )
     return assignment, int(layers.start > 0)
 

@@ -92,7 +92,9 @@ class PipelineOpener:
             assignment = request.assignment(assembly, self._node_id)
             request.tried.append(Attempt(assignment.request_id, assembly))
             context = request_context(assignment, request.entry, self._node_id)
-            self._requests.attempts(request, replace(context, session=request.conversation))
+            kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""
+            context = replace(context, session=request.conversation, kernel_class=kernel_class)
+            self._requests.attempts(request, context)
             weigh = self._weigh(request, assembly) if may_weigh and n_changes < CHANGES_MAX else None
             pipeline = self._attempts.open(request, assignment, self._routes.pace(request, assembly), weigh)
             try:
