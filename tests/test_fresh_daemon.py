@@ -11,6 +11,7 @@ from deadlines import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
+N_TOKENS = 600
 INFERENCE = {"n_threads": 1, "n_slots": 2}
 GUIDE = "/api/admin/models/guide"
 
@@ -42,7 +43,57 @@ def test_a_fresh_daemon_answers_and_lets_the_model_go(tmp_path: Path) -> None:
         assert loaded(node) == ["0:12"], "a person has loaded it"
 
 
+def test_a_model_that_another_node_uses_stays(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "holder", load=[], inference=INFERENCE) as holder,
+        running_daemon(
+            tmp_path, "asker", load=[], bootstrap=holder.addresses, model={"on_demand": False}
+        ) as asker,
+    ):
+        assert ask(holder, keep_alive="1h")[0] == 200
+        wait_for(
+            lambda: asker.http.get(f"{GUIDE}/status").json()["complete"],
+            PATIENCE_S,
+            "the asker to hear of it",
+        )
+        body = {
+            "model": "guide",
+            "prompt": "What is",
+            "max_tokens": N_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with asker.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = filter(None, answer.iter_lines())
+            assert next(lines).startswith("data: {")
+            assert ask(holder, keep_alive=0)[0] == 200
+            *_, last, end = lines
+        assert end == "data: [DONE]"
+        assert '"finish_reason":"length"' in last, "it went on to its end"
+        assert loaded(holder) == ["0:12"]
+        (running,) = holder.http.get("/api/ps").json()["models"]
+        assert running["expires_at"]
+        wrong = asker.http.post("/api/embed", json={"model": "guide", "input": "a", "keep_alive": "soon"})
+        assert wrong.status_code == 400
+        assert "keep_alive" in wrong.json()["error"]
+
+
+def test_embeddings_say_how_long_a_model_stays(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "fresh", load=[], inference=INFERENCE) as node:
+        body = {"model": "guide", "input": "What is a segment?"}
+        assert node.http.post("/api/embed", json=body | {"keep_alive": "1h"}).status_code == 200
+        assert loaded(node) == ["0:12"]
+        body = {"model": "guide", "prompt": "What is a segment?"}
+        assert node.http.post("/api/embeddings", json=body | {"keep_alive": 0}).status_code == 200
+        wait_for(lambda: not loaded(node), PATIENCE_S, "the guide to go")
+
+
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "off", load=[], inference=INFERENCE, model={"on_demand": False}) as node:
-        assert ask(node)[0] == 503
+        status, text = ask(node)
+        assert status == 503
+        assert "`swarmllm models load guide` loads all of it on this node" in text
+        refused = node.http.post(f"{GUIDE}/load", json={"n_ctx": 2**24}).text
+        assert "out_of_memory" in refused
+        assert "`swarmllm share guide` distributes the model" in refused
         assert loaded(node) == []

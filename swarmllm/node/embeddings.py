@@ -51,10 +51,10 @@ class Embeddings:
         admission: Admission,
         find: Callable[[str], Awaitable[CatalogueEntry]],
         requests: UserRequests,
-        loaded: Callable[[CatalogueEntry, str], AbstractAsyncContextManager[None]],
+        loaded: Callable[[CatalogueEntry, str, float | None], AbstractAsyncContextManager[None]],
     ) -> None:
-        """`find`: the model of a name or id, with what reading a prompt takes. `loaded(entry, name)`: while
-        somebody can run it."""
+        """`find`: the model of a name or id, with what reading a prompt takes. `loaded(entry, name,
+        keep_alive_s)`: while somebody can run it."""
         self._pool = pool
         self._pipelines = pipelines
         self._admission = admission
@@ -71,8 +71,10 @@ class Embeddings:
         n_dimensions: int | None = None,
         caller: Caller = LOCAL,
         request_id: str = "",
+        keep_alive_s: float | None = None,
     ) -> Embedded:
-        """Texts, or the token ids of texts. `n_dimensions`: as many the vectors are to have.
+        """Texts, or the token ids of texts. `n_dimensions`: as many the vectors are to have. `keep_alive_s`:
+        how long a model that was loaded for requests stays; None: as configured.
 
         Raises ModelNotFound, InvalidRequest naming the text (`input[3]`), ContextFull, Overloaded, and what
         pipelines raise.
@@ -84,7 +86,7 @@ class Embeddings:
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
         with self._requests.under_way(entry.name, request_id) as request:
-            async with self._loaded(entry, model), self._admission.turn(caller) as queue_s:
+            async with self._loaded(entry, model, keep_alive_s), self._admission.turn(caller) as queue_s:
                 request.has_turn()
                 return await self._all(entry, texts, pooling, queue_s, request.id)
 

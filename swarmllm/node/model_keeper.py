@@ -7,6 +7,7 @@ nodes and the registry (what others hold); the swarm is told after each change.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
@@ -16,11 +17,20 @@ from pathlib import Path
 import trio
 
 from swarmllm.downloads import SharedDigests
-from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError, WorkerDied
+from swarmllm.errors import (
+    BadModel,
+    Conflict,
+    InvalidRequest,
+    ModelNotFound,
+    SwarmLLMError,
+    WorkerDied,
+    WorkerError,
+)
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.manifest import needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
 from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
+from swarmllm.node.on_demand import OUT_OF_MEMORY
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
@@ -34,6 +44,15 @@ Progress = Callable[[int, int], None]
 Then = Callable[[], Awaitable[object]]
 _Views = list[ModelView]
 """By a name of its own: `ModelKeeper.list` hides the other."""
+
+
+def _what_makes_room(name: str) -> str:
+    name = shlex.quote(name)
+    return (
+        f"`swarmllm share {name}` distributes the model over the nodes of the swarm, "
+        f"`swarmllm models load {name} --layers START:END` loads a part of it, "
+        "`swarmllm models unload OTHER` gives back what another one takes."
+    )
 
 
 class CutChecks:
@@ -387,7 +406,14 @@ class ModelKeeper:
         if layers != entry.manifest.whole:
             entry = await self._cut_checks.ensure(entry, progress)
             check_layers(entry, layers)
-        await self._pool.load(ModelFile.of(entry), layers, progress, options, then)
+        try:
+            await self._pool.load(ModelFile.of(entry), layers, progress, options, then)
+        except WorkerError as error:
+            if error.kind != OUT_OF_MEMORY:
+                raise
+            raise WorkerError(
+                f"{error.message}. {_what_makes_room(entry.name)}", kind=error.kind, field=error.field
+            ) from error
         await self._publish()
         return entry
 

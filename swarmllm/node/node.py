@@ -146,6 +146,7 @@ class Node:
             drop=lambda entry: self.models.drop(entry, entry.manifest.whole),
             is_complete=self.models.is_complete,
             managed=lambda: self.placing.model_ids,
+            used_by_others_s=pipelines.used_by_others_s,
             may_load=self._may_load_on_demand,
         )
         self.models.by_hand = self._chosen_by_hand

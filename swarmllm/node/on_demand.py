@@ -2,8 +2,9 @@
 
 Only where nobody decided otherwise: the whole model is on this disk, none of its layers is loaded here, the
 connected nodes do not hold all of them, and no placement manages it. What a person loads stays until a person
-unloads it. Where memory is short, models go that were loaded for requests and are idle, the one that was not
-asked for longest first.
+unloads it. Requests of other nodes that run through its layers keep a model as this node's own do, for the
+time that was set when it was loaded. Where memory is short, models go that were loaded for requests and are
+idle, the one that was not used longest first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ FOREVER_S = math.inf
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})(ns|us|µs|ms|s|m|h)", re.ASCII)
 MAX_S = 10.0 * 365 * 86400
+LOOK_AGAIN_S = 10.0
+"""At a model that other nodes use."""
 
 
 def parse_keep_alive(said: float | str | None) -> float | None:
@@ -56,21 +59,30 @@ def parse_keep_alive(said: float | str | None) -> float | None:
 @dataclass(slots=True)
 class _Kept:
     keep_s: float
+    """After this node's own requests, as the latest of them says."""
+    keep_for_others_s: float
     since_s: float
     """When its last request ended."""
     n_requests: int = 0
     """Under way."""
 
 
+def _nobody(_model_id: ModelId) -> float:
+    return -math.inf
+
+
 class KeepAlive:
-    def __init__(self) -> None:
+    def __init__(self, used_by_others_s: Callable[[ModelId], float] = _nobody) -> None:
+        """`used_by_others_s`: when other nodes' requests used the model here last; infinity while one does,
+        minus infinity where none has."""
+        self._used_by_others_s = used_by_others_s
         self._kept: dict[ModelId, _Kept] = {}
 
     def __contains__(self, model_id: ModelId) -> bool:
         return model_id in self._kept
 
     def loaded(self, model_id: ModelId, keep_s: float, now_s: float) -> None:
-        self._kept[model_id] = _Kept(keep_s, now_s)
+        self._kept[model_id] = _Kept(keep_s, keep_s, now_s)
 
     def begin(self, model_id: ModelId, keep_s: float | None) -> None:
         """A request; `keep_s`: what it says, from now on."""
@@ -89,28 +101,49 @@ class KeepAlive:
         self._kept.pop(model_id, None)
 
     def is_expired(self, model_id: ModelId, now_s: float) -> bool:
-        kept = self._kept.get(model_id)
-        return kept is not None and not kept.n_requests and kept.since_s + kept.keep_s <= now_s
+        return model_id in self._kept and self._expires_s(model_id) <= now_s
+
+    def _is_idle(self, model_id: ModelId) -> bool:
+        return not self._kept[model_id].n_requests and self._used_by_others_s(model_id) < math.inf
+
+    def _expires_s(self, model_id: ModelId) -> float:
+        """Infinity: not as things are."""
+        kept = self._kept[model_id]
+        if kept.n_requests:
+            return math.inf
+        for_others_s = self._used_by_others_s(model_id) + kept.keep_for_others_s
+        # Minus infinity and infinity: nobody else has used it.
+        return max(kept.since_s + kept.keep_s, -math.inf if math.isnan(for_others_s) else for_others_s)
 
     def expired(self, now_s: float) -> tuple[ModelId, ...]:
         return tuple(model_id for model_id in self._kept if self.is_expired(model_id, now_s))
 
-    def next_s(self) -> float:
-        """When the next one expires unless it is asked; infinity: none does."""
-        idle = (kept.since_s + kept.keep_s for kept in self._kept.values() if not kept.n_requests)
-        return min(idle, default=math.inf)
+    def next_s(self, now_s: float) -> float:
+        """When to look whether one has expired; infinity: when a request has ended."""
+        times_s = [self._expires_s(model_id) for model_id in self._kept]
+        if any(self._used_by_others_s(model_id) == math.inf for model_id in self._kept):
+            times_s.append(now_s + LOOK_AGAIN_S)  # nobody tells when those have ended
+        return min(times_s, default=math.inf)
 
     def idle_longest(self) -> ModelId | None:
         """The model that goes first where memory is needed."""
-        idle = {model_id: kept.since_s for model_id, kept in self._kept.items() if not kept.n_requests}
+        idle = {
+            model_id: max(kept.since_s, self._used_by_others_s(model_id))
+            for model_id, kept in self._kept.items()
+            if self._is_idle(model_id)
+        }
         return min(idle, key=lambda model_id: idle[model_id], default=None)
 
     def expires_in_s(self, model_id: ModelId | Literal[""], now_s: float) -> float | None:
         """None: it was not loaded for a request, or stays for ever."""
-        kept = self._kept.get(model_id) if model_id else None
-        if kept is None or math.isinf(kept.keep_s):
+        if not model_id or model_id not in self._kept:
             return None
-        return kept.keep_s if kept.n_requests else max(0.0, kept.since_s + kept.keep_s - now_s)
+        kept = self._kept[model_id]
+        if kept.n_requests or not self._is_idle(model_id):
+            left_s = kept.keep_s if kept.n_requests else kept.keep_for_others_s
+        else:
+            left_s = max(0.0, self._expires_s(model_id) - now_s)
+        return None if math.isinf(left_s) else left_s
 
 
 log = logging.getLogger("swarmllm.node")
@@ -129,17 +162,18 @@ class OnDemand:
         is_complete: Callable[[CatalogueEntry], bool],
         managed: Callable[[], Collection[str]],
         may_load: Callable[[], bool],
+        used_by_others_s: Callable[[ModelId], float] = _nobody,
     ) -> None:
         """`loaded`: what is loaded here of a model, by its id. `is_complete`: a request for it would find a
         pipeline. `managed`: ids of the models that placement loads and drops. `may_load`: whether anything
-        is loaded on demand now."""
+        is loaded on demand now. `used_by_others_s`: as for KeepAlive."""
         self._loaded = loaded
         self._load = load
         self._drop = drop
         self._is_complete = is_complete
         self._managed = managed
         self._may_load = may_load
-        self._kept = KeepAlive()
+        self._kept = KeepAlive(used_by_others_s)
         self._entries: dict[ModelId, CatalogueEntry] = {}
         self._changing = trio.Lock()
         """One load or drop at a time: each is fitted into the memory that the others leave."""
@@ -179,7 +213,7 @@ class OnDemand:
     async def run(self) -> None:
         """Drop what was not asked for long enough, until cancelled."""
         while True:
-            with trio.move_on_at(self._kept.next_s()):
+            with trio.move_on_at(self._kept.next_s(trio.current_time())):
                 await self._changed.wait()
             self._changed = trio.Event()
             for model_id in self._kept.expired(trio.current_time()):
@@ -214,7 +248,9 @@ class OnDemand:
     async def _let_go(self, model_id: ModelId) -> None:
         async with self._changing:
             # Somebody may have asked for it while another one went.
-            if self._kept.is_expired(model_id, trio.current_time()):
+            if model_id in self._managed():
+                self.forget(model_id)
+            elif self._kept.is_expired(model_id, trio.current_time()):
                 log.info("unloading %s, which nobody has asked for", self._entries[model_id].name)
                 await self._drop_now(model_id)
 

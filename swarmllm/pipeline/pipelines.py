@@ -259,6 +259,11 @@ class Pipelines:
         """By model, for all other nodes together, since the start."""
         return self._sessions.served_tokens()
 
+    def used_by_others_s(self, model_id: ModelId) -> float:
+        """When other nodes' requests used the model here last: infinity while one does, minus infinity where
+        none has."""
+        return self._sessions.used_by_others_s(model_id)
+
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
         return self._here.room()

@@ -5,6 +5,7 @@ Everything from HTTP down to `Node` is the real thing, and so are router (in mem
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -177,6 +178,9 @@ class FakePipelines:
 
     def served_tokens(self) -> dict[ModelId, int]:
         return {each.model_id: each.n_tokens for each in self.computed}
+
+    def used_by_others_s(self, _model_id: ModelId) -> float:
+        return -math.inf
 
     def room(self) -> Room:
         return Room(8, 8, 4096)

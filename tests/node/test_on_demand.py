@@ -65,7 +65,7 @@ def test_a_model_with_requests_under_way_never_expires(steps: list[str]) -> None
         elif step == "wait":
             now_s += 4.0
         assert kept.expired(now_s) == (("a",) if not n and now_s >= idle_since_s + 10 else ())
-        assert kept.next_s() == (math.inf if n else idle_since_s + 10)
+        assert kept.next_s(now_s) == (math.inf if n else idle_since_s + 10)
 
 
 @dataclass
@@ -78,6 +78,7 @@ class World:
     complete: set[str] = field(default_factory=set)
     managed: set[str] = field(default_factory=set)
     may_load: bool = True
+    used_by_others_s: dict[str, float] = field(default_factory=dict)
 
     @asynccontextmanager
     async def asked(
@@ -109,6 +110,7 @@ async def open_world() -> AsyncIterator[World]:
             is_complete=lambda each: each.model_id in world.complete,
             managed=lambda: world.managed,
             may_load=lambda: world.may_load,
+            used_by_others_s=lambda model_id: world.used_by_others_s.get(model_id, -math.inf),
         )
     )
     async with trio.open_nursery() as nursery:
@@ -203,6 +205,53 @@ async def test_idle_models_make_room_the_longest_unused_one_first(autojump_clock
                     async with world.asked("d"):
                         raise AssertionError("there is no room")
         assert world.drops == ["b"]
+
+
+async def test_what_other_nodes_use_stays_meanwhile_and_for_its_time_afterwards(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        async with world.asked("a", said_s=0.0):
+            world.used_by_others_s["a"] = math.inf
+        await trio.sleep(1000)
+        assert world.held == {"a"}
+        assert world.on_demand.expires_in_s("a") == 300
+        world.used_by_others_s["a"] = trio.current_time()
+        await trio.sleep(290)
+        assert world.held == {"a"}
+        assert world.on_demand.expires_in_s("a") == 10
+        async with world.asked("a", said_s=0.0):
+            pass
+        await trio.sleep(9)
+        assert world.held == {"a"}, "its own requests say nothing of others'"
+        await trio.sleep(12)
+        assert world.drops == ["a"]
+
+
+async def test_what_other_nodes_use_makes_no_room(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.room = 2
+        for name in ("a", "b"):
+            async with world.asked(name):
+                pass
+        world.used_by_others_s["a"] = math.inf
+        async with world.asked("c"):
+            assert world.held == {"a", "c"}
+            with pytest.raises(WorkerError, match="no room"):
+                async with world.asked("d"):
+                    raise AssertionError("there is no room")
+        world.used_by_others_s["a"] = trio.current_time() + 1
+        async with world.asked("e"):
+            assert world.held == {"a", "e"}, "the one that was used longest ago goes"
+
+
+async def test_what_placement_has_taken_over_stays(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        async with world.asked("a"):
+            pass
+        world.managed = {"a"}
+        await trio.sleep(10**6)
+        assert world.held == {"a"}
 
 
 async def test_whoever_gives_up_while_it_loads_leaves_no_trace(autojump_clock: MockClock) -> None:

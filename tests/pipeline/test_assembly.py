@@ -250,6 +250,28 @@ def test_what_is_missing_is_named(alignment: int, holders: dict[str, list[LayerR
         assemble(ask(holders, alignment))
 
 
+@pytest.mark.parametrize(
+    ("alignment", "holders", "command"),
+    [
+        (1, held(a="0:4", b="6:12"), "`swarmllm models load guide --layers 4:6` loads these layers on"),
+        (
+            1,
+            held(a="2:4", b="6:8"),
+            "`swarmllm models load guide --layers 0:2` loads the first of these layers",
+        ),
+        (1, held(), "`swarmllm models load guide` loads all of it on this node; `swarmllm share guide` dist"),
+        (0, held(a="0:6", b="6:12"), "`swarmllm models load guide` loads all of it"),
+        (4, held(a="0:8", b="9:12"), "`swarmllm models load guide --layers 8:12` loads these layers"),
+    ],
+)
+def test_what_would_mend_it_is_named(
+    alignment: int, holders: dict[str, list[LayerRange]], command: str
+) -> None:
+    with pytest.raises(NoPipeline) as caught:
+        assemble(ask(holders, alignment))
+    assert command in caught.value.message
+
+
 def test_ranges_that_overlap_are_a_complete_model() -> None:
     holders = held(a="0:8", b="4:12")
     assert assemble(ask(holders, slow=(A,))).stages == stages("a 0:4", "b 4:12")

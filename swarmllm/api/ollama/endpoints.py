@@ -69,7 +69,7 @@ ollama = Blueprint("ollama", __name__, url_prefix="/api")
 class OllamaEmbed(Body, frozen=True, kw_only=True):
     """POST /api/embed."""
 
-    ignored = frozenset({"truncate", "options", "keep_alive"})
+    ignored = frozenset({"truncate", "options"})
 
     model: ModelName
     input: Text | Annotated[list[Text], Meta(max_length=2048)]
@@ -83,7 +83,7 @@ class OllamaEmbed(Body, frozen=True, kw_only=True):
 class OllamaEmbeddings(Body, frozen=True, kw_only=True):
     """POST /api/embeddings."""
 
-    ignored = frozenset({"truncate", "options", "keep_alive"})
+    ignored = frozenset({"truncate", "options"})
 
     model: ModelName
     prompt: Text
@@ -95,7 +95,7 @@ class OllamaEmbeddings(Body, frozen=True, kw_only=True):
 async def embed() -> Response:
     body = await read_request(OllamaEmbed, any_type=True)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    embedded = await _embedded(body.model, texts, body.dimensions)
+    embedded = await _embedded(body.model, texts, body.dimensions, body.keep_alive)
     times_s = (embedded.queue_s, embedded.tokenize_s, embedded.prefill_s)
     answer: Json = {
         "model": body.model,
@@ -110,11 +110,14 @@ async def embed() -> Response:
 @ollama.post("/embeddings")
 async def embeddings() -> Response:
     body = await read_request(OllamaEmbeddings, any_type=True)
-    embedded = await _embedded(body.model, [body.prompt], None)
+    embedded = await _embedded(body.model, [body.prompt], None, body.keep_alive)
     return _embedding({"embedding": embedded.vectors[0].tolist()}, embedded)
 
 
-async def _embedded(model: str, texts: list[str], n_dimensions: int | None) -> Embedded:
+async def _embedded(
+    model: str, texts: list[str], n_dimensions: int | None, keep_alive: float | str | None
+) -> Embedded:
+    keep_alive_s = parse_keep_alive(keep_alive)
     name = await catalogue_name(model)
     return await current_node().embeddings.embed(
         name,
@@ -123,6 +126,7 @@ async def _embedded(model: str, texts: list[str], n_dimensions: int | None) -> E
         n_dimensions=n_dimensions,
         caller=current_caller(),
         request_id=current_request_id(),
+        keep_alive_s=keep_alive_s,
     )
 
 

@@ -11,6 +11,7 @@ there too, where that is not much slower than the best.
 
 from __future__ import annotations
 
+import shlex
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,7 +194,19 @@ def _no_pipeline(
     if refused and cheapest_route(n_layers, cut_alignment, holders, known) is not None:
         reasons = ", ".join(sorted({refusal.reason for refusal in refused}))
         why = f"{len(refused)} held ranges may not be used ({reasons}); of the others, {why}"
-    return NoPipeline(f"{question.model_name} cannot run now: {why}")
+    return NoPipeline(f"{question.model_name} cannot run now: {why}. {_what_to_do(question, allowed)}")
+
+
+def _what_to_do(question: Question, holders: Holders) -> str:
+    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+    name = shlex.quote(question.model_name)
+    held = usable([each for ranges in holders.values() for each in ranges], n_layers, cut_alignment)
+    missing = missing_layers(n_layers, held) if cut_alignment else ()
+    first = missing[0] if missing else LayerRange(0, n_layers)
+    layers = "" if first == LayerRange(0, n_layers) else f" --layers {first.start}:{first.end}"
+    which = "these layers" if len(missing) <= 1 else "the first of these layers"
+    load = f"`swarmllm models load {name}{layers}` loads {which if layers else 'all of it'} on this node"
+    return f"{load}; `swarmllm share {name}` distributes the model over the nodes of the swarm."
 
 
 def _why_not(question: Question, holders: Holders) -> str:

@@ -8,6 +8,7 @@ and answering it would give a stranger something to play with.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -289,6 +290,13 @@ class Sessions:
     def served_tokens(self) -> Mapping[ModelId, int]:
         """By model, for all other nodes together, since the start."""
         return self._served.totals
+
+    def used_by_others_s(self, model_id: ModelId) -> float:
+        """When other nodes' requests used the model here last: infinity while one does, or may go on over
+        another pipeline; minus infinity where none has."""
+        if any(self._is_of_others(session, model_id) for session in self.by_request.values()):
+            return math.inf
+        return self._served.latest_s(model_id)
 
     def _is_of_others(self, session: Session, model_id: ModelId | None = None) -> bool:
         is_of_model = model_id in (None, session.context.model.model_id)

@@ -11,6 +11,7 @@ SERVED_MAX such entries. The totals by model stay; only models of this node's ca
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -114,6 +115,11 @@ class ServedBook:
             )
             for (model_id, origin), entry in entries
         )
+
+    def latest_s(self, model_id: ModelId) -> float:
+        """When something of this model happened last; minus infinity where nothing has."""
+        times_s = (entry.latest_s for (of, _), entry in self._entries.items() if of == model_id)
+        return max(times_s, default=-math.inf)
 
     def _entry(self, key: Key, now_s: float) -> _Entry:
         entry = self._entries.get(key)
