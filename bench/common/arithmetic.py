@@ -93,12 +93,17 @@ class FakePool:
         self.held: set[str] = set()
         self.kernels = "plain"
         """Its class."""
+        self.cuts: list[LayerRange] = []
+        """That were asked for."""
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.ranges
 
     def context_sizes(self) -> dict[str, int]:
         return {}
+
+    def cut(self, model_id: str, layers: LayerRange, *, if_idle: bool = False) -> None:
+        self.cuts.append(layers)
 
     def kernel_class(self, model_id: str) -> str:
         return self.kernels

@@ -16,6 +16,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     AtWork,
     CallId,
     CheckCuts,
+    Cut,
     CutsChecked,
     DaemonMessage,
     Dimension,
@@ -394,8 +395,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
 
 
 class Done(WorkerMessage, frozen=True, tag=True):
-    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat, TakePrompt and
-    UseThreads; and a Forward that was `resent` and had come before."""
+    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat, TakePrompt, Cut
+    and UseThreads; and a Forward that was `resent` and had come before."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):
@@ -419,6 +420,7 @@ AnyDaemonMessage: TypeAlias = (
     | Load
     | Unload
     | CheckCuts
+    | Cut
     | UseThreads
     | Tokenize
     | CheckGrammar

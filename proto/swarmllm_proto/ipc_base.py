@@ -233,6 +233,19 @@ class CutsChecked(WorkerMessage, frozen=True, tag=True):
     """Why, where cut_alignment is 0."""
 
 
+class Cut(DaemonMessage, frozen=True, tag=True):
+    """Have segments of exactly [start, end), which are held, before a request needs them. Answered by Done,
+    also where nothing was made because of `if_idle`."""
+
+    start: LayerIndex
+    end: LayerIndex
+    if_idle: bool = False
+    """Not where rows of requests, or rows that are kept for such, would have to move."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+
+
 class UseThreads(DaemonMessage, frozen=True, tag=True):
     """Compute with so many threads from the next step on, or with those of Open where they are fewer.
     Answered by Done."""

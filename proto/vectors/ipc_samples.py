@@ -282,6 +282,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(TOKEN_IDS),
     ),
     ("check-cuts", ipc.CheckCuts(id=18, units=(4, 6)), b""),
+    ("cut", ipc.Cut(id=29, start=4, end=8, if_idle=True), b""),
     ("use-threads", ipc.UseThreads(id=28, n_threads=2), b""),
     ("shutdown", ipc.Shutdown(id=12), b""),
     ("ready", ipc.Ready(pid=4711, version="0.1.0", engine="llama-cpp-python 0.3.36"), b""),

@@ -37,6 +37,7 @@ from swarmllm.pipeline.repair.hedge import HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
+from swarmllm.pipeline.route.cuts_ahead import CutsAhead
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.request_routes import KnownOf, RequestRoutes, nothing_known
 from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
@@ -169,6 +170,9 @@ class Pipelines:
             router, planner, self._here, self._suspects, trust, self._attempts.just_sent, known_rows
         )
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
+        self._cuts_ahead = CutsAhead(
+            node_id, pool, registry, find_model, self.stages_for, self._sessions.served
+        )
         self._opener = PipelineOpener(
             node_id,
             self._attempts,
@@ -260,8 +264,7 @@ class Pipelines:
         return self._sessions.served_tokens()
 
     def used_by_others_s(self, model_id: ModelId) -> float:
-        """When other nodes' requests used the model here last: infinity while one does, minus infinity where
-        none has."""
+        """See `Sessions`."""
         return self._sessions.used_by_others_s(model_id)
 
     def room(self) -> Room:
@@ -276,6 +279,7 @@ class Pipelines:
             supervise(nursery, "checks", self._checker.run)
             supervise(nursery, "picture checks", self._picture_checker.run)
             supervise(nursery, "route warming", self._routes.warming.run)
+            supervise(nursery, "cuts ahead", self._cuts_ahead.run)
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)

@@ -97,6 +97,12 @@ TASKS: Final = (
         "dials the nodes of probable routes",
         "the first request over such a node waits for a dial",
     ),
+    LongLived(
+        "cuts ahead",
+        "restart",
+        "cuts loaded layers where routes will need it",
+        "the first request over a new cut waits for it",
+    ),
     LongLived("links", "restart", "opens and closes links between workers", "jobs go by way of the daemons"),
     LongLived("checks", "restart", "computes rows of other nodes again", "less is checked"),
     LongLived("picture checks", "restart", "has pictures encoded again", "such lies are not found"),

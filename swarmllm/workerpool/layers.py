@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 import trio
 
-from swarmllm.errors import Conflict
+from swarmllm.errors import Conflict, DeadlineExceeded, WorkerError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import OnProgress
@@ -19,6 +20,9 @@ from swarmllm.workerpool.settings import (
     ModelMemory,
 )
 from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.ipc import Cut, Done
+
+log = logging.getLogger("swarmllm.workerpool")
 
 Then = Callable[[], Awaitable[object]]
 
@@ -83,6 +87,24 @@ class HeldLayers:
                 self._on_change()
 
         return await self._hosts.background(work).wait()
+
+    def cut(self, model_id: ModelId, layers: LayerRange, *, if_idle: bool = False) -> None:
+        """Have segments made of exactly these layers, a part of what is loaded, so that a request for them
+        need not wait; goes on in the background. `if_idle`: only where that moves no rows. What fails is
+        tried again by the request."""
+        hosted = self._hosts.get(model_id)
+        worker = None if hosted is None else hosted.worker
+        if hosted is None or worker is None or layers in hosted.wanted:
+            return
+        message = Cut(id=worker.new_id(), start=layers.start, end=layers.end, if_idle=if_idle)
+
+        async def work() -> None:
+            try:
+                await worker.call(message, Done, timeout_s=hosted.settings.load_timeout_s)
+            except (WorkerError, DeadlineExceeded) as error:
+                log.debug("layers %s of %s are not cut ahead: %s", layers, model_id, error.message)
+
+        self._hosts.background(work)
 
     def memory(self, model_id: ModelId) -> ModelMemory:
         hosted = self._hosts.get(model_id)

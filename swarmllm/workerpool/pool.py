@@ -136,6 +136,7 @@ class WorkerPool:
         layers = HeldLayers(hosts, on_change or (lambda: None))
         self.load, self.unload, self._forget_layers = layers.load, layers.unload, layers.forget
         self.loaded, self.loaded_with, self.models = layers.loaded, layers.loaded_with, layers.models
+        self.cut = layers.cut
         self.memory, self.context_sizes = layers.memory, layers.context_sizes
         self.free_bytes = layers.free_bytes
         self.kernel_class = layers.kernel_class

@@ -299,6 +299,9 @@ class FakePool:
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         return self.options.get(model_id) if self.loaded(model_id) else None
 
+    def cut(self, model_id: str, layers: LayerRange, *, if_idle: bool = False) -> None:
+        pass
+
     def kernel_class(self, model_id: str) -> str:
         return "fake" if self.loaded(model_id) else ""
 

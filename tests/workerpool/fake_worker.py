@@ -174,6 +174,10 @@ def handle(frame: Frame) -> None:
                 if not streams:
                     send(ipc.AtWork(is_at_work=False))
             send(ipc.Done(id=message.id))
+        case ipc.Cut() if message.start > 8:
+            send(ipc.Error(id=message.id, kind="out_of_memory", message="not there"))
+        case ipc.Cut():
+            send(ipc.Done(id=message.id))
         case ipc.UseThreads() if HABIT == "refuses-threads":
             send(ipc.Error(id=message.id, kind="engine", message="not so many"))
         case ipc.UseThreads():

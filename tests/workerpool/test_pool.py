@@ -109,6 +109,23 @@ def what_is_open() -> tuple[int, int, int]:
     return files, trio.lowlevel.current_statistics().tasks_living, len(children)
 
 
+async def test_a_cut_that_fails_is_left_to_the_request_that_needs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "swarmllm.workerpool")
+    async with fake_pool(tmp_path) as pool:
+        pool.cut(MODEL.model_id, LayerRange(0, 1))  # there is no worker yet
+        await pool.load(MODEL, LayerRange(0, 12))
+        for start in (0, 4, 9):
+            pool.cut(MODEL.model_id, LayerRange(start, 12), if_idle=True)
+        with trio.fail_after(PATIENCE_S):
+            while "cut ahead" not in caplog.text:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        np.testing.assert_array_equal(await forward(pool), ROWS + 4)
+    refused = [record.getMessage() for record in caplog.records if "cut ahead" in record.getMessage()]
+    assert refused == [f"layers 9:12 of {MODEL.model_id} are not cut ahead: out_of_memory: not there"]
+
+
 async def test_each_model_has_its_own_process(tmp_path: Path) -> None:
     async with fake_pool(tmp_path) as pool:
         await pool.load(MODEL, LayerRange(0, 4))

@@ -387,6 +387,33 @@ def test_what_cannot_be_cut_fails_those_who_waited_and_nobody_else(room: Room, g
     assert isinstance(room.answer(later), ipc.LayerResult), "what is held is loaded at its next use"
 
 
+def bounds(room: Room) -> list[tuple[int, int]]:
+    engine = room.handlers.state.engine()
+    return sorted((segment.start, segment.end) for segment in engine.layers.segments)
+
+
+def test_layers_are_cut_before_a_request_needs_them(room: Room, gate: Gate) -> None:
+    gate.opened.release(1000)
+    room.call(ipc.Load, start=0, end=4)
+    room.finish()
+
+    def cut(start: int, end: int, *, if_idle: bool = False) -> Any:
+        call_id = room.call(ipc.Cut, start=start, end=end, if_idle=if_idle)
+        room.finish()
+        return room.answer(call_id)
+
+    assert isinstance(cut(1, 3, if_idle=True), ipc.Done)
+    assert bounds(room) == [(0, 1), (1, 3), (3, 4)]
+    room.forward("r", 1, 3)
+    room.finish()
+    # Its rows would have to stay behind in a segment of their own.
+    assert isinstance(cut(2, 3, if_idle=True), ipc.Done)
+    assert bounds(room) == [(0, 1), (1, 3), (3, 4)]
+    assert isinstance(cut(2, 3), ipc.Done)
+    assert bounds(room) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert cut(2, 5).kind == "cannot_cut"
+
+
 def test_a_request_that_is_cancelled_while_its_layers_are_cut_leaves_nothing(room: Room, gate: Gate) -> None:
     load(room, gate, 0, 4)
     part = room.forward("part", 1, 3)

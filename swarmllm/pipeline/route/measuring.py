@@ -57,7 +57,7 @@ class ObservedCompute:
         self._observations = observations
         # Nothing is learnt of a model's speed from these.
         self.loaded, self.context_sizes = compute.loaded, compute.context_sizes
-        self.kernel_class = compute.kernel_class
+        self.kernel_class, self.cut = compute.kernel_class, compute.cut
         self.tokenize, self.embed = compute.tokenize, compute.embed
         self.check_grammar, self.detokenize = compute.check_grammar, compute.detokenize
         self.pieces, self.end_tokens = compute.pieces, compute.end_tokens

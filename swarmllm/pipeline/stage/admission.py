@@ -330,6 +330,8 @@ class Sessions:
         view = context.view
         mine = [view.layers(stage) for stage in range(len(view.stages)) if view.is_here(stage)]
         self._served.began(entry.model_id, origin, mine, trio.current_time())
+        for layers in mine:
+            self.compute.cut(entry.model_id, layers)  # while the first rows are on their way
         return context
 
     def _make_room(self, origin: NodeId, model_id: ModelId | None, capacity: int) -> bool:

@@ -172,14 +172,25 @@ class LoadedLayers:
         path = find_path(self._segments, start, end)
         return tuple(path) if path is not None else None
 
-    def cutting(self, start: int, end: int) -> Operation[None]:
-        """Have segments that run exactly [start, end), which is held. Raises as `find_segments` and
-        `loading` do."""
+    def cutting(self, start: int, end: int, *, if_idle: bool = False) -> Operation[None]:
+        """Have segments that run exactly [start, end), which is held. `if_idle`: not where that moves rows,
+        of requests or kept ones, or would make too many parts. Raises as `find_segments` and `loading` do."""
         if self.find_segments(start, end) is not None:
+            return
+        if if_idle and not self._is_simple(start, end):
             return
         yield from self._filling()
         if self.find_segments(start, end) is None:
             yield from self._cutting_at(start, end)
+
+    def _is_simple(self, start: int, end: int) -> bool:
+        reaching = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
+        n_more = sum(s.start < at < s.end for s in reaching for at in {start, end})
+        return len(self._segments) + n_more <= self._n_max and all(each.is_idle for each in reaching)
+
+    @property
+    def _n_max(self) -> int:
+        return len(self._cuts.pieces(self._held)) + PARTS_MAX
 
     def _filling(self) -> Operation[None]:
         """Load what is held and has lost its segment, for want of room at the time."""
@@ -217,17 +228,17 @@ class LoadedLayers:
         """Join neighbours that nobody uses, those first that were asked for longest ago, until cuts at
         `start` and `end` make no more parts than there may be. Raises CallError no_room where requests run
         in all."""
-        n_max = len(self._cuts.pieces(self._held)) + PARTS_MAX
         while True:
             n_more = sum(s.start < at < s.end for s in self._segments for at in {start, end})
-            if len(self._segments) + n_more <= n_max:
+            if len(self._segments) + n_more <= self._n_max:
                 return
             self._kept.clear()
             pair = self._cuts.unused_neighbours(self._segments, (start, end))
             if pair is None:
                 raise CallError(
                     "no_room",
-                    f"requests run in {len(self._segments)} parts of {self._name}; there may be {n_max}",
+                    f"requests run in {len(self._segments)} parts of {self._name}; "
+                    f"there may be {self._n_max}",
                 )
             first, second = pair
             yield from self.closing([first, second])

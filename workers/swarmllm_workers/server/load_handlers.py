@@ -96,6 +96,7 @@ class LoadHandlers:
             ipc.Load: self._load,
             ipc.Unload: self._unload,
             ipc.CheckCuts: self._check_cuts,
+            ipc.Cut: self._cut,
         }
 
     def tidy(self) -> None:
@@ -174,6 +175,14 @@ class LoadHandlers:
                 id=message.id, cut_alignment=verdict.unit, whole_reason=verdict.reason[:REASON_MAX]
             )
         )
+
+    def _cut(self, message: ipc.Cut, _payload: memoryview) -> None:
+        self._state.engine()
+        self._state.loading.begin(self._cutting(message), partial(self._state.fail, message.id))
+
+    def _cutting(self, message: ipc.Cut) -> Operation[None]:
+        yield from self._state.engine().layers.cutting(message.start, message.end, if_idle=message.if_idle)
+        self._state.send(ipc.Done(id=message.id))
 
     def _progress_of(self, call_id: int) -> LoadProgress:
         """Called wherever a part runs."""

@@ -1,0 +1,99 @@
+"""Has loaded layers cut where routes will need it, before a request waits for that.
+
+A stage may be any part of a range that a node holds. The worker then has to have segments of exactly that
+part, and making them takes from a tenth of a second to seconds. So when layers or holders of a model have
+changed, the route that a request from here would take is worked out: where nodes hold the same layers, all of
+them come to the same boundaries, by the speeds that they announce. This node's stages of that route are cut,
+and those that other nodes' requests had here lately. Nothing is cut that requests have rows in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Final, Protocol, TypeAlias
+
+import trio
+
+from swarmllm.errors import SwarmLLMError
+from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.layers import LayerRange, covers
+from swarmllm.pipeline.stage.served import Served
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.swarm import Stage
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 5.0
+
+
+class Layers(Protocol):
+    """The part of WorkerPool that this needs; see there."""
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
+
+    def context_sizes(self) -> dict[ModelId, int]: ...
+
+    def cut(self, model_id: ModelId, layers: LayerRange, *, if_idle: bool = False) -> None: ...
+
+
+class Holdings(Protocol):
+    """The part of Registry that this needs; see there."""
+
+    def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]: ...
+
+
+_Situation: TypeAlias = tuple[tuple[LayerRange, ...], frozenset[tuple[NodeId, tuple[LayerRange, ...]]]]
+
+
+class CutsAhead:
+    def __init__(
+        self,
+        node_id: NodeId,
+        pool: Layers,
+        registry: Holdings,
+        find: Callable[[ModelId], Awaitable[CatalogueEntry]],
+        stages_for: Callable[[CatalogueEntry], Awaitable[Collection[Stage]]],
+        served: Callable[[], Iterable[Served]],
+    ) -> None:
+        """`stages_for`: the route that a request of this node would take now. `served`: what was computed
+        for others lately."""
+        self._node_id = node_id
+        self._pool = pool
+        self._registry = registry
+        self._find = find
+        self._stages_for = stages_for
+        self._served = served
+        self._done: dict[ModelId, _Situation] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await trio.sleep(EVERY_S)
+
+    async def look(self) -> None:
+        """Once for each situation of a model: a route that others take for a moment is no reason to cut."""
+        models = self._pool.context_sizes()
+        self._done = {model_id: each for model_id, each in self._done.items() if model_id in models}
+        for model_id in models:
+            loaded = self._pool.loaded(model_id)
+            situation = loaded, frozenset(self._registry.held(model_id).items())
+            if self._done.get(model_id) == situation:
+                continue
+            try:
+                wanted = await self._wanted(model_id)
+            except SwarmLLMError as error:  # no route yet: another holder will change the situation
+                log.debug("no route of %s to cut for: %s", model_id, error.message)
+                wanted = []
+            for layers in dict.fromkeys(wanted):
+                if layers not in loaded and covers(loaded, layers):
+                    self._pool.cut(model_id, layers, if_idle=True)
+            self._done[model_id] = situation
+
+    async def _wanted(self, model_id: ModelId) -> list[LayerRange]:
+        stages = await self._stages_for(await self._find(model_id))
+        mine = [LayerRange(each.start, each.end) for each in stages if each.node_id == self._node_id]
+        return mine + [
+            layers for each in self._served() if each.model_id == model_id for layers in each.layers
+        ]
