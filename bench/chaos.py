@@ -3,6 +3,9 @@ long does a reader wait?
 
     python -m bench.chaos [--streams 200] [--disturbed 50] [--seed 1]
 
+With --all, what is off or not used by default on loopback is on: the last stage is told the prompt and has
+its draft model, rows are packed, and KV of prompts may travel (which only nodes with the whole model have).
+
 Four daemons on loopback hold the bundled model: "a", whom the clients ask, its first third, the others the
 rest, so that no node but "a" is needed by all pipelines. Of each disturbed stream a random node of its
 pipeline is killed (-9, the daemon with its worker) or frozen (SIGSTOP) after a random token. A killed node
@@ -53,6 +56,12 @@ N_TOKENS = 120
 FROZEN_S = 8.0
 """Longer than it takes the others to notice (4.5 s)."""
 READ_TIMEOUT_S = 90.0
+ALL_ON: Mapping[str, object] = {
+    "share_prefix_cache_with_peers": "on",
+    "guess_from_prompt": "on",
+    "speculative_decoding": True,
+    "activation_compression": "lossless",
+}
 REFUSED_PAUSE_S = 0.25
 
 
@@ -197,7 +206,7 @@ class Chaos:
 def chaos(
     holdings: Mapping[str, list[str]] = HOLDINGS,
     ways: tuple[str, ...] = ("kill", "freeze"),
-    **inference: int,
+    **inference: object,
 ) -> Iterator[Chaos]:
     """ "a" is asked, and first."""
     with demo_nodes() as nodes:
@@ -296,17 +305,20 @@ def main() -> None:
     parser.add_argument("--disturbed", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=N_TOKENS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
-    with chaos() as swarm:
+    with chaos(**(ALL_ON if arguments.all else {})) as swarm:
         before, streams = run(swarm, arguments.streams, arguments.disturbed, arguments.tokens, arguments.seed)
     text, data = report(before, streams)
     print(text)
     for error in data["errors"]:
         print(error)
     command = f"python -m bench.chaos --streams {arguments.streams} --disturbed {arguments.disturbed}"
-    data |= {"machine": machine(), "command": f"{command} --seed {arguments.seed}"}
-    (RESULTS / "chaos.json").write_text(json.dumps(data, indent=1) + "\n")
-    (RESULTS / "chaos.md").write_text(text + "\n")
+    command += f" --seed {arguments.seed}" + " --all" * arguments.all
+    data |= {"machine": machine(), "command": command}
+    name = "chaos-all" if arguments.all else "chaos"
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """What packing the rows between stages costs in quality and gives in time.
 
-    python -m bench.row_compression [--quality-only | --prefill-only] [--rounds 3]
+    python -m bench.row_compression [--quality-only | --speed-only] [--rounds 3]
 
 Quality: the bundled model in three stages over the answers of its held-out conversations, each token
 predicted from the true text before it, once with exact rows and once with rows that are rounded to q8_0 at
 both hops. The head is computed here, in f32, for both alike.
 
-Prefill: two nodes over real connections through a proxy that limits them to 20 and to 100 Mbit/s (10 ms
-there and back); a model that is cheap for the width of its rows, so that the line is the limit; a prompt of
-2,000 tokens. The three ways take turns. Beside each, bytes of rows / throughput: the line alone.
+Speed: two nodes over real connections through a proxy that limits them to 20 and to 100 Mbit/s (10 ms there
+and back), and over loopback; a model that is cheap for the width of its rows, so that the line is the limit;
+a prompt of 2,000 tokens, and the tokens after it. The three ways take turns. Beside each prefill, bytes of
+rows / throughput: the line alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ WIDE = Shape(n_layers=2, n_embd=1024, n_heads=8, n_kv_heads=1, n_ff=256, n_vocab
 N_PROMPT = 2000
 CHUNK = 256
 RTT_S = 0.01
-MBITS = (20, 100)
+MBITS = (20, 100, 0)
+"""0: loopback, without delay."""
+N_TOKENS = 49
 MODES: tuple[Compression, ...] = ("off", "lossless", "q8_0")
 
 
@@ -127,7 +130,7 @@ async def quality(folder: Path) -> list[str]:
     ]
 
 
-# Prefill.
+# Speed.
 
 
 @asynccontextmanager
@@ -178,9 +181,12 @@ async def until(is_so: Callable[[], bool]) -> None:
         await trio.sleep(0.05)
 
 
-async def prefill_s(folder: Path, entry: CatalogueEntry, mbit: float, compression: Compression) -> float:
-    """From the first row's start to the first token; of the second of two requests."""
-    wan = Wan(RTT_S, mbit * 125e3)
+async def measured(
+    folder: Path, entry: CatalogueEntry, mbit: float, compression: Compression
+) -> tuple[float, float]:
+    """Seconds from the first row's start to the first token, and milliseconds per token after it; of the
+    second of two requests."""
+    wan = Wan(RTT_S, mbit * 125e3) if mbit else Wan()
     async with (
         stage(folder, entry, "last", LayerRange(1, 2), wan, compression) as (last, _, _),
         stage(folder, entry, "first", LayerRange(0, 1), wan, compression, *last.addresses) as (
@@ -192,55 +198,63 @@ async def prefill_s(folder: Path, entry: CatalogueEntry, mbit: float, compressio
         with trio.fail_after(60):
             await until(lambda: last.node_id in first.connected() and bool(registry.node(last.node_id)))
             await until(lambda: first.node_id in last.connected())
-        took_s = 0.0
+        prefill_s = token_ms = 0.0
         for seed in range(2):
             tokens = np.random.default_rng(seed).integers(0, 256, N_PROMPT).tolist()
             async with pipelines.generate(
-                Prompt(tokens=tokens), entry, Sampling(temperature=0.0, max_tokens=1)
+                Prompt(tokens=tokens), entry, Sampling(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
             ) as generation:
                 assert [piece async for piece in generation]
             assert generation.is_exact is (compression != "q8_0")
-            took_s = generation.timings.prefill_s
-    return took_s
+            timings = generation.timings
+            prefill_s, token_ms = timings.prefill_s, 1000 * timings.decode_s / (N_TOKENS - 1)
+    return prefill_s, token_ms
 
 
-async def prefill(folder: Path, n_rounds: int) -> list[tuple[Figure, Figure | None]]:
+async def speed(folder: Path, n_rounds: int) -> list[tuple[Figure, Figure | None]]:
     path = build(WIDE, folder / "wide.gguf")
     rows: list[tuple[Figure, Figure | None]] = []
     for mbit in MBITS:
-        line_s = N_PROMPT * WIDE.n_embd * 4 / (mbit * 125e3)
+        where = f"{mbit} Mbit/s" if mbit else "loopback"
+        line = f" (the line alone, f32: {N_PROMPT * WIDE.n_embd * 4 / (mbit * 125e3):.2f} s)" if mbit else ""
         figures = {
-            mode: Figure(f"{mbit} Mbit/s, {mode} (the line alone, f32: {line_s:.2f} s)", "s")
+            mode: (Figure(f"{where}, {mode}{line}", "s"), Figure(f"{where}, {mode}", "ms per token"))
             for mode in MODES
         }
         for number in range(n_rounds):
             for mode in MODES:
                 with tempfile.TemporaryDirectory(dir=folder) as own:
                     entry = Catalogue(Path(own) / "models.sqlite").ensure(path, "wide")
-                    figures[mode].values.append(await prefill_s(Path(own), entry, mbit, mode))
-                print(f"{mbit} Mbit/s {mode} {number}: {figures[mode].values[-1]:.2f} s", flush=True)
-        for mode in MODES:
-            gain = None if mode == "off" else ratios(figures["off"], figures[mode])
-            rows.append((figures[mode], gain))
+                    found = await measured(Path(own), entry, mbit, mode)
+                for figure, value in zip(figures[mode], found, strict=True):
+                    figure.values.append(value)
+                print(f"{where} {mode} {number}: {found[0]:.2f} s, {found[1]:.2f} ms", flush=True)
+        for which in range(2):
+            for mode in MODES:
+                plain, own_figure = figures["off"][which], figures[mode][which]
+                rows.append((own_figure, None if mode == "off" else ratios(plain, own_figure)))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quality-only", action="store_true")
-    parser.add_argument("--prefill-only", action="store_true")
+    parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     text, rows = [], []
     with tempfile.TemporaryDirectory() as folder:
-        if not arguments.prefill_only:
+        if not arguments.speed_only:
             text += [*trio.run(quality, Path(folder)), ""]
             print("\n".join(text))
         if not arguments.quality_only:
-            rows = trio.run(prefill, Path(folder), arguments.rounds)
+            rows = trio.run(speed, Path(folder), arguments.rounds)
             text.append(table_of(rows))
             print(text[-1])
-    write("row_compression", "python -m bench.row_compression", rows, "\n".join(text))
+    flag = " --quality-only" * arguments.quality_only + " --speed-only" * arguments.speed_only
+    name = "row_compression-speed" if arguments.speed_only else "row_compression"
+    command = f"python -m bench.row_compression{flag} --rounds {arguments.rounds}"
+    write(name, command, rows, "\n".join(text))
 
 
 if __name__ == "__main__":

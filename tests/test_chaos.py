@@ -3,11 +3,14 @@ had been. A short piece of `python -m bench.chaos`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
 
-from bench.chaos import PROMPTS, Chaos, Stream, chaos, run
+from bench.chaos import ALL_ON, PROMPTS, Chaos, Stream, chaos, run
 from swarmllm.cli.client import Client
 
 pytestmark = pytest.mark.slow
@@ -18,9 +21,11 @@ MAX_TRIES = 10
 disturbed is down: then it has shown nothing."""
 
 
-def test_streams_complete_with_the_same_text_whatever_dies() -> None:
+@pytest.mark.parametrize("inference", [{}, ALL_ON], ids=["default", "all"])
+def test_streams_complete_with_the_same_text_whatever_dies(inference: Mapping[str, Any]) -> None:
+    """ "all": KV of prompts, prompts and the draft model at the last stage, and packed rows."""
     all_streams: list[Stream] = []
-    with chaos() as swarm:
+    with chaos(**inference) as swarm:
         for seed in range(7, 7 + MAX_TRIES):
             before, streams = run(swarm, n_streams=6, n_disturbed=3, n_tokens=60, seed=seed)
             texts = {stream.prompt: stream.text for stream in before}

@@ -316,7 +316,7 @@ def converse(api_url: str, questions: tuple[str, ...], console: Console) -> list
                 answers.append({"question": question} | as_fields(answer, conversation.last))
         if conversation.last:
             console.print("\nThe way of the last answer:", style="bold")
-            console.print(route_table(conversation.last.route))
+            console.print(route_table(conversation.last))
     return answers
 
 

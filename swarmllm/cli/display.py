@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarmllm.cli.chat.stream import Finished, ShownStage
+from swarmllm.cli.chat.stream import Finished
 
 UNBOUNDED_WIDTH = 10_000
 
@@ -100,7 +100,8 @@ def departed(left: Sequence[dict[str, Any]], now: float) -> Table:
     return table(("left", "id", "when", "held"), rows)
 
 
-def route_table(route: Sequence[ShownStage]) -> Table:
+def route_table(finished: Finished) -> Table:
+    """The route of an answer, with the guesses of a pipeline under it where there were any."""
     numbers = ("compute ms/token", "node ms/token", "network ms/token", "bytes/token", "prefill ms")
     rows = (
         (
@@ -113,9 +114,18 @@ def route_table(route: Sequence[ShownStage]) -> Table:
             "-" if stage.bytes_per_token is None else f"{stage.bytes_per_token:,}",
             milliseconds(stage.prefill_ms),
         )
-        for stage in route
+        for stage in finished.route
     )
-    return table(("node", "id", "layers", *numbers), rows, right=numbers)
+    shown = table(("node", "id", "layers", *numbers), rows, right=numbers)
+    if guesses := _guesses(finished):
+        shown.caption, shown.caption_justify = guesses, "left"
+    return shown
+
+
+def _guesses(finished: Finished) -> str:
+    """ "": there were none."""
+    guesses = finished.swarm.get("guesses") or {}
+    return f"{guesses['right']} of {guesses['checked']} guesses right" if guesses.get("checked") else ""
 
 
 def looked(finished: Finished) -> list[str]:
@@ -138,8 +148,8 @@ def summary(finished: Finished) -> str:
         parts.append(f"{finished.decode_tokens_per_s:.0f} tokens/s")
     if finished.prefill_ms is not None:
         parts.append(f"prefill of {finished.n_prompt_tokens} tokens {finished.prefill_ms:.0f} ms")
-    if n_checked := (finished.swarm.get("guesses") or {}).get("checked"):
-        parts.append(f"{finished.swarm['guesses']['right']} of {n_checked} guesses right")
+    if guesses := _guesses(finished):
+        parts.append(guesses)
     n_nodes = len({stage.node_id for stage in finished.route})
     if n_nodes:
         parts.append(f"{n_nodes} node{'s' if n_nodes > 1 else ''}")

@@ -52,12 +52,13 @@ STAGES = (
 
 
 def test_the_route_names_node_layers_and_times() -> None:
-    lines = rendered(route_table(STAGES)).splitlines()
+    lines = rendered(route_table(Finished("stop", STAGES, 12.4, None, 34, 56, {}))).splitlines()
     assert lines[0].split() == [
         "node", "id", "layers",
         "compute", "ms/token", "node", "ms/token", "network", "ms/token", "bytes/token", "prefill", "ms",
     ]  # fmt: skip
     assert lines[1].split() == ["node-1", "…AAAAAAAA", "0:4", "0.50", "0.12", "0.25", "3,584", "3.00"]
+    assert len(lines) == 3
     assert lines[2].split() == ["-", "…BBBBBBBB", "4:8", "-", "-", "-", "-", "-"]
 
 
@@ -72,3 +73,6 @@ def test_the_summary_says_how_many_guesses_were_right() -> None:
     for guesses, shown in (({"checked": 9, "right": 7}, "7 of 9 guesses right · "), ({"checked": 0}, "")):
         finished = Finished("stop", STAGES, 12.4, None, 34, 56, {"guesses": guesses})
         assert summary(finished) == f"56 tokens · prefill of 34 tokens 12 ms · {shown}2 nodes"
+        last_line = rendered(route_table(finished)).splitlines()[-1].strip()
+        assert ("guesses" in last_line) is bool(shown)
+        assert last_line.startswith(shown.removesuffix(" · "))

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +19,16 @@ from node_ids import A, B, C
 
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
 from swarmllm_proto import ipc
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
-from swarmllm_proto.tensors import decode_tensor
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, NgramLookup, Worth
 
-from .client import DEADLINE_S, Worker
+from .client import DEADLINE_S, Answer, Worker
 from .ring_of_two import NODES, SPLIT, RingOfTwo, give, open_halves
 
 MakeRing = Callable[..., RingOfTwo]
@@ -175,8 +177,8 @@ def test_text_of_a_grammar_is_guessed_too(
     assert n_trips(ring) < len(due.tokens)
 
 
-def test_what_is_kept_for_a_repair_holds_no_refused_rows(
-    make_ring: MakeRing, halves: tuple[Worker, Worker], plain: Worker
+def test_what_is_kept_for_a_repair_and_for_the_next_turn_holds_no_refused_rows(
+    make_ring: MakeRing, plain: Worker
 ) -> None:
     prompt, sampling = prompt_of(plain), SAMPLINGS["seeded"]
     ring = make_ring(A)
@@ -194,12 +196,35 @@ def test_what_is_kept_for_a_repair_holds_no_refused_rows(
         for i in range(n_rows)
     ]
     plain.call(ipc.CancelRequest, request_id="single")
-    for stage, worker in enumerate(halves):
-        call_id = worker.send(ipc.ReadJournal, request_id="r", end=SPLIT, position=len(prompt), n_rows=n_rows)
-        while (answer := worker.receive_any()).message.id != call_id:
-            ring._hear(stage, answer)
-        assert isinstance(answer.message, ipc.LayerResult), answer.message
-        assert np.array_equal(decode_tensor(answer.payload), np.concatenate(alone))
+    for stage in range(2):
+        sent = told(ring, stage, ipc.ReadJournal, end=SPLIT, position=len(prompt), n_rows=n_rows)
+        assert isinstance(sent.message, ipc.LayerResult), sent.message
+        assert np.array_equal(decode_tensor(sent.payload), np.concatenate(alone))
+    # The same for what the next turn goes on from.
+    at = (len(prompt) + n_rows) // BLOCK_TOKENS * BLOCK_TOKENS
+    index = at - len(prompt)
+    assert 0 < index < n_rows
+    names = b"".join(bytes([i]) * 32 for i in range(at // BLOCK_TOKENS))
+    layers = {"start": 0, "end": SPLIT}
+    told(ring, 0, ipc.PrefixFetchProbe, names, **layers)
+    ring.cancel()
+    probed = told(ring, 0, ipc.PrefixFetchProbe, names, request_id="next", **layers).message
+    assert probed.n_blocks == at // BLOCK_TOKENS
+    fields = {"request_id": "next", "position": at, "want": "hidden", **layers}
+    row = told(ring, 0, ipc.Forward, encode_tensor(tokens[index : index + 1]), **fields)
+    assert np.array_equal(decode_tensor(row.payload), alone[index])
+    told(ring, 0, ipc.CancelRequest, request_id="next")
+
+
+def told(ring: RingOfTwo, stage: int, kind: type[Any], payload: Any = b"", **fields: Any) -> Answer:
+    """What a worker answers; what it says besides is heard as ever."""
+    worker = ring.workers[stage]
+    if not isinstance(payload, bytes):
+        payload = b"".join(payload)
+    call_id = worker.send(kind, payload, **{"request_id": "r", **fields})
+    while (answer := worker.receive_any()).message.id != call_id:
+        ring._hear(stage, answer)
+    return answer
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def answer_once(
     show_answer(conversation, question, console)
     if show_route and conversation.last:
         console.print()
-        console.print(route_table(conversation.last.route))
+        console.print(route_table(conversation.last))
         for line in looked(conversation.last):
             console.print(safe(line), markup=False)
         console.print(summary(conversation.last), style="dim")

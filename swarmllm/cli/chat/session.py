@@ -138,7 +138,7 @@ class ChatSession:
 
     def route(self, argument: str) -> None:
         last = self.conversation.last
-        self.console.print(route_table(last.route) if last else "No answer yet.")
+        self.console.print(route_table(last) if last else "No answer yet.")
         for line in looked(last) if last else ():
             self._say(line)
 
