@@ -36,6 +36,7 @@ from swarmllm_proto.swarm import (
 from swarmllm_proto.tensors import decode_tensor, tensor_bytes
 
 from .fakes import Swarm, computes, open_swarm
+from .twenty import twenty_requests
 
 PROMPT = "who is to blame?"
 Changed = Callable[[LayerForward, bytes], tuple[bytes, bytes | memoryview]]
@@ -90,11 +91,7 @@ async def test_rows_that_a_stage_adds_cost_the_next_one_no_trust() -> None:
     async with open_swarm(pools, settings=PipelineSettings(prefill_chunk_tokens=2)) as swarm:
         change_rows(swarm, LIAR, more_rows)
         await prefer(swarm, LIAR, M)
-        for _ in range(8):
-            with trio.fail_after(PATIENCE_S):
-                assert await ask(swarm) == await uncut(PROMPT, 6)
-            assert swarm[A].trust.score(H) >= NEUTRAL
-            assert swarm[A].trust.score(M) >= NEUTRAL
+        await twenty_requests(swarm, LIAR, (M, H))
         await swarm.quiet()
 
 
@@ -202,10 +199,7 @@ async def test_a_stage_that_accuses_others_gains_nothing(accused: str) -> None:
 
         node.router.serve(node.pipelines.on_request, accuse)
         await prefer(swarm, LIAR, M)
-        for _ in range(3):
-            with trio.fail_after(PATIENCE_S):
-                assert await ask(swarm) == await uncut(PROMPT, 6)
-        assert all(swarm[A].trust.score(other) >= NEUTRAL for other in (M, H))
+        await twenty_requests(swarm, LIAR, (M, H))
 
 
 async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
@@ -319,6 +313,7 @@ async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -
         with trio.fail_after(PATIENCE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         assert swarm[A].trust.score(LIAR) < NEUTRAL
+        await twenty_requests(swarm, LIAR, (M,))
 
 
 async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobody_else_anything() -> None:

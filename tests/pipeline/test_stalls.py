@@ -32,6 +32,7 @@ from swarmllm_proto.swarm import (
 )
 
 from .fakes import Swarm, computes, open_swarm
+from .twenty import twenty_requests
 
 PROMPT = "who is at work?"
 N_TOKENS = 8
@@ -137,7 +138,7 @@ async def test_a_stage_that_gives_a_token_every_five_seconds_is_left(patient_clo
         await boast(swarm)
         assert await ask(swarm) < 25
         assert await ask(swarm) < 1
-        assert swarm[A].trust.score(M) >= NEUTRAL
+        await twenty_requests(swarm, LIAR, (M,))
 
 
 async def test_a_slow_stage_without_a_rival_is_waited_for(patient_clock: MockClock) -> None:
@@ -173,6 +174,7 @@ async def test_progress_that_is_repeated_resets_no_deadline(patient_clock: MockC
         await boast(swarm)
         assert await ask(swarm) < 30
         assert await ask(swarm) < 1
+        await twenty_requests(swarm, LIAR, (M,))
 
 
 async def test_accusations_of_many_exclude_nobody_who_is_needed() -> None:
