@@ -174,7 +174,7 @@ async def open_nodes(
         nodes, registries = {}, []
         for node_id, pool in pools.items():
             router, trust = network.add(node_id), Trust()
-            registry = Registry(node_id, trust.may_work)
+            registry = Registry(node_id, trust)
             settings = PipelineSettings(check_rate=1 / 16, n_ctx=512)
             catalogue = cast(Catalogue, _Catalogue(entry))
             pipelines = Pipelines(router, registry, pool, catalogue, node_id, settings, trust=trust)

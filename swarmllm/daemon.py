@@ -61,7 +61,6 @@ from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile
 from swarmllm.swarm.peers.directory import PeerDirectory
-from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer
@@ -235,9 +234,8 @@ async def _open_rooms(
         trust_min = config.inference.cross_node_prefix_trust_min
         registry = Registry(
             router.node_id,
-            trust.may_work,
-            lambda node_id: trust.score(node_id) >= trust_min,
-            lambda found: trust.note(found.node_id, Deed.BROKE_PROTOCOL, str(found)),
+            trust,
+            trust_min,
             router.directory.registry,
         )
         await supervise_started(nursery, "registry", follow_router, registry, router)

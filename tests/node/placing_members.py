@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from opinions import Opinions
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
@@ -85,7 +86,7 @@ class Member:
         may_work: Callable[[str], bool] = lambda node_id: True,
     ) -> None:
         self.node_id, self.pool = node_id, MemoryPool()
-        self.registry = Registry(node_id, may_work)
+        self.registry = Registry(node_id, Opinions(may_work))
         self.acts: list[str] = []
         self.failure: NodeUnreachable | None = None
         self.manager = AutoShardManager(

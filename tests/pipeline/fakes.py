@@ -180,7 +180,7 @@ async def _start_node(
     settings: PipelineSettings,
 ) -> FakeNode:
     trust = Trust()
-    registry = Registry(router.node_id, trust.may_work)
+    registry = Registry(router.node_id, trust)
     catalogue = cast(Catalogue, FakeCatalogue(entry))
     pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, settings, trust=trust)
     scope = trio.CancelScope()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opinions import Opinions
 
 from swarmllm.pipeline.prefix.known_rows import KnownRows
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
@@ -28,7 +29,7 @@ ME, NEAR, FAR, LIAR = (node_id_named(name) for name in ("me", "near", "far", "li
 def known(n_here: int = 0, **n_said: int) -> dict[str, int]:
     """Rows by name of the node; `n_said`: blocks that each announces."""
     ids = {"me": ME, "near": NEAR, "far": FAR, "liar": LIAR}
-    registry = Registry(ME, may_share=lambda node_id: node_id != LIAR)
+    registry = Registry(ME, Opinions(lambda node_id: node_id != LIAR, 0.5), share_min=1.0)
     for name, n in n_said.items():
         said = PrefixCacheAnnounce(
             model_id=ENTRY.model_id, prefixes=tuple(KeptPrefix(HASHES[i - 1], i) for i in {1, n})

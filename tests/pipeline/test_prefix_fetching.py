@@ -15,6 +15,7 @@ import trio
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from opinions import Opinions
 from trio.testing import MockClock
 
 from swarmllm.errors import WorkerError
@@ -327,7 +328,7 @@ async def pair(
     """`holder`, NEAR, announces `n_said` blocks of the prompt, and so does `other`, FAR."""
     async with InMemoryNetwork() as network:
         me = network.add(ME)
-        registry = Registry(ME, may_share=lambda node_id: may_share)
+        registry = Registry(ME, Opinions(lambda node_id: may_share, 0.5), share_min=1.0)
         nodes: list[tuple[NodeId, Store | Handler, int]] = [(NEAR, holder, n_said)]
         if other is not None:
             nodes.append((FAR, other, n_said_by_other))

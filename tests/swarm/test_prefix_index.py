@@ -7,6 +7,7 @@ from block_names import block_hashes
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import N, node_id_named
+from opinions import Opinions
 
 from swarmllm.node.announcer import prefix_announcements, within_limits
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
@@ -95,7 +96,7 @@ def test_of_one_node_no_more_is_taken_than_it_may_say() -> None:
 
 def test_listed_are_connected_nodes_that_are_trusted_and_never_oneself() -> None:
     distrusted = {LIAR}
-    registry = Registry(ME, may_share=lambda node_id: node_id not in distrusted)
+    registry = Registry(ME, Opinions(lambda node_id: node_id not in distrusted, 0.5), share_min=1.0)
     for node_id in (ME, NEAR, LIAR, GONE):
         record = NodeRecord(node_id=node_id, prefix_caches=(announce((5, 2), (5, 1)),))
         registry.apply(node_id, encode_record(record))

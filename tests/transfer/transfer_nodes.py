@@ -59,7 +59,7 @@ class Node:
         self.home = home
         self.router: InMemoryRouter = network.add(node_id)
         self.trust = Trust()
-        self.registry = Registry(node_id, self.trust.may_work)
+        self.registry = Registry(node_id, self.trust)
         self.store = Store(Catalogue(home / "catalogue.sqlite"), home / "models", quota_bytes)
         self.loaded: set[str] = set()
         self.transfer = ModelTransfer(

@@ -12,7 +12,7 @@ of a cycle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -24,6 +24,7 @@ import msgspec
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.peers.trust import Deed, Note
 from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
@@ -108,11 +109,11 @@ class ModelIndex:
     def __init__(
         self,
         node_id: NodeId,
-        on_contradiction: Callable[[Contradiction], None],
+        note: Note,
         peers: Parts[IndexedRecord] | None = None,
     ) -> None:
         self._node_id = node_id
-        self._on_contradiction = on_contradiction
+        self._note = note
         self._models: dict[ModelId, _Model] = {}
         self._nodes: Parts[IndexedRecord] = Parts.alone() if peers is None else peers
         self._ids_of: dict[str, dict[ModelId, int]] = {}
@@ -217,7 +218,8 @@ class ModelIndex:
         for other in model.said if node_id == self._node_id else (node_id,):
             said = model.said[other].n_layers
             if own is not None and said != own.n_layers:
-                self._on_contradiction(Contradiction(other, model_id, said, own.n_layers))
+                contradiction = Contradiction(other, model_id, said, own.n_layers)
+                self._note(other, Deed.BROKE_PROTOCOL, str(contradiction))
 
     def _put_in(self, node_id: NodeId, model_id: ModelId, said: _Said) -> None:
         model = self._models.get(model_id)

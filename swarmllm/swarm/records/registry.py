@@ -27,6 +27,7 @@ import trio
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
+from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion, may_work
 from swarmllm.swarm.records.departures import Departed, Departures
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
@@ -49,10 +50,6 @@ log = logging.getLogger(__name__)
 
 LISTED_MAX = 256
 """Models of the swarm in one list. How many there are is for strangers to decide."""
-
-
-def _unheard(contradiction: Contradiction) -> None:
-    """For a registry that tells nobody."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,24 +85,23 @@ class Registry:
     def __init__(
         self,
         node_id: NodeId,
-        may_work: Callable[[NodeId], bool] = lambda node_id: True,
-        may_share: Callable[[NodeId], bool] = lambda node_id: True,
-        on_contradiction: Callable[[Contradiction], None] = _unheard,
+        trust: NodeTrust | None = None,
+        share_min: float = 0.0,
         parts: RegistryParts | None = None,
     ) -> None:
-        """`may_work(node_id)`: whether what that node offers counts (see trust.py); `may_share(node_id)`:
-        whether what it says of kept KV does. `on_contradiction` hears of a node that gives a model of this
-        node another number of layers, once per announcement, which is ignored."""
+        """`trust`: the offers of nodes that may work (see trust.py) count, and a node that gives a model of
+        this node another number of layers is noted, once per announcement, which is ignored. `share_min`: the
+        score from which a node's announcements of kept KV count."""
         self._node_id = node_id
-        self._may_work = may_work
-        self._may_share = may_share
+        self._trust = trust = trust or NoOpinion()
+        self._share_min = share_min
         parts = parts or RegistryParts()
         self._announced = parts.announced
         self._present = parts.present
         self._distrusted = parts.distrusted
         self._prefixes = PrefixIndex(peers=parts.prefixes)
         self._projectors = ProjectorIndex(peers=parts.projectors)
-        self._index = ModelIndex(node_id, on_contradiction, parts.indexed)
+        self._index = ModelIndex(node_id, trust.note, parts.indexed)
         self._listed: tuple[object, Sequence[ModelId]] | None = None
         self.departures = Departures(parts.departed)
         """Kept by the object that tells the registry who is reachable."""
@@ -314,7 +310,7 @@ class Registry:
         return node_id != self._node_id and self._counts(node_id)
 
     def _shares(self, node_id: NodeId) -> bool:
-        return self._counts_of_others(node_id) and self._may_share(node_id)
+        return self._counts_of_others(node_id) and self._trust.score(node_id) >= self._share_min
 
     def _settle(self, node_ids: Iterable[NodeId]) -> None:
         """Bring the index in line with the trust of now."""
@@ -348,6 +344,9 @@ class Registry:
 
     def _node(self, node_id: NodeId) -> Announced:
         return self._announced.get(node_id) or self._present.get(node_id) or Announced()
+
+    def _may_work(self, node_id: NodeId) -> bool:
+        return may_work(self._trust.score(node_id))
 
     def _counts(self, node_id: NodeId) -> bool:
         return node_id == self._node_id or (node_id in self._present and self._may_work(node_id))
