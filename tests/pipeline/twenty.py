@@ -37,8 +37,8 @@ async def answered(swarm: Swarm) -> bool:
 
 
 async def twenty_requests(swarm: Swarm, liar: NodeId, honest: Collection[NodeId]) -> None:
-    """All are answered; from the eleventh on the liar is not even asked; nobody else ends with less trust than
-    a stranger; and A is answered as soon as the liar has left."""
+    """All are answered; from the eleventh on the liar is not even asked; nobody else ends with less trust
+    than a stranger; and A is answered as soon as the liar has left."""
     router, request = swarm[A].router, swarm[A].router.request
     asked = 0
 
