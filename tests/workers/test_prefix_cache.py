@@ -74,6 +74,14 @@ class Rows:
     def save_rows(self, sequence: int, first: int, end: int) -> bytes:
         return np.array(self.rows[sequence][first:end], np.int32).tobytes()
 
+    def append_rows(self, sequence: int, state: Any, n_rows: int) -> bool:
+        if not self.takes_states:
+            return False
+        rows = np.frombuffer(state, np.int32).tolist()
+        assert len(rows) == n_rows
+        self.compute(sequence, rows)
+        return True
+
     def restore(self, sequence: int, state: Any, n_rows: int) -> bool:
         assert self.rows[sequence] == []
         if not self.takes_states:
@@ -254,7 +262,11 @@ class Events(RuleBasedStateMachine):
         worker, tokens = self.worker, tokens[: len(tokens) // B * B]
         theirs = np.array([token + THEIRS for token in tokens], np.int32).tobytes()
         name = Name(named(tokens).hashes)
-        is_taken = worker.cache.take_from_peer(worker.where, name, Snapshot((theirs,), len(tokens), 0))
+        is_taken = complete(
+            worker.cache.taking_from_peer(
+                worker.where, name, Snapshot((theirs,), len(tokens), 0), in_slices(theirs, len(tokens))
+            )
+        )
         assert len(worker.segments) == 1 or not is_taken
 
     @rule(tokens=TOKENS)
@@ -298,10 +310,16 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     return Worker(monkeypatch, n_segments=1)
 
 
+def in_slices(state: bytes, n_rows: int, n_each: int = 50) -> list[tuple[bytes, int]]:
+    return [(state[4 * at : 4 * (at + n_each)], min(n_each, n_rows - at)) for at in range(0, n_rows, n_each)]
+
+
 def from_peer(worker: Worker, tokens: list[int], *, shift: int = THEIRS, n_min: int = 0) -> bool:
     theirs = np.array([token + shift for token in tokens], np.int32).tobytes()
     name = Name(named(tokens).hashes)
-    return worker.cache.take_from_peer(worker.where, name, Snapshot((theirs,), len(tokens), n_min))
+    return complete(
+        worker.cache.taking_from_peer(worker.where, name, Snapshot((theirs,), len(tokens), n_min))
+    )
 
 
 def test_the_fullest_segment_says_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +406,34 @@ def test_rows_of_a_peer_are_taken_where_they_just_fit(worker: Worker) -> None:
     worker.check()
 
 
+@pytest.mark.parametrize("meanwhile", ["a step", "no room", "closed"])
+def test_rows_of_a_peer_come_in_slices_between_which_others_step(worker: Worker, meanwhile: str) -> None:
+    tokens = STEMS[0][: 2 * B]
+    theirs = np.array([token + THEIRS for token in tokens], np.int32).tobytes()
+    slices = in_slices(theirs, len(tokens))
+    snapshot = Snapshot((theirs,), len(tokens), 0)
+    taking = worker.cache.taking_from_peer(worker.where, Name(named(tokens).hashes), snapshot, slices)
+    (segment,) = worker.segments
+    next(taking)
+    assert len(worker.cache) == 0, "nobody uses a part of it"
+    segment.compute(0, list(range(segment.n_free if meanwhile == "no room" else 5)))
+    segment.is_closed = meanwhile == "closed"
+    n_more, is_taken = 0, None
+    try:
+        while True:
+            next(taking)
+            n_more += 1
+    except StopIteration as end:
+        is_taken = end.value
+    segment.is_closed = False
+    assert is_taken is (meanwhile == "a step")
+    assert n_more == (len(slices) - 1 if is_taken else 0)
+    assert len(worker.cache) == is_taken
+    segment.truncate(0, 0)
+    if meanwhile != "closed":
+        worker.check()
+
+
 def test_rows_of_a_peer_that_are_not_these_are_refused_and_take_nothing(worker: Worker) -> None:
     tokens = STEMS[0][: 2 * B]
     name = Name(named(tokens).hashes)
@@ -397,9 +443,9 @@ def test_rows_of_a_peer_that_are_not_these_are_refused_and_take_nothing(worker: 
         Snapshot((b"",), 2 * B, 1),
     ):
         with pytest.raises(BadState, match="rows everywhere"):
-            worker.cache.take_from_peer(worker.where, name, snapshot)
+            complete(worker.cache.taking_from_peer(worker.where, name, snapshot))
     with pytest.raises(BadState):
-        worker.cache.take_from_peer(worker.where, Name(()), Snapshot((b"",), 0, 0))
+        complete(worker.cache.taking_from_peer(worker.where, Name(()), Snapshot((b"",), 0, 0)))
     worker.segments[0].takes_states = False
     for _ in range(2 * N_CELLS_ENTRIES):
         with pytest.raises(BadState, match="other layers"):

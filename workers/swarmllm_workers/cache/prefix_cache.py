@@ -166,27 +166,42 @@ class PrefixCache:
         assert kept.sequence is not None
         return where[0].save_rows(kept.sequence, first, first + n_rows)
 
-    def take_from_peer(self, where: Segments, name: Name, snapshot: Snapshot) -> bool:
-        """Keep rows that another node computed, in cells, unchecked. False where there is no room. Raises
+    def taking_from_peer(
+        self, where: Segments, name: Name, snapshot: Snapshot, slices: Sequence[tuple[Buffer, int]] = ()
+    ) -> Operation[bool]:
+        """Keep rows that another node computed, in cells, unchecked. `slices`: the same rows in parts, each
+        with how many they are; steps go on between two of them. False where there is no room. Raises
         BadState for bytes that are not those rows in this model's KV."""
         n_rows = len(name.hashes) * BLOCK_TOKENS
         if not n_rows or snapshot.n_rows != n_rows or snapshot.n_min:
             raise BadState(f"it is not {n_rows} rows everywhere")
         if not self.travels(where):
             return False
-        now = time.monotonic()
-        if self._index.is_known(where, name, now):
+        if self._index.is_known(where, name, time.monotonic()):
             return True
-        kept = Kept(where, name, n_rows, now, None, snapshot.states, unchecked=name.hashes[-1])
         if not self._has_sequence() or self.make_room(where, n_rows) < n_rows:
             return False
-        sequence = self._index.take_sequence()
-        if not where[0].restore(sequence, snapshot.states[0], n_rows):
+        (segment,), sequence = where, self._index.take_sequence()
+        for state, n in slices or ((snapshot.states[0], n_rows),):
+            has_room = self.make_room(where, n) >= n
+            is_taken = has_room and segment.append_rows(sequence, state, n)
+            if not is_taken:
+                segment.truncate(sequence, 0)
+                self._index.give_back(sequence)
+                if has_room:
+                    raise BadState("it is of other layers or of another type")
+                return False
+            yield _let_others_step
+            if segment.is_closed:
+                self._index.give_back(sequence)
+                return False
+        now = time.monotonic()
+        if self._index.is_known(where, name, now):
+            segment.truncate(sequence, 0)
             self._index.give_back(sequence)
-            raise BadState("it is of other layers or of another type")
-        kept.sequence, kept.states = sequence, ()
+            return True
         self._free(self._index.replaced_by(where, name))
-        self._free(self._index.add(kept))
+        self._free(self._index.add(Kept(where, name, n_rows, now, sequence, unchecked=name.hashes[-1])))
         return True
 
     def judge(self, name: Name, *, is_right: bool) -> None:

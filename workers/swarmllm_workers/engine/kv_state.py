@@ -155,6 +155,13 @@ def join_states(parts: Sequence[bytes | memoryview]) -> bytes:
     return b"".join(pieces)
 
 
+def n_cells(data: bytes | memoryview) -> int:
+    """Of the first cache. Raises BadState where the bytes end before that."""
+    reader = _Reader(memoryview(data).cast("B"))
+    reader.numbers(_HEAD)
+    return int(reader.numbers(_PAIR)[1])
+
+
 def rows_apart(data: bytes | memoryview, other: bytes | memoryview) -> float:
     """How far the same rows of two states are from each other: the largest mean, over K or V of a layer, of
     length of the difference / length; 0: equal bits. Raises BadState where they are not the same rows."""

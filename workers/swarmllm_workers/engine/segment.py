@@ -331,6 +331,21 @@ class Segment:
         self._cells.append(sequence, n_rows)
         return True
 
+    def append_rows(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
+        """Give a sequence the `n_rows` rows that come next, which `save_rows` of this segment gave. False
+        where libllama will not have them; it has those that it had then."""
+        first = self.lengths[sequence]
+        if not first:
+            return self.restore(sequence, state, n_rows)
+        last = len(self.lengths) - 1
+        if not self._context.restore(last, state):
+            self._context.truncate(last, 0)
+            return False
+        self._context.share_rows(last, sequence, first, first + n_rows)
+        self._context.truncate(last, 0)
+        self._cells.append(sequence, n_rows)
+        return True
+
     def run(self, spans: Sequence[Span]) -> list[np.ndarray]:
         """As `_run`, in as few graphs as the model's state allows."""
         if len(spans) == 1 or not self.is_recurrent:

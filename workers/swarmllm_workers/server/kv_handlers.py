@@ -20,7 +20,7 @@ from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Buffer, Name
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.kv_state import BadState, join_states
+from swarmllm_workers.engine.kv_state import BadState, join_states, n_cells
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
@@ -201,10 +201,27 @@ class PrefixHandlers:
         if digest != message.digest:
             raise CallError("bad_message", "the bytes have another digest", "digest")
         try:
-            snapshot = yield partial(_joined if message.from_peer else Snapshot.read, parts)
+            if message.from_peer:
+                snapshot, slices = yield partial(_joined, parts)
+                yield from self._taking(message, name, snapshot, slices)
+                return
+            snapshot = yield partial(Snapshot.read, parts)
         except BadState as error:
             raise _no_kv(error) from None
         self._take(message, name, snapshot)
+
+    def _taking(
+        self,
+        message: ipc.ImportPrefixSnapshot,
+        name: Name,
+        snapshot: Snapshot,
+        slices: Sequence[tuple[Buffer, int]],
+    ) -> Operation[None]:
+        engine = self._state.engine()
+        where, is_taken = engine.layers.find_segments(message.start, message.end), False
+        if where is not None:
+            is_taken = yield from engine.prefixes.taking_from_peer(where, name, snapshot, slices)
+        self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
 
     def _take(self, message: ipc.ImportPrefixSnapshot, name: Name, snapshot: Snapshot) -> None:
         engine = self._state.engine()
@@ -213,8 +230,7 @@ class PrefixHandlers:
             self._after_cutting(message, partial(self._take, message, name, snapshot))
             return
         try:
-            keep = engine.prefixes.take_from_peer if message.from_peer else engine.prefixes.take
-            is_taken = keep(where, name, snapshot)
+            is_taken = engine.prefixes.take(where, name, snapshot)
         except BadState as error:
             raise _no_kv(error) from None
         self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
@@ -244,8 +260,10 @@ def _row_bytes(engine: Engine) -> int:
     return engine.footprint.predicted([(0, engine.n_layers)]).kv_bytes // engine.settings.n_ctx
 
 
-def _joined(parts: Sequence[memoryview]) -> Snapshot:
-    return Snapshot.read([join_states(parts)])
+def _joined(parts: Sequence[memoryview]) -> tuple[Snapshot, list[tuple[Buffer, int]]]:
+    """All rows, read as one, and the parts with how many rows each has."""
+    snapshot = Snapshot.read([join_states(parts)])
+    return snapshot, [(part, n_cells(part)) for part in parts]
 
 
 @cache
