@@ -138,17 +138,7 @@ class Node:
             publish=self.publish,
             encoders_of=pipelines.encoders.elsewhere,
         )
-        self.on_demand = OnDemand(
-            loaded=lambda model_id: pool.loaded(ModelId(model_id)),
-            load=lambda entry, options: self.models.hold(
-                entry, entry.manifest.whole, _unseen, _unseen, options
-            ),
-            drop=lambda entry: self.models.drop(entry, entry.manifest.whole),
-            is_complete=self.models.is_complete,
-            managed=lambda: self.placing.model_ids,
-            used_by_others_s=pipelines.used_by_others_s,
-            may_load=self._may_load_on_demand,
-        )
+        self.on_demand = OnDemand(_DemandedModels(self))
         self.models.by_hand = self._chosen_by_hand
         self._restoring = LoadRestorer(
             remembered,
@@ -361,7 +351,7 @@ class Node:
         network = self.config.network
         return bool(network.bootstrap or network.bootstrap_file)
 
-    def _may_load_on_demand(self) -> bool:
+    def may_load_on_demand(self) -> bool:
         """Right after the start the nodes that hold a model may not be connected yet."""
         joining_until = self.started_at + (JOINING_S if self._meets_others else 0)
         return self.config.model.on_demand and time.time() >= joining_until
@@ -476,3 +466,32 @@ class Node:
 
 def _unseen(done_bytes: int, total_bytes: int) -> None:
     """Nobody watches this progress."""
+
+
+class _DemandedModels:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._pool = node._pool
+        self._pipelines = node._pipelines
+        self._keeper = node.models
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
+        return self._pool.loaded(model_id)
+
+    async def load_whole(self, entry: CatalogueEntry, options: LoadOptions) -> None:
+        await self._keeper.hold(entry, entry.manifest.whole, _unseen, _unseen, options)
+
+    async def drop_whole(self, entry: CatalogueEntry) -> None:
+        await self._keeper.drop(entry, entry.manifest.whole)
+
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        return self._keeper.is_complete(entry)
+
+    def is_managed(self, model_id: ModelId) -> bool:
+        return model_id in self._node.placing.model_ids
+
+    def may_load(self) -> bool:
+        return self._node.may_load_on_demand()
+
+    def used_by_others_s(self, model_id: ModelId) -> float:
+        return self._pipelines.used_by_others_s(model_id)

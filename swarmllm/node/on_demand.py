@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import trio
 
@@ -152,28 +152,40 @@ OUT_OF_MEMORY = "out_of_memory"
 """The kind of a worker's refusal."""
 
 
+class DemandedModels(Protocol):
+    """The models of this node, as far as they are loaded on demand."""
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
+
+    async def load_whole(self, entry: CatalogueEntry, options: LoadOptions) -> None:
+        """Raises SwarmLLMError."""
+        ...
+
+    async def drop_whole(self, entry: CatalogueEntry) -> None:
+        """Raises SwarmLLMError."""
+        ...
+
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        """A request for it would find a pipeline."""
+        ...
+
+    def is_managed(self, model_id: ModelId) -> bool:
+        """Placement loads and drops it."""
+        ...
+
+    def may_load(self) -> bool:
+        """Whether anything is loaded on demand now."""
+        ...
+
+    def used_by_others_s(self, model_id: ModelId) -> float:
+        """As for KeepAlive."""
+        ...
+
+
 class OnDemand:
-    def __init__(
-        self,
-        *,
-        loaded: Callable[[str], tuple[LayerRange, ...]],
-        load: Callable[[CatalogueEntry, LoadOptions], Awaitable[object]],
-        drop: Callable[[CatalogueEntry], Awaitable[object]],
-        is_complete: Callable[[CatalogueEntry], bool],
-        managed: Callable[[], Collection[str]],
-        may_load: Callable[[], bool],
-        used_by_others_s: Callable[[ModelId], float] = _nobody,
-    ) -> None:
-        """`loaded`: what is loaded here of a model, by its id. `is_complete`: a request for it would find a
-        pipeline. `managed`: ids of the models that placement loads and drops. `may_load`: whether anything
-        is loaded on demand now. `used_by_others_s`: as for KeepAlive."""
-        self._loaded = loaded
-        self._load = load
-        self._drop = drop
-        self._is_complete = is_complete
-        self._managed = managed
-        self._may_load = may_load
-        self._kept = KeepAlive(used_by_others_s)
+    def __init__(self, models: DemandedModels) -> None:
+        self._models = models
+        self._kept = KeepAlive(models.used_by_others_s)
         self._entries: dict[ModelId, CatalogueEntry] = {}
         self._changing = trio.Lock()
         """One load or drop at a time: each is fitted into the memory that the others leave."""
@@ -221,18 +233,18 @@ class OnDemand:
 
     def _is_wanted(self, entry: CatalogueEntry) -> bool:
         return (
-            self._may_load()
-            and not self._loaded(entry.model_id)
-            and entry.model_id not in self._managed()
+            self._models.may_load()
+            and not self._models.loaded(entry.model_id)
+            and not self._models.is_managed(entry.model_id)
             and not entry.absent(entry.manifest.tensors)
-            and not self._is_complete(entry)
+            and not self._models.is_complete(entry)
         )
 
     async def _bring(self, entry: CatalogueEntry, options: LoadOptions, keep_s: float) -> None:
         log.info("loading %s, which a request asks for", entry.name)
         while True:
             try:
-                await self._load(entry, options)
+                await self._models.load_whole(entry, options)
             except WorkerError as error:
                 idle = self._kept.idle_longest()
                 if error.kind != OUT_OF_MEMORY or idle is None or idle == entry.model_id:
@@ -248,7 +260,7 @@ class OnDemand:
     async def _let_go(self, model_id: ModelId) -> None:
         async with self._changing:
             # Somebody may have asked for it while another one went.
-            if model_id in self._managed():
+            if self._models.is_managed(model_id):
                 self.forget(model_id)
             elif self._kept.is_expired(model_id, trio.current_time()):
                 log.info("unloading %s, which nobody has asked for", self._entries[model_id].name)
@@ -259,7 +271,7 @@ class OnDemand:
         self.forget(model_id)
         self._going.add(model_id)
         try:
-            await self._drop(entry)
+            await self._models.drop_whole(entry)
         except SwarmLLMError as error:
             log.info("%s is not unloaded: %s", entry.name, error.message)
         finally:

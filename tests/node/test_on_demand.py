@@ -17,10 +17,11 @@ from trio.testing import MockClock
 
 from swarmllm.errors import InvalidRequest, WorkerError
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models import CatalogueEntry, build_manifest
+from swarmllm.models import CatalogueEntry, LayerRange, build_manifest
 from swarmllm.models.model_files import FileState
 from swarmllm.node.on_demand import FOREVER_S, KeepAlive, OnDemand, parse_keep_alive
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
+from swarmllm_proto.identifiers import ModelId
 
 MANIFEST = build_manifest(GUIDE_PATH)
 WHOLE = MANIFEST.whole
@@ -70,15 +71,46 @@ def test_a_model_with_requests_under_way_never_expires(steps: list[str]) -> None
 
 @dataclass
 class World:
-    on_demand: OnDemand
+    """The models of a node that has room for some."""
+
     held: set[str] = field(default_factory=set)
     loads: list[tuple[str, LoadOptions]] = field(default_factory=list)
     drops: list[str] = field(default_factory=list)
     room: int = 9
     complete: set[str] = field(default_factory=set)
     managed: set[str] = field(default_factory=set)
-    may_load: bool = True
-    used_by_others_s: dict[str, float] = field(default_factory=dict)
+    loads_on_demand: bool = True
+    used_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.on_demand = OnDemand(self)
+
+    def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
+        return (WHOLE,) if model_id in self.held else ()
+
+    async def load_whole(self, wanted: CatalogueEntry, options: LoadOptions) -> None:
+        await trio.sleep(2)
+        if len(self.held) >= self.room:
+            raise WorkerError("out_of_memory: no room", kind="out_of_memory")
+        self.held.add(wanted.model_id)
+        self.loads.append((wanted.model_id, options))
+
+    async def drop_whole(self, gone: CatalogueEntry) -> None:
+        await trio.sleep(1)
+        self.held.discard(gone.model_id)
+        self.drops.append(gone.model_id)
+
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        return entry.model_id in self.complete
+
+    def is_managed(self, model_id: ModelId) -> bool:
+        return model_id in self.managed
+
+    def may_load(self) -> bool:
+        return self.loads_on_demand
+
+    def used_by_others_s(self, model_id: ModelId) -> float:
+        return self.used_s.get(model_id, -math.inf)
 
     @asynccontextmanager
     async def asked(
@@ -90,29 +122,7 @@ class World:
 
 @asynccontextmanager
 async def open_world() -> AsyncIterator[World]:
-    async def load(wanted: CatalogueEntry, options: LoadOptions) -> None:
-        await trio.sleep(2)
-        if len(world.held) >= world.room:
-            raise WorkerError("out_of_memory: no room", kind="out_of_memory")
-        world.held.add(wanted.model_id)
-        world.loads.append((wanted.model_id, options))
-
-    async def drop(gone: CatalogueEntry) -> None:
-        await trio.sleep(1)
-        world.held.discard(gone.model_id)
-        world.drops.append(gone.model_id)
-
-    world = World(
-        OnDemand(
-            loaded=lambda model_id: (WHOLE,) if model_id in world.held else (),
-            load=load,
-            drop=drop,
-            is_complete=lambda each: each.model_id in world.complete,
-            managed=lambda: world.managed,
-            may_load=lambda: world.may_load,
-            used_by_others_s=lambda model_id: world.used_by_others_s.get(model_id, -math.inf),
-        )
-    )
+    world = World()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.on_demand.run)
         yield world
@@ -172,7 +182,7 @@ async def test_what_a_person_loaded_or_others_hold_or_placement_manages_is_left_
         partly = changed(entry("partly"), present=frozenset())
         async with world.on_demand.using(partly, AS_CONFIGURED, 300.0):
             pass
-        world.may_load = False
+        world.loads_on_demand = False
         async with world.asked("other"):
             pass
         await trio.sleep(10**6)
@@ -212,11 +222,11 @@ async def test_what_other_nodes_use_stays_meanwhile_and_for_its_time_afterwards(
 ) -> None:
     async with open_world() as world:
         async with world.asked("a", said_s=0.0):
-            world.used_by_others_s["a"] = math.inf
+            world.used_s["a"] = math.inf
         await trio.sleep(1000)
         assert world.held == {"a"}
         assert world.on_demand.expires_in_s("a") == 300
-        world.used_by_others_s["a"] = trio.current_time()
+        world.used_s["a"] = trio.current_time()
         await trio.sleep(290)
         assert world.held == {"a"}
         assert world.on_demand.expires_in_s("a") == 10
@@ -234,13 +244,13 @@ async def test_what_other_nodes_use_makes_no_room(autojump_clock: MockClock) -> 
         for name in ("a", "b"):
             async with world.asked(name):
                 pass
-        world.used_by_others_s["a"] = math.inf
+        world.used_s["a"] = math.inf
         async with world.asked("c"):
             assert world.held == {"a", "c"}
             with pytest.raises(WorkerError, match="no room"):
                 async with world.asked("d"):
                     raise AssertionError("there is no room")
-        world.used_by_others_s["a"] = trio.current_time() + 1
+        world.used_s["a"] = trio.current_time() + 1
         async with world.asked("e"):
             assert world.held == {"a", "e"}, "the one that was used longest ago goes"
 
