@@ -24,6 +24,7 @@ from swarmllm.api.ollama.endpoints import (  # noqa: E402
 from swarmllm.api.openai import chat_request, completions, responses_request  # noqa: E402
 from swarmllm.api.openai.completions import CompletionRequest  # noqa: E402
 from swarmllm.api.openai.embeddings import EmbeddingRequest  # noqa: E402
+from swarmllm.api.openai.rerank import RerankRequest  # noqa: E402
 from swarmllm.api.openai.responses_request import ResponsesRequest  # noqa: E402
 from swarmllm.api.openai.schema import ChatRequest  # noqa: E402
 
@@ -34,6 +35,7 @@ BODIES: tuple[tuple[str, type, Collection[str]], ...] = (
     ("`/v1/completions`", CompletionRequest, completions.NEUTRAL),
     ("`/v1/responses`", ResponsesRequest, responses_request.NEUTRAL),
     ("`/v1/embeddings`", EmbeddingRequest, ()),
+    ("`/v1/rerank`", RerankRequest, ()),
     ("`/completion`", NativeCompletion, ()),
     ("`/v1/messages`", MessagesRequest, ()),
     ("`/api/chat`", OllamaChat, NEVER_TRUE),

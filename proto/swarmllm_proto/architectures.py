@@ -298,6 +298,14 @@ _TABLE: Final = (
     Architecture("starcoder", input_tensor="inpL"),
 )
 
+TEXT_ENCODERS: Final = frozenset(
+    {
+        *("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert"),
+        *("modern-bert", "eurobert", "gemma-embedding"),
+    }
+)
+"""Read a text as a whole, in both directions, and give a vector or scores for it. They go on with no text."""
+
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({row.name: row for row in _TABLE})
 
 
@@ -334,6 +342,8 @@ def cut_rule(
     """The rule for a model; `number` and `numbers` look up its metadata, whole numbers and lists of them,
     by the full key (None: absent, or something else). `checked_unit`: what a self-check found, which counts
     where the table knows nothing; 0: nothing."""
+    if architecture in TEXT_ENCODERS:
+        return CutRule(0, "it reads texts as a whole, and is not cut over nodes")
     row = ARCHITECTURES.get(architecture)
     if row is None and 0 < checked_unit < n_layers:
         return CutRule(checked_unit)

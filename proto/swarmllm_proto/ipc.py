@@ -78,6 +78,13 @@ from swarmllm_proto.ipc_ring import (
     TakeSeat,
     Turned,
 )
+from swarmllm_proto.ipc_texts import (  # noqa: F401
+    EncodeText,
+    OpenTextEncoder,
+    PoolingKind,
+    TextEncoded,
+    TextEncoderOpened,
+)
 from swarmllm_proto.ipc_vision import (  # noqa: F401
     EncodePicture,
     OpenProjector,
@@ -445,6 +452,8 @@ AnyDaemonMessage: TypeAlias = (
     | CheckPrefix
     | OpenProjector
     | EncodePicture
+    | OpenTextEncoder
+    | EncodeText
     | Shutdown
 )
 AnyWorkerMessage: TypeAlias = (
@@ -472,6 +481,8 @@ AnyWorkerMessage: TypeAlias = (
     | PrefixManifestUpdate
     | ProjectorOpened
     | PictureEncoded
+    | TextEncoderOpened
+    | TextEncoded
     | Error
     | Bye
 )

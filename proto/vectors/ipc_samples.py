@@ -84,6 +84,9 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("tokenize-by-template", ipc.Tokenize(id=15, messages=MESSAGES, template="{{ messages }}"), b""),
     ("tokenize-messages", ipc.Tokenize(id=5, messages=MESSAGES, tools=TOOLS, effort="none"), b""),
     ("tokenize-later", ipc.Tokenize(id=16, text=" und?", place="later"), b""),
+    ("open-text-encoder", ipc.OpenTextEncoder(id=1, path="/models/ü.gguf", n_threads=2), b""),
+    ("encode-text", ipc.EncodeText(id=2, text="what?", document="世"), b""),
+    ("encode-tokens", ipc.EncodeText(id=3), tensor_bytes(TOKEN_IDS)),
     (
         "open-projector",
         ipc.OpenProjector(id=1, path="/models/ü.gguf", projector="/models/ü-mmproj.gguf", n_threads=2),
@@ -458,6 +461,12 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         b"",
     ),
+    (
+        "text-encoder-opened",
+        ipc.TextEncoderOpened(id=1, pooling="rank", n_outputs=1, n_tokens_max=512),
+        b"",
+    ),
+    ("text-encoded", ipc.TextEncoded(id=2, n_tokens=4, compute_s=0.5), tensor_bytes(HIDDEN[0])),
     ("projector-opened", ipc.ProjectorOpened(id=1, n_embd=4096, n_rows=576), b""),
     (
         "picture-encoded",

@@ -43,7 +43,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.models.layers import LayerRange
-from swarmllm_proto.architectures import ARCHITECTURES
+from swarmllm_proto.architectures import ARCHITECTURES, TEXT_ENCODERS
 from swarmllm_proto.identifiers import ModelId
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -195,6 +195,11 @@ def is_vocabulary_sized(manifest: Manifest, tensor: TensorEntry) -> bool:
     return tensor.name.startswith(("token_embd.", "output.")) and tensor.shape[-1] == manifest.n_vocab
 
 
+def is_text_encoder(manifest: Manifest) -> bool:
+    """Whether the model encodes whole texts and generates none."""
+    return manifest.architecture in TEXT_ENCODERS
+
+
 def checked_unit(manifest: Manifest) -> int:
     """Layers per part, where that comes from a self-check; 0: from the table, or there was none."""
     return 0 if manifest.architecture in ARCHITECTURES else manifest.cut_alignment
@@ -202,7 +207,8 @@ def checked_unit(manifest: Manifest) -> int:
 
 def needs_check(manifest: Manifest, engine: str) -> bool:
     """Whether nobody here has tried this model with this version of the engine."""
-    return manifest.architecture not in ARCHITECTURES and manifest.cuts_checked_with != engine
+    is_known = manifest.architecture in ARCHITECTURES or is_text_encoder(manifest)
+    return not is_known and manifest.cuts_checked_with != engine
 
 
 def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engine: str) -> Manifest:
@@ -214,6 +220,10 @@ def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engi
 
 def with_hearsay(manifest: Manifest, unit: int) -> Manifest:
     """After another node has told what it found; 0: nothing."""
-    if manifest.architecture in ARCHITECTURES or not 0 < unit < manifest.n_layers:
+    if (
+        manifest.architecture in ARCHITECTURES
+        or is_text_encoder(manifest)
+        or not 0 < unit < manifest.n_layers
+    ):
         return manifest
     return msgspec.structs.replace(manifest, cut_alignment=unit, whole_reason="")

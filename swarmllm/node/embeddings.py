@@ -1,4 +1,8 @@
-"""Embeds texts: the model's states after its final norm, pooled over the text and normalised to length 1.
+"""Embeds texts, and ranks documents by what they say about a question.
+
+Of a model that generates text, a vector is its states after the final norm, pooled over the text and
+normalised to length 1. A model of the BERT kind (`manifest.is_text_encoder`) runs whole, on this node, and
+pools its states itself.
 
 Any model can be asked; whether its vectors tell anything about meaning is a matter of its training. Each
 text is computed alone, in the requests' own order, under one turn: a batch of a thousand does not keep
@@ -7,8 +11,8 @@ others from theirs, and memory holds the rows of one.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry
+from swarmllm.models.manifest import is_text_encoder
 from swarmllm.node.admission import Admission
 from swarmllm.node.requests import UserRequests
 from swarmllm.pipeline.origin.generation import token_ids
@@ -25,9 +30,10 @@ from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.request import further_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 from swarmllm.workerpool import ModelFile, WorkerPool
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
-Pooling = Literal["mean", "last"]
+Pooling = Literal["mean", "last", "cls"]
 Vector = npt.NDArray[np.float32]
 
 
@@ -43,6 +49,23 @@ class Embedded:
     prefill_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    scores: list[float]
+    """The model's own number for each document; the higher, the better it fits."""
+    n_tokens: int
+
+
+@contextmanager
+def _blamed_on(field: str) -> Iterator[None]:
+    """What is wrong with a text is told of its field."""
+    try:
+        yield
+    except ContextFull as error:
+        error.field = field
+        raise
+
+
 class Embeddings:
     def __init__(
         self,
@@ -52,29 +75,32 @@ class Embeddings:
         find: Callable[[str], Awaitable[CatalogueEntry]],
         requests: UserRequests,
         loaded: Callable[[CatalogueEntry, str, float | None], AbstractAsyncContextManager[None]],
+        node_id: NodeId,
     ) -> None:
-        """`find`: the model of a name or id, with what reading a prompt takes. `loaded(entry, name,
-        keep_alive_s)`: while somebody can run it."""
+        """`find`: the model of a name or id, with what reading a prompt takes, or all of a model that encodes
+        whole texts. `loaded(entry, name, keep_alive_s)`: while somebody can run it."""
         self._pool = pool
         self._pipelines = pipelines
         self._admission = admission
         self._find = find
         self._requests = requests
         self._loaded = loaded
+        self._node_id = node_id
 
     async def embed(
         self,
         model: str,
         texts: Sequence[str | list[int]],
-        pooling: Pooling,
+        pooling: Pooling | None = None,
         *,
         n_dimensions: int | None = None,
         caller: Caller = LOCAL,
         request_id: str = "",
         keep_alive_s: float | None = None,
     ) -> Embedded:
-        """Texts, or the token ids of texts. `n_dimensions`: as many the vectors are to have. `keep_alive_s`:
-        how long a model that was loaded for requests stays; None: as configured.
+        """Texts, or the token ids of texts. `pooling` None: the model's own, or over all states.
+        `n_dimensions`: as many the vectors are to have. `keep_alive_s`: how long a model that was loaded for
+        requests stays; None: as configured.
 
         Raises ModelNotFound, InvalidRequest naming the text (`input[3]`), ContextFull, Overloaded, and what
         pipelines raise.
@@ -86,9 +112,68 @@ class Embeddings:
                 f"{entry.name} has {n_embd} dimensions, and no fewer that mean anything.", field="dimensions"
             )
         with self._requests.under_way(entry.name, request_id) as request:
+            if is_text_encoder(entry.manifest):
+                async with self._admission.turn(caller) as queue_s:
+                    request.has_turn()
+                    return await self._encoded(entry, texts, pooling, queue_s)
             async with self._loaded(entry, model, keep_alive_s), self._admission.turn(caller) as queue_s:
                 request.has_turn()
-                return await self._all(entry, texts, pooling, queue_s, request.id)
+                return await self._all(entry, texts, pooling or "mean", queue_s, request.id)
+
+    async def rank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        *,
+        caller: Caller = LOCAL,
+        request_id: str = "",
+    ) -> Ranked:
+        """Raises ModelNotFound, InvalidRequest where the model does not rank or a document is too long,
+        Overloaded, and what workers raise."""
+        entry = await self._find(model)
+        if not is_text_encoder(entry.manifest):
+            raise InvalidRequest(f"{entry.name} does not rank documents.", field="model")
+        with self._requests.under_way(entry.name, request_id) as request:
+            async with self._admission.turn(caller):
+                request.has_turn()
+                scores: list[float] = []
+                n_tokens = 0
+                for i, document in enumerate(documents):
+                    with _blamed_on(f"documents[{i}]"):
+                        encoded = await self._pool.encode_text(ModelFile.of(entry), query, document)
+                    scores.append(float(encoded.values[0]))
+                    n_tokens += encoded.n_tokens
+        return Ranked(scores, n_tokens)
+
+    async def _encoded(
+        self,
+        entry: CatalogueEntry,
+        texts: Sequence[str | list[int]],
+        pooling: Pooling | None,
+        queue_s: float,
+    ) -> Embedded:
+        started_s = trio.current_time()
+        vectors: list[Vector] = []
+        n_tokens = 0
+        for i, text in enumerate(texts):
+            field = f"input[{i}]" if len(texts) > 1 else "input"
+            given = text if isinstance(text, str) else token_ids(entry, text, field)
+            with _blamed_on(field):
+                encoded = await self._pool.encode_text(ModelFile.of(entry), given)
+            if encoded.pooling == "rank":
+                raise InvalidRequest(
+                    f"{entry.name} ranks documents (POST /v1/rerank); it gives no vectors.", field="model"
+                )
+            if pooling not in (None, encoded.pooling) and encoded.pooling != "none":
+                raise InvalidRequest(f"{entry.name} pools by itself: {encoded.pooling}.", field="pooling")
+            rows = encoded.values if encoded.values.ndim == 2 else encoded.values[None]
+            vectors.append(pooled(rows, pooling or "mean" if encoded.pooling == "none" else "last"))
+            n_tokens += encoded.n_tokens
+        whole = entry.manifest.whole
+        stage = Stage(node_id=self._node_id, start=whole.start, end=whole.end)
+        took_s = trio.current_time() - started_s
+        return Embedded(vectors, n_tokens, (stage,), queue_s=queue_s, tokenize_s=0.0, prefill_s=took_s)
 
     async def _all(
         self,
@@ -135,7 +220,8 @@ class Embeddings:
 
 def pooled(rows: Vector, pooling: Pooling) -> Vector:
     """f32 [n, n_embd] -> f32 [n_embd] of length 1. Raises SwarmLLMError where that cannot be."""
-    vector = rows[-1] if pooling == "last" else rows.mean(axis=0, dtype=np.float64)
+    pick = {"last": -1, "cls": 0}
+    vector = rows[pick[pooling]] if pooling in pick else rows.mean(axis=0, dtype=np.float64)
     length = float(np.linalg.norm(vector))
     if not length:
         raise SwarmLLMError("the model gives a vector without direction")

@@ -27,7 +27,7 @@ from swarmllm.errors import (
     WorkerError,
 )
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
-from swarmllm.models.manifest import needs_check, with_verdict
+from swarmllm.models.manifest import is_text_encoder, needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
 from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
 from swarmllm.node.on_demand import OUT_OF_MEMORY
@@ -401,7 +401,14 @@ class ModelKeeper:
         options: LoadOptions = AS_CONFIGURED,
         then: Then | None = None,
     ) -> CatalogueEntry:
-        """`load` for now only, and without the view; `then` follows, whether or not anybody waits for it."""
+        """`load` for now only, and without the view; `then` follows, whether or not anybody waits for it.
+        Raises InvalidRequest for a model that is run whole when it is asked."""
+        if is_text_encoder(entry.manifest):
+            raise InvalidRequest(
+                f"{entry.name} encodes whole texts: it runs as a whole on the node that is asked, is not cut"
+                " over nodes, and need not be loaded.",
+                field="model",
+            )
         entry = await self._transfer.ensure(entry, layers, fetching)
         if layers != entry.manifest.whole:
             entry = await self._cut_checks.ensure(entry, progress)

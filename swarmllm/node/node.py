@@ -25,6 +25,7 @@ from swarmllm.downloads import Downloads, SharedDigests
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import (
     ConfigError,
+    InvalidRequest,
     ModelNotFound,
     NodeUnreachable,
     StoreLocked,
@@ -32,6 +33,7 @@ from swarmllm.errors import (
 )
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
+from swarmllm.models.manifest import is_text_encoder
 from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
 from swarmllm.node.admission import Admission
 from swarmllm.node.announcer import Announcer
@@ -209,7 +211,13 @@ class Node:
         self.requests = UserRequests(self.metrics)
         self.texts = Texts(pool, pipelines.prompts, self._as_origin)
         self.embeddings = Embeddings(
-            pool, pipelines, self.admission, self._as_origin, self.requests, self.loaded
+            pool,
+            pipelines,
+            self.admission,
+            self._as_embedder,
+            self.requests,
+            self.loaded,
+            router.node_id,
         )
         self.downloads = Downloads(
             config.data_dir / DOWNLOADS,
@@ -418,9 +426,22 @@ class Node:
         """Tell the swarm what this node holds and how it fares, if that has changed."""
         await self._announcer.publish()
 
-    async def _as_origin(self, model: str) -> CatalogueEntry:
-        """The model, with what reading and embedding a prompt takes."""
+    async def _as_embedder(self, model: str) -> CatalogueEntry:
+        """The model, with what embedding a text takes: of one that encodes whole texts all of it."""
         entry = await self.models.find(model)
+        if not is_text_encoder(entry.manifest):
+            return await self._as_origin(model)
+        return await self._transfer.ensure(entry, entry.manifest.whole, _unseen)
+
+    async def _as_origin(self, model: str) -> CatalogueEntry:
+        """The model, with what reading and embedding a prompt takes. Raises InvalidRequest for one that
+        generates no text."""
+        entry = await self.models.find(model)
+        if is_text_encoder(entry.manifest):
+            raise InvalidRequest(
+                f"{entry.name} encodes whole texts (/v1/embeddings, /v1/rerank) and generates none.",
+                field="model",
+            )
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
             await self._pipelines.stages_for(entry)
             entry = await self._transfer.ensure(entry, None, _unseen, origin=True)

@@ -31,6 +31,7 @@ from swarmllm.workerpool.kept_kv import KeptPrefixes, Repairs
 from swarmllm.workerpool.layers import HeldLayers
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
+from swarmllm.workerpool.text_encoders import TextEncoders
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.codec import decode_pieces
 from swarmllm_proto.errors import ProtocolError
@@ -148,6 +149,8 @@ class WorkerPool:
         self._encoders = encoders = PictureEncoders(hosts)
         self.encode_picture, self.check_projector = encoders.encode_picture, encoders.check_projector
         self.kept_pictures = encoders.kept
+        self._text_encoders = texts = TextEncoders(hosts)
+        self.encode_text = texts.encode_text
         repairs = Repairs(hosts)
         self.hold, self.resume, self.read_journal = repairs.hold, repairs.resume, repairs.read_journal
 
@@ -164,6 +167,7 @@ class WorkerPool:
         """End the model's workers; nothing of it is wanted any more."""
         await self._forget_layers(model_id)
         await self._encoders.forget(model_id)
+        await self._text_encoders.forget(model_id)
 
     async def info(self, model: ModelFile) -> Opened:
         """What the worker found in the file."""

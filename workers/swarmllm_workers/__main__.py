@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--pictures", action="store_true", help="encode pictures for a model instead of running its layers"
     )
     parser.add_argument(
+        "--texts", action="store_true", help="encode whole texts with a model of the BERT kind"
+    )
+    parser.add_argument(
         "--log-level",
         default="warning",
         choices=["debug", "info", "warning", "error"],
@@ -76,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         with connection:
             EncoderServer(connection, os.getpid()).serve()
+        return
+    if options.texts:
+        from swarmllm_workers.texts.server import TextEncoderServer
+
+        with connection:
+            TextEncoderServer(connection, os.getpid()).serve()
         return
     cores = operating_system.cores()  # before libgomp keeps this thread to one of them
     from swarmllm_workers.server.loop import (

@@ -42,6 +42,7 @@ from swarmllm.api.openai.completions import completions
 from swarmllm.api.openai.embeddings import embeddings
 from swarmllm.api.openai.pictures import FETCHER
 from swarmllm.api.openai.remote_pictures import PictureFetcher
+from swarmllm.api.openai.rerank import rerank
 from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.errors import SwarmLLMError
@@ -92,7 +93,7 @@ async def metrics() -> Response:
     return Response(node.metrics.text(await node.models.own()), content_type=CONTENT_TYPE)
 
 
-OPENAI = (chat, completions, embeddings, responses)
+OPENAI = (chat, completions, embeddings, rerank, responses)
 DIALECTS = (ollama, anthropic, text_tools)
 BLUEPRINTS = (*OPENAI, *DIALECTS, admin, downloads, shares, events, dashboard, health, openapi)
 

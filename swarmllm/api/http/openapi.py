@@ -24,6 +24,7 @@ from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddi
 from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaPull, OllamaShow
 from swarmllm.api.openai.completions import CompletionRequest
 from swarmllm.api.openai.embeddings import EmbeddingRequest
+from swarmllm.api.openai.rerank import RerankRequest
 from swarmllm.api.openai.responses_request import ResponsesRequest
 from swarmllm.api.openai.schema import (
     AddModel,
@@ -78,6 +79,7 @@ OPERATIONS = (
     Operation("get", "/v1/responses/{response_id}/input_items", "What it was asked"),
     Operation("delete", "/v1/responses/{response_id}", "Forget it"),
     Operation("post", "/v1/embeddings", "Turn texts into vectors", EmbeddingRequest),
+    Operation("post", "/v1/rerank", "Rank documents by a question", RerankRequest),
     Operation("get", "/v1/models", "The models this node has a file of"),
     Operation("get", "/v1/models/{name}", "One of them"),
     Operation("post", "/v1/messages", "Answer a conversation (Anthropic)", MessagesRequest, (JSON, EVENTS)),
@@ -100,6 +102,9 @@ OPERATIONS = (
     Operation("post", "/chat/completions/input_tokens", "As with /v1", ChatRequest),
     Operation("get", "/models", "As with /v1"),
     Operation("post", "/embeddings", "As with /v1", EmbeddingRequest),
+    Operation("post", "/rerank", "As with /v1", RerankRequest),
+    Operation("post", "/reranking", "As with /v1", RerankRequest),
+    Operation("post", "/v1/reranking", "As /v1/rerank", RerankRequest),
     Operation("post", "/responses", "As with /v1", ResponsesRequest, (JSON, EVENTS)),
     Operation("post", "/tokenize", "Text to token ids", TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest),

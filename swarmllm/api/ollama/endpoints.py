@@ -122,7 +122,6 @@ async def _embedded(
     return await current_node().embeddings.embed(
         name,
         texts,
-        "mean",
         n_dimensions=n_dimensions,
         caller=current_caller(),
         request_id=current_request_id(),

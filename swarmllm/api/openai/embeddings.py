@@ -28,8 +28,9 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    pooling: Literal["mean", "last"] | None = None
-    """Not OpenAI's: over all states (the default), or the last one only."""
+    pooling: Literal["mean", "last", "cls"] | None = None
+    """Not OpenAI's: over all states (the default), or the last one only. A model of the BERT kind has its
+    own, and takes no other."""
     # accepted and without effect on the answer
     user: str | None = None
 
@@ -44,7 +45,7 @@ async def embed() -> Response:
     embedded = await node.embeddings.embed(
         body.model,
         await read_inputs(body.model, body.input, "input"),
-        body.pooling or "mean",
+        body.pooling,
         n_dimensions=body.dimensions,
         caller=current_caller(),
         request_id=current_request_id(),

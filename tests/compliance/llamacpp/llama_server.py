@@ -20,6 +20,23 @@ from typing import Any
 URL = os.environ["SWARMLLM_URL"]
 NAMES = ("davinci-002", "gpt-3.5-turbo-instruct", "gpt-4.1", "text-embedding-3-small", "test")
 TIMEOUT_S = 60.0
+TEMPLATES = {
+    "chatml": """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "command-r": """{% for message in messages %}<|START_OF_TURN_TOKEN|>
+{%- if message.role == "system" %}<|SYSTEM_TOKEN|>{% elif message.role == "user" %}<|USER_TOKEN|>
+{%- else %}<|CHATBOT_TOKEN|>{% endif %}{{ message.content | trim }}<|END_OF_TURN_TOKEN|>{% endfor %}
+{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}""",
+    "llama3": """{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}""",
+}
+"""Those that server has by name, as far as the suite asks for them; any other value is a template itself."""
 
 
 def options() -> argparse.Namespace:
@@ -31,6 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ctx-size", type=int, default=4096)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--n-predict", type=int)
+    parser.add_argument("--chat-template", default="")
     parser.add_argument("--chat-template-file")
     known, _ = parser.parse_known_args()
     return known
@@ -50,6 +68,8 @@ def preset(asked: argparse.Namespace) -> dict[str, Any]:
         said["max_tokens"] = asked.n_predict
     if asked.chat_template_file:
         said["template"] = Path(asked.chat_template_file).read_text()
+    elif asked.chat_template:
+        said["template"] = TEMPLATES.get(asked.chat_template, asked.chat_template)
     return said
 
 

@@ -1,0 +1,1 @@
+"""Whole texts through models of the BERT kind."""
