@@ -30,6 +30,8 @@ from bench.mutation.runs import MutantRuns
 ROOT = Path(__file__).parent.parent
 RESULT = RESULTS / "mutants.json"
 EQUIVALENT = Path(__file__).parent / "mutants_equivalent.json"
+LINK_WORKS = tuple(f"schedule/{x}" for x in ("forwards", "lone_steps", "ring_work", "window_work"))
+"""How workers run what came by links."""
 ROOMS = {
     "swarm/byte_budget": ["swarmllm/swarm/byte_budget.py"],
     "swarm/peers": ["swarmllm/swarm/peers/*.py"],
@@ -53,7 +55,9 @@ ROOMS = {
     "api/http/limits": ["swarmllm/api/http/limits.py"],
     "transfer": ["swarmllm/transfer/fetch_plan.py", "swarmllm/transfer/uploads.py"],
     "workers/ring": ["workers/swarmllm_workers/ring/*.py"],
-    "workers/schedule": [f"workers/swarmllm_workers/{x}.py" for x in ("engine/slots", "schedule/planner")],
+    "workers/schedule": [
+        f"workers/swarmllm_workers/{x}.py" for x in ("engine/slots", "schedule/planner", *LINK_WORKS)
+    ],
     "workers/cache": ["workers/swarmllm_workers/cache/*.py"],
 }
 

@@ -31,12 +31,12 @@ def test_quart_makes_one_connection_object_per_request_of_the_class_that_we_name
 def test_a_connection_object_keeps_the_scope_that_requests_show() -> None:
     parameters = list(inspect.signature(ASGIHTTPConnection.__init__).parameters)
     assert parameters == ["self", "app", "scope"], (
-        "quart's connection object takes other arguments: connection.RequestTasks finds no scope"
+        "quart's connection object takes other arguments: request_tasks.RequestTasks finds no scope"
     )
 
 
 async def test_quart_trio_cancels_a_request_when_its_client_disconnects() -> None:
-    """connection.Feeds and the watch for clients that leave rely on it."""
+    """request_tasks.Feeds and the watch for clients that leave rely on it."""
     app = App("test")
     ended = trio.Event()
 

@@ -3,6 +3,9 @@
 Each room defines its part and keeps it by its own limits (see `parts`); here the parts are put together.
 This node's own envelope and announcements are among them, because records of all nodes are treated alike.
 
+Pipelines keep what they note of nodes while they choose routes and check work (suspects, reported loads,
+shares of places, tallies of checks): the swarm needs none of it, and imports point down.
+
 What is not state of a peer stays where it is: the DHT's k-buckets and providers, which model or prefix
 is held by which nodes, circuits between two others, verdicts on signatures, dials under way, what one
 lookup or one message comes to, and the settings' lists.
