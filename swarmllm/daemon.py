@@ -60,6 +60,7 @@ from swarmllm.sd_notify import ServiceManager
 from swarmllm.supervision import Supervision, supervise, supervise_started
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile
+from swarmllm.swarm.membership.signer import open_signer
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.trust_keeper import Trust, open_trust
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -257,6 +258,9 @@ async def _open_rooms(
         for name in config.inference.encrypted_models:
             if name not in known:
                 log.warning("inference.encrypted_models: no model here has the name %s yet", name)
+        # What a stage signs for are rows that its worker keeps.
+        keeps_rows = config.inference.journal_max_mb > 0
+        signer = await trio.to_thread.run_sync(open_signer, data_dir) if keeps_rows else None
         links = StageLinks(router.node_id, router, pool.ring) if config.network.direct_links else None
         pipelines = Pipelines(
             router,
@@ -274,6 +278,7 @@ async def _open_rooms(
             kept=pool,
             prefix_key=network.prefix_key,
             kept_pictures=pool.kept_pictures,
+            signer=signer,
         )
         pool.on_notice = pipelines.on_notice
         await supervise_started(nursery, "pipelines", pipelines.run)

@@ -164,6 +164,7 @@ def lure(world: World, layers: tuple[int, int]) -> bytes:
         slots=64,
         free_slots=64,
         free_kv_tokens=1 << 20,
+        commits=True,
         observed_latencies=(ObservedLatency(model_id=world.model_id, decode_s=1e-12, prefill_s=1e-12),),
         observed_links=tuple(
             ObservedLink(node_id=node_id, rtt_s=0.0, bytes_per_s=1e15) for node_id in world.honest_ids

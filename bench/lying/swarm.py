@@ -41,6 +41,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.in_memory.signer import in_memory_signer
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -366,6 +367,7 @@ async def _start_node(
         tell_digests=gathering.answer,
         observations=observations,
         trust=trust,
+        signer=in_memory_signer(router.node_id),
     )
     await nursery.start(pipelines.run)
     node = Node(

@@ -182,6 +182,8 @@ def stages_of(world: World, so_far: Mapping[str, Any]) -> st.SearchStrategy[list
         told = [{"node_id": draw(ids), "start": start, "end": end} for start, end in itertools.pairwise(cuts)]
         if not told or draw(st.integers(0, 9)) == 0:
             told = [{"node_id": draw(ids), "start": at, "end": at + 1} for at in range(255)]
+        if draw(st.booleans()):
+            told = [stage | {"commits": True} for stage in told]
         return told
 
     return pipelines()

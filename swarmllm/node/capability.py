@@ -119,6 +119,8 @@ def describe(
     placing_free_bytes: int,
     placing_free_disk_bytes: int | UnsetType = UNSET,
     accepts_shares_of: tuple[str, ...] = (),
+    *,
+    commits: bool = False,
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
     measured = sorted(
@@ -157,6 +159,7 @@ def describe(
         row_formats=ROW_FORMATS[1:],
         placing_free_disk_bytes=placing_free_disk_bytes,
         accepts_shares_of=accepts_shares_of or UNSET,
+        commits=commits or UNSET,
     )
 
 

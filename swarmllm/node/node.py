@@ -482,6 +482,7 @@ class Node:
             self.placing.free_bytes,
             self.placing.free_disk_bytes,
             self.placing.accepts,
+            commits=self._pipelines.commits,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
+import trio
 
 from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.prefix.serving import PrefixServing
@@ -26,6 +27,7 @@ from swarmllm_proto.swarm import (
     PrefixKv,
     PrefixKvFetch,
     ProbeStage,
+    RowsPiece,
     TellPrompt,
     VisionEncodeRequest,
 )
@@ -60,7 +62,11 @@ class Answers:
         if isinstance(request, TellPrompt):
             return self.sessions.take_prompt(sender, request)
         if isinstance(request, FetchRows):
-            return await answer(self.compute, self.sessions.context_for(sender, request.request_id), request)
+            refused = self.sessions.refusals.answer(sender, request, trio.current_time())
+            session = self.sessions.session_for(sender, request.request_id)
+            if refused is not None or session is None:
+                return refused or RowsPiece(request_id=request.request_id, known=False)
+            return await answer(self.compute, session.context, request, session.notary)
         if isinstance(request, PrefixKvFetch):
             nothing = PrefixKv(status="absent")
             return await self.prefixes.answer(sender, request) if self.prefixes else nothing

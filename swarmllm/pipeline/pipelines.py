@@ -48,6 +48,7 @@ from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
+from swarmllm.pipeline.stage.notary import Notaries
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -57,6 +58,7 @@ from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
+from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -91,12 +93,13 @@ class Pipelines:
         kept: PrefixStore | None = None,
         prefix_key: str = "",
         kept_pictures: KeptPictures | None = None,
+        signer: RowSigner | None = None,
     ) -> None:
         """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
         nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
         by way of the daemons. `kept`: KV of prompts, whose names are keyed with `prefix_key`; without it
         none travels. `kept_pictures`: what pictures became here; what they become elsewhere joins
-        it."""
+        it. `signer`: stages here sign for their rows, and those of this node's requests are asked to."""
         self._observations = observations = observations or Observations()
         self._router = router
         self._registry = registry
@@ -135,7 +138,12 @@ class Pipelines:
             self._suspects,
             trust,
             self._here,
+            signer=signer,
         )
+        commitments = self._checker.commitments
+        self.commits = signer is not None
+        if signer is not None:
+            self._sessions.notary_of = Notaries(pool, router, signer, self._start_soon, commitments.own)
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
         known_rows: KnownOf = nothing_known
@@ -228,6 +236,7 @@ class Pipelines:
             self._suspects,
             self._counts,
             trust,
+            commitments,
             self._checker.replies,
             self._pictures.cancel,
         )
@@ -284,6 +293,7 @@ class Pipelines:
                 supervise(nursery, "prefix checks", self._prefixes.run)
             self._attempts.tell_with(nursery)
             self._standbys.start_soon = partial(spawn, nursery, "request")
+            self._checker.commitments.run_soon = self._start_soon
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
             try:

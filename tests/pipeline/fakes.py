@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +21,7 @@ from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
+from swarmllm.swarm.in_memory.signer import in_memory_signer
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
@@ -65,6 +66,11 @@ class FakeNode:
     pipelines: Pipelines
     stop: Callable[[], None]
     trust: Trust
+    commits: bool = False
+    """To its rows."""
+
+    def capability(self, said: NodeCapability) -> NodeCapability:
+        return msgspec.structs.replace(said, commits=self.commits or UNSET)
 
     async def announce(self, entry: CatalogueEntry, ranges: Sequence[LayerRange]) -> None:
         announced = ShardAnnounce(
@@ -75,7 +81,10 @@ class FakeNode:
             kernel_class=self.pool.kernel_class(entry.model_id) or UNSET,
         )
         record = NodeRecord(
-            node_id=self.node_id, nickname=nickname_of(self.node_id), models=(announced,) if ranges else ()
+            node_id=self.node_id,
+            nickname=nickname_of(self.node_id),
+            models=(announced,) if ranges else (),
+            capability=self.capability(NodeCapability()),
         )
         await self.router.publish(encode_record(record))
 
@@ -98,7 +107,9 @@ class FakeNode:
         """What it has announced stays; its load and speed are this from now on."""
         record = self.registry.node(self.node_id)
         assert record is not None
-        newer = msgspec.structs.replace(record, sequence=record.sequence + 1, capability=capability)
+        newer = msgspec.structs.replace(
+            record, sequence=record.sequence + 1, capability=self.capability(capability)
+        )
         await self.router.publish(encode_record(newer))
 
 
@@ -133,6 +144,7 @@ class Swarm:
         """Wait until `listener` knows what these nodes say of themselves."""
         for node_id, capability in said.items():
             await self[node_id].say(capability)
+        said = {node_id: self[node_id].capability(capability) for node_id, capability in said.items()}
         known = self[listener].registry
         with trio.fail_after(PATIENCE_S):
             while any(known.nodes()[node_id].capability != said[node_id] for node_id in said):
@@ -151,8 +163,10 @@ async def open_swarm(
     *,
     settings: PipelineSettings | Mapping[str, PipelineSettings] = DEFAULTS,
     entry: CatalogueEntry | None = None,
+    committing: Collection[str] | None = (),
 ) -> AsyncIterator[Swarm]:
-    """A connected swarm in which everybody knows what everybody holds. `holdings`: by node id."""
+    """A connected swarm in which everybody knows what everybody holds. `holdings`: by node id. `committing`:
+    nodes that sign for their rows; None: all."""
     entry = entry or fake_entry()
     async with AsyncExitStack() as stack:
         network = await stack.enter_async_context(InMemoryNetwork())
@@ -161,7 +175,8 @@ async def open_swarm(
 
         async def start(node_id: str, pool: Any) -> FakeNode:
             own = settings[node_id] if isinstance(settings, Mapping) else settings
-            return await _start_node(nursery, network.add(node_id), pool, entry, own)
+            commits = committing is None or node_id in committing
+            return await _start_node(nursery, network.add(node_id), pool, entry, own, commits=commits)
 
         swarm = Swarm(network, entry, start)
         for node_id, pool in holdings.items():
@@ -178,11 +193,15 @@ async def _start_node(
     pool: Any,
     entry: CatalogueEntry,
     settings: PipelineSettings,
+    *,
+    commits: bool,
 ) -> FakeNode:
     trust = Trust()
     registry = Registry(router.node_id, trust)
     catalogue = cast(Catalogue, FakeCatalogue(entry))
-    pipelines = Pipelines(router, registry, pool, catalogue, router.node_id, settings, trust=trust)
+    signer = in_memory_signer(router.node_id) if commits else None
+    parts = (router, registry, pool, catalogue, router.node_id, settings)
+    pipelines = Pipelines(*parts, trust=trust, signer=signer)
     scope = trio.CancelScope()
 
     async def run(*, task_status: Any) -> None:
@@ -193,7 +212,7 @@ async def _start_node(
                 task_status.started()
 
     await nursery.start(run)
-    return FakeNode(router.node_id, router, registry, pool, pipelines, scope.cancel, trust)
+    return FakeNode(router.node_id, router, registry, pool, pipelines, scope.cancel, trust, commits)
 
 
 def _busy(node: FakeNode) -> bool:

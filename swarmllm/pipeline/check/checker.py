@@ -21,8 +21,10 @@ from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
+from swarmllm.pipeline.check.charges import Charges
+from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.equal_bits import are_equal, draw_piece, judge_bits
-from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, token_evidence
+from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, OtherRows, token_evidence
 from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
@@ -59,6 +61,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -145,6 +148,9 @@ class Checker:
     here: NodeLoad
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
+    signer: RowSigner | None = None
+    commitments: Commitments = field(init=False)
+    _charges: Charges = field(init=False)
     _budget: Budget = field(init=False)
     _tallies: Tallies = field(default_factory=Tallies)
     _pending: deque[_Pending] = field(default_factory=deque)
@@ -152,6 +158,8 @@ class Checker:
 
     def __post_init__(self) -> None:
         self._budget = Budget(self.settings.check_rate)
+        self._charges = Charges(self.router.node_id, self.trust, self.suspects, self.counts)
+        self.commitments = Commitments(self.router, self.registry, self._charges, self.trust, self.signer)
 
     def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
         """The stage that is to be checked when this request is over. `is_whole`: another node runs the whole
@@ -178,6 +186,9 @@ class Checker:
         kv_type = self._kv_type(chain.context, chain.context.view.stages[stage].node_id)
         try:
             evidence = await self._evidence(chain, stage)
+        except OtherRows as liar:
+            self._charges.wrong(liar.node_id, "it shows other rows than it signed for")
+            return
         except (EvidenceAbsent, SwarmLLMError) as error:
             log.info("request %s is not checked: %s", chain.context.request_id, error or "rows are not there")
             evidence = None
@@ -188,10 +199,15 @@ class Checker:
         self._has_work.set()
 
     async def _evidence(self, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
-        """Raises NotThere, SwarmLLMError."""
+        """Raises EvidenceAbsent, OtherRows, SwarmLLMError."""
         context, tokens, generated = chain.context, chain.computed_tokens, chain.generated
         row_bytes, n_prompt = 4 * context.n_embd, context.n_prompt_tokens
-        collector = Collector(self.router, self.compute, context, tokens, self.settings.prefill_chunk_tokens)
+        ledger = await self.commitments.said_by(chain, stage)
+        is_asked = ledger is not None and context.view.stages[stage].commits is True
+        if is_asked and ledger is not None and not ledger.has_of(stage):
+            self._charges.silent(context.view.stages[stage].node_id)
+        chunk_tokens = self.settings.prefill_chunk_tokens
+        collector = Collector(self.router, self.compute, context, tokens, chunk_tokens, ledger)
         rows: Comparable | None = Comparable(chain.n_cached_tokens, len(tokens))
         if chain.recomputed is not None:
             rows = comparable_rows(
@@ -282,9 +298,9 @@ class Checker:
         if certain is None:
             return
         if found.by == self.router.node_id or self._tallies.is_confirmed(pending.node_id, found.by):
-            self._wrong(pending.node_id, certain.value)
+            self._charges.wrong(pending.node_id, certain.value)
         elif len(self._others(pending)) < 2:
-            self._dispute(pending.node_id, found.by)
+            self._charges.dispute(pending.node_id, found.by)
 
     async def _computed(self, pending: _Pending) -> _Found | None:
         """None: it is this stage or the one that computed it again, and both have been charged; or nobody
@@ -308,13 +324,13 @@ class Checker:
                 for other, earlier in found:
                     # Two honest ones of unlike classes may stand on both sides of the limits.
                     if not _agree(pending, newest, earlier):
-                        self._wrong(other, "two others computed otherwise")
+                        self._charges.wrong(other, "two others computed otherwise")
                 return newest
             if any(_agree(pending, newest, earlier) for _, earlier in found):
                 return newest
             found.append((node_id, newest))
         if found:
-            self._dispute(pending.node_id, found[0][0])
+            self._charges.dispute(pending.node_id, found[0][0])
         else:
             self.counts.checks_dropped += 1
         return None
@@ -454,25 +470,10 @@ class Checker:
             self.counts.checked += 1
             self.trust.note(pending.node_id, Deed.CHECKED, match)
         elif verdict is Verdict.WRONG:
-            self._wrong(pending.node_id, f"layers {pending.context.view.layers(pending.stage)}")
+            self._charges.wrong(pending.node_id, f"layers {pending.context.view.layers(pending.stage)}")
         else:
             is_before = verdict is Verdict.DISPUTED_BEFORE
-            self._dispute(pending.node_id, pending.before if is_before else pending.after)
-
-    def _wrong(self, node_id: NodeId, detail: str) -> None:
-        self.counts.checked += 1
-        self.counts.checks_wrong += 1
-        self.trust.note(node_id, Deed.WRONG_RESULT, detail)
-        self.suspects.doubt([node_id], trio.current_time())
-
-    def _dispute(self, node_id: NodeId, other: NodeId) -> None:
-        """One of them lies: both lose a little, and routes do without both as far as they can."""
-        self.counts.checked += 1
-        self.counts.checks_disputed += 1
-        pair = {node_id, other} - {self.router.node_id}
-        for each in sorted(pair):
-            self.trust.note(each, Deed.DISPUTED, f"with {max(pair - {each}, default=other)}")
-        self.suspects.doubt(sorted(pair), trio.current_time())
+            self._charges.contradict(pending.node_id, pending.before if is_before else pending.after)
 
 
 def _work(evidence: Evidence | TokenEvidence) -> float:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import numpy as np
 import trio
 from blake3 import blake3
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.pipeline.check.ledger import Ledger, Side, spans
 from swarmllm.pipeline.check.recompute import RecomputeTask, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.notary import NoNotary
 from swarmllm.swarm.router import Router
-from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import CHECKED_ROWS_MAX
@@ -29,6 +32,14 @@ class EvidenceAbsent(Exception):
     """Rows that are not kept any more, or of which a node says so."""
 
 
+class OtherRows(Exception):
+    """A node shows other rows than it has signed for."""
+
+    def __init__(self, node_id: NodeId) -> None:
+        super().__init__(node_id)
+        self.node_id = node_id
+
+
 async def rows_here(
     compute: Compute, context: RequestContext, boundary: int, position: int, n_rows: int
 ) -> Tensor:
@@ -38,7 +49,9 @@ async def rows_here(
     )
 
 
-async def answer(compute: Compute, context: RequestContext | None, request: FetchRows) -> RowsPiece:
+async def answer(
+    compute: Compute, context: RequestContext | None, request: FetchRows, notary: NoNotary | None = None
+) -> RowsPiece:
     """The stage's side. `context`: of a request that the asking node is the origin of."""
     absent = RowsPiece(request_id=request.request_id, known=False)
     if context is None:
@@ -61,7 +74,14 @@ async def answer(compute: Compute, context: RequestContext | None, request: Fetc
     data = np.ascontiguousarray(rows, _F32).tobytes()
     digest = blake3(data).digest()
     kept = memoryview(b"" if request.digest_only else data)
-    return RowsPiece(request_id=request.request_id, known=True, digest=digest, rows=kept)
+    said = None if notary is None else notary.signed_for(request.boundary, request.position, digest)
+    return RowsPiece(
+        request_id=request.request_id,
+        known=True,
+        digest=digest,
+        rows=kept,
+        commitment=UNSET if said is None else encode_job(said)[0],
+    )
 
 
 def token_evidence(
@@ -88,18 +108,26 @@ class Collector:
     """The origin's side, for one request that is over and whose stages are held."""
 
     def __init__(
-        self, router: Router, compute: Compute, context: RequestContext, tokens: Tensor, chunk_tokens: int
+        self,
+        router: Router,
+        compute: Compute,
+        context: RequestContext,
+        tokens: Tensor,
+        chunk_tokens: int,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`tokens`: i32, all that were computed; the prompt was in chunks of so many."""
+        """`tokens`: i32, all that were computed; the prompt was in chunks of so many. `ledger`: what the
+        stages have said of their rows before anybody knew that these are looked at."""
         self._router = router
         self._compute = compute
         self._context = context
         self._tokens = tokens
         self._chunk_tokens = chunk_tokens
         self._row_bytes = context.n_embd * _F32.itemsize
+        self._ledger = ledger
 
     async def collect(self, stage: int, stretch: Stretch) -> Evidence:
-        """Raises NotThere, SwarmLLMError."""
+        """Raises EvidenceAbsent, OtherRows, SwarmLLMError."""
         view = self._context.view
         layers = view.layers(stage)
         node_id, next_id = view.stages[stage].node_id, view.stages[stage + 1].node_id
@@ -112,30 +140,58 @@ class Collector:
         else:
             before = view.stages[stage - 1].node_id
             came_in = await self._from_the_start(before, layers.start, stretch.end)
+            self._require_own(stage - 1, "sent", 0, came_in)
             if before != view.node_id:
-                is_agreed = await self._has(node_id, layers.start, came_in)
+                is_agreed = await self._is_agreed(stage - 1, layers.start, came_in)
+        sent = await self._told(node_id, layers.end, stretch)
+        received = await self._told(next_id, layers.end, stretch)
+        self._require_own(stage, "sent", stretch.position, sent)
+        self._require_own(stage + 1, "received", stretch.position, received)
         return Evidence(
             np.ascontiguousarray(came_in, _F32),
             stretch.n_rows,
-            await self._told(node_id, layers.end, stretch),
-            await self._told(next_id, layers.end, stretch),
-            next_id == view.node_id,
+            sent,
+            received,
+            next_id == view.node_id or self._has_settled(stage, stretch),
             is_agreed,
             self._context.rounds(stage),
         )
 
+    def _require_own(self, stage: int, side: Side, position: int, rows: Tensor | None) -> None:
+        """What a stage shows is what it has signed for, as far as it has. Raises OtherRows."""
+        node_id = self._context.view.stages[stage].node_id
+        if self._ledger is None or rows is None or node_id == self._context.view.node_id:
+            return
+        for start, n_rows in spans(position, len(rows)):
+            said = self._ledger.said(stage, side, start, n_rows)
+            part = rows[start - position : start - position + n_rows]
+            if said is not None and said != blake3(np.ascontiguousarray(part, _F32).tobytes()).digest():
+                raise OtherRows(node_id)
+
+    def _has_settled(self, stage: int, stretch: Stretch) -> bool:
+        """Both sides of a boundary have signed for the same rows."""
+        return self._ledger is not None and self._ledger.is_agreed(stage, stretch.position, stretch.n_rows)
+
+    async def _is_agreed(self, stage: int, boundary: int, came_in: Tensor) -> bool | None:
+        """Whether the stage after `stage` says that these rows came to it. It cannot take back that it has
+        signed for them."""
+        if self._ledger is not None and self._ledger.is_agreed(stage, 0, len(came_in)):
+            return True
+        return await self._has(self._context.view.stages[stage + 1].node_id, boundary, came_in)
+
     async def collect_tokens(
         self, drawn: Stretch, generated: tuple[int, ...], *, is_ended: bool
     ) -> TokenEvidence:
-        """See `token_evidence`. Raises NotThere, SwarmLLMError."""
+        """See `token_evidence`. Raises EvidenceAbsent, OtherRows, SwarmLLMError."""
         view = self._context.view
         start = view.layers(view.last).start
         n_rows = self._context.n_prompt_tokens + drawn.end - 1
         before = view.stages[-2].node_id
         came_in = await self._from_the_start(before, start, n_rows)
+        self._require_own(view.last - 1, "sent", 0, came_in)
         is_agreed: bool | None = True
         if before != view.node_id:
-            is_agreed = await self._has(view.stages[-1].node_id, start, came_in)
+            is_agreed = await self._is_agreed(view.last - 1, start, came_in)
         return token_evidence(came_in, drawn, generated, is_agreed=is_agreed, is_ended=is_ended)
 
     async def _from_the_start(self, node_id: NodeId, boundary: int, n_rows: int) -> Tensor:

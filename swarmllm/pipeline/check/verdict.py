@@ -62,7 +62,7 @@ class Evidence:
     received: Tensor | None
     """From it, as the next one says."""
     is_received_here: bool
-    """The next one is this node."""
+    """The next one is this node, or both have signed for the same rows."""
     is_agreed: bool | None
     """The stage says that the same rows came in; None: it does not say. (Of rows that this node sent,
     true.)"""

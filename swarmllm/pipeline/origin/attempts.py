@@ -109,6 +109,10 @@ class Attempts:
         """Failures are told to the swarm from here on, by tasks of `nursery`."""
         self._start_soon = partial(spawn, nursery, "request")
 
+    def asked(self, assignment: PipelineAssignment) -> PipelineAssignment:
+        """The same, with what is asked of stages that can do it."""
+        return self._checker.commitments.asked(assignment)
+
     def open(
         self,
         request: OriginRequest,
@@ -164,6 +168,7 @@ class Attempts:
             chain.checked_stage = None
         session = self._sessions.open(context, chain)
         request.chain, request.assigned_s = chain, trio.current_time()
+        self._checker.commitments.opened(chain)
         try:
             start = await self._agree(request, chain, session, assignment, weigh)
             if chain.failure is not None:
@@ -186,6 +191,7 @@ class Attempts:
             raise
         finally:
             self._requests.closed(chain)
+            self._checker.commitments.closed(chain)
             judge(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
@@ -306,8 +312,9 @@ class Attempts:
 
     # Of the chains.
 
-    def count_repeat(self) -> None:
+    def repeats(self, chain: Chain, position: int) -> None:
         self._counts.repeats += 1
+        self._checker.commitments.repeated(chain, position)
 
     async def look(self, chain: Chain) -> None:
         """It has been silent, or is too slow: who is at work, and is that worth waiting for?"""

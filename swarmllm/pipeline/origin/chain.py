@@ -68,8 +68,8 @@ class Watch(Protocol):
         """Nothing has come of it for a while: who is at work, and is that worth waiting for?"""
         ...
 
-    def count_repeat(self) -> None:
-        """A job is repeated after damage."""
+    def repeats(self, chain: Chain, position: int) -> None:
+        """A job is repeated after damage, with what is behind it."""
         ...
 
 
@@ -452,7 +452,7 @@ class Chain:
 
     def _repeat(self, sender: NodeId, position: int) -> None:
         self._n_repeats += 1
-        self._watch.count_repeat()
+        self._watch.repeats(self, position)
         if self._n_repeats > MAX_REPEATS:
             # One of them damages what it sends, or the other one says so.
             before = {node_id for node_id in self.node_ids if self.context.view.hands_to(node_id, sender)}

@@ -89,7 +89,7 @@ class PipelineOpener:
         accepted: Assembly | None = None
         may_weigh = not request.generated
         for n_changes in range(CHANGES_MAX + 2):
-            assignment = request.assignment(assembly, self._node_id)
+            assignment = self._attempts.asked(request.assignment(assembly, self._node_id))
             request.tried.append(Attempt(assignment.request_id, assembly))
             context = request_context(assignment, request.entry, self._node_id)
             kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""

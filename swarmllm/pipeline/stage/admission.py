@@ -28,6 +28,8 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, OriginShares, StagePlace, held_here
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
+from swarmllm.pipeline.stage.notary import NoNotary
+from swarmllm.pipeline.stage.refusals import Refusals
 from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
@@ -84,6 +86,9 @@ class Sessions:
     budget: ByteBudget = field(default_factory=ByteBudget)
     on_prompt: Callable[[RequestContext, Tensor], None] = lambda context, prompt: None
     """Has the worker of the last stage, which is here, guess from a prompt (i32)."""
+    notary_of: Callable[[RequestContext, Refusals], NoNotary] = lambda context, refusals: NoNotary()
+    """Who signs for the rows of a request."""
+    refusals: Refusals = field(default_factory=Refusals)
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
@@ -216,6 +221,7 @@ class Sessions:
             owner=self,
             trust=self.trust,
             budget=self.budget,
+            notary=self.notary_of(context, self.refusals),
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session
@@ -258,10 +264,10 @@ class Sessions:
         rows = session.rows() if known and session is not None else NO_ROWS
         return StageState(request_id=request_id, known=known, busy=busy, n_received=rows[0], n_sent=rows[1])
 
-    def context_for(self, sender: NodeId, request_id: str) -> RequestContext | None:
+    def session_for(self, sender: NodeId, request_id: str) -> Session | None:
         """Of a request of this origin that runs or is held here."""
         session = self.by_request.get(request_id)
-        return session.context if session is not None and session.view.origin == sender else None
+        return session if session is not None and session.view.origin == sender else None
 
     def n_for_others(self) -> int:
         return sum(map(self._is_of_others, self.all_running()))

@@ -28,9 +28,12 @@ NOT_THE_REPORTERS_FAULT: Final = frozenset({NodeUnreachable.code, DeadlineExceed
 MESSAGE_MAX: Final = 2000
 
 
-def report_of(request_id: str, node_id: NodeId, kind: str, text: str) -> PipelineError:
-    """`node_id`: where it failed, which is not always the node that says so."""
-    return PipelineError(request_id=request_id, node_id=node_id, kind=kind, message=text[:MESSAGE_MAX])
+def report_of(request_id: str, node_id: NodeId, kind: str, text: str, position: int = 0) -> PipelineError:
+    """`node_id`: where it failed, which is not always the node that says so. `position`: of rows that are
+    refused, the first bad one."""
+    return PipelineError(
+        request_id=request_id, node_id=node_id, kind=kind, message=text[:MESSAGE_MAX], position=position
+    )
 
 
 def damage_report(request_id: str, node_id: NodeId, position: int) -> PipelineError:

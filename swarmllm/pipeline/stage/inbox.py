@@ -10,10 +10,12 @@ import trio
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.log_filter import provoked_by
+from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.recompute import Replies
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm.pipeline.stage.failure_reports import BAD_ROWS
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.swarm.peers.trust import Deed, NodeTrust
 from swarmllm_proto.codec import decode_job, decode_request
@@ -42,6 +44,8 @@ class Inbox:
     suspects: Suspects
     counts: PipelineStatistics
     trust: NodeTrust
+    commitments: Commitments
+    """Of stages, for requests of this node's clients."""
     replies: Replies = field(default_factory=Replies)
     """To checks."""
     cancel_picture: Callable[[NodeId, str], bool] = lambda sender, request_id: False
@@ -83,7 +87,7 @@ class Inbox:
             session = self.sessions.running(message.request_id)
             accepted = session is not None and session.arrive_replay(sender, message)
         elif isinstance(message, RowsCommitment):
-            accepted = False
+            accepted = self._take_commitment(sender, message)
         elif isinstance(message, CancelInference):
             accepted = self.cancel_picture(sender, message.request_id) or self.sessions.cancel(
                 sender, message.request_id, message.prefixes, hold=message.hold
@@ -96,6 +100,8 @@ class Inbox:
                 self.trust.note(sender, Deed.BROKE_PROTOCOL, "a token of a request that it has no token of")
             elif chain is not None:
                 chain.receive(sender, message, payload)
+                if isinstance(message, PipelineError) and message.kind == BAD_ROWS:
+                    self.commitments.accused(sender, message)
             elif isinstance(message, PipelineError) and message.node_id not in (own, sender):
                 # (Who speaks of itself reports, too late, to the origin of a pipeline that has broken.)
                 self.suspects.accuse(sender, message.node_id, trio.current_time())
@@ -104,3 +110,10 @@ class Inbox:
                 accepted = self.replies.take(sender, message, payload)
         if not accepted:
             self.counts.messages_ignored += 1
+
+    def _take_commitment(self, sender: NodeId, message: RowsCommitment) -> bool:
+        session = self.sessions.by_request.get(message.request_id)
+        heard = session.notary.hears(sender, message) if session is not None else None
+        if heard is False:
+            self.trust.note(sender, Deed.BROKE_PROTOCOL, "it signed for rows that it does not send here")
+        return self.commitments.take(sender, message) or heard is not None

@@ -8,9 +8,24 @@ everything else. `python -m swarmllm.pipeline.stage.lifecycle` prints the diagra
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from swarmllm.state_table import StateTable
+
+Session = TypeVar("Session", contravariant=True)
+
+
+class SessionOwner(Protocol[Session]):
+    """Keeps the sessions of a node."""
+
+    def hold(self, session: Session) -> None:
+        """It is over, and what it has here is held for another request."""
+
+    def close(self, session: Session) -> None:
+        """Nothing of it is left here."""
+
+    def computed(self, session: Session, n_tokens: int) -> None:
+        """The first of its stages here has computed so many rows of tokens after the prompt."""
 
 
 class SessionState(StrEnum):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Protocol
 
 import trio
 from msgspec import UNSET, UnsetType
@@ -41,7 +40,15 @@ from swarmllm.pipeline.repair.probing import MOVED_BYTES
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
-from swarmllm.pipeline.stage.lifecycle import AT_WORK, LIFECYCLE, OVER, SessionEvent, SessionState
+from swarmllm.pipeline.stage.lifecycle import (
+    AT_WORK,
+    LIFECYCLE,
+    OVER,
+    SessionEvent,
+    SessionOwner,
+    SessionState,
+)
+from swarmllm.pipeline.stage.notary import NoNotary
 from swarmllm.pipeline.stage.session_queue import (
     GivenPrompt,
     Item,
@@ -78,19 +85,6 @@ LINK_REPORT_S = 5.0
 NO_ROWS = UNSET, UNSET
 
 
-class SessionOwner(Protocol):
-    """Keeps the sessions of a node."""
-
-    def hold(self, session: Session) -> None:
-        """It is over, and what it has here is held for another request."""
-
-    def close(self, session: Session) -> None:
-        """Nothing of it is left here."""
-
-    def computed(self, session: Session, n_tokens: int) -> None:
-        """The first of its stages here has computed so many rows of tokens after the prompt."""
-
-
 class Session:
     """Everything that this node keeps of one request."""
 
@@ -103,9 +97,10 @@ class Session:
         silence_timeout_s: float,
         origin_side: OriginSide | None = None,
         hold_s: float = 0.0,
-        owner: SessionOwner | None = None,
+        owner: SessionOwner[Session] | None = None,
         trust: NodeTrust | None = None,
         budget: ByteBudget | None = None,
+        notary: NoNotary | None = None,
     ) -> None:
         """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
         self.context = context
@@ -115,9 +110,10 @@ class Session:
         self.done = trio.Event()
         """Its work is over, and what it has here is freed or held."""
         self.n_jobs = 0
+        self.notary = notary or NoNotary()
         self._compute = compute
         self._router = router
-        self._walker = Walker(context, compute, router, origin_side)
+        self._walker = Walker(context, compute, router, origin_side, self.notary)
         self._origin_side = origin_side
         self.prefixes: tuple[StageBlocks, ...] = ()
         """What the origin called the rows in the end; without it they are kept as they were first named."""
@@ -232,7 +228,8 @@ class Session:
         except BadTensor as error:
             deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
             self._trust.note(sender, deed, str(error))
-            self._refuse_rows(sender, BAD_ROWS, str(error))
+            first = self.notary.refused(message.stage, message.position, error)
+            self._refuse_rows(sender, BAD_ROWS, str(error), first)
             return True
         self._received.add(stage, message.position, message.n_tokens)
         # What came packed takes more memory than it took on the way.
@@ -272,6 +269,7 @@ class Session:
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._computed(stage, n_rows)
+            self.notary.turned(stage, n_jobs)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
@@ -288,10 +286,10 @@ class Session:
         elif node_id in self.view.node_ids and self._origin_side is None:
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
-    def _refuse_rows(self, sender: NodeId, kind: str, text: str) -> None:
-        """The request cannot go on here because of who sent them."""
+    def _refuse_rows(self, sender: NodeId, kind: str, text: str, position: int = 0) -> None:
+        """The request cannot go on here because of who sent them. `position`: of the first bad one."""
         if self._origin_side is None:
-            told = report_of(self.context.request_id, sender, kind, f"job refused: {text}")
+            told = report_of(self.context.request_id, sender, kind, f"job refused: {text}", position)
             self._put(Report(told, ends=True), event=SessionEvent.FAILURE)
             return
         if kind == BAD_ROWS:
@@ -468,6 +466,7 @@ class Session:
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(partial(self._walker.cancel_at, node_id, hold=hold))
             if self.view.runs_layers:
+                await self.notary.finish()
                 if hold:
                     nursery.start_soon(self._walker.hold_slot, self._hold_s)
                 else:

@@ -62,7 +62,16 @@ Item: TypeAlias = Job | Report | RelayedJob | GivenPrompt | ReplayRows
 
 
 class NotFinite(BadTensor):
-    """No layer computes this from what is finite: it came broken."""
+    """No layer computes this from what is finite: it came broken. `rows`: f32 [n, n_embd]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__("tensor", "numbers that are not finite")
+        self.rows = rows
+
+    @property
+    def first(self) -> int:
+        """Index of the first of them."""
+        return int(np.argmin(np.isfinite(self.rows).all(axis=1)))
 
 
 def read_job(
@@ -94,14 +103,17 @@ def read_job(
         return job
     if len(message.timings) > message.stage:
         raise BadTensor("timings", "more stages than the job has passed")
+    n_given = context.n_given_tokens
     tensor = unpack_rows(payload, n_rows=message.n_tokens, width=context.n_embd)
     due = (message.n_tokens, context.n_embd)
     if tensor.dtype != np.float32 or tensor.shape != due:
         raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
     if not message.n_tokens:
         raise BadTensor("n_tokens", "no rows")
+    if message.position < n_given < message.position + message.n_tokens:
+        raise BadTensor("n_tokens", f"more rows than the {n_given} of the prompt")
     if not np.isfinite(tensor).all():
-        raise NotFinite("tensor", "numbers that are not finite")
+        raise NotFinite(tensor)
     job.tensor = tensor
     return job
 

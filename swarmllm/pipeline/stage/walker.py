@@ -36,6 +36,7 @@ from swarmllm.pipeline.processor import (
 )
 from swarmllm.pipeline.request import OriginMessage, OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.notary import NoNotary
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.forward_result import Want
 from swarmllm.workerpool.ring import NO_RING, RingHint
@@ -73,7 +74,12 @@ def is_unchecked(error: SwarmLLMError) -> bool:
 
 class Walker:
     def __init__(
-        self, context: RequestContext, compute: Compute, router: Router, origin_side: OriginSide | None
+        self,
+        context: RequestContext,
+        compute: Compute,
+        router: Router,
+        origin_side: OriginSide | None,
+        notary: NoNotary | None = None,
     ) -> None:
         self._context = context
         self._view = context.view
@@ -81,6 +87,7 @@ class Walker:
         self._compute = compute
         self._router = router
         self._origin_side = origin_side
+        self._notary = notary or NoNotary()
         self._has_sampled = False
         self.n_sent = 0
         """Rows below this have left this node."""
@@ -252,13 +259,17 @@ class Walker:
             rounded=self._context.rounds(stage),
             exact_rows=self._context.exact_rows,
         )
+        is_finite = result.tensor is None or bool(np.isfinite(result.tensor).all())
+        if is_finite:
+            is_chunk = job.position < self._context.n_given_tokens
+            self._notary.computed(stage, job.position, job.n_tokens if is_chunk else 1)
         if result.onward and result.token is None:
             return self._advance(job, JobState.PROCESS_LAYERS, JobOutcome.PASSED_ON)
         self._has_sampled |= samples
         job.is_passed_on, job.resent = result.onward, False
         job.tensor, job.sampled, job.piece = result.tensor, result.token, result.piece
         job.scores = result.scores
-        if job.tensor is not None and not np.isfinite(job.tensor).all():
+        if not is_finite:
             # Finite rows can be so large that no layer makes numbers of them: not to be passed on.
             raise WorkerError("what the layers make of these rows is no number", kind=NOT_FINITE)
         if job.until == stage:
