@@ -125,6 +125,7 @@ async def test_rows_are_signed_for_when_a_stretch_is_full_and_the_rest_at_the_en
     assert parts.spans == [(0, 32)]
     for position in range(60, 70):
         parts.notary.computed(1, position, 1)
+    parts.n_rows = 70
     await parts.work()
     assert parts.spans == [(0, 32), (32, 32)]
     await parts.notary.finish()
@@ -166,7 +167,7 @@ async def test_rows_before_the_first_one_that_came_are_not_signed_for() -> None:
 
 @pytest.mark.parametrize("missing", [2, 1])
 async def test_rows_that_the_worker_does_not_keep_are_not_signed_for(missing: int) -> None:
-    parts = Parts()
+    parts = Parts(n_rows=64)
     parts.missing = {missing}
     parts.notary.computed(1, 0, 64)
     await parts.work()

@@ -82,8 +82,6 @@ class _Stage:
     """Rows below this are signed for; a multiple of a stretch's."""
     n_final: int = 0
     has_begun: bool = False
-    has_links: bool = False
-    """Rows came by links, of which is known that there are at least so many."""
     is_over: bool = False
     """The worker does not have the rows any more."""
 
@@ -133,7 +131,6 @@ class Notary(NoNotary):
         """So many jobs, of a row at least, went through the worker by links."""
         if (own := self._stages.get(stage)) is not None and own.has_begun:
             own.n_final += n_jobs
-            own.has_links = True
             self._look()
 
     def hears(self, sender: NodeId, said: RowsCommitment) -> bool | None:
@@ -204,8 +201,8 @@ class Notary(NoNotary):
                 if not stage.has_begun:
                     continue
                 await self._commit(stage, stage.n_final // STRETCH_ROWS * STRETCH_ROWS)
-                while stage.has_links and not stage.is_over:
-                    # What went by links since the worker's last sign of life.
+                while not stage.is_over:
+                    # What may have gone by links since the worker's last sign of life.
                     await self._commit(stage, stage.next + STRETCH_ROWS)
                 stage.is_over = False
                 await self._commit(stage, stage.n_final)
