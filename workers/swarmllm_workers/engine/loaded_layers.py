@@ -17,6 +17,7 @@ The whole model as one range is the original file, and other ranges run straight
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,7 @@ class LoadedLayers:
         then."""
         self._cuts.check(start, end)
         missing = subtract([(start, end)], self._held)
+        yield from self._predicting(self._cuts.pieces(missing))
         self._footprint.refuse(self._cuts.pieces(missing), self.open)
         opened = yield partial(self._maker.open_all, self._cuts.pieces(missing), progress)
         self._segments += opened
@@ -104,6 +106,7 @@ class LoadedLayers:
             yield from self.closing(old)
         self._cuts.leave_out(skip_ratio)
         try:
+            yield from self._predicting(self._cuts.pieces(whole))
             if not is_idle:
                 self._footprint.refuse(self._cuts.pieces(whole), self.open)
             opened = yield partial(self._maker.open_all, self._cuts.pieces(whole), progress)
@@ -145,7 +148,7 @@ class LoadedLayers:
         pieces = subtract([(s.start, s.end) for s in affected if s in self._segments], [(start, end)])
         done_bytes = sum(segment.weights_bytes for segment in affected)
         again = self._cuts.pieces(pieces)
-        total_bytes = done_bytes + self._footprint.predicted(again).weights_bytes
+        total_bytes = done_bytes + self._footprint.weights_bytes(again)
         tell = progress or (lambda done, total: None)
         self._held = remaining
         yield from self.closing(affected)
@@ -183,6 +186,10 @@ class LoadedLayers:
         if self.find_segments(start, end) is None:
             yield from self._cutting_at(start, end)
 
+    def _predicting(self, pieces: Sequence[Range]) -> Operation[None]:
+        """Find out what they will take, beside steps: asked again, it is known."""
+        yield partial(self._footprint.predicted, pieces)
+
     def _is_simple(self, start: int, end: int) -> bool:
         reaching = [s for s in self._segments if s.start < start < s.end or s.start < end < s.end]
         n_more = sum(s.start < at < s.end for s in reaching for at in {start, end})
@@ -196,6 +203,7 @@ class LoadedLayers:
         """Load what is held and has lost its segment, for want of room at the time."""
         gaps = subtract(self._held, [(segment.start, segment.end) for segment in self._segments])
         if gaps:
+            yield from self._predicting(self._cuts.pieces(gaps))
             self._footprint.refuse(self._cuts.pieces(gaps), self.open)
             opened = yield partial(self._maker.open_all, self._cuts.pieces(gaps))
             self._segments += opened
@@ -212,6 +220,7 @@ class LoadedLayers:
             for piece in self._cuts.pieces(pairwise([segment.start, *inside, segment.end])):
                 if find_path(staying, *piece) is None and piece not in missing:
                     missing.append(piece)
+        yield from self._predicting(missing)
         idle = [segment for segment in cut if segment.is_idle]
         sharing = [segment for segment in cut if segment not in idle and self._maker.shares(segment)]
         self._footprint.refuse(missing, self.open, idle, sharing)

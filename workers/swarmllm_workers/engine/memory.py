@@ -1,9 +1,9 @@
-"""How much memory layers will take, from the header alone, and how much there is.
+"""How much memory layers will take, before they take it, and how much there is.
 
-Weights are the tensors' bytes. Keys and values follow from the heads and the context. Work space is what
-libllama reserves for the largest graph, 512 rows: without flash attention mostly the attention scores of one
-layer, which no header states; the factors here are those of libllama's own figures (`compute buffer size` in
-its log) for models of 12 to 24 layers, rounded up.
+Weights are the tensors' bytes. Keys, values and work space are what libllama works out for such layers
+(`rehearsal.py`). Where it does not say, on a GPU, they are estimated: keys and values follow from the heads
+and the context; work space is mostly the attention scores of one layer, for the largest graph of 512 rows,
+and the factors here are those of libllama's own figures for models of 12 to 24 layers, rounded up.
 
 Pages of a file that several segments have count once. Mapped weights count in full: they are read for every
 token, and a model that does not fit crawls.
@@ -22,6 +22,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.ranges import Range, join, merge
+from swarmllm_workers.engine.rehearsal import rehearse
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
@@ -60,7 +61,21 @@ class Memory:
         )
 
 
-def predict(
+def predict(source: GgufFile, n_layers: int, pieces: Iterable[Range], settings: EngineSettings) -> Memory:
+    """Of segments of these ranges, each with a KV cache and work space of its own, as libllama says. Of each
+    kind of piece it takes a while the first time."""
+    total = Memory()
+    for start, end in pieces:
+        taken = rehearse(source, start, end, settings, N_BATCH)
+        if taken is None:
+            total += estimate(source, n_layers, [(start, end)], settings)
+        else:
+            weights_bytes = _weights_bytes(source, start, end, has_head=end == n_layers)
+            total += Memory(weights_bytes, taken.kv_bytes, taken.work_bytes)
+    return total
+
+
+def estimate(
     source: GgufFile,
     n_layers: int,
     pieces: Iterable[Range],
@@ -68,8 +83,8 @@ def predict(
     *,
     n_batch: int = N_BATCH,
 ) -> Memory:
-    """Of segments of these ranges, each with a KV cache and work space of its own for batches of so many
-    rows."""
+    """The same from the header alone and at once, with more work space than is needed. `n_batch`: rows of
+    one batch at most."""
     total = Memory()
     for start, end in pieces:
         has_head = end == n_layers
@@ -262,8 +277,19 @@ class Footprint:
         """Weights that other workers of this node have mapped, or are mapping, as the daemon said last."""
 
     def predicted(self, pieces: Iterable[Range]) -> Memory:
-        """Of segments of these ranges that share nothing."""
+        """Of segments of these ranges that share nothing. Of each kind of range it takes a while the first
+        time."""
         return predict(self._source, self._n_layers, pieces, self._settings)
+
+    def weights_bytes(self, pieces: Iterable[Range]) -> int:
+        return estimate(self._source, self._n_layers, pieces, self._settings).weights_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """KV of one row in all layers, estimated."""
+        whole = [(0, self._n_layers)]
+        kv_bytes = estimate(self._source, self._n_layers, whole, self._settings).kv_bytes
+        return kv_bytes // self._settings.n_ctx
 
     def of(self, segments: Sequence[Segment]) -> Memory:
         """As predicted, but for what is mapped."""
@@ -271,14 +297,15 @@ class Footprint:
         own = weighing(segments)
         return replace(
             alone,
-            weights_bytes=self.predicted(_ranges(own)).weights_bytes,
+            weights_bytes=self.weights_bytes(_ranges(own)),
             mapped_bytes=sum(segment.mapped_bytes for segment in own),
         )
 
     def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
-        """Of segments of these ranges for one exact request of so many rows, over weights that are there."""
+        """Of segments of these ranges for one exact request of so many rows, over weights that are there; an
+        estimate, because it begins between two steps."""
         settings = exact_settings(self._settings, n_rows)
-        memory = predict(
+        memory = estimate(
             self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings)
         )
         return replace(memory, weights_bytes=0)
@@ -300,7 +327,7 @@ class Footprint:
         `leaving`: those of them that are closed before. `sharing`: those that stay, and of which pieces have
         the pages."""
         new = [piece for piece in pieces if not any(_holds(segment, piece) for segment in sharing)]
-        needed = replace(self.predicted(pieces), weights_bytes=self.predicted(new).weights_bytes)
+        needed = replace(self.predicted(pieces), weights_bytes=self.weights_bytes(new))
         what = f"layers {join(merge(pieces))} of {self._name}"
         refuse_beside(needed, what, self.of(held), self.of(leaving), self._settings, self.mapped_beside_bytes)
 

@@ -82,6 +82,35 @@ def exact_settings(settings: EngineSettings, n_rows: int) -> EngineSettings:
     )
 
 
+def n_sequences_of(settings: EngineSettings, *, is_recurrent: bool) -> int:
+    """Beyond the slots: one for each entry of kept rows, one in which an entry is cut to size, and the last,
+    which has rows for as long as it takes to read them."""
+    n_kept = settings.prefixes.n_cells_entries
+    return settings.n_slots + (0 if is_recurrent or not n_kept else n_kept + 2)
+
+
+def n_outputs_of(n_sequences: int, *, has_head: bool) -> int:
+    return max(n_sequences, ROWS_MAX) if has_head else N_BATCH
+
+
+def context_settings(
+    settings: EngineSettings, *, is_recurrent: bool, has_head: bool, n_batch: int = N_BATCH
+) -> ContextSettings:
+    """Of a segment, without its tap."""
+    n_sequences = n_sequences_of(settings, is_recurrent=is_recurrent)
+    return ContextSettings(
+        n_ctx=settings.n_ctx,
+        n_slots=n_sequences,
+        n_threads=settings.n_threads,
+        threads=settings.threads,
+        kv_type=settings.kv_type,
+        flash_attention=settings.flash_attention,
+        n_outputs_max=min(n_outputs_of(n_sequences, has_head=has_head), n_batch),
+        n_batch=n_batch,
+        is_unwanted=settings.is_unwanted,
+    )
+
+
 class Span(NamedTuple):
     """Rows of one slot at positions [position, position + n)."""
 
@@ -146,11 +175,8 @@ class Segment:
         """Of the weights, what computing reads from mapped pages of the file that may be dropped. All,
         where nobody can say what libllama has copied."""
         self.is_recurrent = self._model.is_recurrent
-        n_kept = settings.prefixes.n_cells_entries
-        # Beyond the slots: one for each entry, one in which an entry is cut to size, and the last, which has
-        # rows for as long as it takes to read them.
-        n_sequences = settings.n_slots + (0 if self.is_recurrent or not n_kept else n_kept + 2)
-        self.n_outputs_max = max(n_sequences, ROWS_MAX) if self.has_head else N_BATCH
+        n_sequences = n_sequences_of(settings, is_recurrent=self.is_recurrent)
+        self.n_outputs_max = n_outputs_of(n_sequences, has_head=self.has_head)
         """Rows of one batch of which the head, or the tap, gives something."""
         self._cells = Cells(n_sequences)
         self.lengths = self._cells.lengths
@@ -163,29 +189,18 @@ class Segment:
             if self._model.has_encoder or not self._model.has_decoder:
                 raise CallError("bad_model", f"{path.name} is an encoder: it generates nothing")
             self._tap = self._make_tap(architecture)
-            self._context = self._make_context(n_sequences)
+            self._context = self._make_context()
         except CallError:
             self._model.close()
             raise
 
-    def _make_context(self, n_sequences: int, n_batch: int = N_BATCH) -> Context:
-        settings = self._settings
-        return Context(
-            self._model,
-            ContextSettings(
-                n_ctx=settings.n_ctx,
-                n_slots=n_sequences,
-                n_threads=settings.n_threads,
-                threads=settings.threads,
-                kv_type=settings.kv_type,
-                flash_attention=settings.flash_attention,
-                n_outputs_max=min(self.n_outputs_max, n_batch),
-                n_batch=n_batch,
-                eval_callback=self._tap.callback if self._tap else None,
-                eval_user_data=self._tap.user_data if self._tap else None,
-                is_unwanted=settings.is_unwanted,
-            ),
+    def _make_context(self, n_batch: int = N_BATCH) -> Context:
+        made = context_settings(
+            self._settings, is_recurrent=self.is_recurrent, has_head=self.has_head, n_batch=n_batch
         )
+        if self._tap is not None:
+            made = replace(made, eval_callback=self._tap.callback, eval_user_data=self._tap.user_data)
+        return Context(self._model, made)
 
     def apart(self, n_ctx: int) -> Segment:
         """The same layers for one request, with cells and a work space of its own, so that its rows have the
@@ -198,7 +213,7 @@ class Segment:
         other._cells = Cells(n_sequences)
         other.lengths = other._cells.lengths
         other._tap = other._make_tap(self._architecture)
-        other._context = other._make_context(n_sequences, rows_of_exact_batch(self._settings))
+        other._context = other._make_context(rows_of_exact_batch(self._settings))
         self.apart_segments.append(other)
         return other
 

@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -226,6 +227,18 @@ class Part:
 
         for path, each in runs.items():
             read_anew(path, each, on_read)
+
+
+@contextmanager
+def header_file(part: Part) -> Iterator[Path]:
+    """A file of the part's size with its header and nothing else; on Linux."""
+    file = os.memfd_create("header", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(file, part.header, 0)
+        os.ftruncate(file, part.size_bytes)
+        yield Path(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
 
 
 class Stub:

@@ -19,7 +19,6 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Buffer, Name
-from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kv_state import BadState, join_states, n_cells
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
@@ -125,7 +124,7 @@ class PrefixHandlers:
             found = ipc.PrefixLookedUp(
                 id=message.id,
                 n_blocks=engine.prefixes.look_up(where, name),
-                row_bytes=_row_bytes(engine),
+                row_bytes=engine.footprint.row_bytes,
                 kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
             )
         self._state.send(found)
@@ -148,7 +147,7 @@ class PrefixHandlers:
         where = engine.layers.find_segments(message.start, message.end)
         if message.n_rows:
             rows = None
-            if where is not None and message.n_rows * _row_bytes(engine) <= PREFIX_KV_MAX:
+            if where is not None and message.n_rows * engine.footprint.row_bytes <= PREFIX_KV_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
             self._state.parsing.begin(
                 self._sending(message, name, rows), partial(self._state.fail, message.id)
@@ -253,11 +252,6 @@ def _names(payload: memoryview) -> tuple[bytes, ...]:
         return split_names(payload)
     except BadMessage as error:
         raise CallError("bad_message", error.reason, error.field) from None
-
-
-def _row_bytes(engine: Engine) -> int:
-    """KV of one row in all layers, as predicted."""
-    return engine.footprint.predicted([(0, engine.n_layers)]).kv_bytes // engine.settings.n_ctx
 
 
 def _joined(parts: Sequence[memoryview]) -> tuple[Snapshot, list[tuple[Buffer, int]]]:
