@@ -64,7 +64,7 @@ def call(path: str, body: dict[str, Any]) -> None:
 
 def preset(asked: argparse.Namespace) -> dict[str, Any]:
     said: dict[str, Any] = {"sampling": {"temperature": asked.temp, "seed": asked.seed}}
-    if asked.n_predict:
+    if asked.n_predict and asked.n_predict > 0:
         said["max_tokens"] = asked.n_predict
     if asked.chat_template_file:
         said["template"] = Path(asked.chat_template_file).read_text()
