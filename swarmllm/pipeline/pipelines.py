@@ -124,10 +124,18 @@ class Pipelines:
         self._suspects = Suspects()
         budget = budget or ByteBudget()
         self._links = links or NoStageLinks()
-        self._sessions = Sessions(
-            pool, router, catalogue, settings, self._start_session, trust, budget, self._links.tell_prompt
-        )
         self._requests = OriginRequests()
+        self._sessions = Sessions(
+            pool,
+            router,
+            catalogue,
+            settings,
+            self._start_session,
+            trust,
+            budget,
+            self._links.tell_prompt,
+            held_by_own=self._requests.held,
+        )
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
             router,

@@ -20,6 +20,7 @@ from bench.place_shares import KINDS, NEW, fair_share, run
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import (
     FADES_S,
     FIRST_JOB_S,
@@ -29,8 +30,10 @@ from swarmllm.pipeline.stage.capacity import (
     WANT_S,
     OriginShares,
     Shares,
+    StageAdmission,
     StagePlace,
 )
+from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
@@ -407,3 +410,77 @@ async def test_requests_of_one_origin_side_by_side_are_all_answered(n: int) -> N
     async with open_swarm(pools) as swarm, trio.open_nursery() as nursery:
         for _ in range(n):
             nursery.start_soon(ask, swarm)
+
+
+def cells(*held: tuple[str, int], assigned_s: float = 90.0, has_begun: bool = True) -> list[HeldCells]:
+    """(node, cells of a prompt of it)"""
+    return [
+        HeldCells(StagePlace(f"{node_id}-{index}", node_id, assigned_s, has_begun), n_cells)
+        for index, (node_id, n_cells) in enumerate(held)
+    ]
+
+
+def asks(
+    origin: str, n_cells: int, taken: list[HeldCells], *, own: int = 0, now_s: float = 100.0, earned: str = ""
+) -> StageAdmission:
+    trusted = {node_id_named(letter) for letter in earned}
+    return ask_for_cells(origin, n_cells, taken, own, 1000, now_s, trusted.__contains__)
+
+
+def test_a_prompt_takes_all_cells_while_nobody_else_is_there() -> None:
+    assert asks(A, 999, []).is_granted
+    assert asks(A, 999, cells((A, 999))).is_granted  # What fits, the worker says.
+    assert asks(B, 300, cells((A, 700))).is_granted
+
+
+def test_beside_others_no_prompt_takes_more_than_its_share_once_not_all_fit() -> None:
+    others = cells(*((node_id_named(letter), 60) for letter in "abcdefghi"))
+    assert not asks(M, 999, others).is_granted
+    assert not asks(M, 470, others).is_granted
+    assert asks(M, 460, others).is_granted  # All fit.
+    assert not asks(A, 600, others).is_granted
+    assert asks(M, 100, cells(*((node_id_named(letter), 105) for letter in "abcdefghi"))).is_granted
+
+
+def test_what_is_above_the_share_gives_way_after_its_turn_the_largest_first() -> None:
+    taken = cells((A, 500), (A, 300), (B, 150))
+    asked = asks(M, 100, taken, now_s=90.0 + TURN_S)
+    assert (asked.is_granted, asked.instead_of) == (True, f"{A}-0")
+    assert asks(M, 100, taken, now_s=89.0 + TURN_S) == StageAdmission(is_granted=True)
+    unused = [*taken, *cells((A, 40), has_begun=False)]
+    assert asks(M, 100, unused).instead_of == f"{A}-0"
+
+
+def test_own_users_are_one_of_those_who_share() -> None:
+    assert asks(A, 600, cells((A, 100)), own=300).is_granted
+    assert not asks(A, 600, [], own=500).is_granted
+    assert not asks(A, 401, cells((B, 200)), own=400).is_granted
+    assert asks(A, 333, cells((B, 300)), own=400, earned="ab").is_granted
+
+
+def test_new_identities_share_what_one_trusted_origin_has() -> None:
+    crowd = cells(*((node_id_named(letter), 100) for letter in "bcdefghi"))
+    assert asks(A, 500, crowd, earned="a").is_granted
+    assert not asks(A, 500, crowd).is_granted
+    assert asks(A, 500, crowd, earned="a", now_s=90.0 + TURN_S).instead_of is not None
+    assert not asks(M, 120, [*crowd, *cells((A, 200))], earned="a").is_granted
+
+
+async def test_a_prompt_as_long_as_the_context_leaves_others_theirs(patient_clock: MockClock) -> None:
+    """A member holds most cells of a node and gives nothing; another one is answered within its share."""
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
+    async with open_swarm(pools, settings=PipelineSettings(n_ctx=64)) as swarm:
+        assert await assign_and_be_silent(swarm, 60)
+        assert await assign_and_be_silent(swarm, 60)
+        assert await ask(swarm) == await uncut(PROMPT, 6)
+        assert swarm[A].trust.score(M) >= NEUTRAL
+
+
+async def test_while_others_hold_cells_a_prompt_above_the_share_is_refused_for_now(
+    patient_clock: MockClock,
+) -> None:
+    pools = {A: FakePool("0:4"), M: FakePool("4:8"), H: FakePool("8:12"), LIAR: FakePool()}
+    async with open_swarm(pools, settings=PipelineSettings(n_ctx=64)) as swarm:
+        assert await assign_and_be_silent(swarm, 20, origin=A)
+        assert not await assign_and_be_silent(swarm, 50)
+        assert await assign_and_be_silent(swarm, 32)

@@ -161,6 +161,10 @@ class OriginRequests:
     def __iter__(self) -> Iterator[OriginRequest]:
         return iter(self._by_id.values())
 
+    def held(self) -> list[HeldCapacity]:
+        """By them on this node."""
+        return [*filter(None, (request.held for request in self))]
+
     @contextmanager
     def under_way(self, request: OriginRequest) -> Iterator[None]:
         self.add(request)

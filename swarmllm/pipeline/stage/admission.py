@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,15 @@ from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.origin.prefixes import ANSWER_TIMEOUT_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.capacity import FIRST_JOB_S, HeldCapacity, OriginShares, StagePlace, held_here
+from swarmllm.pipeline.stage.capacity import (
+    FIRST_JOB_S,
+    HeldCapacity,
+    OriginShares,
+    StageAdmission,
+    StagePlace,
+    held_here,
+)
+from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
 from swarmllm.pipeline.stage.notary import NoNotary
@@ -89,6 +97,8 @@ class Sessions:
     notary_of: Callable[[RequestContext, Refusals], NoNotary] = lambda context, refusals: NoNotary()
     """Who signs for the rows of a request."""
     refusals: Refusals = field(default_factory=Refusals)
+    held_by_own: Callable[[], Iterable[HeldCapacity]] = lambda: ()
+    """By the requests of this node's own users."""
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
@@ -328,6 +338,8 @@ class Sessions:
         self._check_prompt(context)
         self._check_scored(context)
         settings, origin = self.settings, assignment.origin
+        if not self._make_cells(context):
+            raise StageBusy("others need the cells for their prompts")
         if not self._make_room(origin, None, settings.max_stage_requests):
             raise StageBusy(f"this node takes part in {settings.max_stage_requests} requests already")
         if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
@@ -344,13 +356,43 @@ class Sessions:
         """For one more request, of any model or of this one."""
         shares = self._shares.setdefault(model_id, OriginShares(capacity))
         places = [
-            StagePlace(session.context.request_id, session.view.origin, session.assigned_s, session.has_begun)
+            self._place(session) for session in self.all_running() if self._is_of_others(session, model_id)
+        ]
+        admission = shares.ask(origin, places, trio.current_time(), self._has_earned)
+        return self._settled(admission)
+
+    def _make_cells(self, context: RequestContext) -> bool:
+        """For the prompt of one more request."""
+        model_id = context.model.model_id
+        taken = [
+            HeldCells(self._place(session), session.context.n_given_tokens)
             for session in self.all_running()
             if self._is_of_others(session, model_id)
         ]
-        admission = shares.ask(
-            origin, places, trio.current_time(), lambda each: self.trust.score(each) >= EARNED_MIN
+        own = sum(each.n_prompt_tokens for each in self.held_by_own() if each.model_id == model_id)
+        n_ctx = self.compute.context_sizes().get(model_id, self.settings.n_ctx)
+        admission = ask_for_cells(
+            context.view.origin,
+            context.n_given_tokens,
+            taken,
+            own,
+            n_ctx,
+            trio.current_time(),
+            self._has_earned,
         )
+        return self._settled(admission)
+
+    def _has_earned(self, node_id: NodeId) -> bool:
+        return self.trust.score(node_id) >= EARNED_MIN
+
+    @staticmethod
+    def _place(session: Session) -> StagePlace:
+        return StagePlace(
+            session.context.request_id, session.view.origin, session.assigned_s, session.has_begun
+        )
+
+    def _settled(self, admission: StageAdmission) -> bool:
+        """After the request has gone that has to."""
         if admission.instead_of is not None:
             session = self.by_request[admission.instead_of]
             why = "it has had its turn" if session.has_begun else "no job has come"

@@ -161,7 +161,7 @@ class Shares:
         given_up = [
             place
             for place in taken
-            if _may_be_given_up(place, now_s, is_for_share=held[place.origin] > fair > held[origin])
+            if may_be_given_up(place, now_s, is_for_share=held[place.origin] > fair > held[origin])
         ] or self._at_the_end_of_their_turn(origin, taken, held, now_s)
         if n_free or len(given_up) <= n_ahead:
             if len(self._wanting) < WANTING_MAX or origin in self._wanting:
@@ -285,7 +285,7 @@ class OriginShares:
         return own
 
 
-def _may_be_given_up(place: StagePlace, now_s: float, *, is_for_share: bool) -> bool:
+def may_be_given_up(place: StagePlace, now_s: float, *, is_for_share: bool) -> bool:
     """`is_for_share`: its origin has more than its share, and who asks has less."""
     held_s = now_s - place.assigned_s
     if place.has_begun:
