@@ -76,7 +76,7 @@ def test_a_model_of_four_parts_answers_whole_and_over_two_nodes(tmp_path: Path, 
         wait_for(lambda: sources(b, "split"), PATIENCE_S, "b to know who has the parts")
         fetched = done(b, f"{MODELS}/split/load", {"layers": "5:12"})
         assert (fetched["model_id"], fetched["n_parts"]) == (model_id, 1)
-        done(a, f"{MODELS}/split/load", {"layers": "0:5"})
+        done(a, f"{MODELS}/split/load", {"layers": "0:8"})
         for node in (a, b):
             wait_for(lambda node=node: is_complete(node, "split"), PATIENCE_S, "both to know both")
             assert ask(node, "split") == expected

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_gguf import split_gguf
 
-from swarmllm.errors import BadModel
+from swarmllm.errors import BadModel, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, Store, build_manifest
 from swarmllm.models.gguf_header import read_header
 from swarmllm.models.hashing import hash_model
 from swarmllm.models.model_files import first_file, open_model
 from swarmllm.models.tensor_locations import TensorLocations
+from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_proto.split_files import by_model, joint_mtime_ns, parse_split_name
 
 GUIDE = build_manifest(GUIDE_PATH)
@@ -323,3 +324,21 @@ def test_a_change_of_any_file_changes_the_joint_time() -> None:
     files = [(5, 10), (5, 20)]
     assert joint_mtime_ns(files) != joint_mtime_ns(files[::-1])
     assert 0 <= joint_mtime_ns(files) < 2**63
+
+
+def test_removing_a_split_model_leaves_the_users_files_and_takes_the_copies(tmp_path: Path) -> None:
+    parts = split_gguf(GUIDE_PATH, tmp_path, [30, 60])
+    store = Store(Catalogue(tmp_path / "catalogue.db"), tmp_path / "models", copies=tmp_path / "copies")
+    entry = store.catalogue.add(parts[0])
+    (tmp_path / "copies").mkdir()
+    states = [(part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    prefix = copy_prefix(str(parts[0].resolve()), sum(size for size, _ in states), joint_mtime_ns(states))
+    copy, other = (tmp_path / "copies" / copy_name(each, 4, 8) for each in (prefix, "0" * len(prefix)))
+    for file in (copy, other):
+        file.write_bytes(GUIDE_PATH.read_bytes())
+    store.remove(entry)
+    assert not copy.exists()
+    assert other.exists()
+    assert all(part.exists() for part in parts)
+    with pytest.raises(ModelNotFound):
+        store.catalogue.resolve(entry.name)
