@@ -144,6 +144,7 @@ class FakePipelines:
         self.calls: list[Call] = []
         self.started = trio.Event()
         self.computed: tuple[Served, ...] = ()
+        self.commits = False
 
     @asynccontextmanager
     async def generate(
