@@ -172,6 +172,17 @@ async def test_tool_calls_are_parsed_out_of_the_text(tmp_path: Path) -> None:
     assert plain["choices"][0]["message"]["content"] == "Let me see. " + call
 
 
+async def test_a_stream_of_forced_calls_begins_without_text_as_openais_does(tmp_path: Path) -> None:
+    called = '{"name": "get_weather", "arguments": {}}'
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(texts=[f"[{called}]"])
+        forced, free = [
+            deltas(await events(stand, {"tools": TOOLS, "tool_choice": choice}))
+            for choice in ("required", "auto")
+        ]
+    assert (forced[0]["content"], free[0]["content"]) == (None, "")
+
+
 async def test_a_forced_call_without_an_object_of_parameters_is_refused_by_name(tmp_path: Path) -> None:
     function = {"name": "get_weather", "parameters": {"type": "string"}}
     body = HELLO | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
