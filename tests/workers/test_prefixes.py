@@ -17,7 +17,6 @@ from swarmllm_proto.tensors import decode_tensor
 from swarmllm_workers.cache.prefixes import Name, token_name
 from swarmllm_workers.engine.operation import complete
 from swarmllm_workers.engine.segment import Span
-from swarmllm_workers.server.thread_use import REST_S
 
 from .blueprint import write
 from .client import GREEDY
@@ -308,9 +307,7 @@ def test_expired_rows_go_while_the_worker_sleeps(open_room: OpenRoom) -> None:  
     room.run()
     engine = room.handlers.state.engine()
     assert len(engine.prefixes) == 1
-    pause_ms = room.handlers.pause_ms()
-    assert pause_ms is not None
-    assert pause_ms <= 1000 * REST_S + 1, "then it says that it rests"
+    assert room.handlers.pause_ms() is not None
     assert len(engine.prefixes) == 0
     assert all(segment.n_rows == 0 for segment in engine.layers.segments)
 
@@ -383,10 +380,15 @@ def test_a_stage_keeps_rows_under_the_names_it_was_given(
     assert probe(room, "f", **stage) == 2
     batches.clear()
     forward(room, "f", rows[2 * B : 2 * B + 20], 2 * B)
-    forward(room, "g", rows[: 2 * B + 20])
-    again, fresh = (decode_tensor(memoryview(p)) for m, p in room.sent[-2:] if isinstance(m, ipc.LayerResult))
-    assert batches[0] == [20]
-    np.testing.assert_allclose(again, fresh[2 * B :], atol=1e-4)
+    assert batches == [[20]]
+    # In a worker of its own: beside other cells, batches of 64 rows and more have other bits.
+    alone = open_room("llama", (0, 2), n_ctx=1024)
+    forward(alone, "g", rows[: 2 * B + 20])
+    again, fresh = (
+        decode_tensor(memoryview(next(p for m, p in reversed(each.sent) if isinstance(m, ipc.LayerResult))))
+        for each in (room, alone)
+    )
+    np.testing.assert_array_equal(again, fresh[2 * B :])
     assert not room.errors()
 
 
