@@ -304,7 +304,8 @@ class ModelTable:
     )
     on_demand: bool = _setting(
         True,
-        "Load a model that a request asks for, if it is whole on this disk and the swarm does not hold it.",
+        "Load a model that a request asks for and the swarm does not hold; connected nodes give what is not"
+        " on this disk.",
     )
     keep_alive_s: Annotated[float, Meta(ge=-1, le=2**31)] = _setting(
         300.0, "How long a model loaded on demand stays after its last request; -1: for ever."

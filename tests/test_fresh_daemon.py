@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from other_guide import other_guide
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +98,21 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
         assert "out_of_memory" in refused
         assert "`swarmllm share guide` distributes the model" in refused
         assert loaded(node) == []
+
+
+def test_a_model_that_only_another_node_has_on_its_disk_is_loaded_when_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "far.gguf"
+    file.write_bytes(other_guide("F"))
+    without = {"on_demand": False}
+    with running_daemon(tmp_path, "a", load=[], inference=INFERENCE, model=without) as a:
+        with a.http.stream("POST", "/api/admin/models", json={"path": str(file), "name": "far"}) as added:
+            assert '"result"' in list(added.iter_lines())[-1]
+        with running_daemon(tmp_path, "b", load=[], inference=INFERENCE, bootstrap=a.addresses) as b:
+            # Right after the start the nodes that hold it may still connect.
+            wait_for(lambda: ask(b, model="far")[0] == 200, 2 * PATIENCE_S, "the model to be loaded")
+            far = b.http.get("/api/admin/models/far/status").json()
+            assert (far["loaded"], far["stored"]) == (["0:12"], True)
+            assert a.stats()["models"] == []
+            assert b.stats()["loading"] == []

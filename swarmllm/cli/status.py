@@ -71,6 +71,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
         yield from lines("shared", shared)
     if fetched := [_download(each) for each in stats.get("downloads", ())]:
         yield from lines("fetching", fetched)
+    if loading := [_loading(each) for each in stats.get("loading", ())]:
+        yield from lines("loading", loading)
     if served := [serving_line(each) for each in stats.get("serving", ())]:
         yield from lines("serving", served)
     failed = [
@@ -100,12 +102,18 @@ def serving_line(served: dict[str, Any]) -> str:
 def _share(share: dict[str, Any]) -> str:
     """How far a model is that is shared out, and what of this node's part has come."""
     state = "complete" if share["complete"] else f"{share['n_ready']} of {share['n_layers'] or '?'} layers"
-    if not share["model_id"]:
+    if share.get("model_id") == "":
         state = share.get("problem") or share["state"]
     come = ""
     if share["arrived_bytes"] < share["total_bytes"]:
         come = f", {size(share['arrived_bytes'])} of {size(share['total_bytes'])} fetched here"
     return f"{share['model']}  {state}{come}"
+
+
+def _loading(loading: dict[str, Any]) -> str:
+    """How far a model is that a request asks for."""
+    percent = f", {100 * loading['done'] // loading['total']} %" if loading["total"] else ""
+    return f"{loading['model']}  {loading['phase']}{percent}"
 
 
 def _download(download: dict[str, Any]) -> str:

@@ -218,17 +218,20 @@ class AutoShardManager:
     def _shared(self, model_id: ModelId, name: str) -> SharedModel:
         return SharedModel(model_id=model_id, name=name, source=self._book.sources.get(model_id, UNSET))
 
-    async def share(self, entry: CatalogueEntry, source: PublishedName = NOT_PUBLISHED) -> None:
-        """Ask the others to hold parts of it, now and after each start; this node takes part itself.
-        `source`: where its file is published; empty: as said before. Raises Conflict (too many are
-        shared)."""
+    async def share(
+        self, entry: CatalogueEntry, source: PublishedName = NOT_PUBLISHED, *, is_permanent: bool = True
+    ) -> None:
+        """Ask the others to hold parts of it, now and, if it `is_permanent`, after each start; this node
+        takes part itself. `source`: where its file is published; empty: as said before. Raises Conflict (too
+        many are shared)."""
         shares = {share.model_id for share in self.shares or ()} | self._book.shared.keys()
         if entry.model_id not in shares and len(shares) + len(self._to_share) >= SHARED_MAX:
             raise Conflict(f"this node shares {SHARED_MAX} models already, and not more.", field="model")
-        self._book.shared[entry.model_id] = entry.name
-        if source:
-            self._book.sources[entry.model_id] = source
-        await self._book.save()
+        if is_permanent:
+            self._book.shared[entry.model_id] = entry.name
+            if source:
+                self._book.sources[entry.model_id] = source
+            await self._book.save()
         self._set_shares({entry.model_id: entry.name})
         self._wake.set()
 
@@ -237,9 +240,9 @@ class AutoShardManager:
         node, or by its configuration)."""
         if model_id in self._configured_shares:
             raise Conflict("the configuration shares this model: see auto_manage.share.", field="model")
-        if model_id not in self._book.shared:
+        if model_id not in {share.model_id for share in self.shares or ()}:
             raise Conflict("this node does not share this model.", field="model")
-        del self._book.shared[model_id]
+        self._book.shared.pop(model_id, None)
         self._book.sources.pop(model_id, None)
         await self._book.save()
         self.shares = tuple(share for share in self.shares or () if share.model_id != model_id)

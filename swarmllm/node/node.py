@@ -38,6 +38,7 @@ from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
 from swarmllm.node.admission import Admission
 from swarmllm.node.announcer import Announcer
 from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.node.bringing import Bringer
 from swarmllm.node.capability import describe
 from swarmllm.node.data_dir import DOWNLOADS
 from swarmllm.node.embeddings import Embeddings
@@ -140,6 +141,17 @@ class Node:
             publish=self.publish,
             encoders_of=pipelines.encoders.elsewhere,
         )
+        self.bringer = Bringer(
+            fetch=lambda entry, fetching: transfer.ensure(entry, entry.manifest.whole, fetching),
+            hold=lambda entry, loading, fetching, options: self.models.hold(
+                entry, entry.manifest.whole, loading, fetching, options
+            ),
+            drop=lambda entry: self.models.drop(entry, entry.manifest.whole),
+            sharing=lambda: self.sharing,
+            is_complete=self.models.is_complete,
+            has_givers=lambda model_id: bool(registry.files(model_id)),
+            free_bytes=pool.free_bytes,
+        )
         self.on_demand = OnDemand(_DemandedModels(self))
         self.models.by_hand = self._chosen_by_hand
         self._restoring = LoadRestorer(
@@ -209,7 +221,7 @@ class Node:
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
         self.requests = UserRequests(self.metrics)
-        self.texts = Texts(pool, pipelines.prompts, self._as_origin)
+        self.texts = Texts(pool, pipelines.prompts, self._found_as_origin)
         self.embeddings = Embeddings(
             pool,
             pipelines,
@@ -324,12 +336,13 @@ class Node:
         Leaving early cancels it on every node. Raises ModelNotFound, BadModel, Overloaded, NoPipeline,
         ContextFull, and what pipelines raise.
         """
-        entry = await self._as_origin(model)
+        entry = await self._generating(model)
         # Pipelines shorten it to what the context leaves.
         sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens or MAX_TOKENS)
         with self.requests.under_way(entry.name, request_id) as request:
             async with self.loaded(entry, model, keep_alive_s), self.admission.turn(caller) as queue_s:
                 request.has_turn()
+                entry = await self._as_origin(entry)
                 async with self._pipelines.generate(
                     prompt, entry, sampling, request_id=request.id, queue_s=queue_s
                 ) as generation:
@@ -430,22 +443,33 @@ class Node:
         """The model, with what embedding a text takes: of one that encodes whole texts all of it."""
         entry = await self.models.find(model)
         if not is_text_encoder(entry.manifest):
-            return await self._as_origin(model)
+            return await self._found_as_origin(model)
         return await self._transfer.ensure(entry, entry.manifest.whole, _unseen)
 
-    async def _as_origin(self, model: str) -> CatalogueEntry:
-        """The model, with what reading and embedding a prompt takes. Raises InvalidRequest for one that
-        generates no text."""
+    async def _generating(self, model: str) -> CatalogueEntry:
+        """Raises InvalidRequest for a model that generates no text, and what finding it raises."""
         entry = await self.models.find(model)
         if is_text_encoder(entry.manifest):
             raise InvalidRequest(
                 f"{entry.name} encodes whole texts (/v1/embeddings, /v1/rerank) and generates none.",
                 field="model",
             )
+        return entry
+
+    async def _as_origin(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """The model, with what reading and embedding a prompt takes: fetched once somebody can run it."""
+        if entry.is_stored:
+            # It may have come meanwhile.
+            entry = await self.models.find(entry.model_id)
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
             await self._pipelines.stages_for(entry)
             entry = await self._transfer.ensure(entry, None, _unseen, origin=True)
         return entry
+
+    async def _found_as_origin(self, model: str) -> CatalogueEntry:
+        entry = await self._generating(model)
+        # Its header says all that texts take; the rest comes when the request loads it.
+        return entry if self.on_demand.is_wanted(entry) else await self._as_origin(entry)
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
         """Right after the start, who has what is needed may not be connected yet."""
@@ -500,17 +524,32 @@ class _DemandedModels:
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         return self._pool.loaded(model_id)
 
+    def can_bring(self, entry: CatalogueEntry) -> bool:
+        return self._node.bringer.can_bring(entry)
+
+    def lacks_room(self, entry: CatalogueEntry) -> bool:
+        return self._node.bringer.lacks_room(entry)
+
+    async def fetch(self, entry: CatalogueEntry) -> None:
+        await self._node.bringer.fetch(entry)
+
     async def load_whole(self, entry: CatalogueEntry, options: LoadOptions) -> None:
-        await self._keeper.hold(entry, entry.manifest.whole, _unseen, _unseen, options)
+        await self._node.bringer.load(entry, options)
+
+    async def spread_out(self, entry: CatalogueEntry) -> bool:
+        return await self._node.bringer.spread_out(entry)
+
+    def is_spread(self, model_id: ModelId) -> bool:
+        return model_id in self._node.bringer.spread
 
     async def drop_whole(self, entry: CatalogueEntry) -> None:
-        await self._keeper.drop(entry, entry.manifest.whole)
+        await self._node.bringer.let_go(entry)
 
     def is_complete(self, entry: CatalogueEntry) -> bool:
         return self._keeper.is_complete(entry)
 
     def is_managed(self, model_id: ModelId) -> bool:
-        return model_id in self._node.placing.model_ids
+        return model_id in self._node.placing.model_ids and not self.is_spread(model_id)
 
     def may_load(self) -> bool:
         return self._node.may_load_on_demand()

@@ -1,10 +1,11 @@
 """Loads a model when a request asks for it, and unloads it when it has not been used for some time.
 
-Only where nobody decided otherwise: the whole model is on this disk, none of its layers is loaded here, the
-connected nodes do not hold all of them, and no placement manages it. What a person loads stays until a person
-unloads it. Requests of other nodes that run through its layers keep a model as this node's own do, for the
-time that was set when it was loaded. Where memory is short, models go that were loaded for requests and are
-idle, the one that was not used longest first.
+Only where nobody decided otherwise: all of the model is on this disk or on those of connected nodes, none of
+its layers is loaded here, the connected nodes do not hold all of them, and no placement manages it. What a
+person loads stays until a person unloads it. Requests of other nodes that run through its layers keep a model
+as this node's own do, for the time that was set when it was loaded. Where memory is short, models go that
+were loaded for requests and are idle, the one that was not used longest first. A model for which that is not
+enough is spread over the nodes that accept what this one shares.
 """
 
 from __future__ import annotations
@@ -157,12 +158,30 @@ class DemandedModels(Protocol):
 
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
 
+    def can_bring(self, entry: CatalogueEntry) -> bool:
+        """All of it is here, or other nodes have some of it to give."""
+        ...
+
+    def lacks_room(self, entry: CatalogueEntry) -> bool:
+        """Its weights alone are more than the memory that is left."""
+        ...
+
+    async def fetch(self, entry: CatalogueEntry) -> None:
+        """What is not on this disk, if the model has room here. Raises SwarmLLMError."""
+        ...
+
     async def load_whole(self, entry: CatalogueEntry, options: LoadOptions) -> None:
         """Raises SwarmLLMError."""
         ...
 
+    async def spread_out(self, entry: CatalogueEntry) -> bool:
+        """Over the nodes that accept it; False: they have no room either. Raises SwarmLLMError."""
+        ...
+
+    def is_spread(self, model_id: ModelId) -> bool: ...
+
     async def drop_whole(self, entry: CatalogueEntry) -> None:
-        """Raises SwarmLLMError."""
+        """Here, or on the nodes over which it is spread. Raises SwarmLLMError."""
         ...
 
     def is_complete(self, entry: CatalogueEntry) -> bool:
@@ -170,7 +189,7 @@ class DemandedModels(Protocol):
         ...
 
     def is_managed(self, model_id: ModelId) -> bool:
-        """Placement loads and drops it."""
+        """Placement loads and drops it, and not because it is spread for a request."""
         ...
 
     def may_load(self) -> bool:
@@ -189,6 +208,8 @@ class OnDemand:
         self._entries: dict[ModelId, CatalogueEntry] = {}
         self._changing = trio.Lock()
         """One load or drop at a time: each is fitted into the memory that the others leave."""
+        self._coming: ModelId | None = None
+        """The model that is being loaded: requests for it wait."""
         self._going: set[str] = set()
         """Models that are being dropped: they look loaded until they are gone."""
         self._changed = trio.Event()
@@ -200,10 +221,17 @@ class OnDemand:
         """For the time of a request. `keep_s`: how long the model stays afterwards if it has to be loaded;
         `said_s`: what the request says about that. Raises what loading raises."""
         model_id = entry.model_id
-        if self._is_wanted(entry) or model_id in self._going:
+        if self.is_wanted(entry):
+            # What takes long keeps no other model waiting.
+            await self._models.fetch(entry)
+        if self.is_wanted(entry) or model_id in self._going or model_id == self._coming:
             async with self._changing:
-                if self._is_wanted(entry):
-                    await self._bring(entry, options, keep_s)
+                if self.is_wanted(entry):
+                    self._coming = model_id
+                    try:
+                        await self._bring(entry, options, keep_s)
+                    finally:
+                        self._coming = None
                 self._kept.begin(model_id, said_s)
         else:
             self._kept.begin(model_id, said_s)
@@ -231,31 +259,47 @@ class OnDemand:
             for model_id in self._kept.expired(trio.current_time()):
                 await self._let_go(model_id)
 
-    def _is_wanted(self, entry: CatalogueEntry) -> bool:
+    def is_wanted(self, entry: CatalogueEntry) -> bool:
+        """Whether a request for it would load it."""
         return (
             self._models.may_load()
             and not self._models.loaded(entry.model_id)
             and not self._models.is_managed(entry.model_id)
-            and not entry.absent(entry.manifest.tensors)
+            and self._models.can_bring(entry)
             and not self._models.is_complete(entry)
         )
 
     async def _bring(self, entry: CatalogueEntry, options: LoadOptions, keep_s: float) -> None:
         log.info("loading %s, which a request asks for", entry.name)
-        while True:
+        models = self._models
+        while models.lacks_room(entry):
+            if not await self._make_room(entry):
+                if not await models.spread_out(entry) and entry.absent(entry.manifest.tensors):
+                    return  # not worth fetching; who plans the request says what is missing
+                break
+        while not models.is_spread(entry.model_id):
             try:
-                await self._models.load_whole(entry, options)
+                await models.load_whole(entry, options)
             except WorkerError as error:
-                idle = self._kept.idle_longest()
-                if error.kind != OUT_OF_MEMORY or idle is None or idle == entry.model_id:
+                if error.kind != OUT_OF_MEMORY:
                     raise
-                log.info("unloading %s to make room for %s", self._entries[idle].name, entry.name)
-                await self._drop_now(idle)
+                # What keys, values and work space take besides, the worker finds out.
+                if not await self._make_room(entry) and not await models.spread_out(entry):
+                    raise
             else:
                 break
         self._entries[entry.model_id] = entry
         self._kept.loaded(entry.model_id, keep_s, trio.current_time())
         self._changed.set()
+
+    async def _make_room(self, entry: CatalogueEntry) -> bool:
+        """Drop the model that nobody has used longest; False: there is none."""
+        idle = self._kept.idle_longest()
+        if idle is None or idle == entry.model_id:
+            return False
+        log.info("unloading %s to make room for %s", self._entries[idle].name, entry.name)
+        await self._drop_now(idle)
+        return True
 
     async def _let_go(self, model_id: ModelId) -> None:
         async with self._changing:

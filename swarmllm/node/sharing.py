@@ -105,14 +105,16 @@ class Sharing:
             plan_share, manifest, self._node_id, records, placing.max_pipes, placing.own_room
         )
 
-    async def share(self, name: str, source: PublishedName = NOT_PUBLISHED) -> ShareView:
-        """`source`: where its file is published. Raises what finding it raises, Conflict (too many, or nobody
-        could hold it)."""
+    async def share(
+        self, name: str, source: PublishedName = NOT_PUBLISHED, *, is_permanent: bool = True
+    ) -> ShareView:
+        """`source`: where its file is published. `is_permanent`: over restarts. Raises what finding it
+        raises, Conflict (too many, or nobody could hold it)."""
         entry = await self._find(name)
         _, plan = await self.plan(entry.model_id)
         if not plan.is_complete:
             raise Conflict(no_room(entry.name, plan), field="model")
-        await self._placing.share(entry, source)
+        await self._placing.share(entry, source, is_permanent=is_permanent)
         return self._view(entry.model_id, entry.name)
 
     async def unshare(self, name_or_id: str) -> ShareView:

@@ -100,13 +100,19 @@ def test_status_shows_how_far_downloads_and_shares_are(run: Run, node: FakeNode)
     shares = [
         part | {"arrived_bytes": 1_000_000, "total_bytes": 3_000_000},
         part | {"model": "guide", "complete": True, "arrived_bytes": 5, "total_bytes": 5},
+        part | {"model": "new", "model_id": "", "state": "fetched", "arrived_bytes": 0, "total_bytes": 0},
     ]
+    loading = [{"model": "far", "phase": "fetching", "done": 1, "total": 4}]
     download = {
         "source": "hf:org/repo", "state": "fetching", "done_bytes": 2_000_000, "total_bytes": 8_000_000,
         "bytes_per_s": 1_000_000, "trouble": "",
     }  # fmt: skip
-    node.on("GET", "/api/admin/stats", STATS | {"shares": shares, "downloads": [download]})
+    node.on(
+        "GET", "/api/admin/stats", STATS | {"shares": shares, "downloads": [download], "loading": loading}
+    )
     shown = run("status").output
+    assert "new  fetched\n" in shown
+    assert "far  fetching, 25 %\n" in shown
     assert "big  4 of 12 layers, 1.0 MB of 3.0 MB fetched here\n" in shown
     assert "guide  complete\n" in shown
     assert "hf:org/repo  fetching  2.0 MB of 8.0 MB  1.0 MB/s, 6.0 s left\n" in shown

@@ -81,6 +81,12 @@ class World:
     managed: set[str] = field(default_factory=set)
     loads_on_demand: bool = True
     used_s: dict[str, float] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    """Models of which connected nodes have files."""
+    too_large: set[str] = field(default_factory=set)
+    weights_room: int = 9
+    others_have_room: bool = False
+    spread: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.on_demand = OnDemand(self)
@@ -95,8 +101,32 @@ class World:
         self.held.add(wanted.model_id)
         self.loads.append((wanted.model_id, options))
 
+    def can_bring(self, entry: CatalogueEntry) -> bool:
+        return not entry.absent(entry.manifest.tensors) or entry.model_id in self.given
+
+    def lacks_room(self, entry: CatalogueEntry) -> bool:
+        return entry.model_id in self.too_large or len(self.held) >= self.weights_room
+
+    async def fetch(self, wanted: CatalogueEntry) -> None:
+        if wanted.absent(wanted.manifest.tensors) and not self.lacks_room(wanted):
+            await trio.sleep(1000)
+
+    async def spread_out(self, entry: CatalogueEntry) -> bool:
+        await trio.sleep(2)
+        if not self.others_have_room:
+            return False
+        self.spread.add(entry.model_id)
+        self.complete.add(entry.model_id)
+        return True
+
+    def is_spread(self, model_id: ModelId) -> bool:
+        return model_id in self.spread
+
     async def drop_whole(self, gone: CatalogueEntry) -> None:
         await trio.sleep(1)
+        if gone.model_id in self.spread:
+            self.spread.discard(gone.model_id)
+            self.complete.discard(gone.model_id)
         self.held.discard(gone.model_id)
         self.drops.append(gone.model_id)
 
@@ -284,3 +314,85 @@ async def test_a_request_while_it_is_being_dropped_loads_it_again(autojump_clock
         async with world.asked("a"):
             assert world.held == {"a"}
         assert (world.drops, len(world.loads)) == (["a"], 2)
+
+
+def elsewhere(name: str) -> CatalogueEntry:
+    """Known here, with nothing of it on this disk."""
+    return changed(entry(name), present=frozenset())
+
+
+async def test_a_model_that_only_other_nodes_have_on_their_disks_is_brought_here(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        async with world.on_demand.using(elsewhere("far"), AS_CONFIGURED, 300.0):
+            assert world.held == set(), "nobody has it"
+        world.given = {"far"}
+        async with world.on_demand.using(elsewhere("far"), AS_CONFIGURED, 300.0):
+            assert world.held == {"far"}
+
+
+async def test_one_that_is_being_fetched_keeps_no_other_waiting(autojump_clock: MockClock) -> None:
+    async with open_world() as world, trio.open_nursery() as nursery:
+        world.given = {"far"}
+
+        async def ask_far() -> None:
+            async with world.on_demand.using(elsewhere("far"), AS_CONFIGURED, 300.0):
+                assert trio.current_time() - began_s == 1002
+
+        began_s = trio.current_time()
+        nursery.start_soon(ask_far)
+        await trio.sleep(1)
+        async with world.asked("near"):
+            assert trio.current_time() - began_s == 3
+
+
+async def test_one_that_has_no_room_here_is_spread_over_others_for_as_long_as_it_is_asked_for(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        world.too_large, world.given, world.others_have_room = {"big"}, {"big"}, True
+        async with world.on_demand.using(elsewhere("big"), AS_CONFIGURED, 300.0):
+            assert (world.held, world.complete) == (set(), {"big"})
+        async with world.on_demand.using(elsewhere("big"), AS_CONFIGURED, 300.0):
+            assert world.drops == []
+        await trio.sleep(302)
+        assert (world.complete, world.drops) == (set(), ["big"])
+
+
+async def test_nothing_is_fetched_of_one_that_has_room_nowhere(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.too_large, world.given = {"big"}, {"big"}
+        async with world.on_demand.using(elsewhere("big"), AS_CONFIGURED, 300.0):
+            assert (world.held, world.loads) == (set(), [])
+
+
+async def test_idle_models_go_before_one_is_loaded_that_needs_their_room(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.weights_room = 1
+        async with world.asked("a"):
+            pass
+        began_s = trio.current_time()
+        async with world.asked("b"):
+            assert world.held == {"b"}
+        assert world.drops == ["a"]
+        assert trio.current_time() - began_s == 3, (
+            "a second for dropping, two for loading, and no try between"
+        )
+
+
+async def test_who_asks_while_it_is_spread_waits_for_it(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.too_large, world.others_have_room = {"big"}, True
+        seen: list[set[str]] = []
+
+        async def ask(after_s: float) -> None:
+            await trio.sleep(after_s)
+            world.managed = {"big"} if after_s else set()
+            async with world.asked("big"):
+                seen.append(set(world.complete))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 0)
+            nursery.start_soon(ask, 1)
+        assert seen == [{"big"}, {"big"}]

@@ -27,6 +27,7 @@ from swarmllm.api.admin.node_json import (
     Json,
     departed_json,
     details_report,
+    loading_json,
     model_json,
     peer_json,
     plan_report,
@@ -133,7 +134,8 @@ async def stats() -> Response:
     node = current_node()
     under_way = [download_json(view) for view in node.downloads.list() if view.state not in ENDED]
     body = stats_json(node, await node.models.own())
-    return _json(body | {"downloads": under_way, "shares": shares_json(node)})
+    loading = loading_json(node)
+    return _json(body | {"downloads": under_way, "shares": shares_json(node), "loading": loading})
 
 
 @admin.get("/peers")

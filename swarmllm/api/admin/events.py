@@ -23,6 +23,7 @@ from swarmllm.api.admin.downloads import download_json
 from swarmllm.api.admin.node_json import (
     Json,
     departed_json,
+    loading_json,
     model_json,
     peer_json,
     request_json,
@@ -168,7 +169,10 @@ class Pulse:
             },
             "downloads": {"downloads": [download_json(view) for view in node.downloads.list()]},
             "shares": {"shares": shares_json(node)},
-            "work": {"running": [work_json(work) for work in self._works.running()]},
+            "work": {
+                "running": [work_json(work) for work in self._works.running()],
+                "loading": loading_json(node),
+            },
         }
 
     def _tokens_per_s(self, now_s: float) -> float | None:

@@ -298,6 +298,14 @@ def request_json(view: RequestSummary) -> Json:
     }
 
 
+def loading_json(node: Node) -> list[Json]:
+    """Models that are loaded because requests ask for them."""
+    return [
+        {"model": each.model, "phase": each.phase, "done": each.done, "total": each.total}
+        for each in node.bringer.under_way
+    ]
+
+
 def work_json(work: ProgressStream[Any]) -> Json:
     done_bytes, total_bytes, phase = work.latest
     return {

@@ -7,10 +7,11 @@ takes the generation with it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import trio
 from quart import Response
 
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
@@ -26,6 +27,8 @@ from swarmllm_proto.ipc import Sampling
 HEADERS_AFTER_S = 10.0
 """A failure before this has its own HTTP status; later the stream begins, so that no client times out."""
 WAITING_EVERY_S = 10.0
+PROGRESS_EVERY_S = 2.0
+"""A stream begins so soon, and says so often how far its model is, while that is loaded for it."""
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WAITING = b": waiting\n\n"
@@ -96,11 +99,19 @@ async def _whole(ask: Ask, reply: Reply) -> Response:
 
 
 async def _streamed(ask: Ask, reply: Reply) -> Response:
-    feed = own_feed(Feed(current_node().generate(*ask.terms)))
-    await feed.wait(HEADERS_AFTER_S)
+    node = current_node()
+    feed = own_feed(Feed(node.generate(*ask.terms)))
+
+    def loading() -> str:
+        bringing = node.bringer.of(ask.model)
+        return bringing.text if bringing is not None else ""
+
+    with trio.move_on_after(HEADERS_AFTER_S):
+        while not await feed.wait(PROGRESS_EVERY_S) and not loading():
+            pass
     if feed.error is not None:
         raise feed.error
-    return stream_response(_events(feed, reply), reply, feed)
+    return stream_response(_events(feed, reply, loading), reply, feed)
 
 
 def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> Response:
@@ -113,16 +124,19 @@ def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> R
     return response
 
 
-async def _events(feed: Feed, reply: Reply) -> AsyncIterator[bytes]:
-    """Nothing here may wait in a `finally`: a client that leaves closes this generator in passing."""
+async def _events(feed: Feed, reply: Reply, loading: Callable[[], str]) -> AsyncIterator[bytes]:
+    """`loading`: how far the model is that is loaded for this; empty: it is there. Nothing here may wait in a
+    `finally`: a client that leaves closes this generator in passing."""
     waiting = [reply.first(feed.generation)]
     if feed.generation is None:
         # A client has waited already, and a proxy may be waiting for the first byte.
         yield waiting.pop()
     while True:
-        passage = await feed.take(WAITING_EVERY_S)
+        how_far = loading()
+        passage = await feed.take(PROGRESS_EVERY_S if how_far else WAITING_EVERY_S)
         if passage is None:
-            waiting.append(reply.waiting())
+            is_commented = how_far and reply.stream_type == EVENT_STREAM
+            waiting.append(f": {how_far}\n\n".encode() if is_commented else reply.waiting())
         elif passage:
             waiting.append(reply.text(passage))
         if feed.finished and not feed.has_pieces:

@@ -1,0 +1,172 @@
+"""Brings a model that a request asks for to where it can run, and says how far that is.
+
+Onto this node: what is not on its disk comes from the nodes that have it. Or, where this node has no room for
+all of it, over the nodes that accept what this one shares, for as long as the model is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import trio
+
+from swarmllm.errors import BadModel, Conflict, DeadlineExceeded, SwarmLLMError
+from swarmllm.models import CatalogueEntry
+from swarmllm.node.placing_plan import shape_of
+from swarmllm.node.sharing import Sharing
+from swarmllm.workerpool import LoadOptions
+from swarmllm_proto.identifiers import ModelId
+
+log = logging.getLogger("swarmllm.node")
+
+SPREAD_S = 1800.0
+"""Until the nodes hold all layers of a model that is spread over them for a request."""
+LOOK_S = 0.25
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Bringing:
+    """How far a model is that is loaded for a request."""
+
+    model: str
+    phase: Literal["fetching", "loading", "sharing"] = "loading"
+    done: int = 0
+    total: int = 0
+    """In bytes; of `sharing`, in layers that are held. 0: not known yet."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        percent = f" {100 * self.done // self.total} %" if self.total else ""
+        return f"{self.phase} {self.model}{percent}"
+
+
+class Hold(Protocol):
+    async def __call__(
+        self, entry: CatalogueEntry, loading: Progress, fetching: Progress, options: LoadOptions
+    ) -> object: ...
+
+
+class Bringer:
+    def __init__(
+        self,
+        *,
+        fetch: Callable[[CatalogueEntry, Progress], Awaitable[object]],
+        hold: Hold,
+        drop: Callable[[CatalogueEntry], Awaitable[object]],
+        sharing: Callable[[], Sharing],
+        is_complete: Callable[[CatalogueEntry], bool],
+        has_givers: Callable[[ModelId], bool],
+        free_bytes: Callable[[], int | None],
+    ) -> None:
+        """`fetch`: all layers onto this disk. `hold`: fetch and load all layers here. `has_givers`: connected
+        nodes have files of a model. `free_bytes`: of memory; None: nobody knows."""
+        self._fetch = fetch
+        self._hold = hold
+        self._drop = drop
+        self._sharing = sharing
+        self._is_complete = is_complete
+        self._has_givers = has_givers
+        self._free_bytes = free_bytes
+        self._under_way: dict[ModelId, tuple[CatalogueEntry, Bringing]] = {}
+        self.spread: set[ModelId] = set()
+        """Models that are shared because a request asked for them."""
+
+    @property
+    def under_way(self) -> tuple[Bringing, ...]:
+        return tuple(bringing for _, bringing in self._under_way.values())
+
+    def of(self, model: str) -> Bringing | None:
+        """By name or id."""
+        for entry, each in self._under_way.values():
+            if model in (entry.name, entry.model_id, *entry.further_names):
+                return each
+        return None
+
+    def can_bring(self, entry: CatalogueEntry) -> bool:
+        """Whether all of it is here, or other nodes have some of it to give."""
+        return not entry.absent(entry.manifest.tensors) or self._has_givers(entry.model_id)
+
+    def lacks_room(self, entry: CatalogueEntry) -> bool:
+        """Whether its weights alone are more than the memory that is left."""
+        free_bytes = self._free_bytes()
+        return free_bytes is not None and shape_of(entry.manifest).n_bytes(entry.manifest.whole) > free_bytes
+
+    async def fetch(self, entry: CatalogueEntry) -> None:
+        """What is not on this disk, if the model has room here. Raises what fetching raises."""
+        if not entry.absent(entry.manifest.tensors) or self.lacks_room(entry):
+            return
+        with self._told(entry) as bringing:
+            bringing.phase = "fetching"
+
+            def fetching(done_bytes: int, total_bytes: int) -> None:
+                bringing.done, bringing.total = done_bytes, total_bytes
+
+            await self._fetch(entry, fetching)
+
+    async def load(self, entry: CatalogueEntry, options: LoadOptions) -> None:
+        """Onto this node. Raises what loading and fetching raise."""
+        with self._told(entry) as bringing:
+
+            def loading(done_bytes: int, total_bytes: int) -> None:
+                bringing.phase, bringing.done, bringing.total = "loading", done_bytes, total_bytes
+
+            def fetching(done_bytes: int, total_bytes: int) -> None:
+                bringing.phase, bringing.done, bringing.total = "fetching", done_bytes, total_bytes
+
+            await self._hold(entry, loading, fetching, options)
+
+    async def spread_out(self, entry: CatalogueEntry) -> bool:
+        """Over the nodes that accept what this one shares; False: they have no room for it either. Raises
+        DeadlineExceeded."""
+        sharing = self._sharing()
+        with self._told(entry) as bringing:
+            bringing.phase = "sharing"
+            try:
+                await sharing.share(entry.model_id, is_permanent=False)
+            except (BadModel, Conflict) as error:
+                log.info("%s is not spread over other nodes: %s", entry.name, error.message)
+                return False
+            self.spread.add(entry.model_id)
+            log.info("%s is spread over other nodes, for as long as it is asked for", entry.name)
+            try:
+                with trio.move_on_after(SPREAD_S):
+                    while not self._is_complete(entry):
+                        view = await sharing.view(entry.model_id)
+                        bringing.done, bringing.total = view.n_ready, view.n_layers
+                        await trio.sleep(LOOK_S)
+                    return True
+                raise DeadlineExceeded(f"the nodes do not hold {entry.name} after {SPREAD_S / 60:g} minutes")
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await self.let_go(entry)
+                raise
+
+    async def let_go(self, entry: CatalogueEntry) -> None:
+        """Raises what unloading raises."""
+        if entry.model_id not in self.spread:
+            await self._drop(entry)
+            return
+        self.spread.discard(entry.model_id)
+        try:
+            await self._sharing().unshare(entry.model_id)
+        except SwarmLLMError as error:
+            # Its user has shared it by command meanwhile, or has ended that.
+            log.info("%s: %s", entry.name, error.message)
+
+    @contextmanager
+    def _told(self, entry: CatalogueEntry) -> Iterator[Bringing]:
+        """Of several requests for one model, the last one's begins anew."""
+        bringing = Bringing(entry.name)
+        self._under_way[entry.model_id] = entry, bringing
+        try:
+            yield bringing
+        finally:
+            if self._under_way.get(entry.model_id, (entry, None))[1] is bringing:
+                del self._under_way[entry.model_id]
