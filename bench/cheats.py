@@ -37,34 +37,48 @@ from bench.checked_rows import (
 )
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.check.likelihood import between, is_far
-from swarmllm.pipeline.check.recompute import batches, regrouped
+from swarmllm.pipeline.check.fingerprints import OWN, distance, is_possible
+from swarmllm.pipeline.check.fingerprints import of_tokens as of_so_many
+from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, is_far, with_apart
+from swarmllm.pipeline.check.recompute import TokenTask, batches, regrouped, sample_here
 from swarmllm.pipeline.check.sampling import (
-    CHECKED_TOKENS,
-    DRAWN_TOKENS,
+    BATCHED_TOKENS,
     STRETCH_ROWS,
     Budget,
+    Stretch,
     draw_tokens,
     rate,
 )
-from swarmllm.pipeline.check.tallies import Tallies
-from swarmllm.pipeline.check.thresholds import OTHER_KV, SAME_KV, TOLERANCE, Limits
+from swarmllm.pipeline.check.tallies import CERTAIN, ODDS, Leaning, observations
+from swarmllm.pipeline.check.thresholds import (
+    LOGITS_OTHER_KV,
+    LOGITS_SAME_KV,
+    OTHER_KV,
+    SAME_KV,
+    TOLERANCE,
+    Limits,
+)
 from swarmllm.pipeline.check.verdict import (
     Sampled,
     TokenEvidence,
     Verdict,
+    fingerprints_of,
     judge_tokens,
 )
+from swarmllm.pipeline.job import RequestView
+from swarmllm.pipeline.request import RequestContext
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
+from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import Stage
 from swarmllm_proto.tensors import Tensor
 
 NODE, AUDITOR = node_id_named("node"), node_id_named("auditor")
-N_PLAYS: Final = 400
+N_PLAYS: Final = 200
 N_REQUESTS: Final = 2000
-N_QUESTION, N_ANSWER = 48, 32
+N_QUESTION: Final = 48
 CHECK_RATE: Final = 1 / 16
 """The default of `inference.check_rate`."""
 RISES: Final = 0.01
@@ -72,8 +86,8 @@ RISES: Final = 0.01
 TEMPERATURE: Final = 1.0
 PLAIN: Final[Mapping[str, Any]] = {"flash_attention": "off"}
 NO_ROWS: Final = np.zeros((1, 1), np.float32)
-Check = Callable[[random.Random], bool]
-"""Whether a check of a request in which it cheated, or was honest, is what takes its work away."""
+Check = Callable[[random.Random, bool], bool]
+"""Whether a check of a request in which it cheated (true) or was honest takes its work away."""
 
 
 @dataclass
@@ -81,7 +95,14 @@ class Answer:
     """Of a last stage."""
 
     told: list[int]
+    fingerprints: Tensor
+    """That it told, f32 [n, N_VALUES]."""
+    rows: Tensor
+    """That came to it, f32 [n, n_embd]."""
     again: list[Sampled]
+    spread: Tensor
+    """Fingerprints of the auditor's other batches."""
+    key: int
     is_ended: bool = False
 
 
@@ -99,7 +120,7 @@ def requests_until_out(check: Check, generator: random.Random, cost: float, ever
         if not is_drawn:
             continue
         budget.spend(cost)
-        if number % every == 0 and check(generator):
+        if check(generator, number % every == 0):
             return number
         score += RISES * (1 - score)
     return N_REQUESTS
@@ -123,30 +144,76 @@ def row(where: str, what: str, figure: str, make: Callable[[], Check]) -> None:
 def of_rows(measured: Sequence[float], spreads: Sequence[float], allowed: Limits) -> Callable[[], Check]:
     """`spreads`: between the auditor's two results, of the same stretches."""
     is_wrong = [off > allowed.limit(spread) for off, spread in zip(measured, spreads, strict=True)]
-    return lambda: lambda generator: generator.choice(is_wrong)
+    return lambda: lambda generator, cheats: cheats and generator.choice(is_wrong)
 
 
-def of_tokens(answers: Sequence[Answer], stated: Sampling, n_vocab: int) -> Callable[[], Check]:
-    is_drawn, far = stated.temperature > 0, partial(is_far, sampling=stated, n_vocab=n_vocab)
+@dataclass(frozen=True)
+class Seen:
+    """What a check of some tokens of an answer says."""
+
+    is_wrong: bool
+    moves: Mapping[Leaning, tuple[float, float]]
+    """By what a sum of `Tallies` changes, and the most that it has at the end from any token on."""
+
+
+class TokenChecks:
+    """Of answers; each stretch is judged once."""
+
+    def __init__(self, answers: Sequence[Answer], stated: Sampling, n_vocab: int, allowed: Limits) -> None:
+        self._answers = answers
+        self._stated = stated
+        self._n_vocab = n_vocab
+        self._allowed = allowed
+        self._seen: dict[tuple[int, Stretch], Seen] = {}
+
+    def draw(self, generator: random.Random) -> Seen:
+        index = generator.randrange(len(self._answers))
+        answer = self._answers[index]
+        drawn = draw_tokens(
+            0, len(answer.told), 1, 4, generator.random, n_wanted=BATCHED_TOKENS, is_ended=answer.is_ended
+        )
+        assert drawn is not None
+        if (index, drawn) not in self._seen:
+            self._seen[index, drawn] = self._judged(answer, drawn)
+        return self._seen[index, drawn]
+
+    def _judged(self, answer: Answer, drawn: Stretch) -> Seen:
+        stated, part = self._stated, slice(drawn.position, drawn.end)
+        told, fingerprints = tuple(answer.told[part]), answer.fingerprints[part]
+        is_ended, is_greedy = answer.is_ended and drawn.end == len(answer.told), stated.temperature == 0
+        possible = is_possible(
+            fingerprints, told, drawn.position, answer.key, self._n_vocab, is_likeliest=is_greedy
+        )
+        evidence = TokenEvidence(NO_ROWS, drawn.position, (), told, True, is_ended, fingerprints, possible)
+        sampled = with_apart(answer.again[part], told, stated, self._n_vocab)
+        own = fingerprints_of(sampled)
+        assert own is not None
+        verdict, _ = judge_tokens(
+            evidence,
+            sampled,
+            greedy=is_greedy,
+            limit=of_so_many(self._allowed, len(told)).limit(distance(own, answer.spread[part])),
+            apart_max=apart_max(stated, IMPOSSIBLE),
+        )
+        far = partial(is_far, sampling=stated, n_vocab=self._n_vocab)
+        moves = dict.fromkeys(Leaning, (0.0, 0.0))
+        for leaning, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=far):
+            step, (total, most) = ODDS[leaning].step(against=against), moves[leaning]
+            moves[leaning] = total + step, max(0.0, most + step)
+        return Seen(not possible or verdict is Verdict.WRONG, moves)
+
+
+def of_tokens(cheating: TokenChecks, honest: TokenChecks) -> Callable[[], Check]:
+    """`honest`: of the requests in which it does not cheat."""
 
     def make() -> Check:
-        tallies = Tallies()
+        sums = dict.fromkeys(Leaning, 0.0)
 
-        def check(generator: random.Random) -> bool:
-            answer = generator.choice(answers)
-            n_wanted = DRAWN_TOKENS if is_drawn else CHECKED_TOKENS
-            drawn = draw_tokens(
-                0, len(answer.told), 1, 4, generator.random, n_wanted=n_wanted, is_ended=answer.is_ended
-            )
-            assert drawn is not None
-            told = tuple(answer.told[drawn.position : drawn.end])
-            is_ended = answer.is_ended and drawn.end == len(answer.told)
-            evidence = TokenEvidence(NO_ROWS, drawn.position, (), told, True, is_ended)
-            sampled = answer.again[drawn.position : drawn.end]
-            verdict, _ = judge_tokens(evidence, sampled, greedy=not is_drawn)
-            if verdict is Verdict.WRONG:
-                return True
-            return bool(tallies.add(NODE, AUDITOR, evidence, sampled, is_greedy=not is_drawn, is_far=far))
+        def check(generator: random.Random, cheats: bool) -> bool:
+            seen = (cheating if cheats else honest).draw(generator)
+            for leaning, (total, most) in seen.moves.items():
+                sums[leaning] = max(sums[leaning] + total, most)
+            return seen.is_wrong or max(sums.values()) >= CERTAIN
 
         return check
 
@@ -262,10 +329,28 @@ class Head:
             n_prompt_tokens=N_QUESTION,
         )
 
+    async def again(
+        self, rows: Tensor, told: Sequence[int], stated: Sampling, *, is_regrouped: bool = False
+    ) -> list[Sampled]:
+        """What it samples from these rows, after the tokens that were told, as a check has it done."""
+        evidence = TokenEvidence(rows, 0, (), tuple(told), True)
+        cut, end = self.layers.start, self.layers.end
+        stages = (Stage(node_id=AUDITOR, start=0, end=cut), Stage(node_id=NODE, start=cut, end=end))
+        view = RequestView(AUDITOR, AUDITOR, stages, prompt_here=True)
+        context = RequestContext("cheats", self.model, rows.shape[1], 0, N_QUESTION, stated, view)
+        task = TokenTask(context, evidence, 128, is_regrouped)
+        return await sample_here(self.pool, task)
 
-def asked(stated: Sampling, seed: int, *, ends: bool = False) -> Sampling:
+
+def asked(stated: Sampling, seed: int, key: int, *, ends: bool = False) -> Sampling:
     return msgspec.structs.replace(
-        stated, seed=seed, max_tokens=N_ANSWER, ignore_eos=not ends, logprobs=True, top_logprobs=20
+        stated,
+        seed=seed,
+        max_tokens=arguments.answer_tokens,
+        ignore_eos=not ends,
+        logprobs=True,
+        top_logprobs=20,
+        fingerprint_key=key,
     )
 
 
@@ -279,8 +364,11 @@ async def answered(
     other: Tensor | None,
 ) -> Answer:
     """The answer of `head`, which samples as `used` says, and what `honest` makes of the same rows."""
-    answer, tokens, position = Answer([], []), prompt, 0
-    for index in range(N_ANSWER):
+    tokens, position, is_ended = prompt, 0, False
+    all_told: list[int] = []
+    fingerprints: list[Tensor] = []
+    rows: list[Tensor] = []
+    for index in range(arguments.answer_tokens):
         first = index == 0
         hidden = np.array((await honest.forward("before", position, tokens, "hidden", None, before)).tensor)
         own = hidden
@@ -288,21 +376,30 @@ async def answered(
             own = np.array((await honest.forward("other", 0, other, "hidden", None, before)).tensor)
             await honest.pool.cancel(honest.model.model_id, "other")
         told = (await head.forward("told", position, own, "token", used if first else None)).token
-        again = (await honest.forward("again", position, hidden, "token", stated if first else None)).token
-        likeliest = tuple((each.token, each.logprob) for each in again.logprobs[1:])
-        answer.told.append(told.token)
-        answer.again.append(Sampled(again.token, likeliest, again.finish_reason == "stop"))
-        if told.finish_reason is not None or again.finish_reason is not None:
-            answer.is_ended = told.finish_reason == "stop"
+        all_told.append(told.token)
+        fingerprints.append(decode_fingerprint(told.fingerprint))
+        rows.append(hidden)
+        if told.finish_reason is not None:
+            is_ended = told.finish_reason == "stop"
             break
         position, tokens = position + len(tokens), np.array([told.token], np.int32)
     for pool, model, name in (
         (honest.pool, honest.model, "before"),
         (head.pool, head.model, "told"),
-        (honest.pool, honest.model, "again"),
     ):
         await pool.cancel(model.model_id, name)
-    return answer
+    return await audited(honest, np.concatenate(rows), all_told, np.stack(fingerprints), stated, is_ended)
+
+
+async def audited(
+    honest: Head, rows: Tensor, told: list[int], fingerprints: Tensor, stated: Sampling, is_ended: bool
+) -> Answer:
+    again = await honest.again(rows, told, stated)
+    other = fingerprints_of(await honest.again(rows, told, stated, is_regrouped=True))
+    key = stated.fingerprint_key
+    assert other is not None
+    assert key is not None
+    return Answer(told, fingerprints, rows, again, other, key, is_ended)
 
 
 @dataclass
@@ -331,13 +428,33 @@ class LastStage:
         async with head.pool.running():
             await head.pool.load(head.model, self.layers)
             for number, prompt in enumerate(self.prompts):
-                true, lies = asked(stated, number, ends=ends), asked(used or stated, seed + number, ends=ends)
+                true = asked(stated, number, number, ends=ends)
+                lies = asked(used or stated, seed + number, number, ends=ends)
                 strange = self.prompts[number - 1] if of_other else None
                 answers.append(await answered(self.honest, before, head, prompt, true, lies, strange))
         return answers
 
+    async def told_instead(
+        self, stated: Sampling, true: Answer, told: list[int], *, is_ended: bool = False
+    ) -> Answer:
+        """The same logits, and other tokens, of which it tells the logits that an honest one has."""
+        n = len(true.rows) - len(true.told) + len(told)
+        sampling = asked(stated, true.key, true.key, ends=is_ended)
+        made = await audited(
+            self.honest, true.rows[:n], told, true.fingerprints[: len(told)].copy(), sampling, is_ended
+        )
+        own = fingerprints_of(made.again)
+        assert own is not None
+        made.fingerprints[:, OWN] = own[:, OWN]
+        if not stated.temperature:  # or it would be impossible at once
+            made.fingerprints[:, OWN] = made.fingerprints[:, OWN - 1]
+        return made
 
-def show_answers(what: str, stated: Sampling, answers: Sequence[Answer], n_vocab: int) -> None:
+
+def show_answers(
+    what: str, stated: Sampling, answers: Sequence[Answer], n_vocab: int, honest: Sequence[Answer]
+) -> None:
+    """`honest`: of the requests in which it does not cheat."""
     pairs = [pair for answer in answers for pair in zip(answer.told, answer.again, strict=True)]
     ranks = [_rise(*pair) for pair in pairs]
     n_other = sum(told != again.token for told, again in pairs)
@@ -347,11 +464,16 @@ def show_answers(what: str, stated: Sampling, answers: Sequence[Answer], n_vocab
         f"likelier, {sum(r < 0 for r in ranks)} less likely, {n_far} far"
     )
     if stated.temperature:
-        apart = max(
-            (between(*pair, stated, n_vocab) for pair in pairs if pair[0] != pair[1].token), default=0.0
-        )
+        known = (with_apart(a.again, a.told, stated, n_vocab) for a in answers)
+        apart = max(again.apart or 0.0 for each in known for again in each)
         figure += f", at most {apart:.3f} between two"
-    row(f"last, {described(stated)}", what, figure, of_tokens(answers, stated, n_vocab))
+    off = [distance(np.stack([s.fingerprint for s in a.again]), a.fingerprints) for a in answers]
+    figure += f", logits {min(off):.3f} to {max(off):.3f} apart"
+    where = f"last, {described(stated)}"
+    announced = ((LOGITS_SAME_KV, "the auditor's type of KV"), (LOGITS_OTHER_KV, "another one, or none"))
+    for allowed, claim in announced:
+        both = (TokenChecks(each, stated, n_vocab, allowed) for each in (answers, honest))
+        row(where, f"{what}, announces {claim}", figure, of_tokens(*both))
 
 
 def described(stated: Sampling) -> str:
@@ -381,9 +503,11 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
             await honest.pool.load(honest.model, held)
         stage = LastStage(bench, folder, layers, honest, prompts)
 
+        plain: list[Answer] = []
+
         async def show(what: str, stated: Sampling, **options: Any) -> list[Answer]:
             answers = await stage.measured(stated, **options)
-            show_answers(what, stated, answers, n_vocab)
+            show_answers(what, stated, answers, n_vocab, plain or answers)
             return answers
 
         ending = await show("honest: KV in Q8_0, answers that end", DRAWN, ends=True, kv_type="q8_0")
@@ -391,22 +515,22 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
         coarser = {name: bench.quantised(path, name, QUANTISATIONS[name]) for name in ("Q4_0", "Q6_K")}
         tuned = fine_tuned(path, folder / "tuned.gguf", 0.05)
         for stated in (ASKED[each] for each in arguments.asked):
-            plain: list[Answer] = []
+            plain.clear()
             for what, settings in HONEST_HEADS.items():
                 answers = await show(f"honest: {what}", stated, **settings)
-                plain = plain or answers
+                plain += answers if not plain else []
             for what, kernels in arguments.kernels:
                 with libraries(kernels):
                     await show(f"honest: {what}", stated, kernels="ggml", n_threads=1)
-            others = [Answer([t + 1 for t in a.told], a.again) for a in plain]
-            show_answers("another token for each", stated, others, n_vocab)
-            tenth = [Answer([t + (i % 10 == 9) for i, t in enumerate(a.told)], a.again) for a in plain]
-            show_answers("another token for every tenth", stated, tenth, n_vocab)
-            early = [Answer([*a.told[:8], end], a.again[:9], is_ended=True) for a in plain]
-            show_answers("ends after 8 tokens", stated, early, n_vocab)
-            # Checks do not look for it; the origin sees it at once (swarmllm.pipeline.origin.detokenizer).
-            stopped = [Answer(a.told[:8], a.again[:8]) for a in plain]
-            show_answers("ends after 8 tokens by a stop string that did not come", stated, stopped, n_vocab)
+            others = [await stage.told_instead(stated, a, [t + 1 for t in a.told]) for a in plain]
+            show_answers("another token for each", stated, others, n_vocab, plain)
+            tenth = [
+                await stage.told_instead(stated, a, [t + (i % 10 == 9) for i, t in enumerate(a.told)])
+                for a in plain
+            ]
+            show_answers("another token for every tenth", stated, tenth, n_vocab, plain)
+            early = [await stage.told_instead(stated, a, [*a.told[:8], end], is_ended=True) for a in plain]
+            show_answers("ends after 8 tokens", stated, early, n_vocab, plain)
             await show("KV of another prompt", stated, of_other=True)
             for name, made in coarser.items():
                 await show(f"{name} instead of Q8_0", stated, path=made)
@@ -450,6 +574,7 @@ if __name__ == "__main__":
     parser.add_argument("--stages", nargs="+", choices=("middle", "last"), default=("middle", "last"))
     parser.add_argument("--asked", nargs="+", choices=tuple(ASKED), default=tuple(ASKED))
     parser.add_argument("--answers", type=int, default=48, help="that are computed with each setting")
+    parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
     arguments = parser.parse_args()
     trio.run(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack, cast
 
+import msgspec
 import numpy as np
 import trio
 
@@ -26,6 +27,7 @@ from swarmllm.models.model_files import FileState
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.fingerprints import drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import (
     Effort,
     FinishReason,
@@ -34,6 +36,7 @@ from swarmllm_proto.ipc import (
     Sampling,
     TextPlace,
     Token,
+    TokenAgain,
     TokenLogprob,
 )
 from swarmllm_proto.tensors import Tensor
@@ -91,6 +94,7 @@ class FakePool:
         self.ends: frozenset[int] = frozenset()
         """Tokens that end a text."""
         self.held: set[str] = set()
+        self.tells_fingerprints = True
         self.kernels = "plain"
         """Its class."""
         self.cuts: list[LayerRange] = []
@@ -160,12 +164,16 @@ class FakePool:
         if tensor.dtype != np.int32:
             _keep(slot.journals, layers.start, position, rows)
         token, piece = None, b""
+        again: tuple[TokenAgain, ...] = ()
+        if want == "again":
+            again = self._again(slot, call, hidden)
         if want == "token":
             if slot.sampling is None:
                 slot.n_sampled = len(call.get("generated", ()))
             slot.sampling = call.get("sampling") or slot.sampling
             assert slot.sampling is not None, "sampling comes with the first token"
             token, piece = self._sample(slot, request_id, hidden[-1])
+            token = self._fingerprinted(token, slot.sampling, hidden[-1])
         return SimpleNamespace(
             tensor=hidden if want == "hidden" else None,
             token=token,
@@ -173,6 +181,7 @@ class FakePool:
             compute_s=0.001,
             scores=(),
             onward=False,
+            again=again,
         )
 
     @asynccontextmanager
@@ -279,6 +288,33 @@ class FakePool:
                 ) % PRIME
                 memory += left_behind
         return hidden.astype(np.float32)
+
+    def _again(self, slot: _Slot, call: ForwardCall, hidden: Tensor) -> tuple[TokenAgain, ...]:
+        slot.sampling, found = call.get("sampling"), []
+        assert slot.sampling is not None, "sampling comes with every call"
+        first, told = len(call.get("generated", ())), call.get("scored", ())
+        for index, (row, said) in enumerate(zip(hidden, told, strict=True)):
+            slot.n_sampled = first + index
+            token, piece = self._sample(slot, call["request_id"], row)
+            own = TokenLogprob(said, 0.0 if said == token.token else -9.0, piece)
+            ends = token.finish_reason == "stop"
+            fingerprint = self._fingerprint(first + index, said, slot.sampling, row)
+            found.append(TokenAgain(token.token, ends, (own, *token.logprobs[1:]), fingerprint or b""))
+        return tuple(found)
+
+    def _fingerprinted(self, token: Token, sampling: Sampling, row: Tensor) -> Token:
+        fingerprint = self._fingerprint(token.index, token.token, sampling, row)
+        return token if fingerprint is None else msgspec.structs.replace(token, fingerprint=fingerprint)
+
+    def _fingerprint(self, index: int, token: int, sampling: Sampling, row: Tensor) -> bytes | None:
+        """As if the token's logit was the largest, 0, and that of each other one below it."""
+        if sampling.fingerprint_key is None or not self.tells_fingerprints:
+            return None
+        drawn = drawn_tokens(sampling.fingerprint_key, index, PRIME)
+        with np.errstate(invalid="ignore"):
+            sums = (drawn * 7 + int(np.nan_to_num(row).astype(np.int64).sum())) % PRIME
+        logits = np.where(drawn == token, 0.0, -1 - sums / 64).astype(np.float32)
+        return encode_fingerprint(logits, 0.0, 0.0)
 
     def _sample(self, slot: _Slot, request_id: str, row: Tensor) -> tuple[Token, bytes]:
         assert slot.sampling is not None

@@ -9,6 +9,7 @@ cleaned up before the next one starts, under another request id, so that nothing
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -341,6 +342,8 @@ class Pipelines:
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
         if self._settings.exact:
             sampling = msgspec.structs.replace(sampling, exact=True)
+        if self._settings.check_rate > 0:
+            sampling = msgspec.structs.replace(sampling, fingerprint_key=secrets.randbelow(2**32))
         self._counts.generations += 1
         scored: ScoredPrompt | None = None
         if prompt.top_logprobs is not None:

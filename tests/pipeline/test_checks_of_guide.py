@@ -48,7 +48,13 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> CatalogueEntry:
 
 @asynccontextmanager
 async def guide_swarm(
-    folder: Path, entry: CatalogueEntry, weights_of_b: Path, noise_of_b: float = 0.0
+    folder: Path,
+    entry: CatalogueEntry,
+    weights_of_b: Path,
+    noise_of_b: float = 0.0,
+    *,
+    weights_of_c: Path | None = None,
+    origin_has_the_head: bool = False,
 ) -> AsyncIterator[Swarm]:
     """B and C are faster than the others that have their layers, and get the work."""
     async with AsyncExitStack() as stack:
@@ -57,8 +63,11 @@ async def guide_swarm(
             settings = WorkerSettings(cache_dir=folder / f"cache-{node_id}", n_ctx=1024, n_slots=4)
             pools[node_id] = WorkerPool(settings, folder / f"run-{len(pools)}")
             await stack.enter_async_context(pools[node_id].running())
-            path = weights_of_b if node_id == B else entry.path
-            await pools[node_id].load(ModelFile(entry.model_id, path), LayerRange.parse(layers))
+            weights = {B: weights_of_b, C: weights_of_c or entry.path}
+            model = ModelFile(entry.model_id, weights.get(node_id, entry.path))
+            await pools[node_id].load(model, LayerRange.parse(layers))
+            if origin_has_the_head and node_id == A:
+                await pools[node_id].load(model, LayerRange.parse(HOLDINGS[C]))
         if noise_of_b:
             lies_steadily(pools[B], noise_of_b)
         settings = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, check_rate=0.2)
@@ -175,6 +184,33 @@ async def test_coarser_weights_of_the_same_model_are_wrong(
                 break
         assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
+
+
+@pytest.mark.parametrize("question", [QUESTIONS[0], LONG_QUESTION], ids=["short", "long"])
+@pytest.mark.parametrize(("name", "temperature"), [("Q4_0", 0.0), ("Q6_K", 0.0), ("Q6_K", 1.0)])
+async def test_coarser_weights_of_a_last_stage_are_wrong(
+    name: str,
+    temperature: float,
+    question: str,
+    tmp_path: Path,
+    entry: CatalogueEntry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its logits: nearly all of its tokens are those that the true weights give."""
+    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
+    coarse = quantised(tmp_path, kind)
+    async with guide_swarm(
+        tmp_path, entry, entry.path, weights_of_c=coarse, origin_has_the_head=True
+    ) as swarm:
+        swarm[A].pipelines._observations.observe(entry.model_id, "decode", 100.0, 1, 1)
+        await announced(swarm, {C: "f16", D: "f16"})
+        for _ in range(4):
+            await ask(swarm, question, C, temperature)
+            if swarm[A].trust.count(C, Deed.WRONG_RESULT):
+                break
+        assert swarm[A].trust.count(C, Deed.WRONG_RESULT) == 1
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, D, M, N))
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,24 @@ from swarmllm.models.layers import covers
 from swarmllm.pipeline.check.charges import Charges
 from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.equal_bits import are_equal, draw_piece, judge_bits
-from swarmllm.pipeline.check.evidence import Collector, EvidenceAbsent, OtherRows, token_evidence
-from swarmllm.pipeline.check.likelihood import comparable, is_far, is_plain
+from swarmllm.pipeline.check.evidence import (
+    Collector,
+    EvidenceAbsent,
+    OtherRows,
+    of_fewer,
+    token_evidence,
+    with_fingerprints,
+)
+from swarmllm.pipeline.check.fingerprints import of_tokens
+from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, comparable, is_far, is_plain, with_apart
+from swarmllm.pipeline.check.pending import Found, PendingCheck, agree, work_of_rows, work_of_tokens
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
 from swarmllm.pipeline.check.sampling import (
+    BATCHED_TOKENS,
     CHECKED_TOKENS,
     DRAWN_TOKENS,
+    HEAD_ROW,
     SINGLE_ROW,
     Budget,
     Chance,
@@ -40,7 +51,7 @@ from swarmllm.pipeline.check.sampling import (
     rate,
 )
 from swarmllm.pipeline.check.tallies import Tallies
-from swarmllm.pipeline.check.thresholds import Limits, limits
+from swarmllm.pipeline.check.thresholds import Limits, limits, limits_of_logits
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -48,12 +59,13 @@ from swarmllm.pipeline.check.verdict import (
     TokenEvidence,
     Verdict,
     before_computing,
-    compare,
     distance,
+    fingerprints_of,
     judge,
     judge_tokens,
+    logits_apart,
 )
-from swarmllm.pipeline.check.whole import sample_whole_at, sample_whole_here
+from swarmllm.pipeline.check.whole import sample_whole_at
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
@@ -83,49 +95,6 @@ HOLDERS_ASKED = 3
 """Nodes that are asked to compute rows again, until two agree."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    context: RequestContext
-    stage: int
-    evidence: Evidence | TokenEvidence
-    kv_type: str | None
-    """That the stage announced before it could know that it was drawn."""
-
-    @property
-    def node_id(self) -> NodeId:
-        return self.context.view.stages[self.stage].node_id
-
-    @property
-    def before(self) -> NodeId:
-        """Of the first stage the last one, which gives it tokens."""
-        return self.context.view.stages[self.stage - 1].node_id
-
-    @property
-    def after(self) -> NodeId:
-        return self.context.view.stages[self.stage + 1].node_id
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.context.sampling.temperature == 0
-
-    @property
-    def is_plainly_greedy(self) -> bool:
-        """Each token is the likeliest one: no penalty, bias or grammar has a say in it."""
-        return self.is_greedy and is_plain(self.context.sampling)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What came of computing it again."""
-
-    verdict: Verdict
-    match: Match
-    results: Tensor | list[Sampled]
-    by: NodeId
-    is_by_bits: bool = False
-    """Kernels of the stage's own class computed an exact request again."""
-
-
 class NodeLoad(Protocol):
     """What this node has to do."""
 
@@ -153,7 +122,7 @@ class Checker:
     _charges: Charges = field(init=False)
     _budget: Budget = field(init=False)
     _tallies: Tallies = field(default_factory=Tallies)
-    _pending: deque[_Pending] = field(default_factory=deque)
+    _pending: deque[PendingCheck] = field(default_factory=deque)
     _has_work: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
@@ -195,7 +164,7 @@ class Checker:
         if evidence is None:
             self.counts.checks_dropped += 1
             return
-        self._pending.append(_Pending(chain.context, stage, evidence, kv_type))
+        self._pending.append(PendingCheck(chain.context, stage, evidence, kv_type))
         self._has_work.set()
 
     async def _evidence(self, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
@@ -223,23 +192,28 @@ class Checker:
         if stage == context.view.last:
             first = len(context.generated)
             is_drawn = context.sampling.temperature > 0
+            n_wanted = DRAWN_TOKENS if is_drawn else CHECKED_TOKENS
+            is_single = bool(context.exact_rows) or not self._has_layers(context, stage)
             drawn = draw_tokens(
                 first,
                 len(generated),
                 n_prompt,
                 row_bytes,
                 self.chance,
-                n_wanted=DRAWN_TOKENS if is_drawn else CHECKED_TOKENS,
+                n_wanted=n_wanted if is_single else BATCHED_TOKENS,
                 is_ended=chain.is_ended_by_model,
             )
             if drawn is None or context.sampling.mirostat:
                 return None  # Mirostat's running limit is known to the stage only.
             if len(context.view.stages) == 1:
                 prompt = np.asarray(chain.prompt[:n_prompt], np.int32)
-                return token_evidence(
+                evidence = token_evidence(
                     prompt, drawn, generated, is_agreed=True, is_ended=chain.is_ended_by_model
                 )
-            return await collector.collect_tokens(drawn, generated, is_ended=chain.is_ended_by_model)
+            else:
+                is_ended = chain.is_ended_by_model
+                evidence = await collector.collect_tokens(drawn, generated, is_ended=is_ended)
+            return with_fingerprints(evidence, chain.fingerprints, context)
         n_rows = rows.end
         if stage == 0 and not context.view.is_here(context.view.last):
             # What the last stage told the first one is known to neither this node nor anybody else.
@@ -270,7 +244,7 @@ class Checker:
                 return
             await trio.sleep(LOOK_S)
 
-    async def _check(self, pending: _Pending) -> None:
+    async def _check(self, pending: PendingCheck) -> None:
         evidence = pending.evidence
         verdict = before_computing(evidence)
         if verdict is not None:
@@ -280,7 +254,7 @@ class Checker:
             if found.verdict is Verdict.RIGHT:
                 self._add_up(pending, found)
 
-    def _add_up(self, pending: _Pending, found: _Found) -> None:
+    def _add_up(self, pending: PendingCheck, found: Found) -> None:
         """Tokens that are possible one by one may be impossible together."""
         evidence = pending.evidence
         if not isinstance(evidence, TokenEvidence) or not evidence.is_agreed:
@@ -302,16 +276,17 @@ class Checker:
         elif len(self._others(pending)) < 2:
             self._charges.dispute(pending.node_id, found.by)
 
-    async def _computed(self, pending: _Pending) -> _Found | None:
+    async def _computed(self, pending: PendingCheck) -> Found | None:
         """None: it is this stage or the one that computed it again, and both have been charged; or nobody
         could."""
-        loaded = self.compute.loaded(pending.context.model.model_id)
-        if covers(loaded, pending.context.view.layers(pending.stage)):
+        if self._has_layers(pending.context, pending.stage):
             if self.here.room().free_slots < SPARE_SLOTS:
                 self.counts.checks_dropped += 1
                 return None
             return await self._computed_by(pending, None)
-        found: list[tuple[NodeId, _Found]] = []
+        if isinstance(pending.evidence, TokenEvidence):
+            pending = replace(pending, evidence=of_fewer(pending.evidence, DRAWN_TOKENS))
+        found: list[tuple[NodeId, Found]] = []
         for node_id in self._others(pending):
             try:
                 newest = await self._computed_by(pending, node_id)
@@ -323,10 +298,10 @@ class Checker:
                     continue  # What is close to a row says nothing of its bits.
                 for other, earlier in found:
                     # Two honest ones of unlike classes may stand on both sides of the limits.
-                    if not _agree(pending, newest, earlier):
+                    if not agree(pending, newest, earlier):
                         self._charges.wrong(other, "two others computed otherwise")
                 return newest
-            if any(_agree(pending, newest, earlier) for _, earlier in found):
+            if any(agree(pending, newest, earlier) for _, earlier in found):
                 return newest
             found.append((node_id, newest))
         if found:
@@ -335,34 +310,47 @@ class Checker:
             self.counts.checks_dropped += 1
         return None
 
-    async def _computed_by(self, pending: _Pending, node_id: NodeId | None) -> _Found:
+    async def _computed_by(self, pending: PendingCheck, node_id: NodeId | None) -> Found:
         """None: by this node. Raises SwarmLLMError."""
         exactly = await self._computed_exactly(pending, node_id)
         if exactly is not None:
             return exactly
-        context, evidence, chunk_tokens = (
-            pending.context,
-            pending.evidence,
-            self.settings.prefill_chunk_tokens,
-        )
-        self._budget.spend(_work(evidence) * len(context.view.layers(pending.stage)))
-        if isinstance(evidence, TokenEvidence):
-            sampled = await self._sampled_by(TokenTask(context, evidence, chunk_tokens), node_id)
-            sampled = comparable(sampled, evidence.told, context.sampling)
-            return _Found(
-                *judge_tokens(evidence, sampled, greedy=pending.is_plainly_greedy),
-                sampled,
-                node_id or self.router.node_id,
-            )
+        context, evidence = pending.context, pending.evidence
         by = node_id or self.router.node_id
+        if isinstance(evidence, TokenEvidence):
+            return await self._tokens_computed_by(pending, evidence, node_id)
+        self._budget.spend(work_of_rows(evidence) * len(context.view.layers(pending.stage)))
         rows = await self._recomputed_by(pending, evidence, node_id)
         verdict, match = judge(evidence, rows, self._limits(pending, by).least)
         if match is Match.WRONG and judge(evidence, rows)[1] is not Match.WRONG:
-            self._budget.spend(_work(evidence) * len(context.view.layers(pending.stage)))
+            self._budget.spend(work_of_rows(evidence) * len(context.view.layers(pending.stage)))
             verdict, match = await self._judged_by_spread(pending, evidence, rows, node_id)
-        return _Found(verdict, match, rows, by)
+        return Found(verdict, match, rows, by)
 
-    async def _computed_exactly(self, pending: _Pending, node_id: NodeId | None) -> _Found | None:
+    async def _tokens_computed_by(
+        self, pending: PendingCheck, evidence: TokenEvidence, node_id: NodeId | None
+    ) -> Found:
+        """None: by this node. Raises SwarmLLMError."""
+        by, is_greedy = node_id or self.router.node_id, pending.is_plainly_greedy
+        sampled = await self._sampled_by(pending, evidence, node_id)
+        allowed = self._limits_of_logits(pending, by, len(sampled))
+        judged = partial(
+            judge_tokens,
+            evidence,
+            sampled,
+            greedy=is_greedy,
+            apart_max=apart_max(pending.context.sampling, IMPOSSIBLE),
+        )
+        verdict, match = judged(limit=allowed.least)
+        if match is Match.WRONG and judged(limit=allowed.most)[1] is not Match.WRONG:
+            again = await self._sampled_by(pending, evidence, node_id, is_regrouped=True)
+            spread = logits_apart(replace(evidence, fingerprints=fingerprints_of(again)), sampled)
+            await trio.sleep(TOLD_S)
+            limit = self._limits_of_logits(pending, by, len(sampled)).limit(spread or 0.0)
+            verdict, match = judged(limit=limit)
+        return Found(verdict, match, sampled, by)
+
+    async def _computed_exactly(self, pending: PendingCheck, node_id: NodeId | None) -> Found | None:
         """Bit for bit; None: its bits need not be equal, or are not even equal when it computes twice. Raises
         SwarmLLMError."""
         context, evidence, by = pending.context, pending.evidence, node_id or self.router.node_id
@@ -370,12 +358,11 @@ class Checker:
             return None
 
         async def results() -> Tensor | list[Sampled]:
+            if isinstance(evidence, TokenEvidence):
+                return await self._sampled_by(pending, evidence, node_id)
             n_single = max(0, len(evidence.came_in) - context.n_prompt_rows)
             work = len(evidence.came_in) + (SINGLE_ROW - 1) * n_single
             self._budget.spend(work * len(context.view.layers(pending.stage)))
-            if isinstance(evidence, TokenEvidence):
-                task = TokenTask(context, evidence, self.settings.prefill_chunk_tokens)
-                return await self._sampled_by(task, node_id)
             return await self._recomputed_by(pending, evidence, node_id)
 
         found = await results()
@@ -383,10 +370,10 @@ class Checker:
         if match is not Match.EQUAL and not are_equal(await results(), found):
             log.warning("node %s computes an exact request twice with other bits each time", by)
             return None
-        return _Found(verdict, match, found, by, is_by_bits=True)
+        return Found(verdict, match, found, by, is_by_bits=True)
 
     async def _judged_by_spread(
-        self, pending: _Pending, evidence: Evidence, rows: Tensor, node_id: NodeId | None
+        self, pending: PendingCheck, evidence: Evidence, rows: Tensor, node_id: NodeId | None
     ) -> tuple[Verdict, Match]:
         """Where the distance says something only together with what roundings do to these very rows. Raises
         SwarmLLMError."""
@@ -396,7 +383,7 @@ class Checker:
         return judge(evidence, rows, self._limits(pending, node_id or self.router.node_id).limit(spread))
 
     async def _recomputed_by(
-        self, pending: _Pending, evidence: Evidence, node_id: NodeId | None, *, is_regrouped: bool = False
+        self, pending: PendingCheck, evidence: Evidence, node_id: NodeId | None, *, is_regrouped: bool = False
     ) -> Tensor:
         """None: by this node. Raises SwarmLLMError."""
         task = RecomputeTask(
@@ -411,10 +398,20 @@ class Checker:
             return await compute_here(self.compute, task)
         return await self.replies.compute_at(node_id, self.router, task)
 
-    def _limits(self, pending: _Pending, by: NodeId) -> Limits:
+    def _limits(self, pending: PendingCheck, by: NodeId) -> Limits:
         """A node that has changed what it announces is not taken at its word."""
         is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
         return limits(pending.kv_type if is_settled else None, self._kv_type(pending.context, by))
+
+    def _limits_of_logits(self, pending: PendingCheck, by: NodeId, n_tokens: int) -> Limits:
+        """The same for so many fingerprints."""
+        is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
+        said = pending.kv_type if is_settled else None
+        return of_tokens(limits_of_logits(said, self._kv_type(pending.context, by)), max(1, n_tokens))
+
+    def _has_layers(self, context: RequestContext, stage: int) -> bool:
+        """Whether this node can compute what the stage did."""
+        return covers(self.compute.loaded(context.model.model_id), context.view.layers(stage))
 
     def _kv_type(self, context: RequestContext, node_id: NodeId) -> str | None:
         """As the node announces it for the request's model."""
@@ -429,17 +426,30 @@ class Checker:
         said = self.registry.announced(context.model.model_id, node_id)
         return (said.kernel_class or "") if said is not None else ""
 
-    async def _sampled_by(self, task: TokenTask, node_id: NodeId | None) -> list[Sampled]:
+    async def _sampled_by(
+        self,
+        pending: PendingCheck,
+        evidence: TokenEvidence,
+        node_id: NodeId | None,
+        *,
+        is_regrouped: bool = False,
+    ) -> list[Sampled]:
         """None: by this node. Raises SwarmLLMError."""
-        if len(task.context.view.stages) == 1:
-            if node_id is None:
-                return await sample_whole_here(self.compute, task)
-            return await sample_whole_at(node_id, self.replies, self.router, task)
+        context = pending.context
+        task = TokenTask(context, evidence, self.settings.prefill_chunk_tokens, is_regrouped)
+        is_batched = node_id is None and not context.exact_rows
+        work = work_of_tokens(evidence, HEAD_ROW if is_batched else SINGLE_ROW)
+        self._budget.spend(work * len(task.layers))
         if node_id is None:
-            return await sample_here(self.compute, task)
-        return await self.replies.sample_at(node_id, self.router, task)
+            sampled = await sample_here(self.compute, task)
+        elif task.is_whole:
+            sampled = await sample_whole_at(node_id, self.replies, self.router, task)
+        else:
+            sampled = await self.replies.sample_at(node_id, self.router, task)
+        sampled = comparable(sampled, evidence.told, context.sampling)
+        return with_apart(sampled, evidence.told, context.sampling, context.n_vocab)
 
-    def _others(self, pending: _Pending) -> list[NodeId]:
+    def _others(self, pending: PendingCheck) -> list[NodeId]:
         """Holders that have no part in it, the most trusted first."""
         view = pending.context.view
         layers = view.layers(pending.stage)
@@ -462,7 +472,7 @@ class Checker:
 
         return sorted(able, key=order)[:HOLDERS_ASKED]
 
-    def _charge(self, pending: _Pending, verdict: Verdict, match: Match) -> None:
+    def _charge(self, pending: PendingCheck, verdict: Verdict, match: Match) -> None:
         if verdict is Verdict.UNKNOWN:
             self.counts.checks_dropped += 1
             return
@@ -474,29 +484,3 @@ class Checker:
         else:
             is_before = verdict is Verdict.DISPUTED_BEFORE
             self._charges.contradict(pending.node_id, pending.before if is_before else pending.after)
-
-
-def _work(evidence: Evidence | TokenEvidence) -> float:
-    """What it takes to compute one layer of it again, in rows of a prompt."""
-    if not isinstance(evidence, TokenEvidence):
-        return float(len(evidence.came_in))
-    n_told, n_rows = len(evidence.told), len(evidence.came_in)
-    if evidence.came_in.ndim > 1:
-        return n_rows - n_told + SINGLE_ROW * n_told
-    return n_rows + len(evidence.before) + SINGLE_ROW * n_told
-
-
-def _agree(pending: _Pending, one: _Found, other: _Found) -> bool:
-    """Whether two holders computed the same."""
-    evidence = pending.evidence
-    if one.is_by_bits and other.is_by_bits:
-        return are_equal(one.results, other.results)
-    if isinstance(evidence, TokenEvidence):
-        assert isinstance(one.results, list)
-        assert isinstance(other.results, list)
-        said = replace(evidence, told=tuple(sampled.token for sampled in one.results), is_ended=False)
-        return judge_tokens(said, other.results, greedy=pending.is_plainly_greedy)[1] is not Match.WRONG
-    assert not isinstance(one.results, list)
-    assert not isinstance(other.results, list)
-    own = evidence.came_in[-evidence.n_rows :]
-    return compare(one.results, other.results, own) is not Match.WRONG

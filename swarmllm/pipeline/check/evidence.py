@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import trio
 from blake3 import blake3
@@ -9,10 +11,13 @@ from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.pipeline.check.fingerprints import is_possible
 from swarmllm.pipeline.check.ledger import Ledger, Side, spans
+from swarmllm.pipeline.check.likelihood import is_plain
 from swarmllm.pipeline.check.recompute import RecomputeTask, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
+from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.notary import NoNotary
@@ -101,6 +106,36 @@ def token_evidence(
         generated[drawn.position : drawn.end],
         is_agreed,
         is_ended and drawn.end == len(generated),
+    )
+
+
+def with_fingerprints(
+    evidence: TokenEvidence, told: ToldFingerprints, context: RequestContext
+) -> TokenEvidence:
+    """And what they have shown already."""
+    values = told.read(evidence.first - len(context.generated), len(evidence.told))
+    key = context.sampling.fingerprint_key
+    if values is None or key is None:
+        return evidence
+    is_likeliest = context.sampling.temperature == 0 and is_plain(context.sampling)
+    possible = is_possible(
+        values, evidence.told, evidence.first, key, context.n_vocab, is_likeliest=is_likeliest
+    )
+    return replace(evidence, fingerprints=values, is_possible=possible)
+
+
+def of_fewer(evidence: TokenEvidence, n_tokens: int) -> TokenEvidence:
+    """The same of at most so many of the tokens."""
+    n_less = len(evidence.told) - n_tokens
+    if n_less <= 0:
+        return evidence
+    rows = evidence.came_in
+    return replace(
+        evidence,
+        came_in=rows[: len(rows) - n_less] if rows.ndim > 1 else rows,
+        told=evidence.told[:n_tokens],
+        fingerprints=None if evidence.fingerprints is None else evidence.fingerprints[:n_tokens],
+        is_ended=False,
     )
 
 

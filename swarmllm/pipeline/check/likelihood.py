@@ -5,13 +5,16 @@ a random number that is a function of the seed. Two nodes whose logits differ by
 or two whose borders lie close together. The probability that lies between the two tokens is so small for an
 honest node, and as large as chance has it for one that draws from other logits or with another number.
 
-Only the 20 likeliest tokens are known here, so what is computed is at most the true value.
+Who has the layers itself knows all logits, and says how much lies between the number and the token. Of what
+another holder computed only the 20 likeliest tokens are known, so what is computed here is at most the true
+value.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from swarmllm.pipeline.check.verdict import Sampled
@@ -19,6 +22,9 @@ from swarmllm_proto.ipc import Sampling
 
 FAR: Final = 0.1
 """More probability than this between two tokens is far; for greedy ones, see FAR_NATS."""
+IMPOSSIBLE: Final = 0.2
+"""So much does not lie between two tokens that were drawn from nearly the same logits: honest nodes come to
+0.03 (docs/security.md)."""
 FAR_NATS: Final = 1.0
 """A greedy token that is so much less likely than the likeliest one is far."""
 _NEARLY_EQUAL_NATS: Final = 0.7
@@ -50,14 +56,38 @@ def is_plain(sampling: Sampling) -> bool:
     )
 
 
+def with_apart(
+    sampled: list[Sampled], told: Sequence[int], sampling: Sampling, n_vocab: int
+) -> list[Sampled]:
+    """With what lies at least between the random number and each token that was told, where it was drawn and
+    only that is known."""
+    if sampling.temperature == 0 or not is_plain(sampling):
+        return sampled
+    return [
+        again
+        if again.apart is not None or not again.likeliest
+        else replace(again, apart=between(token, again, sampling, n_vocab) if token != again.token else 0.0)
+        for again, token in zip(sampled, told, strict=False)
+    ]
+
+
+def apart_max(sampling: Sampling, at_most: float) -> float:
+    """So much may lie between them, where it is `at_most` at a temperature of 0.5 and above: the lower the
+    temperature, the more a little difference of the logits moves."""
+    return at_most / min(1.0, 2 * sampling.temperature) if sampling.temperature else math.inf
+
+
 def is_far(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> bool:
     """`again`: sampled from the same rows, with the same seed. `sampling` is plain."""
     if told == again.token or not again.likeliest:
         return False
     if sampling.temperature == 0:
-        own = dict(again.likeliest).get(told, again.likeliest[-1][1])
+        own = again.told_logprob
+        if own is None:
+            own = dict(again.likeliest).get(told, again.likeliest[-1][1])
         return own < again.likeliest[0][1] - FAR_NATS
-    return between(told, again, sampling, n_vocab) > FAR
+    apart = between(told, again, sampling, n_vocab) if again.apart is None else again.apart
+    return apart > apart_max(sampling, FAR)
 
 
 def between(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> float:

@@ -26,8 +26,9 @@ from swarmllm.pipeline.stage.compute import Compute, SampledToken
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, TokenAgain
 from swarmllm_proto.swarm import (
     CancelInference,
     JobMessage,
@@ -133,6 +134,8 @@ class TokenTask:
     context: RequestContext
     evidence: TokenEvidence
     chunk_tokens: int
+    is_regrouped: bool = False
+    """The rows before the tokens, in other batches than the request's."""
 
     @property
     def layers(self) -> LayerRange:
@@ -148,54 +151,101 @@ class TokenTask:
             sampling, max_tokens=max_tokens, stop=(), logprobs=True, top_logprobs=20
         )
 
+    @property
+    def rows(self) -> Tensor:
+        """All that came in, f32 [n, n_embd], or where the stage has all layers the tokens, i32 [n]."""
+        evidence = self.evidence
+        if evidence.came_in.ndim > 1:
+            return evidence.came_in
+        return np.concatenate((evidence.came_in, np.array([*evidence.before, *evidence.told[:-1]], np.int32)))
+
+    @property
+    def is_whole(self) -> bool:
+        """The stage has all layers."""
+        return self.evidence.came_in.ndim == 1
+
+    @property
+    def n_silent(self) -> int:
+        """Rows before the first that gave one of the tokens."""
+        return len(self.rows) - len(self.evidence.told)
+
+    def silent_batches(self) -> Iterator[slice]:
+        """Of these."""
+        if self.context.exact_rows and not self.is_regrouped:
+            return exact_batches(self.n_silent, self.context.n_prompt_rows, self.chunk_tokens)
+        grouped = regrouped if self.is_regrouped else batches
+        return grouped(self.n_silent, self.context.n_given_tokens, self.chunk_tokens)
+
     def batches(self) -> Iterator[slice]:
         """The first rows give no token, each of the rest gives one."""
-        rows, n_tokens, context = self.evidence.came_in, len(self.evidence.told), self.context
-        n_silent = len(rows) - n_tokens
-        if context.exact_rows:
-            yield from exact_batches(n_silent, context.n_prompt_rows, self.chunk_tokens)
-        else:
-            yield from batches(n_silent, context.n_given_tokens, self.chunk_tokens)
-        yield from (slice(at, at + 1) for at in range(len(rows) - n_tokens, len(rows)))
+        yield from self.silent_batches()
+        yield from (slice(at, at + 1) for at in range(self.n_silent, len(self.rows)))
 
     def samples(self, part: slice) -> bool:
-        n_silent: int = len(self.evidence.came_in) - len(self.evidence.told)
-        return bool(part.start >= n_silent)
+        return bool(part.start >= self.n_silent)
 
 
 async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
-    """In order. Raises SwarmLLMError."""
-    model, request_id = task.context.model, new_request_id()
-    found: list[Sampled] = []
+    """In order, all in one call, each after the tokens that were told. Raises SwarmLLMError."""
+    model, request_id, n_silent, rows = task.context.model, new_request_id(), task.n_silent, task.rows
+    layers, n_prompt, sampling = task.layers, task.context.n_prompt_tokens, task.sampling
+    exact_rows = task.context.exact_rows
+    if task.is_regrouped:
+        # Of too few rows no other batches round otherwise: an exact request's attention does.
+        exact_rows = len(rows) if not exact_rows and n_silent < TILED_ROWS else 0
+    sampling = msgspec.structs.replace(sampling, exact=exact_rows > 0)
     try:
-        for part in task.batches():
-            samples = task.samples(part)
-            result = await compute.forward(
+        for part in task.silent_batches():
+            await compute.forward(
                 model,
                 request_id=request_id,
-                layers=task.layers,
+                layers=layers,
                 position=part.start,
-                tensor=task.evidence.came_in[part],
-                want="token" if samples else "none",
-                sampling=task.sampling if samples and not found else None,
-                n_prompt_tokens=task.context.n_prompt_tokens,
-                generated=task.evidence.before if samples and not found else (),
-                exact_rows=task.context.exact_rows,
+                tensor=rows[part],
+                want="none",
+                n_prompt_tokens=n_prompt,
+                exact_rows=exact_rows,
             )
-            if samples and result.token is not None:
-                found.append(as_sampled(result.token))
-                if result.token.finish_reason is not None:
-                    break  # It samples nothing more.
+        result = await compute.forward(
+            model,
+            request_id=request_id,
+            layers=layers,
+            position=n_silent,
+            tensor=rows[n_silent:],
+            want="again",
+            sampling=sampling,
+            n_prompt_tokens=n_prompt,
+            generated=task.evidence.before,
+            scored=task.evidence.told,
+            exact_rows=exact_rows,
+        )
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(ACK_TIMEOUT_S):
             await compute.cancel(model.model_id, request_id)
-    return found
+    return [sampled_again(each) for each in result.again]
+
+
+def sampled_again(again: TokenAgain) -> Sampled:
+    """What this node's worker said."""
+    likeliest = tuple((each.token, each.logprob) for each in again.logprobs[1:])
+    told_logprob = again.logprobs[0].logprob if again.logprobs else None
+    values = _fingerprint(again.fingerprint)
+    return Sampled(again.token, likeliest, again.ends, values, told_logprob, again.apart)
 
 
 def as_sampled(token: SampledToken) -> Sampled:
-    """What a worker or another holder said, who were asked for the likeliest tokens too."""
+    """What another holder said, who was asked for the likeliest tokens too."""
     likeliest = tuple((each.token, each.logprob) for each in token.logprobs[1:])
-    return Sampled(token.token, likeliest, token.finish_reason == "stop")
+    return Sampled(
+        token.token, likeliest, token.finish_reason == "stop", _fingerprint(token.fingerprint or b"")
+    )
+
+
+def _fingerprint(data: bytes) -> Tensor | None:
+    try:
+        return decode_fingerprint(data)
+    except ValueError:
+        return None
 
 
 Reply = tuple[NodeId, JobMessage, bytes]

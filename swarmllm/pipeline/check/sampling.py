@@ -22,6 +22,8 @@ CHECKED_TOKENS: Final = 8
 """Tokens of a last stage that are sampled again, where it takes the likeliest."""
 DRAWN_TOKENS: Final = 16
 """And where it draws them: one alone says little."""
+BATCHED_TOKENS: Final = 64
+"""Tokens that this node samples again by itself, many rows at a time."""
 ENDS: Final = 0.5
 """This part of the checks of answers that the model ended looks at the end."""
 STRANGERS: Final = 5.0
@@ -56,6 +58,8 @@ def rate(score: float, base: float) -> float:
 
 SINGLE_ROW: Final = 4.5
 """What a row that is computed alone costs, in rows of a prompt (docs/security.md)."""
+HEAD_ROW: Final = 1.5
+"""And one of few that are computed together, with the logits of each."""
 PART_OF_WORK: Final = 0.48
 """Of what this node's requests cost, checks may cost this, times the rate at full trust: 3 % by default."""
 DEPTH: Final = 2.0

@@ -93,11 +93,7 @@ class Tallies:
         self._sums.move_to_end((node_id, by))
         while len(self._sums) > TALLIES_MAX:
             self._sums.popitem(last=False)
-        seen = [] if is_greedy else list(_observations(evidence, sampled))
-        if is_far is not None:
-            pairs = zip(evidence.told, sampled, strict=False)
-            seen += [(Leaning.FAR, is_far(told, again)) for told, again in pairs]
-        for leaning, against in seen:
+        for leaning, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=is_far):
             sums[leaning] = max(0.0, sums[leaning] + ODDS[leaning].step(against=against))
         certain = next((leaning for leaning, total in sums.items() if total >= CERTAIN), None)
         if certain is not None:
@@ -117,8 +113,22 @@ class Tallies:
         return self._accused.get(node_id)
 
 
-def _observations(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> Iterator[tuple[Leaning, bool]]:
-    """Each with whether it speaks against the node."""
+def observations(
+    evidence: TokenEvidence,
+    sampled: Sequence[Sampled],
+    *,
+    is_greedy: bool = False,
+    is_far: IsFar | None = None,
+) -> Iterator[tuple[Leaning, bool]]:
+    """Each with whether it speaks against the node. As `Tallies.add`."""
+    if not is_greedy:
+        yield from _of_draws(evidence, sampled)
+    if is_far is not None:
+        for told, again in zip(evidence.told, sampled, strict=False):
+            yield Leaning.FAR, is_far(told, again)
+
+
+def _of_draws(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> Iterator[tuple[Leaning, bool]]:
     # An end is looked at because it came, which is no matter of chance.
     free = evidence.told[:-1] if evidence.is_ended else evidence.told
     for told, again in zip(free, sampled, strict=False):

@@ -31,18 +31,28 @@ class Limits:
     """What is nearer is right."""
     of_spread: float
     """So many times the distance between two of the recomputing node's own results is right as well."""
+    most: float = TOLERANCE
+    """What is farther is wrong, whatever lies between these two."""
 
     def limit(self, spread: float) -> float:
         """Above it rows are wrong. `spread`: the distance between these two results."""
         if spread < SPREAD_MIN:
-            return TOLERANCE
-        return min(TOLERANCE, max(self.least, self.of_spread * spread))
+            return self.most
+        return min(self.most, max(self.least, self.of_spread * spread))
 
 
 SAME_KV: Final = Limits(least=0.0135, of_spread=1.4)
 OTHER_KV: Final = Limits(least=0.022, of_spread=2.2)
+LOGITS_SAME_KV: Final = Limits(least=0.023, of_spread=1.6, most=0.1)
+"""Of the distance of `fingerprints.distance`, of many tokens."""
+LOGITS_OTHER_KV: Final = Limits(least=0.034, of_spread=2.0, most=0.1)
 
 
 def limits(kv_type: str | None, recomputed_in: str | None) -> Limits:
     """By the types of KV that the two nodes announce; None: it announces none."""
     return SAME_KV if kv_type is not None and kv_type == recomputed_in else OTHER_KV
+
+
+def limits_of_logits(kv_type: str | None, recomputed_in: str | None) -> Limits:
+    """The same for fingerprints."""
+    return LOGITS_SAME_KV if limits(kv_type, recomputed_in) is SAME_KV else LOGITS_OTHER_KV

@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm.pipeline.check import fingerprints
 from swarmllm.pipeline.check.thresholds import TOLERANCE
 from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
@@ -114,6 +115,8 @@ def compare(
 def before_computing(evidence: Evidence | TokenEvidence) -> Verdict | None:
     """What can be said without computing anything; None: nothing yet."""
     if isinstance(evidence, TokenEvidence):
+        if not evidence.is_possible:
+            return Verdict.WRONG
         return Verdict.DISPUTED_BEFORE if evidence.is_agreed is False else None
     if evidence.sent is None and evidence.received is None:
         return Verdict.UNKNOWN
@@ -153,6 +156,12 @@ class Sampled:
     """(token, logarithm of its probability), the likeliest first; empty: not told."""
     is_end: bool = False
     """The model ends its text with it."""
+    fingerprint: Tensor | None = None
+    """Of its logits, f32 [N_VALUES], where the computing node tells it."""
+    told_logprob: float | None = None
+    """Of the token that was told; None: see `likeliest`."""
+    apart: float | None = None
+    """So much probability lies between the random number and the token that was told; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +181,69 @@ class TokenEvidence:
     """As in Evidence."""
     is_ended: bool = False
     """The stage said that the model ended its text with the last of these tokens."""
+    fingerprints: Tensor | None = None
+    """That came with these tokens, f32 [n, N_VALUES]; None: the stage tells none."""
+    is_possible: bool = True
+    """The fingerprints agree with each other and with the tokens."""
+
+
+def fingerprints_of(sampled: Sequence[Sampled]) -> Tensor | None:
+    """f32 [n, N_VALUES]; None: one of them has none."""
+    found = [each.fingerprint for each in sampled if each.fingerprint is not None]
+    return np.stack(found) if found and len(found) == len(sampled) else None
+
+
+def logits_apart(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> float | None:
+    """How far the fingerprints that were told are from those of the same rows; None: one has none."""
+    both = _both_fingerprints(evidence, sampled)
+    return None if both is None else fingerprints.distance(*both)
+
+
+def _both_fingerprints(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> tuple[Tensor, Tensor] | None:
+    """Those of the tokens that were sampled again, and those that were told."""
+    again = fingerprints_of(sampled)
+    if evidence.fingerprints is None or again is None:
+        return None
+    told = evidence.fingerprints[: len(again)]
+    for at, (token, each) in enumerate(zip(evidence.told, sampled, strict=False)):
+        if each.told_logprob is None and each.token != token:
+            # Another holder tells the logit of the token that it took itself.
+            again[at, fingerprints.OWN] = told[at, fingerprints.OWN]
+    return again, told
+
+
+def is_drawn_falsely(evidence: TokenEvidence, sampled: Sequence[Sampled], apart_max: float) -> bool:
+    """Whether a token was not drawn from the very logits that were told with it: more probability than
+    `apart_max` lies between it and the random number."""
+    both = _both_fingerprints(evidence, sampled)
+    if both is None:
+        return False
+    near = fingerprints.distances(*both) <= fingerprints.NEAR
+    return any(
+        is_near and told != again.token and again.apart is not None and again.apart > apart_max
+        for told, again, is_near in zip(evidence.told, sampled, near, strict=False)
+    )
 
 
 def judge_tokens(
-    evidence: TokenEvidence, sampled: Sequence[Sampled], *, greedy: bool
+    evidence: TokenEvidence,
+    sampled: Sequence[Sampled],
+    *,
+    greedy: bool,
+    limit: float = math.inf,
+    apart_max: float = math.inf,
 ) -> tuple[Verdict, Match]:
-    """`sampled`: from the same rows, in order; each after the tokens that were told."""
+    """`sampled`: from the same rows, in order; each after the tokens that were told. `limit`: of what the
+    fingerprints are apart; `apart_max`: of `is_drawn_falsely`."""
     pairs = list(zip(evidence.told, sampled, strict=False))
     if not pairs:
         return Verdict.UNKNOWN, Match.WRONG
     ends_falsely = evidence.is_ended and len(pairs) == len(evidence.told) and _ends_falsely(*pairs[-1])
+    off = logits_apart(evidence, sampled) or 0.0
+    if off > limit or is_drawn_falsely(evidence, sampled, apart_max):
+        return Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG, Match.WRONG
     if all(told == again.token for told, again in pairs) and not ends_falsely:
-        return Verdict.RIGHT, Match.EQUAL
+        return Verdict.RIGHT, Match.CLOSE if off else Match.EQUAL
     n_unlikely = sum(_is_unlikely(told, again, greedy=greedy) for told, again in pairs)
     n_allowed = 0 if greedy else max(UNLIKELY_MIN, math.ceil(UNLIKELY_PART * len(pairs))) - 1
     if n_unlikely <= n_allowed and not ends_falsely:

@@ -1,5 +1,4 @@
-"""Samples tokens again that a whole model on another node gave: by this node's own worker, or by another
-holder of all layers.
+"""Has another holder of all layers sample tokens again that a whole model on another node gave.
 
 No rows need to be fetched: the tokens are all that there is. The node that samples them again goes on by
 itself, so its tokens are comparable up to the first one that differs; after that it begins again with the
@@ -8,7 +7,7 @@ tokens that were told.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -21,7 +20,6 @@ from swarmllm.errors import RemoteError
 from swarmllm.pipeline.check.recompute import JOB_TIMEOUT_S, Replies, TokenTask, as_sampled
 from swarmllm.pipeline.check.verdict import Sampled
 from swarmllm.pipeline.request import new_request_id
-from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.identifiers import NodeId
@@ -50,11 +48,6 @@ class _Part:
     sampling: Sampling
 
 
-async def sample_whole_here(compute: Compute, task: TokenTask) -> list[Sampled]:
-    """In order. Raises SwarmLLMError."""
-    return await _in_parts(task, partial(_here, compute, task))
-
-
 async def sample_whole_at(
     node_id: NodeId, replies: Replies, router: Router, task: TokenTask
 ) -> list[Sampled]:
@@ -75,25 +68,6 @@ async def _in_parts(task: TokenTask, give: Callable[[_Part], Awaitable[list[Samp
             break
         found += newest
     return found
-
-
-def _n_alike(found: Sequence[Sampled], told: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    differs = (each.token != other for each, other in zip(found, told, strict=False))
-    return next((index for index, is_other in enumerate(differs) if is_other), len(found))
-
-
-async def _here(compute: Compute, task: TokenTask, part: _Part) -> list[Sampled]:
-    async with compute.generate(
-        task.context.model,
-        request_id=new_request_id(),
-        tokens=part.tokens,
-        sampling=part.sampling,
-        n_generated=len(part.before),
-        own_kv=True,
-    ) as generation:
-        found = [as_sampled(token) async for token, _ in generation]
-    return found[: 1 + _n_alike(found, part.told)]
 
 
 async def _at(

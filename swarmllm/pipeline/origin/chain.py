@@ -40,6 +40,7 @@ from swarmllm.pipeline.origin.output import (
 )
 from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.origin.prefixes import PrefixNames
+from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
 from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds, recomputed
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, Pace
@@ -113,10 +114,10 @@ class Chain:
         self.blamed = Blamed()
         self.pace = pace
         self.checked_stage = checked_stage
+        self.fingerprints = ToldFingerprints(context.sampling, is_kept=checked_stage == context.view.last)
         self._look_after_s = look_after_s
         self._watch = watch
-        self._heard_s = 0.0
-        self._looked_s = 0.0
+        self._heard_s = self._looked_s = 0.0
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
@@ -134,8 +135,7 @@ class Chain:
         self._is_feeding = False
         self._n_repeats = 0
         self._started_s = 0.0
-        self._first_s = 0.0
-        self._latest_s = 0.0
+        self._first_s = self._latest_s = 0.0
 
     def __repr__(self) -> str:
         n_tokens = self._tokens.n_received
@@ -389,6 +389,7 @@ class Chain:
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
         self._tokens.receive(message.index, message.token)
+        self.fingerprints.take(message.fingerprint)
         require_end(message, self.context.sampling, is_full=self._tokens.is_full or not self.fits_context)
         if self._tokens.is_full and message.finish_reason is None:
             # Nobody is to go on from here, whatever the last stage says.
@@ -431,8 +432,9 @@ class Chain:
 
     def _failed_at(self, sender: NodeId, message: PipelineError) -> None:
         if sender not in self.node_ids:
-            what = "request %s: %s has no part in it and reports a failure"
-            log.warning(what, self.context.request_id, sender)
+            log.warning(
+                "request %s: %s reports a failure without a part in it", self.context.request_id, sender
+            )
             return
         if message.damaged:
             self._require_possible(ChainEvent.DAMAGE)

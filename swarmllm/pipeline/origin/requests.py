@@ -125,13 +125,17 @@ class OriginRequest:
         may_resume = self.broken is not None and len(assembly.stages) > 1
         self.was_rounded &= bool(self.generated)
         self.was_rounded |= "q8_0" in assembly.row_formats
+        sampling = self.sampling
+        if assembly.stages[-1].node_id == origin:
+            # Nobody checks what this node samples.
+            sampling = msgspec.structs.replace(sampling, fingerprint_key=None)
         return PipelineAssignment(
             request_id=self.id if self.n_attempts == 1 and not self.tried else further_id(self.id),
             model_id=self.entry.model_id,
             origin=origin,
             stages=assembly.stages,
             n_prompt_tokens=len(self.tokens),
-            sampling=self.sampling,
+            sampling=sampling,
             generated=tuple(self.generated),
             resumes=tuple(each.request_id for each in self.tried[: -RESUMED_MAX - 1 : -1])
             if may_resume

@@ -1,0 +1,48 @@
+"""Keeps the fingerprints of logits that a last stage tells with its tokens, for a check. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import UnsetType
+
+from swarmllm.pipeline.origin.output import BrokenPromise
+from swarmllm_proto.fingerprints import decode_fingerprint
+from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.tensors import Tensor
+
+
+class ToldFingerprints:
+    """Of the tokens of one attempt, in their order."""
+
+    def __init__(self, sampling: Sampling, *, is_kept: bool) -> None:
+        """`sampling`: with the key that the stage was given. `is_kept`: somebody will look at them."""
+        self._is_asked = sampling.fingerprint_key is not None
+        self._is_kept = is_kept
+        self._n_tokens = 0
+        self._tells = False
+        self._told: list[bytes] = []
+
+    def take(self, fingerprint: bytes | UnsetType) -> None:
+        """With the next token. Raises BrokenPromise for one that is none, and where the stage tells those of
+        some tokens only."""
+        if not self._is_asked:
+            return
+        tells = not isinstance(fingerprint, UnsetType)
+        if self._n_tokens and tells is not self._tells:
+            raise BrokenPromise("fingerprints come with some of the tokens")
+        self._tells, self._n_tokens = tells, self._n_tokens + 1
+        if isinstance(fingerprint, UnsetType):
+            return
+        try:
+            decode_fingerprint(fingerprint)
+        except ValueError as error:
+            raise BrokenPromise(f"a fingerprint of {error}") from None
+        if self._is_kept:
+            self._told.append(fingerprint)
+
+    def read(self, first: int, n: int) -> Tensor | None:
+        """f32 [n, N_VALUES] of the tokens from `first` on, by their order; None: they were not told."""
+        told: Sequence[bytes] = self._told[first : first + n]
+        return np.stack([decode_fingerprint(each) for each in told]) if told and len(told) == n else None
