@@ -13,6 +13,7 @@ from node_ids import NODE_A
 
 from swarmllm.api.output import response as answering
 from swarmllm.errors import ContextFull, NoPipeline, RemoteError
+from swarmllm.node.bringing import Bringer, Bringing
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +140,23 @@ async def test_a_slow_first_token_is_waited_for_with_comments(
                     gate.set()
     assert '"content":"late"' in seen
     assert seen.endswith("data: [DONE]\n\n")
+
+
+async def test_a_stream_says_how_far_the_model_is_that_is_loaded_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "PROGRESS_EVERY_S", 0.01)
+    monkeypatch.setattr(Bringer, "of", lambda self, model: Bringing(model, "fetching", 31, 100))
+    gate = trio.Event()
+    async with serve_node(tmp_path) as stand:
+        stand.pipelines.script = Script(texts=["late"], between=gate.wait)
+        async with stand.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            seen = ""
+            async for text in answer.aiter_text():
+                seen += text
+                if seen.count(f": fetching {HELLO['model']} 31 %\n\n") >= 2:
+                    gate.set()
+    assert '"content":"late"' in seen
 
 
 async def test_characters_of_every_kind_arrive_unharmed(tmp_path: Path) -> None:
