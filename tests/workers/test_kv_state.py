@@ -21,6 +21,8 @@ from .test_batching import Room, open_room  # noqa: F401
 
 OpenRoom = Callable[..., Room]
 TOKENS = np.random.default_rng(2).integers(0, 250, 100).astype(np.int32)
+N_ROWS = len(TOKENS) + GREEDY.max_tokens - 1
+"""Of a generation's prompt and answer; the last token is not run."""
 
 
 def open_family(open_room: OpenRoom, folder: Path, name: str) -> Room:  # noqa: F811
@@ -32,7 +34,7 @@ def open_family(open_room: OpenRoom, folder: Path, name: str) -> Room:  # noqa: 
 
 
 def saved(room: Room) -> bytes:
-    """The KV of a finished generation's whole blocks."""
+    """The KV that is kept of a finished generation: all rows, with sliding windows whole blocks."""
     room.generate(TOKENS % room.handlers.state.engine().n_vocab, "r", GREEDY)
     room.run()
     engine = room.handlers.state.engine()
@@ -43,17 +45,18 @@ def saved(room: Room) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "n_min"),
-    [("llama-3.1", 0), ("deepseek-v3", 0), ("gemma-3", 64), ("gpt-oss", 64)],
+    ("name", "n_rows", "n_min"),
+    [("llama-3.1", N_ROWS, 0), ("deepseek-v3", N_ROWS, 0), ("gemma-3", 64, 64), ("gpt-oss", 64, 64)],
 )
 def test_what_libllama_writes_is_read_to_the_last_byte(
     open_room: OpenRoom,  # noqa: F811
     tmp_path: Path,
     name: str,
+    n_rows: int,
     n_min: int,
 ) -> None:
     state = read_state(saved(open_family(open_room, tmp_path, name)))
-    assert (state.n_rows, state.n_min) == (64, n_min)
+    assert (state.n_rows, state.n_min) == (n_rows, n_min)
 
 
 def test_positions_in_several_dimensions_are_not_understood(
