@@ -232,7 +232,7 @@ def test_vectors_of_texts_and_of_their_tokens_are_the_same(ai: openai.OpenAI, no
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": ["x", ""]}, "input[1]"),
-        ({"input": ["x", 5]}, "input[1]"),
+        ({"input": ["x", {}]}, "input[1]"),
         ({"input": [[5000]]}, "input"),
         ({"input": "word " * 4000}, "input"),
         ({"input": ["x", "word " * 4000]}, "input[1]"),

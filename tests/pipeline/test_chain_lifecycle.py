@@ -57,7 +57,7 @@ class NobodyWaits:
     async def look(self, chain: Chain) -> None:
         raise AssertionError("nobody waits for this chain")
 
-    def count_repeat(self) -> None:
+    def repeats(self, chain: Chain, position: int) -> None:
         pass
 
 

@@ -62,7 +62,7 @@ async def negotiated(proposed: Sequence[TProtocol], supported: set[TProtocol]) -
 
 
 @pytest.mark.parametrize(
-    ("proposed", "spoken"),
+    ("proposed", "supported"),
     [([GIVEN], {GIVEN}), ([OTHER], {OTHER, GIVEN}), ([OTHER, GIVEN], {GIVEN})],
     ids=["the only one", "a long name", "the second"],
 )
