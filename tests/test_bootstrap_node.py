@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from daemon_process import DaemonProcess, clean_environment, running_daemon, toml, wait_for, whereabouts
+from daemon_process import DaemonProcess, clean_environment, daemon_info, running_daemon, toml, wait_for
 from deadlines import PATIENCE_S
 from libp2p.rcmgr import Direction, new_resource_manager
 
@@ -56,7 +56,7 @@ def bootstrap_node(folder: Path, name: str = "first", **tables: dict[str, Any]) 
             env=clean_environment(),
         )
     try:
-        found = wait_for(lambda: whereabouts(process, data_dir, log), PATIENCE_S, "daemon.json")
+        found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")
         wait_for(lambda: read_bootstrap_file(printed), PATIENCE_S, "its addresses")
         with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
             yield BootstrapProcess(process, config, printed, log, http, found["node_id"])
