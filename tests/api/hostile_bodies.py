@@ -87,7 +87,7 @@ BODIES: dict[str, dict[str, Any]] = {
 BODIES |= {
     # The same without /v1.
     **{path: BODIES[f"/v1{path}"] for path in ("/chat/completions", "/responses", "/embeddings")},
-    **{path: BODIES["/v1/rerank"] for path in ("/rerank", "/reranking", "/v1/reranking")},
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/reranking"), BODIES["/v1/rerank"]),
     **{path: {"prompt": "hi", "n_predict": 2, "stop": ["x"]} for path in ("/completion", "/completions")},
 }
 NUMBERS = (-1, 0, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, -0.0, 0.5, float("nan"), float("inf"))

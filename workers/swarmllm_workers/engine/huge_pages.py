@@ -161,6 +161,12 @@ def populate(address: int, size: int) -> None:
         libc.madvise(address, size, POPULATE_READ)
 
 
+def let_go(address: int, size: int) -> None:
+    """Take these pages of a file out of the page table; reading them brings them back."""
+    if operating_system.IS_LINUX and size > 0:
+        libc.madvise(address, size, mmap.MADV_DONTNEED)
+
+
 libc: Final = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (

@@ -21,6 +21,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from swarmllm_workers.engine.huge_pages import (
     HUGE_PAGE,
     MAP_FAILED,
     NO_RESERVE,
+    let_go,
     libc,
     populate,
     read_anew,
@@ -125,6 +127,7 @@ class _MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.n_users = 0
+        self._n_uses: Counter[tuple[int, int]] = Counter()
         with path.open("rb") as file:
             self._size = os.fstat(file.fileno()).st_size
             self._reserved = self._size + HUGE_PAGE
@@ -138,6 +141,20 @@ class _MappedFile:
         """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
         start = offset // _PAGE * _PAGE
         populate(self.address + start, offset + size - start)
+
+    def use(self, place: FilePlace) -> None:
+        """Raises CallError bad_model."""
+        self.check(place)
+        self._n_uses[place.offset, place.size_bytes] += 1
+
+    def leave(self, place: FilePlace) -> None:
+        """What nobody uses any more leaves this process; the page cache keeps it while there is room."""
+        key = place.offset, place.size_bytes
+        self._n_uses[key] -= 1
+        if not self._n_uses[key]:
+            del self._n_uses[key]
+            start = -(-place.offset // _PAGE) * _PAGE
+            let_go(self.address + start, (place.offset + place.size_bytes) // _PAGE * _PAGE - start)
 
     def check(self, place: FilePlace) -> None:
         if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
@@ -249,12 +266,14 @@ class Stub:
         self._part = part
         self._address = 0
         self._files: dict[Path, tuple[tuple[int, int], _MappedFile]] = {}
+        self._used: list[FilePlace] = []
         self._file = os.memfd_create("layers", os.MFD_CLOEXEC)
         try:
             for place in part.places.values():
                 if place.path not in self._files:
                     self._files[place.path] = _files.take(place.path)
-                self._files[place.path][1].check(place)
+                self._files[place.path][1].use(place)
+                self._used.append(place)
             os.pwrite(self._file, part.header, 0)
             os.ftruncate(self._file, part.size_bytes)
         except OSError as error:
@@ -328,6 +347,9 @@ class Stub:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        while self._used:
+            place = self._used.pop()
+            self._files[place.path][1].leave(place)
         while self._files:
             _, (key, _file) = self._files.popitem()
             _files.give_back(key)
