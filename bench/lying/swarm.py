@@ -99,6 +99,9 @@ class NodePool(FakePool):
     def memory(self, model_id: str) -> ModelMemory:
         return ModelMemory()
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def loaded_with(self, model_id: str) -> LoadOptions | None:
         return None
 
