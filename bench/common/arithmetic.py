@@ -94,6 +94,8 @@ class FakePool:
         self.ends: frozenset[int] = frozenset()
         """Tokens that end a text."""
         self.held: set[str] = set()
+        self.n_vocab = PRIME
+        """As the model's manifest has it."""
         self.tells_fingerprints = True
         self.kernels = "plain"
         """Its class."""
@@ -310,7 +312,7 @@ class FakePool:
         """As if the token's logit was the largest, 0, and that of each other one below it."""
         if sampling.fingerprint_key is None or not self.tells_fingerprints:
             return None
-        drawn = drawn_tokens(sampling.fingerprint_key, index, PRIME)
+        drawn = drawn_tokens(sampling.fingerprint_key, index, self.n_vocab)
         with np.errstate(invalid="ignore"):
             sums = (drawn * 7 + int(np.nan_to_num(row).astype(np.int64).sum())) % PRIME
         logits = np.where(drawn == token, 0.0, -1 - sums / 64).astype(np.float32)

@@ -344,6 +344,7 @@ async def _start_node(
     catalogue = Catalogue(folder / "catalogue.sqlite")
     entry = await trio.to_thread.run_sync(catalogue.ensure, GUIDE_PATH, "guide")
     pool = NodePool(entry.model_id, entry.manifest.n_embd, layers)
+    pool.n_vocab = entry.manifest.n_vocab
     trust = Trust(clock=lambda: 1e9 * (1 + years[0]) + trio.current_time())
     registry = Registry(router.node_id, trust)
     await nursery.start(follow_router, registry, router)
