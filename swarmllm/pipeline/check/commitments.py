@@ -53,8 +53,8 @@ LINGER_S: Final = 15.0
 LINGERING_MAX: Final = 256
 ANSWER_TIMEOUT_S: Final = 5.0
 EVIDENCE_S: Final = 10.0
-"""Within which a stage has said what it sent, when its request is over: its node may be busy, and lateness is no
-guilt."""
+"""Within which a stage has said what it sent, when its request is over. Its node may be busy, and lateness is
+no guilt."""
 _F32: Final = np.dtype("<f4")
 
 
