@@ -158,7 +158,7 @@ async def twenty(swarm: Swarm, *honest: str) -> Counter[str]:
                     assert [piece async for piece in generation]
         except SwarmLLMError:
             assert turn < 10, "only the first ones may fail"
-        await trio.sleep(1)
+        await trio.sleep(2)
     assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in honest)
     assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in honest)
     assert seen["all"] >= 10
