@@ -97,10 +97,8 @@ def test_three_nodes_run_what_one_of_them_had(
     assert model["loaded"] == ["4:8"]
     assert model["files"] == {"layers": ["4:8"], "embedding": False, "head": False}
     folder = Path(model["path"]).parent
-    (segment,) = folder.rglob("v*-4-8.gguf")
-    assert segment.stat().st_blocks * 512 > weights * 0.9
     on_disk = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-    assert on_disk < (weights + description) * 1.1, "a loaded layer lies in its segment file only"
+    assert weights * 0.9 < on_disk < (weights + description) * 1.1, "a loaded layer lies in one file only"
 
     wait_for(lambda: gives(c, 2), PATIENCE_S, "the last node to know both holders")
     load(c, "8:12")
