@@ -7,21 +7,19 @@ the next turn of a conversation does not encode it again.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
-from swarmllm.errors import InvalidRequest, Overloaded, WorkerError
+from swarmllm.errors import InvalidRequest, WorkerError
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture
-from swarmllm.supervision import spawn
+from swarmllm.workerpool.encoder_workers import EncoderWorker, EncoderWorkers
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
 from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import ModelFile
@@ -30,12 +28,8 @@ from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import EncodePicture, OpenProjector, PictureEncoded, PicturePart, ProjectorOpened
 from swarmllm_proto.limits import PICTURE_BYTES_MAX
 
-log = logging.getLogger("swarmllm.workerpool")
-
 PICTURE_TIMEOUT_S: Final = 120.0
 """For one picture. Encoders take up to some ten seconds for a large one on one core."""
-TURN_TIMEOUT_S: Final = 300.0
-"""For its turn behind others' pictures."""
 KEPT_BYTES: Final = 256 * 2**20
 """Of rows that pictures became."""
 Key = tuple[ModelId, str, str]
@@ -92,31 +86,22 @@ class KeptPictures:
             self.drop(key)
 
 
-@dataclass(slots=True)
-class _Encoder:
-    """One projector, and the worker that has it open, if there is one."""
-
-    turn: trio.Lock = field(default_factory=trio.Lock)
-    worker: Worker | None = None
-    opened_as: tuple[ModelFile, Projector] | None = None
-    n_waiting: int = 0
-
-
 class PictureEncoders:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._by_projector: dict[tuple[ModelId, str], _Encoder] = {}
+        self._workers = EncoderWorkers[tuple[ModelId, str], ProjectorOpened](
+            hosts, "pictures", ProjectorOpened
+        )
         self.kept = KeptPictures()
         self.n_encoded = 0
-        hosts.when_idle.append(self._stop_idle)
 
     async def check_projector(self, model: ModelFile, projector: Projector) -> int:
         """Open it and encode a grey picture; how many rows that became. Raises BadModel, WorkerDied where the
         process did not survive it, WorkerError."""
-        encoder = self._encoder(model, projector)
-        async with _turn(encoder):
+        async with self._workers.turn((model.model_id, projector.blake3)) as encoder:
+            is_open = encoder.serves((model, projector))
             _, opened = await self._open(encoder, model, projector)
-        return opened.n_rows if opened is not None else 0
+        return 0 if is_open else opened.n_rows
 
     async def encode_picture(
         self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
@@ -129,8 +114,7 @@ class PictureEncoders:
         key = model.model_id, projector.blake3, picture.digest
         if is_kept and (kept := self.kept.get(key)) is not None:
             return kept
-        encoder = self._encoder(model, projector)
-        async with _turn(encoder):
+        async with self._workers.turn((model.model_id, projector.blake3)) as encoder:
             if is_kept and (kept := self.kept.get(key)) is not None:
                 return kept
             worker, _ = await self._open(encoder, model, projector)
@@ -149,78 +133,25 @@ class PictureEncoders:
     async def forget(self, model_id: ModelId) -> None:
         """End the model's workers of this kind, and drop what pictures became for it."""
         self.kept.forget(model_id)
-        for key in [key for key in self._by_projector if key[0] == model_id]:
-            encoder = self._by_projector.pop(key)
-            if encoder.worker is not None:
-                await encoder.worker.stop("was stopped because its model is forgotten")
-
-    def _encoder(self, model: ModelFile, projector: Projector) -> _Encoder:
-        return self._by_projector.setdefault((model.model_id, projector.blake3), _Encoder())
+        await self._workers.end(lambda key: key[0] == model_id, "was stopped because its model is forgotten")
 
     async def _open(
-        self, encoder: _Encoder, model: ModelFile, projector: Projector
-    ) -> tuple[Worker, ProjectorOpened | None]:
-        """None: it was open already."""
-        await trio.to_thread.run_sync(projector.check_file)
-        if encoder.worker is not None and encoder.worker.alive and encoder.opened_as == (model, projector):
-            return encoder.worker, None
-        if encoder.worker is not None:
-            await encoder.worker.stop("was stopped because its projector is to be opened anew")
-            encoder.worker = None
-        settings = self._hosts.settings
-        worker = await Worker.spawn(
-            (*self._hosts.command, "--pictures", "--log-level", settings.log_level),
-            self._hosts.socket_dir,
-            start_timeout_s=settings.start_timeout_s,
-            stop_timeout_s=settings.stop_timeout_s,
-        )
-        spawn(self._hosts.nursery(), "worker", worker.run)
-        try:
-            await worker.ready()
-            message = OpenProjector(
-                id=worker.new_id(),
+        self, encoder: EncoderWorker[ProjectorOpened], model: ModelFile, projector: Projector
+    ) -> tuple[Worker, ProjectorOpened]:
+        def message(call_id: int) -> OpenProjector:
+            return OpenProjector(
+                id=call_id,
                 path=str(model.path),
                 projector=projector.path,
-                n_threads=settings.n_threads,
+                n_threads=self._hosts.settings.n_threads,
             )
-            opened, _ = await worker.call(message, ProjectorOpened, timeout_s=settings.load_timeout_s)
+
+        def check(opened: ProjectorOpened) -> None:
             if opened.n_embd != projector.n_embd:
                 raise WorkerError(f"the projector makes rows of {opened.n_embd}, not {projector.n_embd}")
-        except BaseException:
-            worker.kill("could not open its projector")
-            raise
-        log.info("worker %d encodes pictures for model %s", worker.pid, model.model_id)
-        encoder.worker, encoder.opened_as = worker, (model, projector)
-        return worker, opened
 
-    async def _stop_idle(self) -> None:
-        for key, encoder in tuple(self._by_projector.items()):
-            worker = encoder.worker
-            if encoder.n_waiting:
-                continue
-            if worker is None or not worker.alive:
-                del self._by_projector[key]
-            elif trio.current_time() - worker.last_used_at >= self._hosts.settings.idle_timeout_s:
-                del self._by_projector[key]
-                await worker.stop("was stopped because it was idle")
-
-
-@asynccontextmanager
-async def _turn(encoder: _Encoder) -> AsyncIterator[None]:
-    """One after the other. Raises Overloaded where that takes too long."""
-    encoder.n_waiting += 1
-    try:
-        try:
-            with trio.fail_after(TURN_TIMEOUT_S):
-                await encoder.turn.acquire()
-        except trio.TooSlowError:
-            raise Overloaded("too many pictures wait for this model's encoder") from None
-        try:
-            yield
-        finally:
-            encoder.turn.release()
-    finally:
-        encoder.n_waiting -= 1
+        await trio.to_thread.run_sync(projector.check_file)
+        return await self._workers.open(encoder, model.model_id, (model, projector), message, check)
 
 
 class RowsNotFinite(ValueError):
