@@ -36,10 +36,22 @@ Examples:
 @click.option("--layers", metavar="START:END", help="Only the bytes that layers START to END-1 need.")
 @click.option("--name", help="What to call it.  [default: the name of the file]")
 @click.option("--sha256", metavar="HEX", help="What the file must hash to, where the server does not say.")
+@click.option(
+    "--mmproj/--no-mmproj",
+    default=True,
+    show_default=True,
+    help="The projector of the same repository comes, too, so that the model takes pictures.",
+)
 @json_option
 @api_option
 def pull(
-    source: str, layers: str | None, name: str | None, sha256: str | None, as_json: bool, api_url: str
+    source: str,
+    layers: str | None,
+    name: str | None,
+    sha256: str | None,
+    mmproj: bool,
+    as_json: bool,
+    api_url: str,
 ) -> None:
     """Fetch a model from the web: hf:ORG/REPO, hf:ORG/REPO:FILE.gguf, hf:ORG/REPO:Q4_K_M, or https://...
 
@@ -48,6 +60,9 @@ def pull(
 
     Pieces are fetched side by side. What was interrupted goes on where it was when it is asked for again, and
     nothing counts before it is checked. The node does the work: Ctrl-C only ends the looking on.
+
+    A projector (mmproj) that the repository has beside the model is fetched after it, in f16 if there is one,
+    else in Q8_0, and attached to it; its size is said before. With --layers none is.
 
     With --layers, the file's header and what these layers need are fetched, and nothing else. Of a model that
     no node knows yet, each node can fetch its own layers: a model's id covers all of it, so they wait until
@@ -59,7 +74,7 @@ def pull(
     are those of the node's environment (HTTPS_PROXY).
     """
     with Client(api_url) as client:
-        download = _fetched(client, source, name, layers, sha256, show=not as_json)
+        download = _fetched(client, source, name, layers, sha256, show=not as_json, mmproj=mmproj)
     if as_json:
         print_json(download)
     _require_done(download)
@@ -74,6 +89,10 @@ def pull(
         )
     else:
         click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+        if download["error"]:
+            click.echo(safe(download["error"]), err=True)
+        elif download["projector"]:
+            click.echo(f"It takes pictures, with {safe(download['projector'])}.")
 
 
 @click.command(
@@ -187,13 +206,21 @@ def fetch(client: Client, source: str, name: str | None, *, show: bool) -> dict[
 
 
 def _fetched(
-    client: Client, source: str, name: str | None, layers: str | None, sha256: str | None, *, show: bool
+    client: Client,
+    source: str,
+    name: str | None,
+    layers: str | None,
+    sha256: str | None,
+    *,
+    show: bool,
+    mmproj: bool = True,
 ) -> dict[str, Any]:
     body = {
         "source": source,
         "layers": layers,
         "name": name,
         "sha256": sha256,
+        "mmproj": mmproj,
         **hub_of_environment(),
     }
     return _follow(client, client.post(PATH, body), show=show)
@@ -225,10 +252,15 @@ def _follow(client: Client, download: dict[str, Any], *, show: bool) -> dict[str
         disable=not (show and console.is_terminal),
     )
     path = f"{PATH}/{download['id']}"
+    is_told = not show
     try:
         with bar:
             task = bar.add_task(safe(download["state"]), total=None, pace="")
             while download["state"] in RUNNING:
+                if download["projector"] and not is_told:
+                    is_told = True
+                    of_it = f"{safe(download['projector'])} ({size(download['projector_bytes'])})"
+                    click.echo(f"After it comes its projector {of_it}; --no-mmproj leaves it out.", err=True)
                 bar.update(
                     task,
                     description=safe(download["state"]),

@@ -54,6 +54,8 @@ class DownloadRequest:
     """`token` and `endpoint` are those of the caller, instead of the node's own: the node's token never goes
     to an endpoint that somebody else names."""
     shared: SharedFileRequest | None = None
+    mmproj: bool = True
+    """Whether the projector of the same repository comes, too, and is attached to the model."""
     then: Callable[[CatalogueEntry, PublishedName], Awaitable[object]] | None = None
     """What is done with the model, and where its file is published, before it counts as done."""
 
@@ -71,6 +73,10 @@ class DownloadView:
     """The name of the model that it became, or will become."""
     published: PublishedName
     """The file of a repository that was meant; empty: it is none, or not known."""
+    projector: str
+    """The file of the same repository that comes after the model, and is attached to it; empty: none."""
+    projector_bytes: int
+    """Of that file; `total_bytes` counts them."""
     waits_for: str
     """What the swarm does not know yet: until then it is no model."""
     trouble: str
@@ -96,6 +102,9 @@ class Download:
         self.state: DownloadState = "waiting"
         self.model = ""
         self.published = NOT_PUBLISHED
+        self.projector = ""
+        self.projector_bytes = 0
+        self.projector_trouble = ""
         self.waits_for: Callable[[], str] = lambda: ""
         self.trouble = ""
         self.error = ""
@@ -115,11 +124,21 @@ class Download:
         now_s = time.monotonic()
         if done_bytes != self.done_bytes:
             self.trouble = ""
-        self.done_bytes, self.total_bytes = done_bytes, total_bytes
+        self.done_bytes, self.total_bytes = done_bytes, total_bytes + self.projector_bytes
         if not self._history or now_s - self._history[-1][0] > RATE_WINDOW_S / 20:
             self._history.append((now_s, done_bytes))
         while now_s - self._history[0][0] > RATE_WINDOW_S:
             self._history.popleft()
+
+    def projector_progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Of the projector, when the model is here."""
+        model_bytes = self.total_bytes - self.projector_bytes
+        self.progress(model_bytes + done_bytes, model_bytes)
+
+    def has_no_projector(self, trouble: str = "") -> None:
+        """None comes after all, and why."""
+        self.total_bytes -= self.projector_bytes
+        self.projector, self.projector_bytes, self.projector_trouble = "", 0, trouble
 
     def has_failed(self, error: Exception) -> None:
         """By what nobody expected."""
@@ -141,6 +160,8 @@ class Download:
             bytes_per_s=rate,
             model=self.model,
             published=self.published,
+            projector=self.projector,
+            projector_bytes=self.projector_bytes,
             waits_for=self.waits_for(),
             trouble="" if self.state in ENDED else self.trouble,
             error=self.error,

@@ -26,6 +26,7 @@ from swarmllm.downloads.download import (
 )
 from swarmllm.downloads.fetch_layers import FetchLayers, LayerFetch, check_same_file
 from swarmllm.downloads.header_plan import PublishedModel, find_address, read_published
+from swarmllm.downloads.hub_projector import HubProjector, find_projector
 from swarmllm.downloads.hub_search import FoundModel, search_hub
 from swarmllm.downloads.published_files import PublishedFiles, published_name
 from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
@@ -75,14 +76,18 @@ class Downloads:
         gathering: SharedDigests,
         find: Callable[[str], Awaitable[CatalogueEntry]],
         examine: Callable[[CatalogueEntry], Awaitable[CatalogueEntry]] | None = None,
+        attach: Callable[[CatalogueEntry, Path], Awaitable[CatalogueEntry]] | None = None,
     ) -> None:
         """`find`: a model by its name, here or at a connected node; raises ModelNotFound. `examine`: what is
-        done with a model whose whole file has come, before it counts as done."""
+        done with a model whose whole file has come, before it counts as done. `attach`: takes the file of its
+        projector, which leaves the folder, and raises SwarmLLMError where it cannot be used; None: none is
+        fetched."""
         self._folder = folder
         self._transfer = transfer
         self._settings = settings
         self._find = find
         self._examine = examine
+        self._attach = attach
         self.gathering = gathering
         self.published_files = PublishedFiles(lambda: self._settings)
         self._downloads: dict[str, Download] = {}
@@ -215,7 +220,7 @@ class Downloads:
                     if entry is not None:
                         download.model = entry.name
                         log.info("%s became model %s", download.source.text, entry.name)
-                        download.error = await _follow_up(download, entry)
+                        download.error = await _follow_up(download, entry) or download.projector_trouble
                     download.state = "done"
         except SwarmLLMError as error:
             download.state, download.error = "failed", error.message
@@ -246,7 +251,9 @@ class Downloads:
             try:
                 if download.layers is not None:
                     return await self._parts(download, remote, facts, name, settings)
-                return await self._whole(download, remote, facts, name, settings)
+                projector = await self._projector_of(download, url, settings, http)
+                entry = await self._whole(download, remote, facts, name, settings)
+                return entry if projector is None else await self._see(download, entry, projector, settings)
             except FileChanged as error:
                 if is_last:
                     raise
@@ -274,6 +281,50 @@ class Downloads:
             await trio.to_thread.run_sync(folder.rmdir)
         download.whole = None
         return entry if self._examine is None else await self._examine(entry)
+
+    async def _projector_of(
+        self, download: Download, url: str, settings: DownloadSettings, http: httpx.AsyncClient
+    ) -> HubProjector | None:
+        """That of the model's repository, which is fetched after it; its bytes are told before."""
+        if self._attach is None or not download.request.mmproj or not download.source.is_endpoint:
+            return None
+        try:
+            found = await find_projector(url, settings, http)
+        except DownloadError as error:
+            log.info("no projector is looked for beside %s: %s", url, error.message)
+            return None
+        if found is not None and not found.problem:
+            download.projector, download.projector_bytes = found.file, found.facts.size_bytes
+        return found
+
+    async def _see(
+        self,
+        download: Download,
+        entry: CatalogueEntry,
+        projector: HubProjector,
+        settings: DownloadSettings,
+    ) -> CatalogueEntry:
+        """The model with its projector; where that cannot be had, or used, the download says why, and the
+        model is here all the same."""
+        if self._attach is None or entry.projector is not None:
+            download.has_no_projector()
+            return entry
+        folder = self._folder_of(projector.remote)
+        try:
+            projector.require_fit(entry.manifest)
+            download.state = "fetching"
+            await self._transfer.make_room(projector.facts.size_bytes)
+            retries = download.retries(settings)
+            whole = await projector.fetch(folder, settings, retries, download.projector_progress)
+            download.state = "checking"
+            try:
+                entry = await self._attach(entry, whole.part)
+            finally:
+                await trio.to_thread.run_sync(_throw_away, whole)
+        except SwarmLLMError as error:
+            download.has_no_projector(f"{entry.name} takes no pictures: {error.message}")
+            log.warning("%s", download.projector_trouble)
+        return entry
 
     async def _parts(
         self,

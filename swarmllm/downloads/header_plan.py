@@ -67,7 +67,7 @@ async def read_published(source: DownloadSource, settings: DownloadSettings) -> 
             async def read() -> PublishedModel:
                 facts = await remote.facts()
                 name = normalise_name(model_name(url))
-                start, header = await _header(remote, facts, settings.header_step_bytes)
+                start, header = await read_start(remote, facts, settings.header_step_bytes)
                 layout, digest = await trio.to_thread.run_sync(_layout, start, header, name)
                 said = published_name(url, settings.endpoint) if source.is_endpoint else NOT_PUBLISHED
                 return PublishedModel(name, facts.size_bytes, layout, digest, facts.sha256, said)
@@ -86,7 +86,7 @@ async def find_address(
     return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
 
 
-async def _header(remote: FileRemote, facts: RemoteFacts, step_bytes: int) -> tuple[bytes, GgufHeader]:
+async def read_start(remote: FileRemote, facts: RemoteFacts, step_bytes: int) -> tuple[bytes, GgufHeader]:
     """The file's beginning up to its header's end, or somewhat further. Raises Broken, Refused, BadModel."""
     start = b""
     while True:

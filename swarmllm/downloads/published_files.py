@@ -97,6 +97,15 @@ async def _read(remote: FileRemote, facts: RemoteFacts, start: int, end: int) ->
 
 def published_name(url: str, endpoint: str) -> PublishedName:
     """What other nodes can be told of the file at an address of a hub; empty: nothing."""
-    repo, _, file = unquote(url.removeprefix(f"{endpoint}/")).partition("/resolve/main/")
-    name = f"hf:{repo}:{file}"
+    if (found := repository_file(url, endpoint)) is None:
+        return NOT_PUBLISHED
+    name = f"hf:{found[0]}:{found[1]}"
     return PublishedName(name) if _NAME.fullmatch(name) else NOT_PUBLISHED
+
+
+def repository_file(url: str, endpoint: str) -> tuple[str, str] | None:
+    """(repository, file) of an address of a hub; None: it is none."""
+    if not url.startswith(f"{endpoint}/"):
+        return None
+    repo, separator, file = unquote(url.removeprefix(f"{endpoint}/")).partition("/resolve/main/")
+    return (repo, file) if separator else None

@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import msgspec
 
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.host_names import is_loopback_host, parse_host_name
+from swarmllm.models.projector import is_called_like, quantisation_in
 from swarmllm_proto.split_files import SPLIT_MAX, by_model, parse_split_name, split_stem
 
 
@@ -59,6 +61,8 @@ class Offline(DownloadError):
 
 MAX_SOURCE_LENGTH = 2048
 SHOWN_FILES = 20
+PREFERRED_PROJECTORS: Final = ("f16", "fp16", "q8_0")
+"""Of the quantisations in which a repository has one."""
 
 _HF = re.compile(
     r"hf:(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<file>[^:?#\s\\]{1,400}))?", re.ASCII
@@ -181,6 +185,23 @@ def choose_file(repo: str, names: list[str], wanted: str) -> str:
     listed = ", ".join((fitting or list(there))[:SHOWN_FILES])
     what = f"has no GGUF with {wanted!r} in its name" if not fitting else f"has {len(fitting)} that fit"
     raise _bad(f"{repo} {what}; name one of them: {listed}")
+
+
+def choose_projector(names: Iterable[str], model_file: str) -> str:
+    """The projector (mmproj) of a repository that goes with one of its models: one in the model's folder that
+    is called like it, else one of that folder, else one of the repository; f16 before q8_0 before the rest.
+    Empty: it has none."""
+    found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.lower()]
+    folder = model_file.rpartition("/")[0]
+    beside = [name for name in found if name.rpartition("/")[0] == folder] or found
+    like_it = [name for name in beside if is_called_like(name, model_file)] or beside
+    return min(like_it, key=_rank, default="")
+
+
+def _rank(name: str) -> tuple[int, str]:
+    quantisation = quantisation_in(name)
+    is_known = quantisation in PREFERRED_PROJECTORS
+    return PREFERRED_PROJECTORS.index(quantisation) if is_known else len(PREFERRED_PROJECTORS), name
 
 
 def _refuse_missing_parts(repo: str, first: str, files: Sequence[str]) -> None:

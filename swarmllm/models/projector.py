@@ -71,6 +71,7 @@ _REFUSED: Final = {
 TEXT_ARCHITECTURES: Final = frozenset({"gemma", "granite", "llama", "phi3", "qwen2", "qwen3"})
 """Of text models whose pipelines were compared with libmtmd: one position per row, and nothing but rows."""
 _QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
+_GGUF: Final = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _FOUND_MAX: Final = 4096
 CHUNK_BYTES: Final = 2**22
 
@@ -105,7 +106,7 @@ def read_projector(path: Path, progress: Callable[[int, int], None] | None = Non
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise BadModel(f"{path} is not a regular file", field="mmproj")
-            family, n_embd = _parse(read_header(file))
+            family, n_embd = parse_projector(read_header(file))
             digest, n_done = blake3(), 0
             file.seek(0)
             while data := file.read(CHUNK_BYTES):
@@ -127,7 +128,7 @@ def read_projector(path: Path, progress: Callable[[int, int], None] | None = Non
     )
 
 
-def _parse(header: GgufHeader) -> tuple[str, int]:
+def parse_projector(header: GgufHeader) -> tuple[str, int]:
     """Family and width. Raises BadModel."""
     architecture = header.text("general.architecture")
     if architecture != "clip":
@@ -160,10 +161,15 @@ def _width(tensors: dict[str, HeaderTensor], name: str, dimension: int) -> int:
 
 def require_fit(projector: Projector, manifest: Manifest) -> None:
     """That this projector's rows are what the model's layers take. Raises BadModel."""
-    name = Path(projector.path).name
-    if projector.n_embd != manifest.n_embd:
+    require_width_fits(Path(projector.path).name, projector.n_embd, manifest)
+
+
+def require_width_fits(name: str, n_embd: int, manifest: Manifest) -> None:
+    """`require_fit` by what a projector's header says: rows of `n_embd` numbers. Raises BadModel that calls
+    it `name`."""
+    if n_embd != manifest.n_embd:
         raise BadModel(
-            f"{name} makes rows of {projector.n_embd} numbers, the model's have {manifest.n_embd}:"
+            f"{name} makes rows of {n_embd} numbers, the model's have {manifest.n_embd}:"
             " it is another model's projector",
             field="mmproj",
         )
@@ -182,17 +188,28 @@ def require_fit(projector: Projector, manifest: Manifest) -> None:
 def found_beside(model: Path) -> Path | None:
     """The projector that is called like the model's file, but for quantisation and the word mmproj, in the
     same folder; None also where there are several."""
-    wanted = _bare(model.name)
     try:
         names = [each.name for _, each in zip(range(_FOUND_MAX), model.parent.iterdir(), strict=False)]
     except OSError:
         return None
-    found = [name for name in names if "mmproj" in name.lower() and _bare(name) == wanted]
+    found = [name for name in names if "mmproj" in name.lower() and is_called_like(name, model.name)]
     return model.with_name(found[0]) if len(found) == 1 else None
 
 
+def is_called_like(name: str, model_file: str) -> bool:
+    """Whether the names of a projector's and of a model's file differ in nothing but quantisation and the
+    word mmproj; folders do not count."""
+    return _bare(name.rpartition("/")[2]) == _bare(model_file.rpartition("/")[2])
+
+
+def quantisation_in(name: str) -> str:
+    """Of a projector's file, in lower case; empty: its name does not say it."""
+    found = _QUANTISATION.search(_GGUF.sub("", name.lower()))
+    return found[1] if found else ""
+
+
 def _bare(name: str) -> str:
-    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name.lower())
+    stem = _GGUF.sub("", name.lower())
     stem = re.sub(r"[-_.]?mmproj[-_.]?", "-", stem).strip("-_.")
     return _QUANTISATION.sub("", stem)
 

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 DOWNLOADS = "downloads"
 """In the data folder: what is on its way from the web."""
+PROJECTORS = "projectors"
+"""In the data folder: projectors that were fetched."""
 KERNEL_TIMINGS = "kernel-timings.json"
 GUIDE_NAME = "guide"
 T = TypeVar("T")

@@ -23,14 +23,14 @@ from swarmllm.errors import (
     InvalidRequest,
     ModelNotFound,
     SwarmLLMError,
-    WorkerDied,
     WorkerError,
 )
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.manifest import is_text_encoder, needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
-from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
+from swarmllm.models.projector import read_projector
 from swarmllm.node.on_demand import OUT_OF_MEMORY
+from swarmllm.node.projectors import ProjectorKeeper
 from swarmllm.node.remembered_loads import RememberedLoads
 from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
@@ -134,6 +134,7 @@ class ModelKeeper:
         registry: Registry,
         gathering: SharedDigests,
         remembered: RememberedLoads,
+        projectors: ProjectorKeeper,
         *,
         node_id: NodeId,
         nickname_of: Callable[[NodeId], str],
@@ -142,6 +143,7 @@ class ModelKeeper:
     ) -> None:
         """`encoders_of`: other nodes that encode pictures for a model; with what this node knows of it."""
         self._encoders_of = encoders_of
+        self._projectors = projectors
         self._catalogue = catalogue
         self._pool = pool
         self._transfer = transfer
@@ -226,9 +228,9 @@ class ModelKeeper:
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
         entry = await self._cut_checks.ensure(entry, checking)
         if given is not None:
-            entry = await self._attach(entry, given)
+            entry = await self._projectors.attach_read(entry, given)
         elif entry.projector is None:
-            entry = await self._attach_found(entry, report)
+            entry = await self._projectors.attach_found(entry, report)
         await self._publish()
         return self._view(entry)
 
@@ -241,30 +243,16 @@ class ModelKeeper:
             progress(done_bytes, total_bytes)
 
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
-        projector = await trio.to_thread.run_sync(read_projector, mmproj, report)
-        entry = await self._attach(entry, projector)
+        entry = await self._projectors.attach(entry, mmproj, report)
         await self._publish()
         return self._view(entry)
 
-    async def _attach(self, entry: CatalogueEntry, projector: Projector) -> CatalogueEntry:
-        """After a picture has been encoded with it. Raises BadModel."""
-        require_fit(projector, entry.manifest)
-        try:
-            await self._pool.check_projector(ModelFile.of(entry), projector)
-        except WorkerDied as error:
-            file = Path(projector.path).name
-            raise BadModel(f"{file} is damaged: a grey picture ended its process", field="mmproj") from error
-        return await trio.to_thread.run_sync(self._catalogue.attach, entry.model_id, projector)
-
-    async def _attach_found(self, entry: CatalogueEntry, report: Progress) -> CatalogueEntry:
-        """The projector that lies beside the model, where there is one that can be used."""
-        if entry.is_stored or (found := await trio.to_thread.run_sync(found_beside, entry.path)) is None:
-            return entry
-        try:
-            return await self._attach(entry, await trio.to_thread.run_sync(read_projector, found, report))
-        except SwarmLLMError as error:
-            log.warning("%s takes no pictures: %s", entry.name, error.message)
-            return entry
+    async def attach_fetched(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
+        """Let a model take pictures with a projector that was fetched for it; the file becomes the node's.
+        Raises BadModel."""
+        entry = await self._projectors.take_in(entry, path)
+        await self._publish()
+        return entry
 
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
         """What a load means; makes a model known that only other nodes have.
@@ -341,6 +329,7 @@ class ModelKeeper:
         await self.presets.drop(entry.name, *entry.further_names)
         await self._pool.forget(entry.model_id)
         self._cut_checks.forget(entry.model_id)
+        await self._projectors.tidy()
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
         await self._publish()
         return view

@@ -34,13 +34,14 @@ from swarmllm.errors import (
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
 from swarmllm.models.manifest import is_text_encoder
+from swarmllm.models.projector_store import ProjectorStore
 from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
 from swarmllm.node.admission import Admission
 from swarmllm.node.announcer import Announcer
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.bringing import Bringer
 from swarmllm.node.capability import describe
-from swarmllm.node.data_dir import DOWNLOADS
+from swarmllm.node.data_dir import DOWNLOADS, PROJECTORS
 from swarmllm.node.embeddings import Embeddings
 from swarmllm.node.file_followers import Followers
 from swarmllm.node.file_shares import FileShares
@@ -49,6 +50,7 @@ from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
 from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
+from swarmllm.node.projectors import ProjectorKeeper
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
 from swarmllm.node.share_book import ShareBook
@@ -136,6 +138,7 @@ class Node:
             registry,
             gathering,
             remembered,
+            ProjectorKeeper(catalogue, pool, ProjectorStore(config.data_dir / PROJECTORS)),
             node_id=router.node_id,
             nickname_of=self.nickname_of,
             publish=self.publish,
@@ -238,6 +241,7 @@ class Node:
             gathering=gathering,
             find=self.models.find,
             examine=self.models.try_cuts,
+            attach=self.models.attach_fetched,
         )
 
     def configure(self, config: Config) -> None:

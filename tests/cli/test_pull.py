@@ -25,6 +25,8 @@ def download(state: str, **fields: Any) -> dict[str, Any]:
         "total_bytes": 250,
         "bytes_per_s": 100,
         "model": "",
+        "projector": "",
+        "projector_bytes": 0,
         "waits_for": "",
         "trouble": "",
         "error": "",
@@ -54,10 +56,26 @@ def test_it_looks_on_until_the_model_is_there(node: FakeNode) -> None:
             "layers": "0:4",
             "name": None,
             "sha256": None,
+            "mmproj": True,
             "hf_token": None,
             "hf_endpoint": None,
         }
     ]
+
+
+def test_its_projector_is_named_with_its_size_before_it_comes(node: FakeNode) -> None:
+    coming = download("fetching", projector="mmproj-f16.gguf", projector_bytes=850_000_000)
+    node.on("POST", PATH, coming)
+    node.on("GET", f"{PATH}/abc", coming | {"state": "done", "model": "x"})
+    result = pull(node)
+    assert "After it comes its projector mmproj-f16.gguf (850.0 MB); --no-mmproj leaves" in result.stderr
+    assert "It takes pictures, with mmproj-f16.gguf." in result.stdout
+    blind = {"state": "done", "model": "x", "projector": "", "error": "x takes no pictures: so"}
+    node.on("GET", f"{PATH}/abc", coming | blind)
+    result = pull(node, "--no-mmproj")
+    assert result.exit_code == 0
+    assert "x takes no pictures: so" in result.stderr
+    assert [body["mmproj"] for body in node.bodies(PATH)] == [True, False]
 
 
 def test_layers_that_wait_say_for_what(node: FakeNode) -> None:

@@ -41,6 +41,7 @@ async def start() -> Response:
         sha256=body.sha256 or "",
         token=body.hf_token,
         endpoint=body.hf_endpoint,
+        mmproj=body.mmproj,
         then=share if body.share else None,
     )
     return _json(download_json(node.downloads.start(request).view()))

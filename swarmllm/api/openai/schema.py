@@ -461,6 +461,8 @@ class StartDownload(Body, frozen=True):
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
     share: bool = False
     """Whether to share the model out when it is here."""
+    mmproj: bool = True
+    """Whether the projector of the same repository, if there is one, comes, too."""
 
 
 SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))
