@@ -56,6 +56,39 @@ def told(answer: dict[str, Any]) -> list[tuple[str, float]]:
     return [(each["token"], each["logprob"]) for each in answer["choices"][0]["logprobs"]["content"]]
 
 
+def it_travels(
+    a: DaemonProcess, b: DaemonProcess, mmproj: Path, shown: bytes, whole: list[tuple[str, float]]
+) -> None:
+    """B gets the projector of A's from A, by its BLAKE3, keeps it open, and lets it go again."""
+
+    def encodes(node: DaemonProcess) -> bool:
+        """As the other one, its only peer, knows."""
+        (peer,) = (b if node is a else a).http.get("/api/admin/peers").json()["peers"]
+        return [each["shard"] for each in peer["projectors"]] == [2**32 - 1]
+
+    taken = lines(b, "/seer/load", {"layers": "mmproj"})["model"]
+    of_b = taken["projector"]
+    assert (of_b["state"], of_b["is_open"], taken["loaded"]) == ("loaded", True, ["2:4"])
+    assert Path(of_b["path"]).read_bytes() == mmproj.read_bytes()
+    assert Path(of_b["path"]).stem == of_b["blake3"]
+    wait_for(lambda: encodes(b), PATIENCE_S, "the projector to be announced")
+    other = file_of(pixels(40, 30, 3))
+    own = chat(b, other)
+    assert not own["swarm"]["pictures"][0]["kept"]
+    assert a.stats()["pipelines"]["pictures_given"] == 1, "B has an encoder of its own"
+    gone = lines(b, "/seer/unload", {"layers": "mmproj", "progress": True})["model"]["projector"]
+    assert (gone["state"], gone["is_open"]) == ("unloaded", False)
+    wait_for(lambda: not encodes(b), PATIENCE_S, "the projector to be announced no more")
+    assert told(chat(b, shown)) == whole
+    told(chat(b, file_of(pixels(40, 30, 4))))
+    assert a.stats()["pipelines"]["pictures_given"] == 2
+    refused = b.http.post("/api/admin/models/seer/unload", json={"layers": "mmproj"})
+    assert refused.status_code == 409
+    # What is here is opened again, and not fetched.
+    assert lines(b, "/seer/load", {"layers": "mmproj"})["model"]["projector"] == of_b
+    assert told(chat(b, other)) == told(own)
+
+
 def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_path: Path) -> None:
     path = text_model(tmp_path, "llama")
     mmproj = projector(tmp_path / "llama-mmproj-f32.gguf", "janus_pro", N_EMBD)
@@ -71,6 +104,9 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
         assert refused["param"] == "mmproj"
         added = lines(a, "", given)["model"]
         assert added["projector"] == {
+            "shard": 2**32 - 1,
+            "state": "on_demand",
+            "is_open": True,
             "path": str(mmproj),
             "family": "janus_pro",
             "n_embd": N_EMBD,
@@ -117,9 +153,7 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
             assert chat(b, shown[:-30])["error"]["code"] == "invalid_value"
             assert a.stats()["pipelines"]["pictures_given"] == 1
             assert "96" in lines(b, "/seer/projector", {"path": str(other)})["error"]["message"]
-            assert (
-                lines(b, "/seer/projector", {"path": str(mmproj)})["model"]["projector"] == added["projector"]
-            )
+            it_travels(a, b, mmproj, shown, whole)
             assert lines(a, "/seer/unload", {"layers": "2:4", "progress": True})["type"] == "result"
             for node in (a, b):
                 wait_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.ipc_base import LayerIndex
 from swarmllm_proto.limits import PIECE_MAX
@@ -17,16 +17,18 @@ class FetchPiece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     "outline": of the msgpack of the model's Outline. "header": of the GGUF before its first tensor. "tensor":
     of the tensor's data, wherever they lie in the holder's file. "chunks": of the tensor's chunk list, the
-    BLAKE3 of each MiB of its data, 32 bytes each.
+    BLAKE3 of each MiB of its data, 32 bytes each. "projector": of the file of the model's projector.
     """
 
     v: int = WIRE_VERSION
     model_id: ModelId
-    part: Literal["outline", "header", "tensor", "chunks"]
+    part: Literal["outline", "header", "tensor", "chunks", "projector"]
     tensor: TensorName = ""
     offset: Count = 0
     """From the start of the part."""
     size_bytes: Annotated[int, Meta(ge=1, le=PIECE_MAX)]
+    projector: Digest | UnsetType = UNSET
+    """BLAKE3 of the file, for `projector`: a model may have several."""
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):

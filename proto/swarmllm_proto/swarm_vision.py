@@ -34,6 +34,10 @@ class ProjectorAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=
     """BLAKE3 of its file."""
     n_embd: Dimension
     """Width of the rows that it makes: the model's."""
+    shard: Count | UnsetType = UNSET
+    """Its number among the model's shards: 2^32 - 1, beyond all layers."""
+    size_bytes: Count | UnsetType = UNSET
+    """Of its file, which the node gives to nodes that ask with FetchPiece; unset: it does not."""
 
 
 class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

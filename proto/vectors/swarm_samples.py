@@ -290,6 +290,16 @@ SEEING_RECORD = swarm.NodeRecord(
     projectors=(swarm.ProjectorAnnounce(model_id=MODEL_ID, projector="5e" * 32, n_embd=256),),
 )
 
+GIVING_PROJECTOR_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=16,
+    projectors=(
+        swarm.ProjectorAnnounce(
+            model_id=MODEL_ID, projector="5e" * 32, n_embd=256, shard=2**32 - 1, size_bytes=3_170_304
+        ),
+    ),
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,
@@ -383,6 +393,12 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
         "fetch-piece",
         swarm.FetchPiece(
             model_id=MODEL_ID, part="tensor", tensor="blk.4.attn_q.weight", offset=2**20, size_bytes=2**20
+        ),
+    ),
+    (
+        "fetch-piece-of-projector",
+        swarm.FetchPiece(
+            model_id=MODEL_ID, part="projector", offset=2**20, size_bytes=2**20, projector="5e" * 32
         ),
     ),
     (

@@ -24,6 +24,7 @@ from ipc_samples import IPC_MESSAGES
 from swarm_samples import (
     ACCEPTING_RECORD,
     CONTROL_FRAMES,
+    GIVING_PROJECTOR_RECORD,
     JOB_MESSAGES,
     KERNEL_CLASS_RECORD,
     KV_TYPE_RECORD,
@@ -95,6 +96,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/kv-type-node-record.bin", encode_record(KV_TYPE_RECORD)
     yield "record/kernel-class-node-record.bin", encode_record(KERNEL_CLASS_RECORD)
     yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)
+    yield "record/giving-projector-node-record.bin", encode_record(GIVING_PROJECTOR_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

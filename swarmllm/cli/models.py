@@ -25,6 +25,7 @@ from swarmllm.cli.pull import pull, pulls, search
 
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
 ID_SHOWN = 12
+MMPROJ, ALL = "mmproj", "all"
 
 
 @click.group(
@@ -128,7 +129,12 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
 
 @models.command(short_help="Make layers ready to run on this node.")
 @click.argument("name")
-@click.option("--layers", metavar="START:END", help="Only layers START to END-1.  [default: all]")
+@click.option(
+    "--layers",
+    metavar="START:END|mmproj|all",
+    help="Only layers START to END-1, only the projector, or all layers and the projector."
+    "  [default: all layers]",
+)
 @click.option("--ctx", "n_ctx", type=click.IntRange(16, 2**24), help="KV cells, shared by its requests.")
 @click.option("--threads", "n_threads", type=click.IntRange(1, 1024), help="Compute threads.")
 @click.option(
@@ -148,6 +154,10 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str, **options: 
     A model that only other nodes have is fetched from them: just what the layers need, checked against the
     model's id before it counts. An interrupted load continues where it was when it is repeated.
 
+    With `--layers mmproj`, the model's projector is opened and stays open, so that this node encodes pictures
+    for the others; one that is not here is fetched from a node that has it. Without that, a projector is
+    opened when a picture comes, and closed when it is idle.
+
     What the options do not say is as the configuration has it; they count until the model's last layer is
     unloaded here, and memory is predicted with them.
 
@@ -161,26 +171,41 @@ def load(name: str, layers: str | None, as_json: bool, api_url: str, **options: 
     if as_json:
         print_json(model)
         return
-    click.echo(f"{safe(model['name'])}: this node now holds layers {', '.join(model['loaded'])}.")
-    click.echo(f"Memory: {_memory(model)}.")
-    click.echo(_coverage(model))
+    if layers != MMPROJ:
+        click.echo(f"{safe(model['name'])}: this node now holds layers {', '.join(model['loaded'])}.")
+        click.echo(f"Memory: {_memory(model)}.")
+        click.echo(_coverage(model))
+    if layers in (MMPROJ, ALL):
+        click.echo(f"{safe(model['name'])}: this node now encodes its pictures.")
 
 
 @models.command(short_help="Drop layers from this node.")
 @click.argument("name")
-@click.option("--layers", metavar="START:END", help="Only layers START to END-1.  [default: all]")
+@click.option(
+    "--layers",
+    metavar="START:END|mmproj|all",
+    help="Only layers START to END-1, only the projector, or all layers and the projector."
+    "  [default: all layers]",
+)
 @json_option
 @api_option
 def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
     """Drop layers from this node and give their memory back.
 
     The daemon does not load them again when it starts, unless its configuration says so (`model.load`).
+
+    With `--layers mmproj`, the process ends that encodes the model's pictures, and this node encodes none for
+    anybody until `swarmllm models load NAME --layers mmproj`; other nodes still may.
     """
     with Client(api_url) as client:
         events = client.post_progress(_path(name, "unload"), {"layers": layers, "progress": True})
         model = _follow(events, f"unloading {name} {layers or ''}".strip(), show=not as_json)["model"]
     if as_json:
         print_json(model)
+        return
+    if layers in (MMPROJ, ALL):
+        click.echo(f"{safe(model['name'])}: this node encodes no pictures for it now.")
+    if layers == MMPROJ:
         return
     held = ", ".join(model["loaded"])
     click.echo(
@@ -345,11 +370,12 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         pinned = " (pinned)" if model["pinned"] else ""
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         if projector := model["projector"]:
-            yield "takes pictures", f"with {projector['path']} ({projector['family']})"
+            state = projector["state"].replace("_", " ")
+            yield "takes pictures", f"with {projector['path']} ({projector['family']}, {state})"
         elif model.get("encoders"):
             yield "takes pictures", "which other nodes encode"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
-    yield "loaded here", ", ".join(model["loaded"]) or "-"
+    yield "loaded here", ", ".join(_loaded(model)) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"
     if model["settings"]:
         yield "loaded with", ", ".join(f"{key} {_option(value)}" for key, value in model["settings"].items())
@@ -425,9 +451,16 @@ def _row(model: dict[str, Any]) -> tuple[object, ...]:
         model["architecture"] or "-",
         model["n_layers"],
         "-" if model["size_bytes"] is None else size(model["size_bytes"]),
-        ", ".join(model["loaded"]) or "-",
+        ", ".join(_loaded(model)) or "-",
         _coverage(model),
     )
+
+
+def _loaded(model: dict[str, Any]) -> list[str]:
+    """With the projector, where this node keeps it open, or has it open now."""
+    projector = model["projector"]
+    has_it = projector is not None and (projector["state"] == "loaded" or projector["is_open"])
+    return [*model["loaded"], *([MMPROJ] if has_it else [])]
 
 
 def _coverage(model: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ from swarmllm.models.hashing import CHUNK_BYTES, DIGEST_BYTES, Progress, hash_mo
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, first_file
 from swarmllm.models.names import check_name, normalise_name
-from swarmllm.models.projector import Projector
+from swarmllm.models.projector import Projector, ProjectorState
 from swarmllm.models.verification import is_same_content
 from swarmllm_proto.identifiers import ModelId
 
@@ -79,6 +79,7 @@ CREATE TABLE IF NOT EXISTS chunk_lists (
 """,
     names.TABLE,
     projector.TABLE,
+    projector.STATES_TABLE,
     """
 CREATE TABLE IF NOT EXISTS presets (
     name TEXT PRIMARY KEY,
@@ -95,11 +96,12 @@ CREATE TABLE IF NOT EXISTS parts (
 """`containers`: the models whose files the store owns, and `tensors`: what those hold of them (see
 `store.py`). `chunk_lists`: of tensors of more than one chunk (see `hashing`). `parts`: the files of
 models that are in several; `size_bytes` and `mtime_ns` of such a model are those of `FileState`. `presets`:
-by name. `projectors`: by model."""
+by name. `projectors` and `projector_states`: by model."""
 
 _COLUMNS = "model_id, name, path, size_bytes, mtime_ns, manifest"
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+_Attached = tuple[Projector | None, ProjectorState]
 _parts_decoder = msgspec.msgpack.Decoder(tuple[PartFile, ...])
 
 
@@ -233,7 +235,13 @@ class Catalogue:
         projector.require_fit(attached, entry.manifest)
         with self.database() as database:
             projector.keep(database, model_id, attached)
-        return replace(entry, projector=attached)
+        return replace(entry, projector=attached, projector_state="on_demand", unloaded_projector=None)
+
+    def set_projector_state(self, model_id: ModelId, state: ProjectorState) -> CatalogueEntry:
+        """Raises ModelNotFound."""
+        with self.database() as database:
+            projector.set_state(database, model_id, state)
+        return self.get(model_id)
 
     def alias(self, name_or_id: str, name: str) -> CatalogueEntry:
         """Let a further name lead to a model. Raises as `get` does, InvalidRequest for what is no name, and
@@ -355,11 +363,8 @@ class Catalogue:
             names.drop_name(database, entry.name)
             _forget(database, entry.model_id)
             _write(database, entry)
-            return replace(
-                entry,
-                further_names=names.further_names(database, entry.model_id),
-                projector=projector.of_model(database, entry.model_id),
-            )
+            kept = replace(entry, further_names=names.further_names(database, entry.model_id))
+            return _seeing(kept, _attached(database, entry.model_id))
 
     def _take_name(self, database: sqlite3.Connection, entry: CatalogueEntry, *, takes_over: bool) -> None:
         """From the other model that has it, which is forgotten with it unless it has another one. Raises
@@ -438,10 +443,10 @@ def _forget_for_good(database: sqlite3.Connection, model_id: ModelId) -> None:
 
 def _stored(
     database: sqlite3.Connection, model_id: ModelId
-) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...], Projector | None]:
+) -> tuple[frozenset[str] | None, bool, tuple[str, ...], tuple[PartFile, ...], _Attached]:
     """(tensors present, pinned, further names, parts, projector)"""
     further = names.further_names(database, model_id)
-    attached = projector.of_model(database, model_id)
+    attached = _attached(database, model_id)
     row = database.execute("SELECT pinned FROM containers WHERE model_id = ?", (model_id,)).fetchone()
     if row is None:
         kept = database.execute("SELECT parts FROM parts WHERE model_id = ?", (model_id,)).fetchone()
@@ -456,10 +461,10 @@ def _entry(
     pinned: bool = False,
     further: tuple[str, ...] = (),
     parts: tuple[PartFile, ...] = (),
-    attached: Projector | None = None,
+    attached: _Attached = (None, "on_demand"),
 ) -> CatalogueEntry:
     model_id, name, path, size_bytes, mtime_ns, manifest = row
-    return CatalogueEntry(
+    entry = CatalogueEntry(
         ModelId(model_id),
         name,
         Path(path),
@@ -469,5 +474,16 @@ def _entry(
         pinned,
         further,
         parts,
-        attached,
     )
+    return _seeing(entry, attached)
+
+
+def _attached(database: sqlite3.Connection, model_id: ModelId) -> _Attached:
+    return projector.of_model(database, model_id), projector.state_of(database, model_id)
+
+
+def _seeing(entry: CatalogueEntry, attached: _Attached) -> CatalogueEntry:
+    found, state = attached
+    if state == "unloaded":
+        return replace(entry, projector_state=state, unloaded_projector=found)
+    return replace(entry, projector=found, projector_state=state)

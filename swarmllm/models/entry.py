@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from swarmllm.errors import BadModel
 from swarmllm.models.manifest import Manifest, TensorEntry
 from swarmllm.models.model_files import FileState, PartFile, joint_state
-from swarmllm.models.projector import Projector
+from swarmllm.models.projector import Projector, ProjectorState
 from swarmllm_proto.identifiers import ModelId
 
 _MIXED = frozenset({"Q3_K", "Q4_K", "Q5_K"})
@@ -78,7 +78,15 @@ class CatalogueEntry:
     parts: tuple[PartFile, ...] = ()
     """The files of a model that the user has in parts; empty for one file."""
     projector: Projector | None = None
-    """What makes rows of pictures for it."""
+    """What makes rows of pictures for it on this node; None also while that is unloaded."""
+    projector_state: ProjectorState = "on_demand"
+    unloaded_projector: Projector | None = None
+    """In the place of `projector` while it is unloaded."""
+
+    @property
+    def attached_projector(self) -> Projector | None:
+        """Loaded or not."""
+        return self.projector or self.unloaded_projector
 
     @property
     def modified_s(self) -> float:

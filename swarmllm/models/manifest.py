@@ -51,8 +51,7 @@ Count = Annotated[int, Meta(ge=0)]
 ShardKind = Literal["layer", "embedding", "head", "header"]
 
 MMPROJ_INDEX = 2**32 - 1
-"""Kept free for the projector of a vision encoder, which is a file of its own and in no manifest (see
-`projector`)."""
+"""Of the projector of a vision encoder, which is a file of its own and in no manifest (see `projector`)."""
 HEAD_INDEX = 2**32 - 2
 EMBEDDING_INDEX = 2**32 - 3
 HEADER_INDEX = 2**32 - 4

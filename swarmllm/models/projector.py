@@ -19,7 +19,7 @@ import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from blake3 import blake3
@@ -36,6 +36,16 @@ CREATE TABLE IF NOT EXISTS projectors (
     projector BLOB NOT NULL
 ) STRICT
 """
+
+STATES_TABLE = """
+CREATE TABLE IF NOT EXISTS projector_states (
+    model_id TEXT PRIMARY KEY,
+    state TEXT NOT NULL
+) STRICT
+"""
+ProjectorState = Literal["on_demand", "loaded", "unloaded"]
+"""on_demand: opened when a picture comes. loaded: by its user, and kept open. unloaded: by its user; the
+model has none here until it is loaded again."""
 
 _WIDTHS: Final = {
     "mlp": ("mm.2.weight", 1),
@@ -215,10 +225,18 @@ def _bare(name: str) -> str:
 
 
 def keep(database: sqlite3.Connection, model_id: ModelId, projector: Projector) -> None:
-    """In the place of another one that the model has."""
-    database.execute(
-        "INSERT OR REPLACE INTO projectors VALUES (?, ?)", (model_id, msgspec.msgpack.encode(projector))
-    )
+    """In the place of another one that the model has; it is opened on demand."""
+    drop(database, model_id)
+    database.execute("INSERT INTO projectors VALUES (?, ?)", (model_id, msgspec.msgpack.encode(projector)))
+
+
+def set_state(database: sqlite3.Connection, model_id: ModelId, state: ProjectorState) -> None:
+    database.execute("INSERT OR REPLACE INTO projector_states VALUES (?, ?)", (model_id, state))
+
+
+def state_of(database: sqlite3.Connection, model_id: ModelId) -> ProjectorState:
+    row = database.execute("SELECT state FROM projector_states WHERE model_id = ?", (model_id,)).fetchone()
+    return msgspec.convert(row[0], ProjectorState) if row else "on_demand"
 
 
 def of_model(database: sqlite3.Connection, model_id: ModelId) -> Projector | None:
@@ -227,4 +245,5 @@ def of_model(database: sqlite3.Connection, model_id: ModelId) -> Projector | Non
 
 
 def drop(database: sqlite3.Connection, model_id: ModelId) -> None:
-    database.execute("DELETE FROM projectors WHERE model_id = ?", (model_id,))
+    for table in ("projectors", "projector_states"):
+        database.execute(f"DELETE FROM {table} WHERE model_id = ?", (model_id,))

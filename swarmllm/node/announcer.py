@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 from swarmllm import __version__
 from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
+from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.capability import float_among, machine_speed
 from swarmllm.node.file_shares import FileShares
@@ -244,7 +245,11 @@ class Announcer:
         # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
         ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
-        seeing = () if self._leaves else await trio.to_thread.run_sync(_projectors, entries.values())
+        seeing = (
+            ()
+            if self._leaves
+            else await trio.to_thread.run_sync(_projectors, entries.values(), self._transfer.gives)
+        )
         spread = self._files
         return ready, files, kept, self._placing.shares, seeing or UNSET, spread.shared, spread.fetched
 
@@ -270,8 +275,8 @@ class Announcer:
         )
 
 
-def _projectors(entries: Iterable[CatalogueEntry]) -> tuple[ProjectorAnnounce, ...]:
-    """Those whose files are as they were. Blocking."""
+def _projectors(entries: Iterable[CatalogueEntry], gives: bool) -> tuple[ProjectorAnnounce, ...]:
+    """Those whose files are as they were; `gives`: to others, too. Blocking."""
     found: list[ProjectorAnnounce] = []
     for entry in entries:
         if (projector := entry.projector) is None or len(found) == RECORD_PROJECTORS_MAX:
@@ -282,7 +287,11 @@ def _projectors(entries: Iterable[CatalogueEntry]) -> tuple[ProjectorAnnounce, .
             continue
         found.append(
             ProjectorAnnounce(
-                model_id=entry.model_id, projector=Digest(projector.blake3), n_embd=projector.n_embd
+                model_id=entry.model_id,
+                projector=Digest(projector.blake3),
+                n_embd=projector.n_embd,
+                shard=MMPROJ_INDEX,
+                size_bytes=projector.size_bytes if gives else UNSET,
             )
         )
     return tuple(found)

@@ -10,6 +10,7 @@ import logging
 import shlex
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,37 @@ class ModelKeeper:
         await self._publish()
         return entry
 
+    async def load_projector(self, name_or_id: str, fetching: Progress) -> ModelView:
+        """Open the model's projector and keep it open, now and after each start, and tell the swarm; where
+        none is here, it is fetched from other nodes. Raises what `find` and `ProjectorKeeper.load` raise."""
+        entry = await self._projectors.load(await self.find(name_or_id, far=True), fetching)
+        await self._publish()
+        return self._view(entry)
+
+    async def unload_projector(self, name_or_id: str) -> ModelView:
+        """End its process, and encode no more pictures with it here. Raises ModelNotFound, Conflict (none is
+        loaded)."""
+        entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        entry = await self._projectors.unload(entry)
+        await self._publish()
+        return self._view(entry)
+
+    async def unload_all(self, entry: CatalogueEntry, progress: Progress | None = None) -> ModelView:
+        """All layers, and the projector. Raises Conflict (neither is loaded)."""
+        projector = None
+        with suppress(Conflict):
+            projector = await self.unload_projector(entry.model_id)
+        try:
+            return await self.unload(entry, entry.manifest.whole, progress)
+        except Conflict:
+            if projector is None:
+                raise
+            return projector
+
+    async def restore_projectors(self) -> None:
+        """At the start: those that were loaded when the daemon ended."""
+        await self._projectors.restore()
+
     async def resolve(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
         """What a load means; makes a model known that only other nodes have.
 
@@ -436,6 +468,7 @@ class ModelKeeper:
             model_id = model.model_id
         else:
             raise ValueError("neither this node nor another one has the model")
+        projector = entry.projector if entry is not None else None
         return view_model(
             entry,
             model,
@@ -444,6 +477,7 @@ class ModelKeeper:
             memory=self._pool.memory(model_id),
             settings=self._pool.loaded_with(model_id),
             encoders=self._encoders_of(model_id, entry),
+            is_projector_open=projector is not None and self._pool.is_projector_open(model_id, projector),
         )
 
 

@@ -138,7 +138,7 @@ class Node:
             registry,
             gathering,
             remembered,
-            ProjectorKeeper(catalogue, pool, ProjectorStore(config.data_dir / PROJECTORS)),
+            ProjectorKeeper(catalogue, pool, transfer, ProjectorStore(config.data_dir / PROJECTORS)),
             node_id=router.node_id,
             nickname_of=self.nickname_of,
             publish=self.publish,
@@ -315,6 +315,7 @@ class Node:
                 self._readiness = Readiness("failed", "; ".join(failures))
         if self.config.model.restore:
             await self._restoring.run(self._patiently)
+            await self.models.restore_projectors()
         if not failures:
             self._readiness = Readiness("ready")
 

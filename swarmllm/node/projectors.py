@@ -8,28 +8,124 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import trio
 
-from swarmllm.errors import BadModel, SwarmLLMError, WorkerDied
+from swarmllm.errors import BadModel, Conflict, SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.models import Catalogue, CatalogueEntry
 from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
 from swarmllm.models.projector_store import ProjectorStore
+from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import ModelFile, WorkerPool
+from swarmllm_proto.identifiers import Digest
 
 log = logging.getLogger("swarmllm.node")
 
 Progress = Callable[[int, int], None]
 
 
+REFUSED_MAX: Final = 256
+LAYERS_MMPROJ: Final = "mmproj"
+LAYERS_ALL: Final = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedShards:
+    """What a load or an unload is about, as people write it."""
+
+    layers: str | None
+    """START:END; None: all."""
+    has_layers: bool
+    has_projector: bool
+
+    @classmethod
+    def parse(cls, text: str | None) -> WantedShards:
+        """`mmproj`: the projector alone; `all`: it and all layers; else layers alone."""
+        if text == LAYERS_MMPROJ:
+            return cls(None, has_layers=False, has_projector=True)
+        if text == LAYERS_ALL:
+            return cls(None, has_layers=True, has_projector=True)
+        return cls(text, has_layers=True, has_projector=False)
+
+
 class ProjectorKeeper:
-    def __init__(self, catalogue: Catalogue, pool: WorkerPool, store: ProjectorStore) -> None:
+    def __init__(
+        self, catalogue: Catalogue, pool: WorkerPool, transfer: ModelTransfer, store: ProjectorStore
+    ) -> None:
         self._catalogue = catalogue
         self._pool = pool
+        self._transfer = transfer
         self._store = store
         self._settling = trio.Lock()
         """A file that has come is nobody's until it is attached."""
+        self._arriving: set[Digest] = set()
+        self._refused: dict[Digest, str] = {}
+        """What was fetched, could not be used, and why: it is not fetched again until the next start."""
+
+    async def load(self, entry: CatalogueEntry, fetching: Progress) -> CatalogueEntry:
+        """Open the model's projector and keep it open, now and after each start; where none is here, it is
+        fetched from other nodes, which `fetching` tells of on the trio thread. Raises BadModel, WorkerError,
+        NodeUnreachable where nobody gives one, StoreFull."""
+        if entry.attached_projector is None:
+            entry = await self.fetch(entry, fetching)
+        projector = entry.attached_projector
+        assert projector is not None
+        await self._open(entry, projector)
+        return await trio.to_thread.run_sync(self._catalogue.set_projector_state, entry.model_id, "loaded")
+
+    async def unload(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """End its process, and encode no more pictures with it here until it is loaded again. Raises Conflict
+        where the model has none here."""
+        if entry.projector is None:
+            raise Conflict(f"no projector of {entry.name} is loaded here.", field="layers")
+        entry = await trio.to_thread.run_sync(self._catalogue.set_projector_state, entry.model_id, "unloaded")
+        await self._pool.close_projectors(entry.model_id)
+        return entry
+
+    async def fetch(self, entry: CatalogueEntry, fetching: Progress) -> CatalogueEntry:
+        """The model with the projector that most connected nodes give for it. Raises as `load` does."""
+
+        def part_of(digest: Digest) -> Path:
+            if digest in self._refused:
+                raise BadModel(self._refused[digest], field="mmproj")
+            self._arriving.add(digest)
+            arriving.append(digest)
+            return self._store.part_of(digest)
+
+        arriving: list[Digest] = []
+        try:
+            digest, part = await self._transfer.fetch_projector(entry, part_of, fetching)
+            try:
+                return await self.take_in(entry, part)
+            except (BadModel, WorkerError) as error:
+                log.warning("a projector for %s, from other nodes: %s", entry.name, error.message)
+                self._refused[digest] = error.message
+                while len(self._refused) > REFUSED_MAX:
+                    del self._refused[next(iter(self._refused))]
+                self._arriving.discard(digest)
+                await self.tidy()
+                raise
+        finally:
+            self._arriving.difference_update(arriving)
+
+    async def restore(self) -> None:
+        """At the start: open what was loaded when the daemon ended."""
+        for entry in await trio.to_thread.run_sync(self._catalogue.list):
+            if entry.projector is not None and entry.projector_state == "loaded":
+                try:
+                    await self._open(entry, entry.projector)
+                except SwarmLLMError as error:
+                    log.warning("the projector of %s is not loaded: %s", entry.name, error.message)
+
+    async def _open(self, entry: CatalogueEntry, projector: Projector) -> None:
+        """Raises BadModel, WorkerError."""
+        try:
+            await self._pool.keep_projector_open(ModelFile.of(entry), projector)
+        except WorkerDied as error:
+            raise damaged(projector) from error
 
     async def attach(self, entry: CatalogueEntry, path: Path, report: Progress) -> CatalogueEntry:
         """A file that its user gives, which stays where it is. `report` is called in a thread. Raises
@@ -54,8 +150,8 @@ class ProjectorKeeper:
         """A file that was fetched becomes the store's, and is attached; one that cannot be used is deleted.
         Raises BadModel."""
         async with self._settling:
-            projector = await trio.to_thread.run_sync(self._store.take_in, path)
             try:
+                projector = await trio.to_thread.run_sync(self._store.take_in, path)
                 return await self._attach(entry, projector)
             except SwarmLLMError:
                 await trio.to_thread.run_sync(self._delete_unused)
@@ -67,7 +163,8 @@ class ProjectorKeeper:
             await trio.to_thread.run_sync(self._delete_unused)
 
     def _delete_unused(self) -> None:
-        self._store.keep([entry.projector for entry in self._catalogue.list() if entry.projector is not None])
+        attached = [entry.attached_projector for entry in self._catalogue.list()]
+        self._store.keep([each for each in attached if each is not None], self._arriving)
 
     async def _attach(self, entry: CatalogueEntry, projector: Projector) -> CatalogueEntry:
         """After a picture has been encoded with it. Raises BadModel."""
@@ -75,6 +172,12 @@ class ProjectorKeeper:
         try:
             await self._pool.check_projector(ModelFile.of(entry), projector)
         except WorkerDied as error:
-            file = Path(projector.path).name
-            raise BadModel(f"{file} is damaged: a grey picture ended its process", field="mmproj") from error
+            raise damaged(projector) from error
+        await self._pool.close_projectors(entry.model_id, but=projector.blake3)
         return await trio.to_thread.run_sync(self._catalogue.attach, entry.model_id, projector)
+
+
+def damaged(projector: Projector) -> BadModel:
+    return BadModel(
+        f"{Path(projector.path).name} is damaged: a grey picture ended its process", field="mmproj"
+    )

@@ -68,6 +68,8 @@ class ModelView:
     """A request would find a pipeline now."""
     trouble: str = ""
     """What is wrong with its file, where layers are loaded here: they run on, but cannot be loaded again."""
+    is_projector_open: bool = False
+    """A process of this node has it open."""
     encoders: tuple[NodeId, ...] = ()
     """Other connected nodes that encode pictures for it, sorted."""
     waiting: WaitingView | None = None
@@ -215,6 +217,7 @@ def view_model(
     memory: ModelMemory,
     settings: LoadOptions | None,
     encoders: Iterable[NodeId] = (),
+    is_projector_open: bool = False,
 ) -> ModelView:
     """`loaded` as `Coverages.of` has it."""
     n_layers = entry.manifest.n_layers if entry else model.n_layers if model else 0
@@ -234,6 +237,7 @@ def view_model(
         holders=coverage.holders,
         missing=coverage.missing,
         complete=coverage.complete,
+        is_projector_open=is_projector_open,
         encoders=tuple(sorted(encoders)),
     )
 

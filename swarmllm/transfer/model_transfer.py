@@ -37,9 +37,10 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import DhtStatistics, Router, Seeker
 from swarmllm.transfer.fetch import Fetch, PublishedFile
 from swarmllm.transfer.piece_client import PieceClient, fetch_container
+from swarmllm.transfer.projector_fetch import ProjectorFetch, most_given
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm.transfer.uploads import Uploads
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.swarm import MODEL_RANGES_MAX, FetchPiece, FileAnnounce, Piece
 
 log = logging.getLogger(__name__)
@@ -226,6 +227,32 @@ class ModelTransfer:
         for other in await trio.to_thread.run_sync(self._store.make_room, n_bytes, self._replaceable(None)):
             log.info("removed %s to make room", other.name)
             self._uploads.forget(other.model_id)
+
+    async def fetch_projector(
+        self, entry: CatalogueEntry, part_of: Callable[[Digest], Path], progress: Progress
+    ) -> tuple[Digest, Path]:
+        """The projector that most nodes give for a model: its BLAKE3, and the file with these bytes, which
+        `part_of` names. Raises NodeUnreachable where nobody gives one, BadModel where they give another file,
+        StoreFull."""
+        announced = {
+            node_id: each
+            for node_id, each in self._registry.encoders(entry.model_id).items()
+            if node_id not in self._statistics.liars
+        }
+        given = most_given(announced, entry.manifest.n_embd)
+        if given is None:
+            raise NodeUnreachable(f"no connected node gives a projector for {entry.name}")
+        await self.make_room(given.size_bytes)
+        part = part_of(given.digest)
+        fetch = ProjectorFetch(
+            self._router, self._settings, entry.model_id, given, part, progress, self._note
+        )
+        try:
+            await fetch.run()
+        finally:
+            self._statistics.fetched_bytes += fetch.n_bytes
+            self._blame(fetch.liars)
+        return given.digest, part
 
     async def verify(self, entry: CatalogueEntry, progress: Progress) -> tuple[str, ...]:
         """Names of the parts whose bytes are not what they should be; `progress` is called in a thread.

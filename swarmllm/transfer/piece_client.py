@@ -12,7 +12,7 @@ from swarmllm.swarm.router import Router
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.limits import OUTLINE_MAX, PIECE_MAX
 from swarmllm_proto.swarm import FetchPiece, Outline, Piece
 
@@ -43,8 +43,11 @@ class PieceClient:
         self._model_id = model_id
         self.n_bytes = 0
 
-    async def piece(self, part: str, offset: int, size_bytes: int, tensor: str = "") -> memoryview:
-        """Raises NotThere, RemoteError (NodeUnreachable, HolderBusy), DeadlineExceeded."""
+    async def piece(
+        self, part: str, offset: int, size_bytes: int, tensor: str = "", projector: Digest | None = None
+    ) -> memoryview:
+        """`tensor` and `projector`: as `FetchPiece` has them. Raises PieceAbsent, RemoteError
+        (NodeUnreachable, HolderBusy), DeadlineExceeded."""
         settings = self._settings
         request = msgspec.convert(
             {
@@ -54,6 +57,7 @@ class PieceClient:
                 "tensor": tensor,
                 "offset": offset,
                 "size_bytes": size_bytes,
+                **({} if projector is None else {"projector": projector}),
             },
             FetchPiece,
         )

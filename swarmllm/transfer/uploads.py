@@ -9,8 +9,10 @@ Only what the catalogue knows is given, and only bytes that are what they were w
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import trio
@@ -18,6 +20,7 @@ import trio
 from swarmllm.errors import BadModel, SwarmLLMError
 from swarmllm.models import Catalogue, CatalogueEntry, TensorEntry
 from swarmllm.models.manifest import checked_unit
+from swarmllm.models.projector import Projector
 from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.identifiers import Digest, ModelId
@@ -145,6 +148,8 @@ def _read(catalogue: Catalogue, source: _Source, request: FetchPiece) -> bytes |
         return source.outline[request.offset : request.offset + request.size_bytes]
     if request.part == "chunks":
         return _chunk_list(catalogue, source, request)
+    if request.part == "projector":
+        return _of_projector(source.entry.projector, request)
     tensor = source.tensors.get(request.tensor) if request.part == "tensor" else None
     if tensor is None and request.part == "tensor":
         return None
@@ -160,6 +165,17 @@ def _read(catalogue: Catalogue, source: _Source, request: FetchPiece) -> bytes |
     except (OSError, BadModel):
         return None
     return data if len(data) == n_bytes else None
+
+
+def _of_projector(projector: Projector | None, request: FetchPiece) -> bytes | None:
+    if projector is None or projector.blake3 != request.projector:
+        return None
+    try:
+        projector.check_file()
+        with Path(projector.path).open("rb") as file:
+            return os.pread(file.fileno(), min(request.size_bytes, PIECE_MAX), request.offset)
+    except (OSError, BadModel):
+        return None
 
 
 def _chunk_list(catalogue: Catalogue, source: _Source, request: FetchPiece) -> bytes | None:

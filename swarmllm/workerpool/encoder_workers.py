@@ -49,6 +49,8 @@ class EncoderWorkers(Generic[Key, Opened]):
         self._what = what
         self._answer = answer
         self._by_key: dict[Key, EncoderWorker[Opened]] = {}
+        self.kept_open: set[Key] = set()
+        """Whose workers are not ended where they are idle."""
         hosts.when_idle.append(self._stop_idle)
 
     @asynccontextmanager
@@ -105,8 +107,14 @@ class EncoderWorkers(Generic[Key, Opened]):
         encoder.worker, encoder.opened_as, encoder.opened = worker, opened_as, opened
         return worker, opened
 
+    def is_open(self, key: Key) -> bool:
+        """Whether a worker has it open."""
+        encoder = self._by_key.get(key)
+        return encoder is not None and encoder.worker is not None and encoder.worker.alive
+
     async def end(self, is_meant: Callable[[Key], bool], why: str) -> None:
         """The workers of these."""
+        self.kept_open = {key for key in self.kept_open if not is_meant(key)}
         for key in [key for key in self._by_key if is_meant(key)]:
             encoder = self._by_key.pop(key)
             if encoder.worker is not None:
@@ -115,7 +123,7 @@ class EncoderWorkers(Generic[Key, Opened]):
     async def _stop_idle(self) -> None:
         for key, encoder in tuple(self._by_key.items()):
             worker = encoder.worker
-            if encoder.n_waiting:
+            if encoder.n_waiting or (key in self.kept_open and worker is not None and worker.alive):
                 continue
             if worker is None or not worker.alive:
                 del self._by_key[key]

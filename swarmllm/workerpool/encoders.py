@@ -130,6 +130,21 @@ class PictureEncoders:
             self.kept.put(key, encoded)
         return encoded
 
+    async def keep_open(self, model: ModelFile, projector: Projector) -> None:
+        """Open it, and do not end its worker where it is idle. Raises as `check_projector` does."""
+        await self.check_projector(model, projector)
+        self._workers.kept_open.add((model.model_id, projector.blake3))
+
+    def is_open(self, model_id: ModelId, projector: Projector) -> bool:
+        return self._workers.is_open((model_id, projector.blake3))
+
+    async def close(self, model_id: ModelId, *, but: str = "") -> None:
+        """End the model's workers of this kind, except for the projector with the BLAKE3 `but`; what pictures
+        became stays."""
+        await self._workers.end(
+            lambda key: key[0] == model_id and key[1] != but, "was stopped because it was unloaded"
+        )
+
     async def forget(self, model_id: ModelId) -> None:
         """End the model's workers of this kind, and drop what pictures became for it."""
         self.kept.forget(model_id)

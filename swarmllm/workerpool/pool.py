@@ -148,6 +148,8 @@ class WorkerPool:
         self.export_prefix, self.import_prefix = prefixes.export_prefix, prefixes.import_prefix
         self._encoders = encoders = PictureEncoders(hosts)
         self.encode_picture, self.check_projector = encoders.encode_picture, encoders.check_projector
+        self.keep_projector_open, self.is_projector_open = encoders.keep_open, encoders.is_open
+        self.close_projectors = encoders.close
         self.kept_pictures = encoders.kept
         self._text_encoders = texts = TextEncoders(hosts)
         self.encode_text = texts.encode_text

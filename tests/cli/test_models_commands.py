@@ -126,7 +126,16 @@ def test_models_for_programs_are_what_the_daemon_said(run: Run, node: FakeNode) 
 PROGRESS = {"type": "progress", "done_bytes": 1, "total_bytes": 2}
 
 
-PROJECTOR = {"path": "/m/mm.gguf", "family": "mlp", "n_embd": 64, "size_bytes": 9, "blake3": "cd" * 32}
+PROJECTOR = {
+    "shard": 2**32 - 1,
+    "state": "on_demand",
+    "is_open": False,
+    "path": "/m/mm.gguf",
+    "family": "mlp",
+    "n_embd": 64,
+    "size_bytes": 9,
+    "blake3": "cd" * 32,
+}
 
 
 def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeNode, tmp_path: Path) -> None:
@@ -143,7 +152,27 @@ def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeN
     assert "guide: it takes pictures, with /m/mm.gguf." in attached.stdout
     assert node.bodies("/api/admin/models/guide/projector") == [{"path": str(mmproj)}]
     node.on("GET", "/api/admin/models/guide/status", MODEL | {"projector": PROJECTOR})
-    assert "/m/mm.gguf (mlp)" in run("models", "show", "guide").stdout
+    assert "/m/mm.gguf (mlp, on demand)" in run("models", "show", "guide").stdout
+
+
+def test_the_projector_is_loaded_and_unloaded_as_layers_are(run: Run, node: FakeNode) -> None:
+    loaded = MODEL | {"projector": PROJECTOR | {"state": "loaded", "is_open": True}}
+    unloaded = MODEL | {"loaded": [], "projector": PROJECTOR | {"state": "unloaded"}}
+    node.on("POST", "/api/admin/models/guide/load", ndjson(PROGRESS, {"type": "result", "model": loaded}))
+    node.on("POST", "/api/admin/models/guide/unload", ndjson({"type": "result", "model": unloaded}))
+    alone = run("models", "load", "guide", "--layers", "mmproj")
+    assert alone.stdout == "guide: this node now encodes its pictures.\n"
+    both = run("models", "load", "guide", "--layers", "all")
+    assert "this node now holds layers 0:4" in both.stdout
+    assert "this node now encodes its pictures" in both.stdout
+    assert [each["layers"] for each in node.bodies("/api/admin/models/guide/load")] == ["mmproj", "all"]
+    alone = run("models", "unload", "guide", "--layers", "mmproj")
+    assert alone.stdout == "guide: this node encodes no pictures for it now.\n"
+    assert "holds no layers now" in run("models", "unload", "guide", "--layers", "all").stdout
+    node.on("GET", "/api/admin/models", {"models": [loaded, unloaded], "left_out": 0})
+    listed = run("models", "list").stdout
+    assert "0:4, mmproj" in listed
+    assert listed.count("mmproj") == 1
 
 
 def test_load_sends_the_layers_and_reports_what_is_held(run: Run, node: FakeNode) -> None:

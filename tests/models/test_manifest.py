@@ -54,7 +54,7 @@ def test_the_bundled_model_is_described_as_ggufs_own_reader_sees_it() -> None:
     assert manifest.can_cut_at(5)
     *ends, mmproj = range(2**32 - 4, 2**32)
     assert [shard.index for shard in manifest.shards] == [*ends[:2], *range(12), ends[2]]
-    assert mmproj == MMPROJ_INDEX, "the largest u32 is kept free"
+    assert mmproj == MMPROJ_INDEX, "the largest u32 is that of no layer"
 
 
 def test_the_model_id_is_pinned_and_can_be_computed_by_hand(tmp_path: Path) -> None:

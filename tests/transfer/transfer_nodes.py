@@ -8,20 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 import trio.testing
 from deadlines import PATIENCE_S
 from gguf_parts import LLAMA, gguf_bytes
+from msgspec import UNSET
 
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, Store
+from swarmllm.models.projector import Projector, read_projector
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
+from swarmllm_proto.identifiers import Digest
 from swarmllm_proto.limits import PIECE_MAX
-from swarmllm_proto.swarm import FetchPiece, NodeRecord, Piece
+from swarmllm_proto.swarm import FetchPiece, NodeRecord, Piece, ProjectorAnnounce
 
 SETTINGS = TransferSettings(piece_timeout_s=5.0, busy_pause_s=0.01, max_busy_pause_s=0.01, lanes_per_holder=2)
 TENSOR_BYTES = PIECE_MAX + 4096
@@ -71,6 +75,7 @@ class Node:
             on_change=lambda: None,
             note=self.trust.note,
         )
+        self.projectors: tuple[ProjectorAnnounce, ...] = ()
         self.twist: Twist | None = None
         self.n_asked = 0
         self.asked = trio.Event()
@@ -92,7 +97,25 @@ class Node:
 
     async def announce(self) -> None:
         files = self.transfer.announcements(self.store.catalogue.list())
-        await self.router.publish(encode_record(NodeRecord(node_id=self.router.node_id, files=files)))
+        record = NodeRecord(node_id=self.router.node_id, files=files, projectors=self.projectors or UNSET)
+        await self.router.publish(encode_record(record))
+
+    def attach(self, data: bytes, model: str = "tiny", announced: str = "") -> Projector:
+        """Let a model have a projector of these bytes; `announced`: as if they had this BLAKE3."""
+        path = self.home / f"mmproj-{len(self.projectors)}.gguf"
+        path.write_bytes(data)
+        read = read_projector(path)
+        projector = msgspec.structs.replace(read, blake3=announced or read.blake3)
+        entry = self.store.catalogue.attach(self.store.catalogue.get(model).model_id, projector)
+        self.projectors += (
+            ProjectorAnnounce(
+                model_id=entry.model_id,
+                projector=Digest(projector.blake3),
+                n_embd=projector.n_embd,
+                size_bytes=projector.size_bytes,
+            ),
+        )
+        return projector
 
     async def get(self, layers: LayerRange | None = WHOLE, name: str = "tiny", **how: Any) -> CatalogueEntry:
         entry = await self.transfer.find(name)

@@ -34,7 +34,7 @@ from swarmllm.api.admin.node_json import (
     read_size,
     stats_json,
 )
-from swarmllm.api.admin.progress import ProgressStream
+from swarmllm.api.admin.progress import ProgressStream, Report
 from swarmllm.api.admin.shares import found_json, shares_json
 from swarmllm.api.http.context import current_caller, current_config, current_node, current_works
 from swarmllm.api.http.errors import Forbidden, error_object, read_body
@@ -54,8 +54,10 @@ from swarmllm.config import as_dict
 from swarmllm.downloads.download import ENDED
 from swarmllm.downloads.hub_search import FoundModel
 from swarmllm.errors import BadModel, InvalidRequest
+from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView, Node
+from swarmllm.node.projectors import WantedShards
 from swarmllm.node.share_plan import SharePlan
 from swarmllm.swarm.membership.invitation import invitation, join_command, outward, to_text
 from swarmllm.swarm.membership.network_key import Network, NetworkFile
@@ -160,7 +162,9 @@ async def plan() -> Response:
     encoders = [] if has_own else view.encoders[:HOLDERS_SHOWN]
     takes = {
         "takes_pictures": view.takes_pictures,
-        "encoders": [{"node_id": each, "nickname": node.nickname_of(each)} for each in encoders],
+        "encoders": [
+            {"node_id": each, "nickname": node.nickname_of(each), "shard": MMPROJ_INDEX} for each in encoders
+        ],
     }
     return _json(plan_report(name, size, planned, node.nickname_of) | takes)
 
@@ -265,31 +269,47 @@ async def status(name: str) -> Response:
 async def load(name: str) -> Response:
     body = await read_body(LoadModel, optional=True)
     node = current_node()
-    entry, layers = await node.models.resolve(name, body.layers)
+    wanted = WantedShards.parse(body.layers)
+    if not wanted.has_layers:
+        return _progress(
+            ProgressStream(
+                lambda report: node.models.load_projector(name, partial(report, phase="fetching")),
+                kind="load",
+                subject=name,
+            )
+        )
+    entry, layers = await node.models.resolve(name, wanted.layers)
     options = LoadOptions(**{field.name: getattr(body, field.name) for field in fields(LoadOptions)})
     if options.n_ctx is None:
         options = replace(options, n_ctx=(await node.models.presets.get(name)).context)
-    return _progress(
-        ProgressStream(
-            lambda report: node.models.load(
-                entry, layers, partial(report, phase="loading"), partial(report, phase="fetching"), options
-            ),
-            kind="load",
-            subject=entry.name,
-        )
-    )
+
+    async def act(report: Report) -> ModelView:
+        fetching = partial(report, phase="fetching")
+        view = await node.models.load(entry, layers, partial(report, phase="loading"), fetching, options)
+        if wanted.has_projector:
+            view = await node.models.load_projector(entry.model_id, fetching)
+        return view
+
+    return _progress(ProgressStream(act, kind="load", subject=entry.name))
 
 
 @admin.post("/models/<name>/unload")
 async def unload(name: str) -> Response:
     body = await read_body(UnloadModel, optional=True)
     models = current_node().models
-    entry, layers = await models.loaded(name, body.layers)
+    wanted = WantedShards.parse(body.layers)
+    entry, layers = await models.loaded(name, wanted.layers)
+
+    async def act(report: Report | None = None) -> ModelView:
+        if not wanted.has_layers:
+            return await models.unload_projector(entry.model_id)
+        if wanted.has_projector:
+            return await models.unload_all(entry, report)
+        return await models.unload(entry, layers, report)
+
     if not body.progress:
-        return _json(model_json(await models.unload(entry, layers)))
-    return _progress(
-        ProgressStream(lambda report: models.unload(entry, layers, report), kind="unload", subject=entry.name)
-    )
+        return _json(model_json(await act()))
+    return _progress(ProgressStream(act, kind="unload", subject=entry.name))
 
 
 @admin.post("/models/<name>/verify")

@@ -20,7 +20,7 @@ from swarmllm.api.output.swarm_report import milliseconds, stage_json
 from swarmllm.downloads import WaitingView
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import LayerRange
-from swarmllm.models.projector import Projector
+from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.node import ModelView, Node, PeerView, RequestSummary
 from swarmllm.node.views import PeerDetails
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
@@ -163,7 +163,7 @@ def model_json(view: ModelView) -> Json:
         "whole_reason": manifest.whole_reason if manifest else None,
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
-        "projector": _projector(entry.projector) if entry and entry.projector else None,
+        "projector": _projector(view),
         "encoders": view.encoders[:HOLDERS_SHOWN],
         "files": _files(view.files) if view.files else None,
         "sources": view.sources[:HOLDERS_SHOWN],
@@ -191,8 +191,14 @@ def _waiting(waiting: WaitingView) -> Json:
     }
 
 
-def _projector(projector: Projector) -> Json:
+def _projector(view: ModelView) -> Json | None:
+    entry = view.entry
+    if entry is None or (projector := entry.attached_projector) is None:
+        return None
     return {
+        "shard": MMPROJ_INDEX,
+        "state": entry.projector_state,
+        "is_open": view.is_projector_open,
         "path": projector.path,
         "family": projector.family,
         "n_embd": projector.n_embd,
@@ -247,6 +253,10 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
             for model in announced[:n_shown]
         ],
         "encodes_for": [each.model_id for each in projectors[:n_shown]],
+        "projectors": [
+            {"model_id": each.model_id, "shard": MMPROJ_INDEX, "blake3": each.projector}
+            for each in projectors[:n_shown]
+        ],
         "n_models": len(announced),
         "files": [
             {"name": files.name, "model_id": files.model_id} | _files(files)

@@ -131,6 +131,12 @@ class Encoders:
                 f"the projector of {name} cannot be used here, and no connected node encodes with it.",
                 field=field,
             )
+        if entry.unloaded_projector is not None:
+            return VisionEncoderUnavailable(
+                f"the projector of {name} is unloaded here, and no connected node encodes with one; load it:"
+                f" swarmllm models load {name} --layers mmproj",
+                field=field,
+            )
         if not self._is_private(name) and self._registry.had_encoders(entry.model_id):
             return VisionEncoderUnavailable(
                 f"no node that encodes pictures for {name} is connected now.", field=field
