@@ -82,7 +82,7 @@ def test_a_member_that_is_asked_the_same_takes_the_kv_of_the_one_that_computed_i
 def takes_it(folder: Path) -> bool:
     """False: the machine was too busy for it to be fetched."""
     folder.mkdir()
-    # With this setting each runs its own prompts, also where the other one is idle.
+    # With this setting the other one gets no tokens, so what it knows of a prompt does not count there.
     with members(folder, "first", "second", local_embedding_privacy=True) as (first, second):
         cold = ask(first)
         wait_for(lambda: announced(second).get("first", 0) > 0, PATIENCE_S, "the announcement")
@@ -118,15 +118,16 @@ def takes_it(folder: Path) -> bool:
 @pytest.mark.slow
 def test_in_an_open_swarm_prompts_are_announced_by_whoever_wants_it(tmp_path: Path) -> None:
     sharing = INFERENCE | {"share_prefix_cache_with_peers": "on"}
-    # It runs its own prompts, also where the other one is quicker.
-    own = INFERENCE | {"local_embedding_privacy": True}
-    with (
-        running_daemon(tmp_path, "silent", load=["guide"], inference=own) as a,
-        running_daemon(tmp_path, "open", load=["guide"], inference=sharing, bootstrap=a.addresses) as b,
-        running_daemon(tmp_path, "seer", load=[], bootstrap=[*a.addresses, *b.addresses]) as seer,
-    ):
-        wait_for(lambda: announced(seer) == {"silent": 0, "open": 0}, PATIENCE_S, "both records")
+    with ExitStack() as stack:
+        b = stack.enter_context(running_daemon(tmp_path, "open", load=["guide"], inference=sharing))
+        # While it is alone: another node that is quicker would be given the prompt.
         ask(b)
+        own = INFERENCE | {"local_embedding_privacy": True}
+        joining = running_daemon(tmp_path, "silent", load=["guide"], inference=own, bootstrap=b.addresses)
+        a = stack.enter_context(joining)
+        known = [*a.addresses, *b.addresses]
+        seer = stack.enter_context(running_daemon(tmp_path, "seer", load=[], bootstrap=known))
+        wait_for(lambda: announced(seer).keys() == {"silent", "open"}, PATIENCE_S, "both records")
         wait_for(lambda: announced(seer)["open"] > 0, PATIENCE_S, "the announcement")
         wait_for(lambda: announced(a)["open"] > 0, PATIENCE_S, "the announcement at the other one")
         assert n_cached(ask(a)) == 0

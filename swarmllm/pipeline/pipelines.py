@@ -162,7 +162,13 @@ class Pipelines:
             self._prefixes = PrefixFetcher(
                 router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
-            known_rows = KnownRows(node_id, registry, kept.kept_prefixes, prefix_key).of
+            known_rows = KnownRows(
+                node_id,
+                registry,
+                kept.kept_prefixes,
+                sends_tokens=not settings.local_embedding_privacy,
+                key=prefix_key,
+            ).of
             prefix_serving = PrefixServing(
                 kept,
                 find_model,

@@ -26,7 +26,7 @@ HASHES = extend_block_hashes(kept_root(KEY, ENTRY.model_id, ENTRY.manifest.n_lay
 ME, NEAR, FAR, LIAR = (node_id_named(name) for name in ("me", "near", "far", "liar"))
 
 
-def known(n_here: int = 0, **n_said: int) -> dict[str, int]:
+def known(n_here: int = 0, *, sends_tokens: bool = True, **n_said: int) -> dict[str, int]:
     """Rows by name of the node; `n_said`: blocks that each announces."""
     ids = {"me": ME, "near": NEAR, "far": FAR, "liar": LIAR}
     registry = Registry(ME, Opinions(lambda node_id: node_id != LIAR, 0.5), share_min=1.0)
@@ -37,7 +37,8 @@ def known(n_here: int = 0, **n_said: int) -> dict[str, int]:
         registry.apply(ids[name], encode_record(NodeRecord(node_id=ids[name], prefix_caches=(said,))))
     registry.set_reachable({NEAR, FAR, LIAR})
     kept = {ENTRY.model_id: (KeptPrefix(HASHES[n_here - 1], n_here),)} if n_here else {}
-    found = KnownRows(ME, registry, lambda: kept, KEY).of(ENTRY, TOKENS)
+    known_rows = KnownRows(ME, registry, lambda: kept, sends_tokens=sends_tokens, key=KEY)
+    found = known_rows.of(ENTRY, TOKENS)
     return {name: found[node_id] for name, node_id in ids.items() if node_id in found}
 
 
@@ -50,6 +51,12 @@ def test_what_is_kept_here_counts_here() -> None:
     assert known(7) == {"me": 7 * B}
     assert known(7, far=4) == {"me": 7 * B, "far": 4 * B}
     assert known(3, far=4) == {"me": 4 * B, "far": 4 * B}
+
+
+def test_a_node_that_gets_no_tokens_does_not_know_the_prompt_by_the_name_that_it_announced() -> None:
+    """Rows come to it under names that mean something here only, so it would compute all of them."""
+    assert known(7, near=10, sends_tokens=False) == {"me": 10 * B}
+    assert known(near=4, sends_tokens=False) == {"me": 4 * B}
 
 
 def test_nobody_counts_who_is_not_trusted() -> None:

@@ -8,7 +8,7 @@ breaks off, the prompt is computed, as on any route that was chosen without this
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.prefix.choice import whole_blocks
@@ -25,6 +25,10 @@ class KnownRows:
     registry: Registry
     kept: Callable[[], Mapping[ModelId, tuple[KeptPrefix, ...]]]
     """Here, by model."""
+    _: KW_ONLY
+    sends_tokens: bool
+    """Where another node runs the whole model it gets the prompt's tokens, and names it as it announced.
+    False: it gets rows, under names that mean something to this node only, and computes all of them."""
     key: str = field(default="", repr=False)
     """What names are keyed with."""
 
@@ -40,5 +44,5 @@ class KnownRows:
         found = self.registry.blocks_of_prefix(model_id, hashes)
         n_here = next((n for n in range(len(hashes), 0, -1) if (hashes[n - 1], n) in here), 0)
         if most := max(n_here, *found.values(), 0):
-            found[self.node_id] = most
+            found = (found if self.sends_tokens else {}) | {self.node_id: most}
         return {node_id: n * BLOCK_TOKENS for node_id, n in found.items()}
