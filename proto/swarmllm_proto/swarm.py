@@ -344,6 +344,8 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the receiver's stages: the names of all that was computed, for it to be kept under them."""
     hold: bool = False
     """Its pipeline broke, and another one may resume it: keep what is there for a while."""
+    n_rows: TokenCount | UnsetType = UNSET
+    """That the request has in the end: stages that commit sign for the last ones of them."""
 
 
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -154,6 +154,11 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         swarm.CancelInference(request_id=REQUEST_ID, reason="client left", prefixes=PREFIXES, hold=True),
         b"",
     ),
+    (
+        "cancel-inference-rows",
+        swarm.CancelInference(request_id=REQUEST_ID, prefixes=PREFIXES, n_rows=42),
+        b"",
+    ),
 ]
 
 RECORD = swarm.NodeRecord(

@@ -174,3 +174,9 @@ class OriginSide(Protocol):
     def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """Names of all that the node's stages have been sent."""
         ...
+
+    @property
+    def n_rows(self) -> int:
+        """That every stage has computed and that belong to the request: the prompt's, and one for each token
+        but the newest. 0 before the first token."""
+        ...

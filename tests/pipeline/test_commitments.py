@@ -23,6 +23,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.notary import Notary
 from swarmllm.swarm.in_memory.signer import in_memory_signature
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
 from swarmllm_proto.codec import decode_job, decode_request, decode_response, encode_job
@@ -165,8 +166,19 @@ async def twenty(swarm: Swarm, *honest: str) -> Counter[str]:
     return seen
 
 
-async def test_honest_stages_sign_for_every_row_and_nobody_loses_anything(patient_clock: MockClock) -> None:
-    """Each says of the rows between two stages what the other says, in the prompt and in the answer."""
+@pytest.mark.parametrize("by_links", [False, True])
+async def test_honest_stages_sign_for_every_row_and_nobody_loses_anything(
+    by_links: bool, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says of the rows between two stages what the other says, in the prompt and in the answer.
+    `by_links`: their daemons do not see the rows of the answer, and the workers tell of none."""
+    computed = Notary.computed
+
+    def seen(notary: Notary, stage: int, position: int, n_rows: int) -> None:
+        if position < notary._context.n_prompt_tokens or not by_links:
+            computed(notary, stage, position, n_rows)
+
+    monkeypatch.setattr(Notary, "computed", seen)
     async with open_swarm(pools() | tails(H), settings=UNCHECKED, committing=None) as swarm:
         commitments = swarm[A].pipelines._checker.commitments
         for turn in range(20):

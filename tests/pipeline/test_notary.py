@@ -128,9 +128,9 @@ async def test_rows_are_signed_for_when_a_stretch_is_full_and_the_rest_at_the_en
     parts.n_rows = 70
     await parts.work()
     assert parts.spans == [(0, 32), (32, 32)]
-    await parts.notary.finish()
+    await parts.notary.finish(0)
     assert parts.spans == [(0, 32), (32, 32), (64, 6)]
-    await parts.notary.finish()
+    await parts.notary.finish(0)
     assert len(parts.spans) == 3
 
 
@@ -144,8 +144,27 @@ async def test_jobs_that_came_by_links_count_and_what_is_left_of_them_is_found_a
     parts.notary.turned(1, 1)
     await parts.work()
     assert parts.spans == [(0, 32), (32, 32)]
-    await parts.notary.finish()
+    await parts.notary.finish(0)
     assert parts.spans == [(0, 32), (32, 32), (64, 32), (96, 32)]
+
+
+async def test_the_origin_says_how_many_rows_there_are_and_all_that_came_by_links_are_signed_for() -> None:
+    """The rows of a guess that was wrong are none of them."""
+    parts = Parts(n_rows=79)
+    parts.notary.computed(1, 0, 40)
+    await parts.work()
+    await parts.notary.finish(75)
+    assert parts.spans == [(0, 32), (32, 43)]
+    await parts.notary.finish(75)
+    assert len(parts.spans) == 2
+
+
+async def test_an_origin_that_names_more_rows_than_there_are_gets_a_signature_for_none_of_the_last() -> None:
+    parts = Parts(n_rows=70)
+    parts.notary.computed(1, 0, 40)
+    await parts.work()
+    await parts.notary.finish(2**31 - 1)
+    assert parts.spans == [(0, 32)]
 
 
 async def test_links_before_any_job_and_of_other_stages_say_nothing() -> None:
@@ -171,7 +190,7 @@ async def test_rows_that_the_worker_does_not_keep_are_not_signed_for(missing: in
     parts.missing = {missing}
     parts.notary.computed(1, 0, 64)
     await parts.work()
-    await parts.notary.finish()
+    await parts.notary.finish(0)
     assert [said.received for _, said in parts.told] == ([] if missing == 2 else [b"", b""])
 
 
@@ -233,7 +252,7 @@ async def test_rows_that_were_refused_are_kept_with_their_signature() -> None:
     assert parts.notary.refused(1, 40, NotFinite(rows)) == 43
     assert parts.notary.refused(1, 90, NotFinite(rows)) == 93
     assert parts.notary.hears(A, said)
-    await parts.notary.finish()
+    await parts.notary.finish(0)
 
     def asked(**changes: Any) -> Any:
         fields = {"request_id": "r", "boundary": 1, "position": 32, "n_tokens": 16} | changes

@@ -259,6 +259,18 @@ def test_a_held_request_makes_room_for_others(worker: Worker) -> None:
     assert answer.message.kept == (ipc.KeptRows(),)
 
 
+def test_a_held_request_leaves_its_rows_to_one_that_begins_alike_and_finds_no_slot(worker: Worker) -> None:
+    worker.open(GUIDE, (0, SPLIT), n_slots=2, n_ctx=512)
+    data, names = np.arange(70, dtype=np.int32), bytes(32)
+    layers = {"start": 0, "end": SPLIT}
+    worker.call(ipc.PrefixFetchProbe, names, request_id="checked", **layers)
+    worker.hidden(data, request_id="checked", position=0, **layers)
+    worker.call(ipc.HoldRequest, request_id="checked", hold_s=60.0)
+    worker.hidden(data[:4], request_id="other", position=0, **layers)
+    probed = worker.call(ipc.PrefixFetchProbe, names, request_id="next", **layers).message
+    assert probed.n_blocks == 1
+
+
 def test_a_state_that_cannot_be_cut_is_not_kept(worker: Worker, tmp_path: Path) -> None:
     worker.open(write(tmp_path / "mamba.gguf", FAMILIES["mamba"]), (0, 2))
     data = np.arange(5, dtype=np.int32)

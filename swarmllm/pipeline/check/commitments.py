@@ -131,7 +131,7 @@ class Commitments:
         request = self._requests.get(chain.context.request_id)
         if request is None:
             return None
-        n_rows = len(chain.computed_tokens)
+        n_rows = chain.n_rows
         last = (n_rows - 1) // STRETCH_ROWS * STRETCH_ROWS
         sides: list[tuple[int, Side]] = [(stage - 1, "sent"), (stage, "received"), (stage, "sent")]
         sides.append((stage + 1, "received"))

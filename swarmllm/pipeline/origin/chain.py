@@ -242,6 +242,11 @@ class Chain:
         return np.concatenate((self.prompt, np.array(self._generated, np.int32)))[:-1]
 
     @property
+    def n_rows(self) -> int:
+        """See `OriginSide`."""
+        return len(self.prompt) + len(self._generated) - 1 if self.has_begun else 0
+
+    @property
     def may_be_resumed(self) -> bool:
         return self.is_to_be_checked or (
             self._state in (ChainState.FAILED, ChainState.GIVEN_UP)

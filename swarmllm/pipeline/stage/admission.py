@@ -242,6 +242,7 @@ class Sessions:
         sender: NodeId,
         request_id: str,
         prefixes: tuple[StageBlocks, ...] = (),
+        n_rows: int = 0,
         *,
         hold: bool = False,
     ) -> bool:
@@ -251,6 +252,7 @@ class Sessions:
                 return False
             # Who lets go of what is held has named it before.
             session.prefixes = prefixes or session.prefixes
+            session.n_rows = n_rows or session.n_rows
             if hold:
                 session.stop(hold=True)
             else:

@@ -90,7 +90,7 @@ class Inbox:
             accepted = self._take_commitment(sender, message)
         elif isinstance(message, CancelInference):
             accepted = self.cancel_picture(sender, message.request_id) or self.sessions.cancel(
-                sender, message.request_id, message.prefixes, hold=message.hold
+                sender, message.request_id, message.prefixes, message.n_rows or 0, hold=message.hold
             )
         else:
             chain, own = self.requests.chain(message.request_id), self.sessions.router.node_id

@@ -71,7 +71,7 @@ class NoNotary:
         """Rows that came to a stage here are refused. The position of the first bad one."""
         return position + (error.first if isinstance(error, NotFinite) else 0)
 
-    async def finish(self) -> None:
+    async def finish(self, n_rows: int) -> None:
         pass
 
 
@@ -193,12 +193,18 @@ class Notary(NoNotary):
             ),
         )
 
-    async def finish(self) -> None:
-        """The request is over here, and its rows are there still."""
+    async def finish(self, n_rows: int) -> None:
+        """The request is over here, and its rows are there still. `n_rows`: that it has in the end, 0 where
+        its origin does not say; then only those that are known to be final are signed for."""
         async with self._lock:
             await self._keep_refused()
             for stage in self._stages.values():
                 if not stage.has_begun:
+                    continue
+                if n_rows:
+                    # More of them may have come by links than the worker has told of.
+                    await self._commit(stage, n_rows)
+                    stage.is_over = True
                     continue
                 await self._commit(stage, stage.n_final // STRETCH_ROWS * STRETCH_ROWS)
                 while not stage.is_over:

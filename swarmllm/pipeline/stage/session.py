@@ -116,6 +116,8 @@ class Session:
         self._walker = Walker(context, compute, router, origin_side, self.notary)
         self._origin_side = origin_side
         self.prefixes: tuple[StageBlocks, ...] = ()
+        self.n_rows = 0
+        """That the request has in the end, once its origin has said so."""
         """What the origin called the rows in the end; without it they are kept as they were first named."""
         self._hold_s = hold_s
         self._left_hold = trio.Event()
@@ -462,11 +464,12 @@ class Session:
         async with trio.open_nursery() as nursery:
             if self._origin_side is not None:
                 self.prefixes = last_names(self._origin_side, self.view.node_id)
+                self.n_rows = self._origin_side.n_rows
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
                     nursery.start_soon(partial(self._walker.cancel_at, node_id, hold=hold))
             if self.view.runs_layers:
-                await self.notary.finish()
+                await self.notary.finish(self.n_rows)
                 if hold:
                     nursery.start_soon(self._walker.hold_slot, self._hold_s)
                 else:

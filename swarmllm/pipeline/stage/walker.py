@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import InvalidRequest, NodeUnreachable, SwarmLLMError, WorkerError
 from swarmllm.log_filter import provoked_by
@@ -189,7 +190,10 @@ class Walker:
     async def cancel_at(self, node_id: NodeId, *, hold: bool) -> None:
         """Of the origin's side: the request is over for a node with stages of it."""
         prefixes = last_names(self._origin_side, node_id)
-        message = CancelInference(request_id=self._context.request_id, prefixes=prefixes, hold=hold)
+        n_rows = 0 if self._origin_side is None else self._origin_side.n_rows
+        message = CancelInference(
+            request_id=self._context.request_id, prefixes=prefixes, hold=hold, n_rows=n_rows or UNSET
+        )
         try:
             await self._router.send(node_id, *encode_job(message))
         except SwarmLLMError as error:

@@ -145,6 +145,11 @@ class Engine:
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)
 
+    def make_slot(self, request_id: str) -> None:
+        """Where the request would find none, what has been held longest goes."""
+        if self.slots.is_full and self.slots.get(request_id) is None:
+            self.held.let_go()
+
     def make_room(self, route: Route, n_rows: int) -> int:
         """Let kept and held rows go until `n_rows` are free or there are none; what is free then."""
         while (n_free := self.prefixes.make_room(route.segments, n_rows)) < n_rows and self.held.let_go():

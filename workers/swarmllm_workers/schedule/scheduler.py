@@ -262,8 +262,7 @@ class Scheduler:
         slots = self._engine.slots
         if slots.get(work.request_id) is not None:
             return True
-        if slots.is_full and slots.get(work.request_id) is None:
-            self._engine.held.let_go()
+        self._engine.make_slot(work.request_id)
         if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
             holders = (other for other in self._works.values() if other.can_restart)
             if any(slots.get(other.request_id) is not None for other in holders):

@@ -135,6 +135,7 @@ class PrefixHandlers:
         if route is None:
             self._after_cutting(message, partial(self._probe, message, payload))
             return
+        engine.make_slot(message.request_id)
         try:
             n_rows = engine.prefixes.name(message.request_id, route.segments, name)
         except CallError:
