@@ -54,7 +54,7 @@ async def test_a_hostile_file_costs_its_process_and_itself_and_is_not_fetched_ag
         giver = await giving(world, made)
         taker = await world.node(TAKER)
         entry = await taker.transfer.find("tiny")
-        async with keeper_of(taker) as (keeper, pool):
+        async with keeper_of(taker) as (keeper, _):
             with pytest.raises(BadModel):
                 await keeper.load(entry, unseen)
             now = await trio.to_thread.run_sync(taker.store.catalogue.get, "tiny")
