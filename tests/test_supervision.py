@@ -440,6 +440,25 @@ async def test_the_first_end_counts() -> None:
     assert await other.wait() == 7
 
 
+async def test_work_that_has_its_outcome_settles_it_and_cleans_up_afterwards() -> None:
+    outcome: Outcome[int] = Outcome()
+    is_clean, may_end = trio.Event(), trio.Event()
+
+    async def work() -> int:
+        outcome.succeed(7)
+        await may_end.wait()
+        is_clean.set()
+        return 8
+
+    async with trio.open_nursery() as nursery:
+        assert detach(nursery, "question", work, outcome=outcome) is outcome
+        assert await outcome.wait() == 7
+        assert not is_clean.is_set()
+        may_end.set()
+    assert is_clean.is_set()
+    assert await outcome.wait() == 7
+
+
 async def test_the_end_of_the_nursery_is_the_end_of_the_waiting() -> None:
     async with trio.open_nursery() as nursery:
         outcome = detach(nursery, "worker", trio.sleep_forever, closed=NodeUnreachable("closed"))

@@ -90,10 +90,12 @@ def detach(
     *args: object,
     closed: SwarmLLMError | None = None,
     dropped: Callable[[T], object] | None = None,
+    outcome: Outcome[T] | None = None,
 ) -> Outcome[T]:
     """Start `work` in `nursery`, as `spawn` does; returns where its outcome will be. `closed`: the error
-    where the nursery ends first, or has ended."""
-    outcome: Outcome[T] = Outcome(dropped)
+    where the nursery ends first, or has ended. `outcome`: one that `work` has too, so that it can settle it
+    and clean up afterwards; `dropped` is not used then."""
+    outcome = Outcome(dropped) if outcome is None else outcome
     ended = closed or SwarmLLMError("the node is stopping")
 
     async def run() -> None:

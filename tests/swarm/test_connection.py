@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -140,7 +141,7 @@ async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
         connection.rtt_s, connection._n_rtts = None, 0
 
         def measured(rtt_s: float) -> float | None:
-            connection._measure(struct.pack("<d", trio.current_time() - rtt_s))
+            connection._take_pong(struct.pack("<d", trio.current_time() - rtt_s))
             return connection.rtt_s
 
         assert measured(0.5) == pytest.approx(0.5)
@@ -373,7 +374,6 @@ async def test_what_was_sent_is_settled_once_it_is_handled(autojump_clock: MockC
         b.may_handle.set()
         await trio.sleep(1.0)
         assert settled == [[(b"message", b"")]] * 2
-        assert a.connection._marks == {}
         assert a.connection.rtt_s is None or a.connection.rtt_s < 60.0, "a mark is no round trip"
 
 
@@ -381,12 +381,18 @@ async def test_a_pong_that_is_left_out_is_asked_for_again(autojump_clock: MockCl
     async with joined() as (a, b, nursery):
         # b is writing when the mark comes, and answers no ping then.
         b.connection._writing = True
-        nursery.start_soon(a.connection.settle)
+        settled = trio.Event()
+
+        async def settle() -> None:
+            await a.connection.settle()
+            settled.set()
+
+        nursery.start_soon(settle)
         await trio.sleep(0.5)
-        assert len(a.connection._marks) == 1
+        assert not settled.is_set()
         b.connection._writing = False
         await trio.sleep(0.5)
-        assert a.connection._marks == {}
+        assert settled.is_set()
 
 
 async def test_who_waits_for_what_was_sent_hears_of_the_end(autojump_clock: MockClock) -> None:
@@ -402,4 +408,21 @@ async def test_who_waits_for_what_was_sent_hears_of_the_end(autojump_clock: Mock
             waiting.start_soon(settle)
             await trio.sleep(1.0)
             a.connection.end("a test")
-        assert a.connection._marks == {}
+
+
+@pytest.mark.parametrize("mark", [-math.inf, math.nan, -1e300, -1e12 - 2, -1e12])
+async def test_a_pong_with_a_mark_that_was_not_set_settles_nothing(
+    mark: float, autojump_clock: MockClock
+) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        await a.connection.send(b"message", b"")
+        nursery.start_soon(a.connection.settle)
+        await trio.sleep(1.0)
+        a.connection._take_pong(struct.pack("<d", mark))
+        await trio.sleep(1.0)
+        assert not a.connection.deliveries.has_passed(1)
+        a.connection._take_pong(struct.pack("<d", -1e12 - 1))
+        assert a.connection.deliveries.has_passed(1)
+        assert a.connection.alive
+        b.may_handle.set()

@@ -65,3 +65,16 @@ def test_nothing_is_taken_back_and_nothing_acknowledged_that_was_not_sent(n_mess
     sender.acknowledged(1, 0.0)
     with pytest.raises(BadMessage, match="ack"):
         sender.acknowledged(n_messages, 0.0)
+
+
+def test_a_mark_that_is_passed_tells_of_earlier_ones_and_not_of_later_ones() -> None:
+    sender = Deliveries()
+    marks = [sender.mark() for _ in range(3)]
+    sender.passed(marks[1])
+    assert [sender.has_passed(each) for each in marks] == [True, True, False]
+    sender.passed(marks[0])
+    assert sender.has_passed(marks[1])
+    sender.passed(marks[2] + 1)
+    assert not sender.has_passed(marks[2])
+    sender.passed(marks[2])
+    assert sender.has_passed(marks[2])

@@ -70,8 +70,8 @@ _RTT_FIRST = 5
 """Of so many samples the least counts: a node that has just started answers late."""
 _TIME = Struct("<d")
 _NUMBER = Struct("<Q")
-_MARK = -1e12
-"""No time, and so no round trip."""
+_MARKS = -1e12
+"""A ping with this number less n is the nth mark of `settle`: no time, and so no round trip."""
 
 
 class _LinkAsked(Exception):
@@ -111,7 +111,6 @@ class Connection:
         """What the peer did that ended it, where that costs trust."""
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
-        self._marks: dict[bytes, trio.Event] = {}
         self.rtt_s: float | None = None
         self._n_rtts = 0
         self.n_bytes_sent = 0
@@ -132,6 +131,7 @@ class Connection:
         self._handling = False
         self._last = Outgoing(encode_frame(bytes((FrameKind.LAST,))))
         self.deliveries = Deliveries()
+        self._mark_passed = trio.lowlevel.ParkingLot()
         self._acknowledges = False
         """Whether the peer does."""
         self._acknowledgement = Outgoing([])
@@ -258,16 +258,14 @@ class Connection:
 
     async def settle(self) -> None:
         """Returns when the peer has handled all messages sent so far. Raises NodeUnreachable."""
-        mark = _TIME.pack(_MARK - len(self._marks))
-        handled = self._marks[mark] = trio.Event()
-        try:
-            while not handled.is_set():
-                await self._write_in_turn(Outgoing(encode_frame(bytes((FrameKind.PING,)) + mark)))
-                # A pong is left out where the peer has other things to write.
-                with trio.move_on_after(_ASK_AGAIN_S):
-                    await handled.wait()
-        finally:
-            del self._marks[mark]
+        mark = self.deliveries.mark()
+        while not self.deliveries.has_passed(mark):
+            ping = bytes((FrameKind.PING,)) + _TIME.pack(_MARKS - mark)
+            await self._write_in_turn(Outgoing(encode_frame(ping)))
+            # A pong is left out where the peer has other things to write.
+            with trio.move_on_after(_ASK_AGAIN_S):
+                while not self.deliveries.has_passed(mark):
+                    await self._mark_passed.park()
 
     def forsake(self) -> None:
         """No message will follow."""
@@ -423,9 +421,7 @@ class Connection:
         elif kind == FrameKind.PING:
             self._queue_control(FrameKind.PONG, header[: _TIME.size])
         elif kind == FrameKind.PONG:
-            self._measure(header)
-            if (handled := self._marks.get(header)) is not None:
-                handled.set()
+            self._take_pong(header)
         elif kind == FrameKind.ACK and len(header) == _NUMBER.size:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
         elif kind == FrameKind.LAST:
@@ -446,10 +442,15 @@ class Connection:
         self._acknowledges = hello.acks
         self.ready.set()
 
-    def _measure(self, echoed: bytes) -> None:
+    def _take_pong(self, echoed: bytes) -> None:
         if len(echoed) != _TIME.size:
             return
-        rtt_s = trio.current_time() - _TIME.unpack(echoed)[0]
+        (time_s,) = _TIME.unpack(echoed)
+        if time_s < _MARKS:
+            self.deliveries.passed(_MARKS - time_s)
+            self._mark_passed.unpark_all()
+            return
+        rtt_s = trio.current_time() - time_s
         if not 0 <= rtt_s < SILENCE_S:
             return
         self._n_rtts += 1

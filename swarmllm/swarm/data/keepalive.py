@@ -102,6 +102,8 @@ class Deliveries:
         self._n_told = 0
         self._waiting_since_s = 0.0
         """Since the peer last told of its progress, while something is unacknowledged."""
+        self._n_marks = 0
+        self._n_marks_passed = 0
 
     def __repr__(self) -> str:
         return f"<Deliveries {self.n_acknowledged}/{self.n_sent} acknowledged, {self._n_taken} taken>"
@@ -117,6 +119,21 @@ class Deliveries:
             raise BadMessage("ack", f"{n_messages}, after {self.n_acknowledged}, of {self.n_sent} sent")
         self.n_acknowledged = n_messages
         self._waiting_since_s = now
+
+    def mark(self) -> int:
+        """A new mark, to be sent behind all messages so far. It is a number, so a later one that the peer has
+        passed tells of the earlier ones."""
+        self._n_marks += 1
+        return self._n_marks
+
+    def passed(self, mark: float) -> None:
+        """The peer says that it has handled all messages before this mark. Marks that were never set are
+        ignored."""
+        if self._n_marks_passed < mark <= self._n_marks:
+            self._n_marks_passed = int(mark)
+
+    def has_passed(self, mark: int) -> bool:
+        return mark <= self._n_marks_passed
 
     def excuse(self, now: float) -> None:
         """The peer cannot have been heard, or does not acknowledge: it owes nothing yet."""

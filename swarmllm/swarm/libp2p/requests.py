@@ -25,9 +25,9 @@ from struct import Struct
 
 import trio
 
-from swarmllm.errors import NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.supervision import Outcome, spawn
+from swarmllm.supervision import Outcome, detach
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, reserve_within
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
@@ -108,7 +108,7 @@ class RequestProtocol:
         exchange = _Exchange()
         peer = self._peer(node_id)
         peer.waited_for.add(exchange)
-        spawn(
+        detach(
             self._nursery,
             "question",
             self._run,
@@ -117,7 +117,8 @@ class RequestProtocol:
             body,
             timeout_s,
             exchange,
-            failed=exchange.fail,
+            closed=NodeUnreachable("this node is stopping"),
+            outcome=exchange,
         )
         try:
             return await exchange.within(timeout_s, f"node {node_id} did not answer")
@@ -146,30 +147,30 @@ class RequestProtocol:
 
     async def _run(
         self, node_id: NodeId, kind: int, body: bytes, timeout_s: float, exchange: _Exchange
-    ) -> None:
+    ) -> bytes:
         peer = self._peer(node_id)
         peer.outgoing.add(exchange)
-        with trio.move_on_after(timeout_s + _STUCK_S) as stuck:
-            try:
+        try:
+            with trio.move_on_after(timeout_s + _STUCK_S):
                 async with peer.turns:
-                    if not exchange.reading.cancel_called:
-                        await self._converse(node_id, kind, body, exchange)
-            except SwarmLLMError as error:
-                exchange.fail(error)
-            except Exception as error:
-                exchange.fail(
-                    NodeUnreachable(f"node {node_id} was lost while it was asked: {type(error).__name__}")
-                )
-        peer.outgoing.discard(exchange)
-        self._settle(node_id)
-        if stuck.cancelled_caught:
-            provoked_by(log, node_id).warning(
-                "a request to node %s is stuck; closing the connection", node_id
-            )
-            with trio.CancelScope(shield=True):
-                await self._host.close_hard(node_id)
+                    return await self._converse(node_id, kind, body, exchange)
+        except SwarmLLMError:
+            raise
+        except Exception as error:
+            reason = f"node {node_id} was lost while it was asked: {type(error).__name__}"
+            raise NodeUnreachable(reason) from error
+        finally:
+            peer.outgoing.discard(exchange)
+            self._settle(node_id)
+        provoked_by(log, node_id).warning("a request to node %s is stuck; closing the connection", node_id)
+        with trio.CancelScope(shield=True):
+            await self._host.close_hard(node_id)
+        raise NodeUnreachable(f"a request to node {node_id} was stuck")
 
-    async def _converse(self, node_id: NodeId, kind: int, body: bytes, exchange: _Exchange) -> None:
+    async def _converse(self, node_id: NodeId, kind: int, body: bytes, exchange: _Exchange) -> bytes:
+        """The response. The caller has it before the stream is closed."""
+        if exchange.reading.cancel_called:
+            raise _no_longer_wanted(node_id)
         message = _message(kind, body)
         is_short = len(message) <= FIRST_MAX_BYTES
         stream = await self._host.open_stream(node_id, PROTOCOL, message if is_short else b"")
@@ -187,10 +188,12 @@ class RequestProtocol:
                 complete = True
                 if status == _OK:
                     exchange.succeed(response)
-                else:
-                    reason = response.decode("utf-8", "replace") if status == _REFUSED else "it is busy"
-                    error = RemoteError if status == _REFUSED else NodeBusy
-                    exchange.fail(error(f"node {node_id}: {reason}"))
+                    return response
+                reason = response.decode("utf-8", "replace") if status == _REFUSED else "it is busy"
+                error = RemoteError if status == _REFUSED else NodeBusy
+                exchange.fail(failure := error(f"node {node_id}: {reason}"))
+                raise failure
+            raise _no_longer_wanted(node_id)
         finally:
             await _end(stream, complete)
 
@@ -241,6 +244,10 @@ class RequestProtocol:
         if stuck.cancelled_caught:
             provoked_by(log, sender).warning("node %s does not take its response; it is cut off", sender)
             await self._host.close_hard(sender)
+
+
+def _no_longer_wanted(node_id: NodeId) -> DeadlineExceeded:
+    return DeadlineExceeded(f"no task waits any more for what node {node_id} answers")
 
 
 class OutOfBounds(RemoteError):

@@ -16,7 +16,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.supervision import Outcome, spawn
+from swarmllm.supervision import Outcome, detach
 from swarmllm.swarm.discovery.dht.messages import (
     MESSAGE_MAX_BYTES,
     Contact,
@@ -100,7 +100,7 @@ class DhtClient:
         with trio.move_on_after(ASK_S):
             async with self._turns:
                 exchange: Outcome[Message] = Outcome()
-                spawn(
+                detach(
                     self._nursery,
                     "question",
                     self._converse,
@@ -108,25 +108,20 @@ class DhtClient:
                     message,
                     expects_answer,
                     exchange,
-                    failed=exchange.fail,
+                    outcome=exchange,
                 )
                 return await exchange.wait()
         raise NodeUnreachable("no answer in time")
 
     async def _converse(
         self, contact: Contact, message: Message, expects_answer: bool, exchange: Outcome[Message]
-    ) -> None:
-        """What it comes to is told at once; of a stranger when the connection may have been let go."""
+    ) -> Message:
+        """The caller has the answer at once, that of a stranger when the connection may have been let go.
+        Raises NodeUnreachable."""
         stream: Stream | None = None
         answer: Message | None = None
         failure = "no answer in time"
         is_stranger = not self._host.is_connected(contact.node_id)
-
-        def settle() -> None:
-            if answer is not None:
-                exchange.succeed(answer)
-            else:
-                exchange.fail(NodeUnreachable(failure))
 
         with trio.move_on_after(_STUCK_S) as stuck:
             try:
@@ -144,9 +139,10 @@ class DhtClient:
                 failure = str(error)
             except Exception as error:  # libp2p's, of many kinds
                 failure = type(error).__name__
-            finally:
-                if not is_stranger:
-                    settle()
+            if not is_stranger and answer is not None:
+                exchange.succeed(answer)
+            elif not is_stranger:
+                exchange.fail(NodeUnreachable(failure))
         if stuck.cancelled_caught:
             provoked_by(log, contact.node_id).info(
                 "a question in the DHT to node %s is stuck; closing the connection", contact.node_id
@@ -160,7 +156,9 @@ class DhtClient:
                     log.debug("ending a stream of the DHT: %s", type(error).__name__)
         if is_stranger and len(self._host.connected()) > self._peers_max:
             self._node.let_go(contact.node_id)
-        settle()
+        if answer is None:
+            raise NodeUnreachable(failure)
+        return answer
 
 
 def protocol_name(network_id: str) -> str:
