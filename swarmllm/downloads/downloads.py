@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -66,6 +66,23 @@ HEADERS_AT_ONCE = 2
 """That are read for plans; each may take 256 MiB of memory."""
 
 
+class KnownModels(Protocol):
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        """Here or at a connected node. Raises ModelNotFound."""
+        ...
+
+    async def try_cuts(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """Of a model whose whole file has come, before it counts as done."""
+        ...
+
+
+class TakesProjectors(Protocol):
+    async def attach_fetched(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
+        """Let a model take pictures with the projector in this file, which leaves its folder. Raises
+        SwarmLLMError where it cannot be used."""
+        ...
+
+
 class Downloads:
     def __init__(
         self,
@@ -74,22 +91,18 @@ class Downloads:
         settings: DownloadSettings,
         *,
         gathering: SharedDigests,
-        find: Callable[[str], Awaitable[CatalogueEntry]],
-        examine: Callable[[CatalogueEntry], Awaitable[CatalogueEntry]] | None = None,
-        attach: Callable[[CatalogueEntry, Path], Awaitable[CatalogueEntry]] | None = None,
+        models: KnownModels,
+        projectors: TakesProjectors | None = None,
+        published_files: PublishedFiles | None = None,
     ) -> None:
-        """`find`: a model by its name, here or at a connected node; raises ModelNotFound. `examine`: what is
-        done with a model whose whole file has come, before it counts as done. `attach`: takes the file of its
-        projector, which leaves the folder, and raises SwarmLLMError where it cannot be used; None: none is
-        fetched."""
+        """`projectors`: None: none is fetched."""
         self._folder = folder
         self._transfer = transfer
         self._settings = settings
-        self._find = find
-        self._examine = examine
-        self._attach = attach
+        self._models = models
+        self._projectors = projectors
         self.gathering = gathering
-        self.published_files = PublishedFiles(lambda: self._settings)
+        self.published_files = published_files or PublishedFiles(settings)
         self._downloads: dict[str, Download] = {}
         self._turns = trio.CapacityLimiter(settings.max_downloads)
         self._headers = trio.CapacityLimiter(HEADERS_AT_ONCE)
@@ -97,7 +110,7 @@ class Downloads:
 
     def configure(self, settings: DownloadSettings) -> None:
         """For downloads that are asked for from now on."""
-        self._settings = settings
+        self._settings = self.published_files.settings = settings
 
     @property
     def is_offline(self) -> bool:
@@ -280,13 +293,13 @@ class Downloads:
         if await trio.to_thread.run_sync(folder.exists):
             await trio.to_thread.run_sync(folder.rmdir)
         download.whole = None
-        return entry if self._examine is None else await self._examine(entry)
+        return await self._models.try_cuts(entry)
 
     async def _projector_of(
         self, download: Download, url: str, settings: DownloadSettings, http: httpx.AsyncClient
     ) -> HubProjector | None:
         """That of the model's repository, which is fetched after it; its bytes are told before."""
-        if self._attach is None or not download.request.mmproj or not download.source.is_endpoint:
+        if self._projectors is None or not download.request.mmproj or not download.source.is_endpoint:
             return None
         try:
             found = await find_projector(url, settings, http)
@@ -306,7 +319,7 @@ class Downloads:
     ) -> CatalogueEntry:
         """The model with its projector; where that cannot be had, or used, the download says why, and the
         model is here all the same."""
-        if self._attach is None or entry.projector is not None:
+        if self._projectors is None or entry.projector is not None:
             download.has_no_projector()
             return entry
         folder = self._folder_of(projector.remote)
@@ -318,7 +331,7 @@ class Downloads:
             whole = await projector.fetch(folder, settings, retries, download.projector_progress)
             download.state = "checking"
             try:
-                entry = await self._attach(entry, whole.part)
+                entry = await self._projectors.attach_fetched(entry, whole.part)
             finally:
                 await trio.to_thread.run_sync(_throw_away, whole)
         except SwarmLLMError as error:
@@ -356,7 +369,7 @@ class Downloads:
         if shared is not None:
             return await self.gathering.model_of(shared.header, shared.size_bytes)
         try:
-            return await self._find(name)
+            return await self._models.find(name)
         except ModelNotFound:
             return None
 

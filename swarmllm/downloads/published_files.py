@@ -8,7 +8,7 @@ then by every chunk that comes (`transfer.fetch`): a wrong name costs a header's
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from urllib.parse import unquote
@@ -36,14 +36,13 @@ HEADER_ROOM_BYTES = 2**20
 
 
 class PublishedFiles:
-    def __init__(self, settings: Callable[[], DownloadSettings]) -> None:
-        """`settings`: as they are now."""
-        self._settings = settings
+    def __init__(self, settings: DownloadSettings) -> None:
+        self.settings = settings
         self._refused_until_s: dict[NodeId, float] = {}
 
     def named(self, said: Iterable[tuple[NodeId, str]]) -> tuple[PublishedFile, ...]:
         """`said`: nodes, and `hf:ORG/REPO:FILE.gguf` as each names it. Nothing where this node is offline."""
-        if self._settings().offline:
+        if self.settings.offline:
             return ()
         now_s = trio.current_time()
         files: dict[str, PublishedFile] = {}
@@ -62,7 +61,7 @@ class PublishedFiles:
 
     @asynccontextmanager
     async def _open(self, text: str, entry: CatalogueEntry) -> AsyncIterator[ReadPublished]:
-        settings = self._settings()
+        settings = self.settings
         try:
             source = parse_source(text, settings.endpoint)
         except InvalidRequest as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +25,7 @@ from swarmllm.config import AutoManageTable
 from swarmllm.errors import Conflict, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
 from swarmllm.node.accepted_shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
+from swarmllm.node.model_access import PlacesModels, Sources
 from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
 from swarmllm.node.placing_plan import begins, next_step, plan_of, shape_of
 from swarmllm.node.share_book import SHARED_MAX, ShareBook
@@ -73,13 +74,6 @@ class PlacedModel:
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
 
 
-Find = Callable[[str], Awaitable[CatalogueEntry]]
-Act = Callable[[CatalogueEntry, LayerRange], Awaitable[object]]
-Sources = tuple[tuple[NodeId, str], ...]
-"""Which nodes say that a model's file is published, and where."""
-Fetch = Callable[[CatalogueEntry, LayerRange, Callable[[int, int], None], Sources], Awaitable[object]]
-
-
 class AutoShardManager:
     def __init__(
         self,
@@ -88,24 +82,19 @@ class AutoShardManager:
         node_id: NodeId,
         registry: Registry,
         pool: WorkerPool,
-        find: Find,
-        load: Act,
-        drop: Act,
+        models: PlacesModels,
         on_change: Callable[[], None],
-        fetch: Fetch | None = None,
         disk: PlacingDisk | None = None,
         book: ShareBook | None = None,
         is_private: bool = False,
     ) -> None:
-        """`on_change` is called when the swarm should hear of what is being loaded. `fetch` brings what
-        `load` needs; None: `load` does. `disk` None: no limit. `book`: what was shared by command.
-        `is_private`: the swarm has a key."""
+        """`on_change` is called when the swarm should hear of what is being loaded. `disk` None: no limit.
+        `book`: what was shared by command. `is_private`: the swarm has a key."""
         self.models = [PlacedModel(name) for name in settings.models]
         self.shares: tuple[SharedModel, ...] | UnsetType = UNSET
         """What this node shares; unset where it shares nothing, and until it has looked what is here."""
         self.accepts = accepted_writers(settings.accept, is_private=is_private)
         """Whose shares it follows: node ids, or `members`."""
-        self._fetch = fetch
         self._disk = disk
         self._book = book or ShareBook()
         self._to_share = list(settings.share)
@@ -120,9 +109,7 @@ class AutoShardManager:
         self._node_id = node_id
         self._registry = registry
         self._pool = pool
-        self._find = find
-        self._load = load
-        self._drop = drop
+        self._models = models
         self._on_change = on_change
         self._shapes: dict[str, ModelShape] = {}
         self._configured_shares: set[ModelId] = set()
@@ -202,7 +189,7 @@ class AutoShardManager:
     async def _share_what_is_here(self) -> None:
         for name in list(self._to_share):
             try:
-                entry = await self._find(name)
+                entry = await self._models.find(name)
             except SwarmLLMError as error:
                 log.info("sharing %s: %s", name, error.message)
                 continue
@@ -265,7 +252,7 @@ class AutoShardManager:
         for layers in model.managed:
             for loaded in self._loaded_of(ModelId(model.name), layers):
                 model.state = f"dropping {loaded}"
-                await self._drop(await self._find(model.name), loaded)
+                await self._models.drop(await self._models.find(model.name), loaded)
             model.managed = subtract(model.managed, [layers])
         if self._disk is not None:
             await self._disk.end(ModelId(model.name))
@@ -345,7 +332,7 @@ class AutoShardManager:
     async def _learn_shapes(self, model_ids: Iterable[ModelId]) -> None:
         for model_id in list(model_ids):
             if model_id not in self._shapes:
-                self._shapes[model_id] = shape_of((await self._find(model_id)).manifest)
+                self._shapes[model_id] = shape_of((await self._models.find(model_id)).manifest)
 
     def _used_bytes(self) -> int:
         held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}
@@ -360,7 +347,7 @@ class AutoShardManager:
         )
 
     async def _look_after(self, model: PlacedModel) -> None:
-        entry = await self._find(model.name)
+        entry = await self._models.find(model.name)
         await self._learn_shapes((entry.model_id, *self._pool.models()))
         if model.model_id != entry.model_id:
             model.model_id = entry.model_id
@@ -396,7 +383,7 @@ class AutoShardManager:
             model.state = f"dropping {step.drop}"
             log.info("placing %s: dropping %s, others have it", model.name, step.drop)
             try:
-                await self._drop(entry, step.drop)
+                await self._models.drop(entry, step.drop)
             finally:
                 # What a failed drop leaves here is still for this manager to move.
                 gone = subtract([step.drop], self._pool.loaded(entry.model_id))
@@ -410,7 +397,7 @@ class AutoShardManager:
             if not await self._bring(model, entry, layers):
                 return
             model.state = f"loading {layers}"
-            await self._load(entry, layers)
+            await self._models.hold(entry, layers)
             model.managed = merge([*model.managed, layers])
             model.state = "loaded"
             self._accepted.was_fetched(entry.model_id)
@@ -434,9 +421,8 @@ class AutoShardManager:
         arriving = nullcontext() if self._disk is None else self._disk.arriving(entry, layers)
         with arriving, trio.CancelScope() as model.fetching:
             try:
-                if self._fetch is not None:
-                    model.state = f"fetching {layers}"
-                    await self._fetch(entry, layers, arrived, self._sources(entry.model_id))
+                model.state = f"fetching {layers}"
+                await self._models.fetch(entry, layers, arrived, self._sources(entry.model_id))
             finally:
                 model.fetching = None
         return not model.withdrawn

@@ -7,18 +7,19 @@ all of it, over the nodes that accept what this one shares, for as long as the m
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import trio
 
 from swarmllm.errors import BadModel, Conflict, DeadlineExceeded, SwarmLLMError
 from swarmllm.models import CatalogueEntry
+from swarmllm.node.model_access import BringsModels
 from swarmllm.node.placing_plan import shape_of
 from swarmllm.node.sharing import Sharing
-from swarmllm.workerpool import LoadOptions
+from swarmllm.workerpool import LoadOptions, WorkerPool
 from swarmllm_proto.identifiers import ModelId
 
 log = logging.getLogger("swarmllm.node")
@@ -26,8 +27,6 @@ log = logging.getLogger("swarmllm.node")
 SPREAD_S = 1800.0
 """Until the nodes hold all layers of a model that is spread over them for a request."""
 LOOK_S = 0.25
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -47,33 +46,11 @@ class Bringing:
         return f"{self.phase} {self.model}{percent}"
 
 
-class Hold(Protocol):
-    async def __call__(
-        self, entry: CatalogueEntry, loading: Progress, fetching: Progress, options: LoadOptions
-    ) -> object: ...
-
-
 class Bringer:
-    def __init__(
-        self,
-        *,
-        fetch: Callable[[CatalogueEntry, Progress], Awaitable[object]],
-        hold: Hold,
-        drop: Callable[[CatalogueEntry], Awaitable[object]],
-        sharing: Callable[[], Sharing],
-        is_complete: Callable[[CatalogueEntry], bool],
-        has_givers: Callable[[ModelId], bool],
-        free_bytes: Callable[[], int | None],
-    ) -> None:
-        """`fetch`: all layers onto this disk. `hold`: fetch and load all layers here. `has_givers`: connected
-        nodes have files of a model. `free_bytes`: of memory; None: nobody knows."""
-        self._fetch = fetch
-        self._hold = hold
-        self._drop = drop
+    def __init__(self, models: BringsModels, pool: WorkerPool, sharing: Sharing) -> None:
+        self._models = models
+        self._pool = pool
         self._sharing = sharing
-        self._is_complete = is_complete
-        self._has_givers = has_givers
-        self._free_bytes = free_bytes
         self._under_way: dict[ModelId, tuple[CatalogueEntry, Bringing]] = {}
         self.spread: set[ModelId] = set()
         """Models that are shared because a request asked for them."""
@@ -91,11 +68,11 @@ class Bringer:
 
     def can_bring(self, entry: CatalogueEntry) -> bool:
         """Whether all of it is here, or other nodes have some of it to give."""
-        return not entry.absent(entry.manifest.tensors) or self._has_givers(entry.model_id)
+        return not entry.absent(entry.manifest.tensors) or self._models.has_givers(entry.model_id)
 
     def lacks_room(self, entry: CatalogueEntry) -> bool:
         """Whether its weights alone are more than the memory that is left."""
-        free_bytes = self._free_bytes()
+        free_bytes = self._pool.free_bytes()
         return free_bytes is not None and shape_of(entry.manifest).n_bytes(entry.manifest.whole) > free_bytes
 
     async def fetch(self, entry: CatalogueEntry) -> None:
@@ -108,7 +85,7 @@ class Bringer:
             def fetching(done_bytes: int, total_bytes: int) -> None:
                 bringing.done, bringing.total = done_bytes, total_bytes
 
-            await self._fetch(entry, fetching)
+            await self._models.fetch(entry, entry.manifest.whole, fetching)
 
     async def load(self, entry: CatalogueEntry, options: LoadOptions) -> None:
         """Onto this node. Raises what loading and fetching raise."""
@@ -120,16 +97,15 @@ class Bringer:
             def fetching(done_bytes: int, total_bytes: int) -> None:
                 bringing.phase, bringing.done, bringing.total = "fetching", done_bytes, total_bytes
 
-            await self._hold(entry, loading, fetching, options)
+            await self._models.hold(entry, entry.manifest.whole, loading, fetching, options)
 
     async def spread_out(self, entry: CatalogueEntry) -> bool:
         """Over the nodes that accept what this one shares; False: they have no room for it either. Raises
         DeadlineExceeded."""
-        sharing = self._sharing()
         with self._told(entry) as bringing:
             bringing.phase = "sharing"
             try:
-                await sharing.share(entry.model_id, is_permanent=False)
+                await self._sharing.share(entry.model_id, is_permanent=False)
             except (BadModel, Conflict) as error:
                 log.info("%s is not spread over other nodes: %s", entry.name, error.message)
                 return False
@@ -137,8 +113,8 @@ class Bringer:
             log.info("%s is spread over other nodes, for as long as it is asked for", entry.name)
             try:
                 with trio.move_on_after(SPREAD_S):
-                    while not self._is_complete(entry):
-                        view = await sharing.view(entry.model_id)
+                    while not self._models.is_complete(entry):
+                        view = await self._sharing.view(entry.model_id)
                         bringing.done, bringing.total = view.n_ready, view.n_layers
                         await trio.sleep(LOOK_S)
                     return True
@@ -151,11 +127,11 @@ class Bringer:
     async def let_go(self, entry: CatalogueEntry) -> None:
         """Raises what unloading raises."""
         if entry.model_id not in self.spread:
-            await self._drop(entry)
+            await self._models.drop(entry, entry.manifest.whole)
             return
         self.spread.discard(entry.model_id)
         try:
-            await self._sharing().unshare(entry.model_id)
+            await self._sharing.unshare(entry.model_id)
         except SwarmLLMError as error:
             # Its user has shared it by command meanwhile, or has ended that.
             log.info("%s: %s", entry.name, error.message)

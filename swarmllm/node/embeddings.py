@@ -11,8 +11,8 @@ others from theirs, and memory holds the rows of one.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.manifest import is_text_encoder
 from swarmllm.node.admission import Admission
+from swarmllm.node.model_access import RequestModels
 from swarmllm.node.requests import UserRequests
 from swarmllm.pipeline.origin.generation import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
@@ -72,19 +73,15 @@ class Embeddings:
         pool: WorkerPool,
         pipelines: Pipelines,
         admission: Admission,
-        find: Callable[[str], Awaitable[CatalogueEntry]],
         requests: UserRequests,
-        loaded: Callable[[CatalogueEntry, str, float | None], AbstractAsyncContextManager[None]],
+        models: RequestModels,
         node_id: NodeId,
     ) -> None:
-        """`find`: the model of a name or id, with what reading a prompt takes, or all of a model that encodes
-        whole texts. `loaded(entry, name, keep_alive_s)`: while somebody can run it."""
         self._pool = pool
         self._pipelines = pipelines
         self._admission = admission
-        self._find = find
+        self._models = models
         self._requests = requests
-        self._loaded = loaded
         self._node_id = node_id
 
     async def embed(
@@ -105,7 +102,7 @@ class Embeddings:
         Raises ModelNotFound, InvalidRequest naming the text (`input[3]`), ContextFull, Overloaded, and what
         pipelines raise.
         """
-        entry = await self._find(model)
+        entry = await self._models.model_for_embeddings(model)
         n_embd = entry.manifest.n_embd
         if n_dimensions not in (None, n_embd):
             raise InvalidRequest(
@@ -116,7 +113,10 @@ class Embeddings:
                 async with self._admission.turn(caller) as queue_s:
                     request.has_turn()
                     return await self._encoded(entry, texts, pooling, queue_s)
-            async with self._loaded(entry, model, keep_alive_s), self._admission.turn(caller) as queue_s:
+            async with (
+                self._models.loaded(entry, model, keep_alive_s),
+                self._admission.turn(caller) as queue_s,
+            ):
                 request.has_turn()
                 return await self._all(entry, texts, pooling or "mean", queue_s, request.id)
 
@@ -131,7 +131,7 @@ class Embeddings:
     ) -> Ranked:
         """Raises ModelNotFound, InvalidRequest where the model does not rank or a document is too long,
         Overloaded, and what workers raise."""
-        entry = await self._find(model)
+        entry = await self._models.model_for_embeddings(model)
         if not is_text_encoder(entry.manifest):
             raise InvalidRequest(f"{entry.name} does not rank documents.", field="model")
         with self._requests.under_way(entry.name, request_id) as request:

@@ -82,7 +82,7 @@ class Followers:
     def __init__(
         self,
         *,
-        downloads: Callable[[], Downloads],
+        downloads: Downloads,
         gathering: SharedDigests,
         disk: PlacingDisk,
         book: ShareBook,
@@ -185,7 +185,7 @@ class Followers:
 
         access = self._access.get(followed.header, HubAccess()) if followed.is_own else HubAccess()
         followed.arrived = (0, 0)
-        followed.download = self._downloads().start(
+        followed.download = self._downloads.start(
             DownloadRequest(
                 file.source,
                 layers=str(layers),
@@ -209,7 +209,7 @@ class Followers:
         waiting = self._gathering.waiting_for(followed.header, followed.size_bytes)
         if waiting is not None:
             return waiting.name
-        return file.name if await self._downloads().is_free(file.name) else f"{file.name}-{file.header[:8]}"
+        return file.name if await self._downloads.is_free(file.name) else f"{file.name}-{file.header[:8]}"
 
     async def _is_known(self, followed: FollowedFile, entry: CatalogueEntry) -> None:
         followed.reserved.clear()

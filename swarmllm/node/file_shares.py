@@ -26,6 +26,7 @@ from swarmllm.node.file_parts import first_parts, hand_over, layers_of
 from swarmllm.node.share_book import SHARED_FILES_MAX, ShareBook
 from swarmllm.node.share_plan import SharePlan
 from swarmllm.node.sharing import ShareMember, ShareView, Sharing
+from swarmllm.node.views import Nicknames
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
@@ -63,13 +64,13 @@ class FileShares:
         node_id: NodeId,
         *,
         registry: Registry,
-        downloads: Callable[[], Downloads],
+        downloads: Downloads,
         gathering: SharedDigests,
         sharing: Sharing,
         followers: Followers,
         accept: tuple[str, ...],
         book: ShareBook,
-        name_of: Callable[[NodeId], str],
+        nicknames: Nicknames,
         on_change: Callable[[], None],
     ) -> None:
         """`accept`: whose files this node fetches parts of, node ids or `members`. `on_change` is called when
@@ -82,7 +83,7 @@ class FileShares:
         self._followers = followers
         self._accept = accept
         self._book = book
-        self._name_of = name_of
+        self._nicknames = nicknames
         self._on_change = on_change
         self._wake = trio.Event()
         self._shared = {
@@ -106,7 +107,7 @@ class FileShares:
 
     @property
     def fetched(self) -> tuple[FetchedFile, ...] | UnsetType:
-        if self._downloads().is_offline or not (self._accept or self._shared):
+        if self._downloads.is_offline or not (self._accept or self._shared):
             return UNSET
         files = self._followers.files.values()
         return tuple(followed.announcement() for followed in files if followed.layers)
@@ -128,7 +129,7 @@ class FileShares:
     async def share(self, source: str, name: str | None, access: HubAccess) -> ShareView:
         """Raises Conflict (each node for itself cannot fetch it, the name is another model's, or two such
         files are shared already), and what reading the header raises."""
-        found = await self._downloads().published(source, token=access.token, endpoint=access.endpoint)
+        found = await self._downloads.published(source, token=access.token, endpoint=access.endpoint)
         name = found.name if name is None else name
         check_name(name)
         plan = await self.plan(found)
@@ -141,7 +142,7 @@ class FileShares:
         if found.header not in self._shared and len(self._shared) >= SHARED_FILES_MAX:
             raise Conflict(f"this node shares {SHARED_FILES_MAX} such files already.", field="source")
         waiting = self._gathering.waiting_for(found.header, found.file_bytes)
-        if (waiting is None or waiting.name != name) and not await self._downloads().is_free(name):
+        if (waiting is None or waiting.name != name) and not await self._downloads.is_free(name):
             raise Conflict(f"another model is called {name}; choose with --name", field="name")
         parts = first_parts(plan, found.layout, self._node_id)
         file = SharedFile(
@@ -240,7 +241,8 @@ class FileShares:
             parts = hand_over(file.parts, shared.n_layers, shared.failed.keys(), takers)
         if parts is None:
             reasons = [
-                f"{self._name_of(node_id) or node_id}: {why}" for node_id, why in shared.failed.items()
+                f"{self._nicknames.nickname_of(node_id) or node_id}: {why}"
+                for node_id, why in shared.failed.items()
             ]
             shared.problem = f"nobody can fetch the rest of it. {'; '.join(reasons)}"
             log.warning("sharing %s: %s", file.name, shared.problem)

@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import trio
 
 from swarmllm.downloads import SharedDigests
+from swarmllm.downloads.published_files import PublishedFiles
 from swarmllm.errors import (
     BadModel,
     Conflict,
@@ -30,10 +32,11 @@ from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.manifest import is_text_encoder, needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
 from swarmllm.models.projector import read_projector
+from swarmllm.node.model_access import Sources, unseen
 from swarmllm.node.on_demand import OUT_OF_MEMORY
 from swarmllm.node.projectors import ProjectorKeeper
 from swarmllm.node.remembered_loads import RememberedLoads
-from swarmllm.node.views import Coverages, ModelView, view_model, view_waiting
+from swarmllm.node.views import Coverages, ModelView, Nicknames, view_model, view_waiting
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
@@ -126,6 +129,21 @@ class NamedPresets:
         self._by_name = None
 
 
+class KeeperNode(Nicknames, Protocol):
+    """What a keeper needs of its node."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+
+    async def publish(self) -> None:
+        """Tell the swarm what this node holds, if that has changed."""
+        ...
+
+    def encoders_of(self, model_id: ModelId, entry: CatalogueEntry | None) -> Iterable[NodeId]:
+        """Other nodes that encode pictures for a model; `entry`: what this node knows of it."""
+        ...
+
+
 class ModelKeeper:
     def __init__(
         self,
@@ -136,25 +154,21 @@ class ModelKeeper:
         gathering: SharedDigests,
         remembered: RememberedLoads,
         projectors: ProjectorKeeper,
-        *,
-        node_id: NodeId,
-        nickname_of: Callable[[NodeId], str],
-        publish: Callable[[], Awaitable[None]],
-        encoders_of: Callable[[ModelId, CatalogueEntry | None], Iterable[NodeId]],
+        published_files: PublishedFiles,
+        node: KeeperNode,
     ) -> None:
-        """`encoders_of`: other nodes that encode pictures for a model; with what this node knows of it."""
-        self._encoders_of = encoders_of
+        self._node = node
         self._projectors = projectors
+        self._published_files = published_files
         self._catalogue = catalogue
         self._pool = pool
         self._transfer = transfer
         self._registry = registry
         self._gathering = gathering
         self._remembered = remembered
-        self._publish = publish
         self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
-        self._coverages = Coverages(node_id, nickname_of)
+        self._coverages = Coverages(node.node_id, node)
         self.by_hand: Callable[[ModelId, LayerRange | None], None] = lambda model_id, loaded: None
         """Told the id of a model that its user loads, unloads or removes, and the layers that were loaded."""
 
@@ -232,7 +246,7 @@ class ModelKeeper:
             entry = await self._projectors.attach_read(entry, given)
         elif entry.projector is None:
             entry = await self._projectors.attach_found(entry, report)
-        await self._publish()
+        await self._node.publish()
         return self._view(entry)
 
     async def attach(self, name_or_id: str, mmproj: Path, progress: Progress) -> ModelView:
@@ -245,21 +259,21 @@ class ModelKeeper:
 
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         entry = await self._projectors.attach(entry, mmproj, report)
-        await self._publish()
+        await self._node.publish()
         return self._view(entry)
 
     async def attach_fetched(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
         """Let a model take pictures with a projector that was fetched for it; the file becomes the node's.
         Raises BadModel."""
         entry = await self._projectors.take_in(entry, path)
-        await self._publish()
+        await self._node.publish()
         return entry
 
     async def load_projector(self, name_or_id: str, fetching: Progress) -> ModelView:
         """Open the model's projector and keep it open, now and after each start, and tell the swarm; where
         none is here, it is fetched from other nodes. Raises what `find` and `ProjectorKeeper.load` raise."""
         entry = await self._projectors.load(await self.find(name_or_id, far=True), fetching)
-        await self._publish()
+        await self._node.publish()
         return self._view(entry)
 
     async def unload_projector(self, name_or_id: str) -> ModelView:
@@ -267,7 +281,7 @@ class ModelKeeper:
         loaded)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         entry = await self._projectors.unload(entry)
-        await self._publish()
+        await self._node.publish()
         return self._view(entry)
 
     async def unload_all(self, entry: CatalogueEntry, progress: Progress | None = None) -> ModelView:
@@ -333,7 +347,7 @@ class ModelKeeper:
         """Let a further name lead to a model of this node. Raises ModelNotFound, InvalidRequest, Conflict
         (another model has it)."""
         view = self._view(await trio.to_thread.run_sync(self._catalogue.alias, name_or_id, name))
-        await self._publish()
+        await self._node.publish()
         return view
 
     async def pin(self, name_or_id: str, pinned: bool) -> ModelView:
@@ -349,7 +363,7 @@ class ModelKeeper:
             return view_waiting(await self._gathering.remove(name_or_id))
         if (left := await trio.to_thread.run_sync(self._catalogue.drop_name, name_or_id)) is not None:
             await self.presets.drop(name_or_id)
-            await self._publish()
+            await self._node.publish()
             return self._view(left)
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         if entry.model_id in self._pool.models():
@@ -363,7 +377,7 @@ class ModelKeeper:
         self._cut_checks.forget(entry.model_id)
         await self._projectors.tidy()
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
-        await self._publish()
+        await self._node.publish()
         return view
 
     async def loaded(self, name_or_id: str, layers: str | None) -> tuple[CatalogueEntry, LayerRange]:
@@ -417,8 +431,8 @@ class ModelKeeper:
         self,
         entry: CatalogueEntry,
         layers: LayerRange,
-        progress: Progress,
-        fetching: Progress,
+        progress: Progress = unseen,
+        fetching: Progress = unseen,
         options: LoadOptions = AS_CONFIGURED,
         then: Then | None = None,
     ) -> CatalogueEntry:
@@ -442,8 +456,23 @@ class ModelKeeper:
             raise WorkerError(
                 f"{error.message}. {_what_makes_room(entry.name)}", kind=error.kind, field=error.field
             ) from error
-        await self._publish()
+        await self._node.publish()
         return entry
+
+    async def fetch(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, sources: Sources = ()
+    ) -> CatalogueEntry:
+        """What layers need, onto this node's disk. Raises what `ModelTransfer.ensure` raises."""
+        published = self._published_files.named(sources)
+        return await self._transfer.ensure(entry, layers, progress, published=published)
+
+    def has_givers(self, model_id: ModelId) -> bool:
+        """Whether connected nodes have files of it."""
+        return bool(self._registry.files(model_id))
+
+    async def known(self, model_id: ModelId) -> CatalogueEntry:
+        """From this node's catalogue only. Raises ModelNotFound."""
+        return await trio.to_thread.run_sync(self._catalogue.get, model_id)
 
     async def try_cuts(self, entry: CatalogueEntry) -> CatalogueEntry:
         """With what this node can find out about where the model may be cut."""
@@ -458,7 +487,7 @@ class ModelKeeper:
     ) -> None:
         """`unload` for now only, and without the view."""
         await self._pool.unload(entry.model_id, layers, progress, then)
-        await self._publish()
+        await self._node.publish()
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None = None) -> ModelView:
         """Of a model of this node's, or one that only others have."""
@@ -476,7 +505,7 @@ class ModelKeeper:
             loaded=self._pool.loaded(model_id),
             memory=self._pool.memory(model_id),
             settings=self._pool.loaded_with(model_id),
-            encoders=self._encoders_of(model_id, entry),
+            encoders=self._node.encoders_of(model_id, entry),
             is_projector_open=projector is not None and self._pool.is_projector_open(model_id, projector),
         )
 

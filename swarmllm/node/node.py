@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import trio
 
 from swarmllm.config import Config
 from swarmllm.downloads import Downloads, SharedDigests
+from swarmllm.downloads.published_files import PublishedFiles
 from swarmllm.downloads.settings import from_environment
 from swarmllm.errors import (
     ConfigError,
@@ -47,6 +48,7 @@ from swarmllm.node.file_followers import Followers
 from swarmllm.node.file_shares import FileShares
 from swarmllm.node.joining import Joining
 from swarmllm.node.metrics import Metrics
+from swarmllm.node.model_access import unseen
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
 from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
@@ -131,6 +133,8 @@ class Node:
         self._pipelines = pipelines
         self._transfer = transfer
         remembered = remembered or RememberedLoads()
+        downloads = from_environment(os.environ, config.downloads)
+        published_files = PublishedFiles(downloads)
         self.models = ModelKeeper(
             catalogue,
             pool,
@@ -139,65 +143,47 @@ class Node:
             gathering,
             remembered,
             ProjectorKeeper(catalogue, pool, transfer, ProjectorStore(config.data_dir / PROJECTORS)),
-            node_id=router.node_id,
-            nickname_of=self.nickname_of,
-            publish=self.publish,
-            encoders_of=pipelines.encoders.elsewhere,
+            published_files,
+            self,
         )
-        self.bringer = Bringer(
-            fetch=lambda entry, fetching: transfer.ensure(entry, entry.manifest.whole, fetching),
-            hold=lambda entry, loading, fetching, options: self.models.hold(
-                entry, entry.manifest.whole, loading, fetching, options
-            ),
-            drop=lambda entry: self.models.drop(entry, entry.manifest.whole),
-            sharing=lambda: self.sharing,
-            is_complete=self.models.is_complete,
-            has_givers=lambda model_id: bool(registry.files(model_id)),
-            free_bytes=pool.free_bytes,
+        self.downloads = Downloads(
+            config.data_dir / DOWNLOADS,
+            transfer,
+            downloads,
+            gathering=gathering,
+            models=self.models,
+            projectors=self.models,
+            published_files=published_files,
         )
-        self.on_demand = OnDemand(_DemandedModels(self))
         self.models.by_hand = self._chosen_by_hand
-        self._restoring = LoadRestorer(
-            remembered,
-            pool,
-            find=self.models.find,
-            hold=lambda entry, layers, options: self.models.hold(entry, layers, _unseen, _unseen, options),
-        )
+        self._restoring = LoadRestorer(remembered, pool, self.models)
         self.peer_lookup = PeerLookup(router, registry, trust or Trust())
         self._observations = observations or Observations()
         book = book or ShareBook()
-        disk = PlacingDisk(
-            disk_budget_bytes(config.auto_manage),
-            book,
-            known=lambda model_id: trio.to_thread.run_sync(catalogue.get, model_id),
-            remove=self.models.remove,
-        )
+        disk = PlacingDisk(disk_budget_bytes(config.auto_manage), book, self.models)
         self.placing = AutoShardManager(
             config.auto_manage,
             node_id=router.node_id,
             registry=registry,
             pool=pool,
-            find=self.models.find,
-            fetch=lambda entry, layers, progress, sources: transfer.ensure(
-                entry, layers, progress, published=self.downloads.published_files.named(sources)
-            ),
-            load=lambda entry, layers: self.models.hold(entry, layers, _unseen, _unseen),
-            drop=self.models.drop,
+            models=self.models,
             on_change=self.holdings_changed,
             disk=disk,
             book=book,
             is_private=is_private,
         )
         joining = Joining(router, registry, meets_others=self._meets_others)
-        self.sharing = Sharing(self.placing, registry, router.node_id, find=self.models.find, joining=joining)
+        self.sharing = Sharing(self.placing, registry, router.node_id, models=self.models, joining=joining)
+        self.bringer = Bringer(self.models, pool, self.sharing)
+        self.on_demand = OnDemand(_DemandedModels(self))
         self.file_shares = FileShares(
             router.node_id,
             registry=registry,
-            downloads=lambda: self.downloads,
+            downloads=self.downloads,
             gathering=gathering,
             sharing=self.sharing,
             followers=Followers(
-                downloads=lambda: self.downloads,
+                downloads=self.downloads,
                 gathering=gathering,
                 disk=disk,
                 book=book,
@@ -205,7 +191,7 @@ class Node:
             ),
             accept=self.placing.accepts,
             book=book,
-            name_of=self.nickname_of,
+            nicknames=self,
             on_change=self.holdings_changed,
         )
         self._announcer = Announcer(
@@ -224,24 +210,14 @@ class Node:
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
         self.requests = UserRequests(self.metrics)
-        self.texts = Texts(pool, pipelines.prompts, self._found_as_origin)
+        self.texts = Texts(pool, pipelines.prompts, self)
         self.embeddings = Embeddings(
             pool,
             pipelines,
             self.admission,
-            self._as_embedder,
             self.requests,
-            self.loaded,
+            self,
             router.node_id,
-        )
-        self.downloads = Downloads(
-            config.data_dir / DOWNLOADS,
-            transfer,
-            from_environment(os.environ, config.downloads),
-            gathering=gathering,
-            find=self.models.find,
-            examine=self.models.try_cuts,
-            attach=self.models.attach_fetched,
         )
 
     def configure(self, config: Config) -> None:
@@ -306,7 +282,7 @@ class Node:
         failures: list[str] = []
         for entry, layers in wanted:
             try:
-                await self._patiently(partial(self.models.hold, entry, layers, _unseen, _unseen))
+                await self._patiently(partial(self.models.hold, entry, layers))
             except SwarmLLMError as error:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
@@ -440,16 +416,20 @@ class Node:
         """For the pool: layers came or went, perhaps long after the request for it has ended."""
         self._announcer.look()
 
+    def encoders_of(self, model_id: ModelId, entry: CatalogueEntry | None) -> Iterable[NodeId]:
+        """Other nodes that encode pictures for a model; `entry`: what this node knows of it."""
+        return self._pipelines.encoders.elsewhere(model_id, entry)
+
     async def publish(self) -> None:
         """Tell the swarm what this node holds and how it fares, if that has changed."""
         await self._announcer.publish()
 
-    async def _as_embedder(self, model: str) -> CatalogueEntry:
+    async def model_for_embeddings(self, model: str) -> CatalogueEntry:
         """The model, with what embedding a text takes: of one that encodes whole texts all of it."""
         entry = await self.models.find(model)
         if not is_text_encoder(entry.manifest):
-            return await self._found_as_origin(model)
-        return await self._transfer.ensure(entry, entry.manifest.whole, _unseen)
+            return await self.model_for_texts(model)
+        return await self._transfer.ensure(entry, entry.manifest.whole, unseen)
 
     async def _generating(self, model: str) -> CatalogueEntry:
         """Raises InvalidRequest for a model that generates no text, and what finding it raises."""
@@ -468,10 +448,10 @@ class Node:
             entry = await self.models.find(entry.model_id)
         if entry.is_stored and entry.absent(needed_tensors(entry.manifest, origin=True)):
             await self._pipelines.stages_for(entry)
-            entry = await self._transfer.ensure(entry, None, _unseen, origin=True)
+            entry = await self._transfer.ensure(entry, None, unseen, origin=True)
         return entry
 
-    async def _found_as_origin(self, model: str) -> CatalogueEntry:
+    async def model_for_texts(self, model: str) -> CatalogueEntry:
         entry = await self._generating(model)
         # Its header says all that texts take; the rest comes when the request loads it.
         return entry if self.on_demand.is_wanted(entry) else await self._as_origin(entry)
@@ -513,10 +493,6 @@ class Node:
             self.placing.accepts,
             commits=self._pipelines.commits,
         )
-
-
-def _unseen(done_bytes: int, total_bytes: int) -> None:
-    """Nobody watches this progress."""
 
 
 class _DemandedModels:

@@ -8,7 +8,7 @@ stays as long as its room is not needed: its node may come back. What was not ev
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from swarmllm.config import AutoManageTable
 from swarmllm.errors import ModelNotFound, SwarmLLMError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
+from swarmllm.node.model_access import OwnModels
 from swarmllm.node.share_book import ShareBook
 from swarmllm_proto.identifiers import ModelId
 
@@ -24,18 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("swarmllm.node")
 
-Known = Callable[[ModelId], Awaitable[CatalogueEntry]]
-Remove = Callable[[ModelId], Awaitable[object]]
-
 
 class PlacingDisk:
-    def __init__(self, budget_bytes: int, book: ShareBook, *, known: Known, remove: Remove) -> None:
-        """`known` looks only at this node's catalogue, and raises ModelNotFound; `remove` deletes what was
-        fetched of a model, and raises Conflict where it is in use."""
+    def __init__(self, budget_bytes: int, book: ShareBook, models: OwnModels) -> None:
         self._budget_bytes = budget_bytes
         self._book = book
-        self._known = known
-        self._remove = remove
+        self._models = models
         self._used_bytes = 0
         self._is_to_save = False
         self._arriving_bytes: dict[str, int] = {}
@@ -50,7 +45,7 @@ class PlacingDisk:
         used_bytes = 0
         for model_id in list(self._book.fetched):
             try:
-                used_bytes += stored_bytes(await self._known(model_id))
+                used_bytes += stored_bytes(await self._models.known(model_id))
             except ModelNotFound:
                 self._book.fetched.pop(model_id, None)
                 self._is_to_save = True
@@ -106,7 +101,7 @@ class PlacingDisk:
     async def end(self, model_id: ModelId) -> None:
         """It is not placed here any more."""
         try:
-            entry = await self._known(model_id)
+            entry = await self._models.known(model_id)
         except SwarmLLMError:
             return
         if entry.is_stored and not entry.pinned and not stored_bytes(entry):
@@ -120,9 +115,9 @@ class PlacingDisk:
 
     async def _let_go(self, model_id: ModelId) -> None:
         try:
-            if (await self._known(model_id)).pinned:
+            if (await self._models.known(model_id)).pinned:
                 return
-            await self._remove(model_id)
+            await self._models.remove(model_id)
             log.info("removed %s, which was fetched to be placed here and is not any more", model_id)
         except ModelNotFound:
             pass

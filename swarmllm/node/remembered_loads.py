@@ -38,7 +38,8 @@ from swarmllm.errors import (
     StoreLocked,
     SwarmLLMError,
 )
-from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.models import LayerRange, merge, subtract
+from swarmllm.node.model_access import LoadsModels
 from swarmllm.private_files import write_private
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerPool
 from swarmllm_proto.identifiers import ModelId
@@ -210,8 +211,6 @@ def _laid_over(below: LoadOptions, above: LoadOptions) -> LoadOptions:
     return replace(below, **{name: value for name, value in said.items() if value is not None})
 
 
-Find = Callable[[str], Awaitable[CatalogueEntry]]
-Hold = Callable[[CatalogueEntry, LayerRange, LoadOptions], Awaitable[object]]
 Act = Callable[[], Awaitable[None]]
 Patiently = Callable[[Act], Awaitable[None]]
 
@@ -219,11 +218,10 @@ RETRY_S = 30.0
 
 
 class LoadRestorer:
-    def __init__(self, remembered: RememberedLoads, pool: WorkerPool, *, find: Find, hold: Hold) -> None:
+    def __init__(self, remembered: RememberedLoads, pool: WorkerPool, models: LoadsModels) -> None:
         self._remembered = remembered
         self._pool = pool
-        self._find = find
-        self._hold = hold
+        self._models = models
         self._failures: dict[str, str] = {}
         """By model id."""
         self._may_pass: set[str] = set()
@@ -291,10 +289,10 @@ class LoadRestorer:
     async def _load(self, load: RememberedLoad) -> None:
         # What the configuration has loaded already, it has loaded with options of its own.
         options = AS_CONFIGURED if self._pool.loaded(load.model_id) else load.options
-        entry = await self._find(load.model_id)
+        entry = await self._models.find(load.model_id)
         for layers in self._absent(load):
             log.info("loading %s %s again, which was loaded before the daemon ended", load.name, layers)
-            await self._hold(entry, layers, options)
+            await self._models.hold(entry, layers, options=options)
 
     def _absent(self, load: RememberedLoad) -> tuple[LayerRange, ...]:
         return subtract(load.layers, self._pool.loaded(load.model_id))

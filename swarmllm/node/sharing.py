@@ -15,6 +15,7 @@ from swarmllm.errors import BadModel, Conflict, InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.joining import Joining
+from swarmllm.node.model_access import FindsModels
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
@@ -64,7 +65,7 @@ class Sharing:
         registry: Registry,
         node_id: NodeId,
         *,
-        find: Find,
+        models: FindsModels,
         joining: Joining | None = None,
     ) -> None:
         """`joining`: None: who is there is known."""
@@ -72,12 +73,12 @@ class Sharing:
         self._placing = placing
         self._registry = registry
         self._node_id = node_id
-        self._find = find
+        self._models = models
 
     async def plan(self, name: str) -> tuple[str, SharePlan]:
         """The model's name, and what would become of it. Raises what finding it raises, BadModel (its cuts
         are not known)."""
-        entry = await self._find(name)
+        entry = await self._models.find(name)
         return entry.name, await self.plan_of(entry.manifest)
 
     async def plan_of(
@@ -110,7 +111,7 @@ class Sharing:
     ) -> ShareView:
         """`source`: where its file is published. `is_permanent`: over restarts. Raises what finding it
         raises, Conflict (too many, or nobody could hold it)."""
-        entry = await self._find(name)
+        entry = await self._models.find(name)
         _, plan = await self.plan(entry.model_id)
         if not plan.is_complete:
             raise Conflict(no_room(entry.name, plan), field="model")
@@ -137,7 +138,7 @@ class Sharing:
         for view in self.views():
             if name_or_id in (view.model, view.model_id):
                 return view
-        entry = await self._find(name_or_id)
+        entry = await self._models.find(name_or_id)
         return self._view(entry.model_id, entry.name)
 
     def _view(self, model_id: ModelId, name: str) -> ShareView:

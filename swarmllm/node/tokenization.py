@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
+from swarmllm.node.model_access import RequestModels
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.workerpool import ModelFile, WorkerPool
@@ -36,18 +36,15 @@ CONVERSATION: Messages = [
 
 
 class Texts:
-    def __init__(
-        self, pool: WorkerPool, prompts: Prompts, find: Callable[[str], Awaitable[CatalogueEntry]]
-    ) -> None:
-        """`find`: the model of a name or id, with what reading a prompt takes. Raises ModelNotFound."""
+    def __init__(self, pool: WorkerPool, prompts: Prompts, models: RequestModels) -> None:
         self._pool = pool
         self._prompts = prompts
-        self._find = find
+        self._models = models
         self._samples: dict[tuple[str, int, Effort | None, str], str] = {}
 
     async def tokenize(self, model: str, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text as it is; `add_special`: with what the model wants around each text."""
-        file = _file(await self._find(model))
+        file = _file(await self._models.model_for_texts(model))
         tokens: list[int] = (await self._pool.tokenize(file, text=text)).tolist()
         if not add_special:
             # The worker always adds them; what an empty text becomes shows which they are.
@@ -58,13 +55,13 @@ class Texts:
 
     async def detokenize(self, model: str, tokens: list[int]) -> str:
         """Raises InvalidRequest for ids outside the vocabulary."""
-        entry = await self._find(model)
+        entry = await self._models.model_for_texts(model)
         return await self._pool.detokenize(_file(entry), token_ids(entry, tokens, "tokens"))
 
     async def pieces(self, model: str, tokens: list[int]) -> list[bytes]:
         """What each token stands for, special ones spelt out; not always whole characters. Raises
         InvalidRequest for ids outside the vocabulary."""
-        entry = await self._find(model)
+        entry = await self._models.model_for_texts(model)
         ids = token_ids(entry, tokens, "tokens")
         found = list(await self._pool.pieces(_file(entry), ids))
         # Special tokens add nothing to a text that is generated.
@@ -74,11 +71,11 @@ class Texts:
 
     async def end_tokens(self, model: str) -> frozenset[int]:
         """Those that end a text."""
-        return await self._pool.end_tokens(_file(await self._find(model)))
+        return await self._pool.end_tokens(_file(await self._models.model_for_texts(model)))
 
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""
-        entry = await self._find(model)
+        entry = await self._models.model_for_texts(model)
         return await self._prompts.count(prompt, entry)
 
     async def apply_template(
@@ -93,7 +90,7 @@ class Texts:
     ) -> str:
         """The text the model would read, by `template` or its own; `is_to_answer`: up to where the assistant
         speaks. Raises InvalidRequest where the template refuses."""
-        file = _file(await self._find(model))
+        file = _file(await self._models.model_for_texts(model))
         return await self._pool.apply_template(
             file, messages, tools, effort, template, is_to_answer=is_to_answer
         )
@@ -116,7 +113,7 @@ class Texts:
         template: str,
     ) -> str:
         """Rendered once per model: templates do not decide by what was said."""
-        entry = await self._find(model)
+        entry = await self._models.model_for_texts(model)
         key = entry.model_id, len(messages), effort, template
         if key not in self._samples:
             try:

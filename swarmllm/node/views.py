@@ -5,9 +5,9 @@ A `ModelView` is one model as this node sees it: from its catalogue, its workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import trio
 
@@ -142,13 +142,19 @@ class _Known:
     coverage: Coverage
 
 
+class Nicknames(Protocol):
+    def nickname_of(self, node_id: NodeId) -> str:
+        """This node's or another one's; empty where it is not known."""
+        ...
+
+
 class Coverages:
     """The coverage of each model, worked out again only after something about it has changed, and then only
     for the nodes of which it has changed."""
 
-    def __init__(self, node_id: NodeId, nickname_of: Callable[[NodeId], str]) -> None:
+    def __init__(self, node_id: NodeId, nicknames: Nicknames) -> None:
         self._node_id = node_id
-        self._nickname_of = nickname_of
+        self._nicknames = nicknames
         self._known: dict[ModelId | None, _Known] = {}
         self.n_made = 0
 
@@ -197,9 +203,10 @@ class Coverages:
             else _Holding(said, merge(said), runnable(said, n_layers, alignment))
             for node_id, said in sorted(held.items(), key=self._order)
         }
+        nickname_of = self._nicknames.nickname_of
         coverage = Coverage(
             tuple(
-                HolderView(holder, self._nickname_of(holder), holding.merged, holder == self._node_id)
+                HolderView(holder, nickname_of(holder), holding.merged, holder == self._node_id)
                 for holder, holding in holdings.items()
             ),
             missing_layers(n_layers, {layers for each in holdings.values() for layers in each.merged}),

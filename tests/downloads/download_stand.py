@@ -14,7 +14,7 @@ from deadlines import PATIENCE_S
 
 from swarmllm.downloads import Download, DownloadRequest, Downloads, DownloadSettings, SharedDigests
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
-from swarmllm.models import Catalogue, Manifest, Store, build_manifest
+from swarmllm.models import Catalogue, CatalogueEntry, Manifest, Store, build_manifest
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.transfer import ModelTransfer, TransferSettings
@@ -61,6 +61,19 @@ class Stand:
         return sorted(path for path in self.folder.glob("downloads/*/*") if path.is_file())
 
 
+@dataclass
+class CatalogueModels:
+    """Only this node's, whose cuts nobody tries."""
+
+    catalogue: Catalogue
+
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        return await trio.to_thread.run_sync(self.catalogue.resolve, name_or_id)
+
+    async def try_cuts(self, entry: CatalogueEntry) -> CatalogueEntry:
+        return entry
+
+
 @asynccontextmanager
 async def open_stand(
     folder: Path,
@@ -83,9 +96,6 @@ async def open_stand(
     store = Store(catalogue, folder / "models", quota_bytes, folder / "downloads")
     store.sweep()
 
-    async def find(name: str) -> Any:
-        return await trio.to_thread.run_sync(catalogue.resolve, name)
-
     async def on_request(sender: str, body: bytes) -> bytes:
         question = decode_request(body)
         assert isinstance(question, FetchDigests)
@@ -105,7 +115,9 @@ async def open_stand(
         may_believe=lambda other: believes is None or other in believes,
         reask_s=reask_s,
     )
-    downloads = Downloads(folder / "downloads", transfer, settings, gathering=gathering, find=find)
+    downloads = Downloads(
+        folder / "downloads", transfer, settings, gathering=gathering, models=CatalogueModels(catalogue)
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(gathering.run)
         router.serve(on_request, on_message)

@@ -20,7 +20,7 @@ from shelf import Shelf
 
 from swarmllm.downloads import PublishedModel
 from swarmllm.errors import Conflict, ModelNotFound
-from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.file_followers import KEPT_S, Followers, HubAccess
 from swarmllm.node.file_shares import GONE_S, SILENT_S, FileShares
 from swarmllm.node.placing_disk import PlacingDisk
@@ -86,6 +86,22 @@ def thirds(*parts: tuple[NodeId, int, int]) -> SharePlan:
 PLAN = thirds((A, 0, 4), (B, 4, 8), (C, 8, 12))
 
 
+class NoNames:
+    def nickname_of(self, node_id: NodeId) -> str:
+        return ""
+
+
+@dataclass
+class Kept:
+    catalogue: Catalogue
+
+    async def known(self, model_id: ModelId) -> CatalogueEntry:
+        return await trio.to_thread.run_sync(self.catalogue.get, model_id)
+
+    async def remove(self, name_or_id: str) -> None:
+        raise ModelNotFound("nothing is removed here")
+
+
 @asynccontextmanager
 async def member(
     folder: Path, network: InMemoryNetwork, letter: str, hub: str, budget_bytes: int = 2**40
@@ -94,18 +110,11 @@ async def member(
     node_id = node_id_named(letter)
     (folder / letter).mkdir(exist_ok=True)
     async with open_stand(folder / letter, settings, network, node_id) as stand:
-
-        async def known(model_id: ModelId) -> CatalogueEntry:
-            return await trio.to_thread.run_sync(stand.catalogue.get, model_id)
-
-        async def remove(model_id: ModelId) -> None:
-            raise ModelNotFound("nothing is removed here")
-
         book = await trio.to_thread.run_sync(open_share_book, folder / letter)
-        disk = PlacingDisk(budget_bytes, book, known=known, remove=remove)
+        disk = PlacingDisk(budget_bytes, book, Kept(stand.catalogue))
         registry, usual = Registry(node_id), SharedAsUsual(PLAN)
         followers = Followers(
-            downloads=lambda: stand.downloads,
+            downloads=stand.downloads,
             gathering=stand.gathering,
             disk=disk,
             book=book,
@@ -114,13 +123,13 @@ async def member(
         files = FileShares(
             node_id,
             registry=registry,
-            downloads=lambda: stand.downloads,
+            downloads=stand.downloads,
             gathering=stand.gathering,
             sharing=cast(Sharing, usual),
             followers=followers,
             accept=("members",),
             book=book,
-            name_of=lambda node_id: "",
+            nicknames=NoNames(),
             on_change=lambda: None,
         )
         yield Member(node_id, stand, book, disk, registry, followers, files, usual)

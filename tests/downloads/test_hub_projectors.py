@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -57,17 +57,27 @@ def file_of(folder: Path, n_embd: int, family: str = "janus_pro") -> bytes:
     return data.replace(b"janus_pro", family.encode().ljust(9, b"x")) if family != "janus_pro" else data
 
 
+@dataclass
+class Attaching:
+    store: ProjectorStore
+    stand: Stand
+
+    async def attach_fetched(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
+        taken = await trio.to_thread.run_sync(self.store.take_in, path)
+        return await trio.to_thread.run_sync(self.stand.catalogue.attach, entry.model_id, taken)
+
+
+class Refusing:
+    async def attach_fetched(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
+        raise BadModel("a grey picture ended its process", field="mmproj")
+
+
 @asynccontextmanager
 async def attaching(folder: Path, shelf: Shelf) -> AsyncIterator[tuple[Stand, ProjectorStore]]:
     """A stand whose downloads attach projectors, without the trial in a process."""
     store = ProjectorStore(folder / "projectors")
     async with open_stand(folder, replace(SETTINGS, endpoint=shelf.url)) as stand:
-
-        async def attach(entry: CatalogueEntry, path: Path) -> CatalogueEntry:
-            taken = await trio.to_thread.run_sync(store.take_in, path)
-            return await trio.to_thread.run_sync(stand.catalogue.attach, entry.model_id, taken)
-
-        stand.downloads._attach = attach
+        stand.downloads._projectors = Attaching(store, stand)
         yield stand, store
 
 
@@ -145,11 +155,7 @@ async def test_one_that_turns_out_damaged_leaves_the_model_and_nothing_on_the_di
 ) -> None:
     put(shelf, file_of(tmp_path, guide().n_embd))
     async with attaching(tmp_path, shelf) as (stand, _):
-
-        async def attach(entry: CatalogueEntry, path: Path) -> CatalogueEntry:
-            raise BadModel("a grey picture ended its process", field="mmproj")
-
-        stand.downloads._attach = attach
+        stand.downloads._projectors = Refusing()
         view = (await stand.fetch("hf:org/repo")).view()
         assert (view.state, view.model) == ("done", "guide-q8_0")
         assert "takes no pictures: a grey picture ended its process" in view.error

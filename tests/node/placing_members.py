@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from opinions import Opinions
@@ -15,6 +15,7 @@ from swarmllm.models import CatalogueEntry, LayerRange, Manifest, merge, subtrac
 from swarmllm.models.manifest import Shard
 from swarmllm.models.model_files import FileState
 from swarmllm.node.auto_shard import AutoShardManager
+from swarmllm.node.model_access import Progress, Sources
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import decode_record, encode_record
@@ -94,23 +95,26 @@ class Member:
             node_id=node_id,
             registry=self.registry,
             pool=cast(WorkerPool, self.pool),
-            find=self._find,
-            load=self._load,
-            drop=self._drop,
+            models=self,
             on_change=lambda: None,
         )
 
-    async def _find(self, name: str) -> CatalogueEntry:
+    async def find(self, name: str) -> CatalogueEntry:
         return ENTRY
 
-    async def _load(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+    async def fetch(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, sources: Sources = ()
+    ) -> None:
+        """All is here."""
+
+    async def hold(self, entry: CatalogueEntry, layers: LayerRange, *rest: Any, **named: Any) -> None:
         self.acts.append(f"load {layers}")
         assert self.manager.loading(ENTRY.model_id) == (layers,)
         if self.failure is not None:
             raise self.failure
         self.pool.held = merge([*self.pool.held, layers])
 
-    async def _drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+    async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
         self.acts.append(f"drop {layers}")
         if self.failure is not None:
             raise self.failure
@@ -183,13 +187,11 @@ class SharingMember(Member):
             node_id=NodeId(node_id),
             registry=self.registry,
             pool=cast(WorkerPool, self.pool),
-            find=self._find,
-            load=self._load,
-            drop=self._drop,
+            models=self,
             on_change=lambda: None,
         )
 
-    async def _find(self, name: str) -> CatalogueEntry:
+    async def find(self, name: str) -> CatalogueEntry:
         if name not in (ENTRY.model_id, "m"):
             raise NodeUnreachable("nobody has it")
         return ENTRY

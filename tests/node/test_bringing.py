@@ -11,11 +11,12 @@ from placing_members import ENTRY
 
 from swarmllm.errors import Conflict, NodeUnreachable
 from swarmllm.guide import GUIDE_PATH
-from swarmllm.models import CatalogueEntry, build_manifest
+from swarmllm.models import CatalogueEntry, LayerRange, build_manifest
 from swarmllm.node.bringing import Bringer
+from swarmllm.node.model_access import Sources, unseen
 from swarmllm.node.placing_plan import shape_of
 from swarmllm.node.sharing import Sharing
-from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
+from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerPool
 
 NEEDED = shape_of(ENTRY.manifest).n_bytes(ENTRY.manifest.whole)
 
@@ -30,34 +31,50 @@ class World:
     bringer: Bringer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bringer = Bringer(
-            fetch=self.fetch,
-            hold=self.hold,
-            drop=self.drop,
-            sharing=lambda: cast(Sharing, self),
-            is_complete=lambda entry: self.n_ready == 12,
-            has_givers=lambda model_id: False,
-            free_bytes=lambda: self.free,
-        )
+        self.bringer = Bringer(self, cast(WorkerPool, self), cast(Sharing, self))
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        return self.n_ready == 12
+
+    def has_givers(self, model_id: str) -> bool:
+        return False
+
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        raise AssertionError("a bringer has the model")
 
     def note(self) -> None:
         (bringing,) = self.bringer.under_way
         assert self.bringer.of("m") is bringing
         self.said.append(bringing.text)
 
-    async def fetch(self, entry: CatalogueEntry, fetching: Any) -> None:
+    async def fetch(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Any, sources: Sources = ()
+    ) -> None:
+        assert layers == entry.manifest.whole
         self.note()
-        fetching(1, 2)
+        progress(1, 2)
         self.note()
 
-    async def hold(self, entry: CatalogueEntry, loading: Any, fetching: Any, options: LoadOptions) -> None:
+    async def hold(
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Any = unseen,
+        fetching: Any = unseen,
+        options: LoadOptions = AS_CONFIGURED,
+    ) -> None:
+        assert layers == entry.manifest.whole
         self.note()
         fetching(1, 4)
         self.note()
-        loading(2, 4)
+        progress(2, 4)
         self.note()
 
-    async def drop(self, entry: CatalogueEntry) -> None:
+    async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        assert layers == entry.manifest.whole
         self.acts.append("drop")
 
     async def share(self, model_id: str, *, is_permanent: bool) -> None:

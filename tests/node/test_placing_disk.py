@@ -40,14 +40,15 @@ class Disk:
         self.book = ShareBook()
         self.removed: list[str] = []
         self._in_use = {ModelId(f"{n:064x}") for n in in_use}
-        self.placing = PlacingDisk(budget_bytes, self.book, known=self._known, remove=self._remove)
+        self.placing = PlacingDisk(budget_bytes, self.book, self)
 
-    async def _known(self, model_id: ModelId) -> CatalogueEntry:
+    async def known(self, model_id: ModelId) -> CatalogueEntry:
         if model_id not in self.entries:
             raise ModelNotFound("no such model")
         return self.entries[model_id]
 
-    async def _remove(self, model_id: ModelId) -> None:
+    async def remove(self, name_or_id: str) -> None:
+        model_id = ModelId(name_or_id)
         if model_id in self._in_use:
             raise Conflict("it is loaded")
         self.removed.append(self.entries.pop(model_id).name)

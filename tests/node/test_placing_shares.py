@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -28,7 +27,7 @@ from placing_members import (
 from swarmllm.errors import Conflict
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
-from swarmllm.node.auto_shard import Sources
+from swarmllm.node.model_access import Progress, Sources
 from swarmllm.node.sharing import Sharing
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
@@ -144,15 +143,10 @@ class FetchingMember(SharingMember):
     def __init__(self, node_id: str, n_layers: int, *accept: str) -> None:
         super().__init__(node_id, n_layers, *accept)
         self.fetching, self.let = trio.Event(), trio.Event()
-        self.manager._fetch = self._bring
         self.sources: Sources = ()
 
-    async def _bring(
-        self,
-        entry: CatalogueEntry,
-        layers: LayerRange,
-        progress: Callable[[int, int], None],
-        sources: Sources,
+    async def fetch(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, sources: Sources = ()
     ) -> None:
         self.acts.append(f"fetch {layers}")
         self.sources = sources
@@ -172,7 +166,7 @@ async def test_what_others_have_fetched_so_far_is_what_they_say_and_never_more_t
         models = tuple(replaced(each, fetched=fetched) for each in said.models)
         tell(member, replaced(said, models=models))
     member.registry.set_reachable({B, C, D})
-    sharing = Sharing(member.manager, member.registry, NodeId(A), find=member._find)
+    sharing = Sharing(member.manager, member.registry, NodeId(A), models=member)
     members = (await sharing.view("m")).members
     shown = [(each.node_id, each.arrived_bytes, each.total_bytes) for each in members]
     assert shown == [(B, 3, 9), (C, 9, 9), (D, 0, 0)]

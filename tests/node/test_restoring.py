@@ -34,7 +34,7 @@ class Stand:
         self.n_patient = 0
         self.stuck: dict[str, trio.Event] = {}
         """Set once a model hangs that is in here."""
-        self.restoring = LoadRestorer(self.remembered, self, find=self.find, hold=self.hold)  # type: ignore[arg-type]
+        self.restoring = LoadRestorer(self.remembered, self, self)  # type: ignore[arg-type]
 
     def loaded(self, model_id: str) -> tuple[LayerRange, ...]:
         return self.held.get(model_id, ())
@@ -45,7 +45,7 @@ class Stand:
             raise ModelNotFound("no such model")
         return SimpleNamespace(model_id=model_id)
 
-    async def hold(self, entry: Any, layers: LayerRange, options: LoadOptions) -> None:
+    async def hold(self, entry: Any, layers: LayerRange, *, options: LoadOptions) -> None:
         self.holds.append((entry.model_id, str(layers), options))
         if entry.model_id in self.stuck:
             self.stuck[entry.model_id].set()

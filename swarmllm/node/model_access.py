@@ -1,0 +1,92 @@
+"""What parts of a node may do with its models: interfaces that `ModelKeeper` fulfils.
+
+Each part takes the narrowest one, so that its test needs no keeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from swarmllm.models import CatalogueEntry, LayerRange
+from swarmllm.workerpool import AS_CONFIGURED, LoadOptions
+from swarmllm_proto.identifiers import ModelId, NodeId
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+Sources = tuple[tuple[NodeId, str], ...]
+"""Nodes that say that a model's file is published, and where."""
+
+
+def unseen(done_bytes: int, total_bytes: int) -> None:
+    """For progress that nobody watches."""
+
+
+class FindsModels(Protocol):
+    async def find(self, name_or_id: str) -> CatalogueEntry:
+        """Raises ModelNotFound, BadModel, and what asking other nodes raises."""
+        ...
+
+
+class LoadsModels(FindsModels, Protocol):
+    async def hold(
+        self,
+        entry: CatalogueEntry,
+        layers: LayerRange,
+        progress: Progress = unseen,
+        fetching: Progress = unseen,
+        options: LoadOptions = AS_CONFIGURED,
+    ) -> object:
+        """Fetch and load layers. Raises what either raises."""
+        ...
+
+
+class PlacesModels(LoadsModels, Protocol):
+    async def fetch(
+        self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, sources: Sources = ()
+    ) -> object:
+        """What layers need, onto this node's disk, from other nodes or from `sources`."""
+        ...
+
+    async def drop(self, entry: CatalogueEntry, layers: LayerRange) -> None:
+        """Unload layers. Raises Conflict where none is loaded."""
+        ...
+
+
+class BringsModels(PlacesModels, Protocol):
+    def is_complete(self, entry: CatalogueEntry) -> bool:
+        """Whether connected nodes, this one among them, hold every layer."""
+        ...
+
+    def has_givers(self, model_id: ModelId) -> bool:
+        """Whether connected nodes have files of it."""
+        ...
+
+
+class RequestModels(Protocol):
+    """For requests of this node's users: `Node` fulfils it."""
+
+    async def model_for_texts(self, model: str) -> CatalogueEntry:
+        """With what reading a prompt takes. Raises ModelNotFound."""
+        ...
+
+    async def model_for_embeddings(self, model: str) -> CatalogueEntry:
+        """The same, but all of a model that encodes whole texts."""
+        ...
+
+    def loaded(
+        self, entry: CatalogueEntry, name: str, keep_alive_s: float | None = None
+    ) -> AbstractAsyncContextManager[None]:
+        """While some node can run it."""
+        ...
+
+
+class OwnModels(Protocol):
+    async def known(self, model_id: ModelId) -> CatalogueEntry:
+        """From this node's catalogue only. Raises ModelNotFound."""
+        ...
+
+    async def remove(self, name_or_id: str) -> object:
+        """Delete what was fetched of it. Raises Conflict where it is in use."""
+        ...
