@@ -386,6 +386,11 @@ class AutoManageTable:
     max_disk_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
         0.0, "GiB for what is fetched in order to place it here; 0 means as much as for memory."
     )
+    projector_holders: Annotated[int, Meta(ge=0, le=256)] = _setting(
+        2,
+        "Nodes that are to have the projector of a model that is placed here, if any node has one; 0: whoever"
+        " was given it.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,12 @@ class Catalogue:
             projector.keep(database, model_id, attached)
         return replace(entry, projector=attached, projector_state="on_demand", unloaded_projector=None)
 
+    def detach(self, model_id: ModelId) -> CatalogueEntry:
+        """Forget the projector of a model. Raises ModelNotFound."""
+        with self.database() as database:
+            projector.drop(database, model_id)
+        return self.get(model_id)
+
     def set_projector_state(self, model_id: ModelId, state: ProjectorState) -> CatalogueEntry:
         """Raises ModelNotFound."""
         with self.database() as database:

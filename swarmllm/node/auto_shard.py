@@ -28,6 +28,7 @@ from swarmllm.node.accepted_shares import ACCEPTED_MAX, AcceptedShares, accepted
 from swarmllm.node.model_access import PlacesModels, Sources
 from swarmllm.node.placing_disk import PlacingDisk, memory_budget_bytes
 from swarmllm.node.placing_plan import begins, next_step, plan_of, shape_of
+from swarmllm.node.placing_projectors import ProjectorPlacing
 from swarmllm.node.share_book import SHARED_MAX, ShareBook
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
 from swarmllm.scheduling.speeds import MAX_MODELS
@@ -86,16 +87,19 @@ class AutoShardManager:
         on_change: Callable[[], None],
         disk: PlacingDisk | None = None,
         book: ShareBook | None = None,
+        projectors: ProjectorPlacing | None = None,
         is_private: bool = False,
     ) -> None:
         """`on_change` is called when the swarm should hear of what is being loaded. `disk` None: no limit.
-        `book`: what was shared by command. `is_private`: the swarm has a key."""
+        `book`: what was shared by command. `projectors`: places those of the same models. `is_private`: the
+        swarm has a key."""
         self.models = [PlacedModel(name) for name in settings.models]
         self.shares: tuple[SharedModel, ...] | UnsetType = UNSET
         """What this node shares; unset where it shares nothing, and until it has looked what is here."""
         self.accepts = accepted_writers(settings.accept, is_private=is_private)
         """Whose shares it follows: node ids, or `members`."""
         self._disk = disk
+        self._projectors = projectors
         self._book = book or ShareBook()
         self._to_share = list(settings.share)
         if self._book.shared:
@@ -254,6 +258,8 @@ class AutoShardManager:
                 model.state = f"dropping {loaded}"
                 await self._models.drop(await self._models.find(model.name), loaded)
             model.managed = subtract(model.managed, [layers])
+        if self._projectors is not None:
+            await self._projectors.forget(ModelId(model.name))
         if self._disk is not None:
             await self._disk.end(ModelId(model.name))
         # It may have been shared again meanwhile.
@@ -339,7 +345,8 @@ class AutoShardManager:
         for model in self.models:
             if model.model_id and model.loading:
                 held.setdefault(model.model_id, []).extend(model.loading)
-        return sum(
+        projectors = self._projectors.used_bytes if self._projectors is not None else 0
+        return projectors + sum(
             self._shapes[model_id].n_bytes(layers)
             for model_id, ranges in held.items()
             if model_id in self._shapes
@@ -372,6 +379,8 @@ class AutoShardManager:
         if step.load is None and step.drop is None:
             model.hysteresis.forget()
             model.state = f"waits for {step.waits_for}" if step.waits_for else "as planned"
+            if self._projectors is not None and not step.waits_for:
+                await self._projectors.look_after(entry, records)
             return
         if not model.hysteresis.see((model.target, step)) and not is_first:
             model.state = f"about to move ({model.hysteresis.n_seen} of {CONSISTENT_TICKS})"

@@ -82,6 +82,16 @@ class RequestModels(Protocol):
         ...
 
 
+class PlacesProjectors(Protocol):
+    async def hold_projector(self, entry: CatalogueEntry) -> None:
+        """Open a model's projector, fetched from other nodes if it is not here. Raises what either raises."""
+        ...
+
+    async def let_go_projector(self, entry: CatalogueEntry) -> None:
+        """Close it, and delete it if it was fetched."""
+        ...
+
+
 class OwnModels(Protocol):
     async def known(self, model_id: ModelId) -> CatalogueEntry:
         """From this node's catalogue only. Raises ModelNotFound."""

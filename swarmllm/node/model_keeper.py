@@ -171,6 +171,8 @@ class ModelKeeper:
         self._coverages = Coverages(node.node_id, node)
         self.by_hand: Callable[[ModelId, LayerRange | None], None] = lambda model_id, loaded: None
         """Told the id of a model that its user loads, unloads or removes, and the layers that were loaded."""
+        self.projector_by_hand: Callable[[ModelId], None] = lambda model_id: None
+        """Told the id of a model whose projector its user loads or unloads."""
 
     async def list(self) -> tuple[ModelView, ...]:
         """This node's models, all of them, and of those that only others have at most
@@ -273,6 +275,7 @@ class ModelKeeper:
         """Open the model's projector and keep it open, now and after each start, and tell the swarm; where
         none is here, it is fetched from other nodes. Raises what `find` and `ProjectorKeeper.load` raise."""
         entry = await self._projectors.load(await self.find(name_or_id, far=True), fetching)
+        self.projector_by_hand(entry.model_id)
         await self._node.publish()
         return self._view(entry)
 
@@ -281,8 +284,19 @@ class ModelKeeper:
         loaded)."""
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
         entry = await self._projectors.unload(entry)
+        self.projector_by_hand(entry.model_id)
         await self._node.publish()
         return self._view(entry)
+
+    async def hold_projector(self, entry: CatalogueEntry) -> None:
+        """`load_projector` without the view, and without a word to who keeps what users load."""
+        await self._projectors.load(await self.find(entry.model_id), unseen)
+        await self._node.publish()
+
+    async def let_go_projector(self, entry: CatalogueEntry) -> None:
+        """End its process, and delete it if it was fetched."""
+        await self._projectors.let_go(entry)
+        await self._node.publish()
 
     async def unload_all(self, entry: CatalogueEntry, progress: Progress | None = None) -> ModelView:
         """All layers, and the projector. Raises Conflict (neither is loaded)."""

@@ -52,6 +52,7 @@ from swarmllm.node.model_access import unseen
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
 from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
+from swarmllm.node.placing_projectors import ProjectorPlacing
 from swarmllm.node.projectors import ProjectorKeeper
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
@@ -161,6 +162,10 @@ class Node:
         self._observations = observations or Observations()
         book = book or ShareBook()
         disk = PlacingDisk(disk_budget_bytes(config.auto_manage), book, self.models)
+        projectors = ProjectorPlacing(
+            router.node_id, self.models, n_wanted=config.auto_manage.projector_holders
+        )
+        self.models.projector_by_hand = projectors.belongs_to_user
         self.placing = AutoShardManager(
             config.auto_manage,
             node_id=router.node_id,
@@ -170,6 +175,7 @@ class Node:
             on_change=self.holdings_changed,
             disk=disk,
             book=book,
+            projectors=projectors,
             is_private=is_private,
         )
         joining = Joining(router, registry, meets_others=self._meets_others)

@@ -85,6 +85,13 @@ class ProjectorKeeper:
         await self._pool.close_projectors(entry.model_id)
         return entry
 
+    async def let_go(self, entry: CatalogueEntry) -> CatalogueEntry:
+        """End its process, and forget it; its file is deleted if it was fetched."""
+        entry = await trio.to_thread.run_sync(self._catalogue.detach, entry.model_id)
+        await self._pool.close_projectors(entry.model_id)
+        await self.tidy()
+        return entry
+
     async def fetch(self, entry: CatalogueEntry, fetching: Progress) -> CatalogueEntry:
         """The model with the projector that most connected nodes give for it. Raises as `load` does."""
 
