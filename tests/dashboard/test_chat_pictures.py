@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_page import find, go, seen
+from browser_page import find, go, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
 from picture_files import data_url, png
@@ -96,6 +96,8 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], PATIENCE_S, "the question")
     assert names(page, ".composer") == []
     seen(page, "tokens/s", ".way")
+    seen(page, "looked at 2 pictures", ".way .looked")
+    assert texts(page, ".way .looked .cut") == ["kitchen"]
     images = [{"type": "image_url", "image_url": {"url": data_url(png(width, 2))}} for width in (3, 5)]
     question: dict[str, Any] = {
         "role": "user",
@@ -115,3 +117,32 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     assert messages[0] == question
     assert messages[-1] == {"role": "user", "content": "And now?"}
     wait_for(lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) == 2, PATIENCE_S, "the answer")
+    # Nobody looked again.
+    assert len(texts(page, ".way .looked")) == 1
+
+
+def test_the_strips_show_who_has_the_projector(page: WebDriver, node: DaemonProcess, tmp_path: Path) -> None:
+    attach(node, tmp_path)
+    with running_daemon(tmp_path, "study", load=[], bootstrap=node.addresses) as study:
+        body = {"layers": "mmproj"}
+
+        def loads() -> bool:
+            return '"result"' in study.http.post("/api/admin/models/guide/load", json=body).text
+
+        wait_for(loads, PATIENCE_S, "the projector to come from the other node")
+        go(page, node)
+        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 2, PATIENCE_S, "two cells")
+        assert texts(page, ".strip .label .cut") == ["kitchen", "study"]
+        labels = [
+            each.get_attribute("aria-label") for each in page.find_elements(By.CSS_SELECTOR, ".mmproj.has")
+        ]
+        assert labels == ["kitchen has the projector", "study has the projector"]
+        tracks = [each.get_attribute("aria-label") for each in page.find_elements(By.CSS_SELECTOR, ".track")]
+        assert tracks == ["kitchen holds layers 0–11", "study holds no layers", "Every layer is held"]
+        for width in (1280, 360):
+            size(page, width)
+            assert page.execute_script("return document.documentElement.scrollWidth") <= width
+            picture(page, f"projectors-{width}")
+        assert '"unloaded"' in study.http.post("/api/admin/models/guide/unload", json=body).text
+        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 1, PATIENCE_S, "one cell")
+        wait_for(lambda: texts(page, ".strip .label .cut") == ["kitchen"], PATIENCE_S, "one strip")

@@ -236,20 +236,13 @@ function isReady(again) {
   return false;
 }
 
-/** Which other nodes encoded the pictures of the question. */
-function looked(pictures = []) {
-  const others = new Set(pictures.filter((each) => !each.kept).map((each) => each.nickname || each.node.slice(-8)));
-  return others.size && `${plural(pictures.length, "picture")} encoded by ${[...others].join(", ")}`;
-}
-
 function way({ swarm, finish, tokens }) {
   const nodes = new Set(swarm.route.map((stage) => stage.node)).size;
   const facts = [
     tokens && plural(tokens, "token"), swarm.decode_tokens_per_s && `${rate(swarm.decode_tokens_per_s)} tokens/s`, `prefill ${ms(swarm.prefill_ms)}`,
     swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), swarm.exact === false && "rounded between nodes: not exactly the uncut model's text", finish === "length" && "cut off at the limit",
-    looked(swarm.pictures),
   ];
-  return h("div", { class: "way" }, hops(swarm.route), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
+  return h("div", { class: "way" }, hops(swarm.route, { pictures: swarm.pictures }), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
 
 function send(root, state) {

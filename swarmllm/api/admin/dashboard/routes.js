@@ -1,7 +1,7 @@
 // One pipeline as a person sees it: where each part of the time went.
 
 import { h } from "./dom.js";
-import { hue, layerText, ms, shortId } from "./format.js";
+import { hue, layerText, ms, plural, shortId } from "./format.js";
 
 const nameOf = (stage) => stage.nickname || shortId(stage.node);
 
@@ -18,10 +18,26 @@ export function timeBar(route) {
     parts.map((part) => h("i", { class: part.className, title: `${part.what}: ${ms(part.value)} per token`, style: { ...hue(part.node), flex: `${part.value} 0 0` } })));
 }
 
-/** The stages in order, with their layers and times. */
-export function hops(route, { times = true } = {}) {
+/** Who encoded the pictures of a prompt, one stop for each node; those of an earlier prompt nobody looks at again. */
+function encoders(pictures) {
+  const stops = new Map();
+  for (const { node, nickname, encode_ms: took, kept } of pictures) {
+    if (kept) continue;
+    const stop = stops.get(node) ?? { node, nickname, n: 0, took: 0 };
+    stops.set(node, { ...stop, n: stop.n + 1, took: stop.took + took });
+  }
+  return [...stops.values()];
+}
+
+/** The stages in order, with their layers and times; before them who looked at the pictures. */
+export function hops(route, { times = true, pictures = [] } = {}) {
   const isRing = route.some((stage) => stage.network_ms_per_token > 0);
-  return h("ol", { class: "hops", "aria-label": "Route" }, route.map((stage, index) => h("li", null,
+  return h("ol", { class: "hops", "aria-label": "Route" }, encoders(pictures).map((stop) => h("li", { class: "looked" },
+    h("span", { class: "mmproj has", style: hue(stop.node) }),
+    h("span", { class: "cut" }, nameOf(stop)),
+    h("span", { class: "muted" }, `looked at ${plural(stop.n, "picture")}`),
+    times && h("span", { class: "muted" }, ms(stop.took)),
+    h("span", { class: "hop" }, "→"))), route.map((stage, index) => h("li", null,
     h("span", { class: "swatch", style: hue(stage.node) }),
     h("span", { class: "cut" }, nameOf(stage)),
     h("span", { class: "muted" }, layerText(stage.layers)),

@@ -122,18 +122,26 @@ function map(model, nodes, live) {
   const rows = new Map(holders.map((holder, index) => [holder.node_id, index]));
   const place = (text) => { const [start, end] = range(text); return { left: `${(100 * start) / model.n_layers}%`, width: `${(100 * (end - start)) / model.n_layers}%` }; };
   const missing = model.missing.map(layerText).join(", ");
+  const seeing = seeingNodes(model, nodes);
+  const others = nodes.filter((node) => seeing.has(node.node_id) && !rows.has(node.node_id));
+  const projector = (nodeId, name) => seeing.size > 0 && projectorCell(nodeId, name, seeing.get(nodeId));
   return h("div", { class: "map", "data-key": model.model_id },
     h("div", { class: "row between" },
       h("div", null, h("strong", null, model.name), h("span", { class: "muted small" }, `  ${model.architecture ? `${model.architecture} · ` : ""}${model.n_layers} layers${model.size_bytes ? ` · ${bytes(model.size_bytes)}` : ""}`)),
       model.complete ? h("span", { class: "good small" }, `complete on ${plural(model.n_holders, "node")}`)
         : h("span", { class: "bad small" }, missing ? `${model.missing.length === 1 && !missing.includes("–") ? "layer" : "layers"} ${missing} missing` : "layers do not join up")),
-    h("div", { class: "strips", style: { "--layers": model.n_layers } },
-      axis(model.n_layers),
+    h("div", { class: seeing.size ? "strips sees" : "strips", style: { "--layers": model.n_layers } },
+      axis(model.n_layers, seeing.size > 0),
       flows(model, live, rows),
       holders.map((holder) => h("div", { class: "strip", "data-key": holder.node_id },
         h("div", { class: "label" }, h("span", { class: "swatch", style: hue(holder.node_id) }), h("span", { class: "cut" }, holder.nickname || shortId(holder.node_id))),
         h("div", { class: "track", role: "img", "aria-label": `${holder.nickname || holder.node_id} holds layers ${holder.layers.map(layerText).join(", ")}` },
-          holder.layers.map((text) => h("div", { class: "bar", title: `layers ${layerText(text)}`, style: { ...place(text), ...hue(holder.node_id) } }))))),
+          holder.layers.map((text) => h("div", { class: "bar", title: `layers ${layerText(text)}`, style: { ...place(text), ...hue(holder.node_id) } }))),
+        projector(holder.node_id, holder.nickname || holder.node_id))),
+      others.map((node) => h("div", { class: "strip", "data-key": node.node_id },
+        h("div", { class: "label" }, h("span", { class: "swatch", style: hue(node.node_id) }), h("span", { class: "cut" }, node.nickname || shortId(node.node_id))),
+        h("div", { class: "track", role: "img", "aria-label": `${node.nickname || node.node_id} holds no layers` }),
+        projector(node.node_id, node.nickname || node.node_id))),
       model.n_holders > holders.length && h("div", { class: "muted small" }, `and ${plural(model.n_holders - holders.length, "more node")}`),
       h("div", { class: "strip", style: { height: model.missing.length ? "30px" : "18px" } },
         h("div", { class: "label muted small" }, "coverage"),
@@ -141,6 +149,17 @@ function map(model, nodes, live) {
           covered(model).map((text) => h("div", { class: "bar", style: place(text) })),
           model.missing.map((text) => h("div", { class: "bar gap", title: `layers ${layerText(text)} are missing`, style: place(text) })),
           model.missing.map((text) => { const [start, end] = range(text); const isLast = start + end > 1.8 * model.n_layers; return h("span", { class: isLast ? "gap-note last" : "gap-note", style: { left: isLast ? "100%" : `${(50 * (start + end)) / model.n_layers}%` } }, `${layerText(text)} missing`); })))));
+}
+
+/** Who has the projector of a model: node id -> in which state, where that is known. */
+function seeingNodes(model, nodes) {
+  const own = model.projector && model.projector.state !== "unloaded";
+  return new Map([...(own ? [[nodes[0].node_id, model.projector.state.replace("_", " ")]] : []), ...(model.encoders ?? []).map((nodeId) => [nodeId, ""])]);
+}
+
+function projectorCell(nodeId, name, state) {
+  if (state === undefined) return h("div", { class: "mmproj", role: "img", "aria-label": `${name} has no projector` });
+  return h("div", { class: "mmproj has", role: "img", style: hue(nodeId), "aria-label": `${name} has the projector`, title: `projector (mmproj): encodes pictures${state && `, ${state}`}` });
 }
 
 function covered(model) {
@@ -153,10 +172,10 @@ function covered(model) {
   return parts;
 }
 
-function axis(n) {
+function axis(n, sees) {
   const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 40].find((each) => n / each <= 10) || 64;
   const marks = Array.from({ length: Math.floor(n / step) + 1 }, (_, index) => index * step).filter((mark) => n - mark >= step / 2);
-  return h("div", { class: "axis", "aria-hidden": "true" }, [...marks, n].map((mark) => h("span", { style: { left: `${(100 * mark) / n}%` } }, mark)));
+  return h("div", { class: "axis", "aria-hidden": "true" }, [...marks, n].map((mark) => h("span", { style: { left: `${(100 * mark) / n}%` } }, mark)), sees && h("b", null, "mmproj"));
 }
 
 /** Each different route that runs now, as a line from strip to strip and back to the first. */
