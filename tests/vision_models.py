@@ -4,13 +4,14 @@ libmtmd and libllama on the uncut model."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from deadlines import PATIENCE_S
@@ -18,7 +19,10 @@ from gguf import GGUFWriter
 from PIL import Image
 
 from swarmllm.pictures import Picture, parse_picture
-from tests.workers.factory import SPECS, build
+from tests.vision_projectors import PLAIN, Sizes
+from tests.workers.blueprint import Family, write
+from tests.workers.factory import SPECS, Spec, build
+from tests.workers.families import FAMILIES
 
 N_BATCH = 32
 """Rows of one decode of `vision_reference`; prompts and pictures are longer."""
@@ -29,12 +33,41 @@ IDEFICS_TOKENS = (
     "<global-img>",
     *(f"<fake_token_around_image><row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )
+OTHER_TOKENS = (
+    *("<img>", "</img>", "[IMG_END]", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
+    *("<|media_start|>", "<|media_begin|>", "<|media_end|>", "<|img|>", "<|endofimg|>"),
+    *("<image>", "</image>", "<slice>", "</slice>", "\n"),
+)
+"""Special tokens around pictures of the other families."""
+LFM2 = replace(
+    FAMILIES["lfm2"],
+    n_layers=8,
+    keys={**FAMILIES["lfm2"].keys, "attention.head_count_kv": [0, 2] * 4, "context_length": 2048},
+)
+TEXTS: Final[dict[str, Spec | Family]] = {
+    **SPECS,
+    "chatglm": FAMILIES["glm-edge"],
+    "deepseek2": FAMILIES["deepseek-v2-lite"],
+    "lfm2": LFM2,
+    "llama4": replace(FAMILIES["llama-4 scout"], n_layers=16),
+    "mistral3": FAMILIES["mistral-3"],
+    "qwen2-wide": replace(SPECS["qwen2"], n_embd=128, n_heads=8),
+    "qwen3moe": replace(SPECS["qwen3moe"], n_layers=4),
+}
+"""Text models, all of which four nodes can share."""
 
 
 def text_model(folder: Path, name: str) -> Path:
-    """A random model of `factory`, with the special tokens of idefics3."""
+    """A random one of `TEXTS`, with the special tokens of all projectors."""
     path = folder / f"{name}.gguf"
-    return path if path.exists() else build(path, replace(SPECS[name], extra_tokens=IDEFICS_TOKENS))
+    tokens = IDEFICS_TOKENS + OTHER_TOKENS
+    if path.exists():
+        return path
+    text = TEXTS[name]
+    if isinstance(text, Family):
+        return write(path, replace(text, extra_tokens=tokens))
+    return build(path, replace(text, extra_tokens=tokens))
 
 
 def pixels(width: int, height: int, seed: int = 0) -> np.ndarray:
@@ -66,6 +99,9 @@ class _Writer:
         values = self._rng.standard_normal(shape) * (scale or shape[-1] ** -0.5)
         self.gguf.add_tensor(f"{name}.weight", values.astype(np.float32))
 
+    def normal(self, *shape: int) -> np.ndarray:
+        return self._rng.standard_normal(shape).astype(np.float32)
+
     def vector(self, name: str, size: int, around: float = 0.0) -> None:
         self.gguf.add_tensor(name, (around + 0.1 * self._rng.standard_normal(size)).astype(np.float32))
 
@@ -75,8 +111,9 @@ def projector(
     family: str,
     n_embd: int,
     *,
-    image: int = 32,
-    patch: int = 8,
+    image: int | None = None,
+    patch: int | None = None,
+    merge: int | None = None,
     width: int = 32,
     n_layers: int = 2,
     without: Sequence[str] = (),
@@ -84,8 +121,11 @@ def projector(
     seed: int = 1,
 ) -> Path:
     """A random projector to `n_embd`; `without`: tensors that are left out, `tiles`: widths and heights of
-    pictures that are cut into tiles."""
+    pictures that are cut into tiles; `merge`: patches on each side of the square that becomes a row."""
     n_ff = 48
+    plain = PLAIN.get(family)
+    image = image or (plain.image if plain else 32)
+    patch = patch if patch is not None else plain.patch if plain else 8
     writer = _Writer(path, seed)
     gguf = writer.gguf
     if without:
@@ -112,11 +152,15 @@ def projector(
         writer.vector("model.image_newline", n_embd)
     gguf.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     gguf.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
-    writer.matrix("v.patch_embd", width, 3, patch, patch, scale=(3 * patch * patch) ** -0.5)
-    writer.vector("v.patch_embd.bias", width)
-    has_class = family == "internvl"
-    if family != "pixtral":
-        writer.matrix("v.position_embd", (image // patch) ** 2 + has_class, width, scale=0.3)
+    if plain and plain.is_linear:
+        writer.matrix("v.patch_embd", width, 3 * patch * patch)
+    else:
+        writer.matrix("v.patch_embd", width, 3, patch, patch, scale=(3 * patch * patch) ** -0.5)
+        writer.vector("v.patch_embd.bias", width)
+    has_class = plain.has_class if plain else family == "internvl"
+    if plain is None or plain.has_positions:
+        n_positions = plain.n_positions if plain and plain.n_positions else (image // patch) ** 2 + has_class
+        writer.matrix("v.position_embd", n_positions, width, scale=0.3)
     if has_class:
         writer.vector("v.class_embd", width)
     for i in range(n_layers):
@@ -131,9 +175,12 @@ def projector(
         writer.vector(f"{block}.ffn_up.bias", n_ff)
         writer.matrix(f"{block}.ffn_down", width, n_ff)
         writer.vector(f"{block}.ffn_down.bias", width)
-    writer.vector("v.post_ln.weight", width, 1.0)
-    writer.vector("v.post_ln.bias", width)
-    if family == "idefics3":
+    if family != "dots_ocr":
+        writer.vector("v.post_ln.weight", width, 1.0)
+        writer.vector("v.post_ln.bias", width)
+    if plain:
+        plain.add(writer, Sizes(n_embd, width, merge or plain.merge))
+    elif family == "idefics3":
         gguf.add_uint32("clip.vision.projector.scale_factor", 2)
         writer.matrix("mm.model.fc", n_embd, 4 * width)
     elif family == "internvl":
@@ -144,12 +191,6 @@ def projector(
         writer.vector("mm.model.mlp.1.bias", n_embd)
         writer.matrix("mm.model.mlp.3", n_embd, n_embd)
         writer.vector("mm.model.mlp.3.bias", n_embd)
-    elif family == "pixtral":
-        writer.matrix("mm.1", n_embd, width)
-        writer.vector("mm.1.bias", n_embd)
-        writer.matrix("mm.2", n_embd, n_embd)
-        writer.vector("mm.2.bias", n_embd)
-        writer.vector("v.token_embd.img_break", n_embd)
     else:
         last = "mm.1" if family == "janus_pro" else "mm.2"
         writer.matrix("mm.0", n_embd, width)
@@ -172,29 +213,56 @@ class Uncut(NamedTuple):
     n_prompt: int
 
 
+class Question(NamedTuple):
+    """What one process is asked: greedy, `n_tokens` tokens."""
+
+    model: Path
+    projector: Path
+    prompt: str
+    """With `<__media__>` for each of the images."""
+    images: Sequence[np.ndarray]
+    """u8 [height, width, 3]"""
+    n_tokens: int
+
+
 def uncut(
     model_path: Path, projector_path: Path, prompt: str, images: Sequence[np.ndarray], n_tokens: int
 ) -> Uncut:
-    """Greedy. In `prompt` `<__media__>` stands for each of the `images`, u8 [height, width, 3]. See
-    `vision_reference`."""
-    given, found = projector_path.with_suffix(".given.npz"), projector_path.with_suffix(".found.npz")
-    np.savez(given, *images)
-    arguments = [
-        str(model_path),
-        str(projector_path),
-        prompt,
-        str(given),
-        str(found),
-        str(n_tokens),
-        str(N_BATCH),
-    ]
+    """See `Question`."""
+    return uncut_all([Question(model_path, projector_path, prompt, images, n_tokens)])[0]
+
+
+def uncut_all(questions: Sequence[Question], *, n_batch: int = N_BATCH, **settings: Any) -> list[Uncut]:
+    """One answer each, of one process. `settings`: of `vision_reference`."""
+    folder = questions[0].projector.parent
+    asked = []
+    for number, each in enumerate(questions):
+        given, found = folder / f"given-{number}.npz", folder / f"found-{number}.npz"
+        np.savez(given, *each.images)
+        asked.append(
+            {
+                "model_path": str(each.model),
+                "projector_path": str(each.projector),
+                "prompt": each.prompt,
+                "given": str(given),
+                "found": str(found),
+                "n_tokens": each.n_tokens,
+                "n_batch": n_batch,
+                **settings,
+            }
+        )
     paths = os.pathsep.join(path for path in sys.path if path)
     subprocess.run(
-        [sys.executable, str(REFERENCE), *arguments],
+        [sys.executable, str(REFERENCE)],
+        input=json.dumps(asked).encode(),
         check=True,
         capture_output=True,
         timeout=PATIENCE_S,
-        env=os.environ | {"PYTHONPATH": paths},
+        # glibc gives zeroed memory then: libmtmd multiplies memory that it has not written with 0 (pixtral).
+        env=os.environ | {"PYTHONPATH": paths, "MALLOC_PERTURB_": "255"},
     )
-    with np.load(found) as answer:
-        return Uncut(answer["tokens"].tolist(), answer["logits"], int(answer["n_prompt"]))
+    answers = []
+    for number in range(len(questions)):
+        with np.load(folder / f"found-{number}.npz") as answer:
+            answers.append(Uncut(answer["tokens"].tolist(), answer["logits"], int(answer["n_prompt"])))
+    return answers

@@ -1,10 +1,11 @@
-"""Answers a prompt with pictures in one process, with libmtmd and libllama on the uncut model: what pipelines
-are compared with. A program, because in a process that runs tests the way in which products are computed may
-have been changed; here it is that of a new worker."""
+"""Answers prompts with pictures in one process, with libmtmd and libllama on the uncut model: what pipelines
+are compared with. A program that reads questions (JSON) from its input, because in a process that runs tests
+the way in which products are computed may have been changed; here it is that of a new worker."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import numpy as np
 
 import swarmllm_workers  # noqa: F401  (before libllama is loaded: small_batches.py)
 from swarmllm_workers.engine.libllama import engine_version
-from swarmllm_workers.kernels import repacking
+from swarmllm_workers.kernels import repacking, row_attention
 
 from llama_cpp import llama_cpp as lib  # isort: skip
 from llama_cpp import mtmd_cpp as mtmd  # isort: skip
+
+FLASH_ATTENTION = {"off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED, "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO}
 
 
 def answer(
@@ -24,8 +27,10 @@ def answer(
     prompt: str,
     given: str,
     found: str,
-    n_tokens: str,
-    n_batch: str,
+    n_tokens: int,
+    n_batch: int,
+    n_threads: int = 1,
+    flash_attention: str = "off",
 ) -> None:
     """`given`: the pictures, `found`: tokens and logits, as .npz."""
     assert engine_version(), "imported, and so its products are a worker's"
@@ -34,12 +39,12 @@ def answer(
     model = lib.llama_model_load_from_file(model_path.encode(), loading)
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 1024, 512, 512, 1
-    params.n_threads = params.n_threads_batch = 1
-    params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.n_threads = params.n_threads_batch = n_threads
+    params.flash_attn_type = FLASH_ATTENTION[row_attention.chosen(flash_attention, "f16")]
     params.swa_full = True
     context = lib.llama_init_from_model(model, params)
     settings = mtmd.mtmd_context_params_default()
-    settings.use_gpu, settings.n_threads = False, 1
+    settings.use_gpu, settings.n_threads = False, n_threads
     settings.print_timings, settings.warmup = False, False
     encoder = mtmd.mtmd_init_from_file(projector_path.encode(), model, settings)
     bitmaps = []
@@ -54,20 +59,27 @@ def answer(
     assert mtmd.mtmd_tokenize(encoder, chunks, ctypes.byref(text), array, len(bitmaps)) == 0
     n_past = lib.llama_pos(0)
     evaluated = mtmd.mtmd_helper_eval_chunks(
-        encoder, context, chunks, 0, 0, int(n_batch), True, ctypes.byref(n_past)
+        encoder, context, chunks, 0, 0, n_batch, True, ctypes.byref(n_past)
     )
     assert evaluated == 0
     n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     tokens, rows = [], []
     batch = lib.llama_batch_init(1, 0, 1)
-    for position in range(n_past.value, n_past.value + int(n_tokens)):
+    for position in range(n_past.value, n_past.value + n_tokens):
         rows.append(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), (n_vocab,)).copy())
         tokens.append(int(rows[-1].argmax()))
         batch.n_tokens, batch.token[0], batch.pos[0] = 1, tokens[-1], position
         batch.n_seq_id[0], batch.seq_id[0][0], batch.logits[0] = 1, 0, 1
         assert lib.llama_decode(context, batch) == 0
+    mtmd.mtmd_input_chunks_free(chunks)
+    for bitmap in bitmaps:
+        mtmd.mtmd_bitmap_free(bitmap)
+    mtmd.mtmd_free(encoder)
+    lib.llama_free(context)
+    lib.llama_model_free(model)
     np.savez(found, tokens=tokens, logits=rows, n_prompt=n_past.value)
 
 
 if __name__ == "__main__":
-    answer(*sys.argv[1:])
+    for question in json.load(sys.stdin):
+        answer(**question)

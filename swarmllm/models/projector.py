@@ -53,8 +53,20 @@ _WIDTHS: Final = {
     "idefics3": ("mm.model.fc.weight", 1),
     "internvl": ("mm.model.mlp.3.weight", 1),
     "pixtral": ("mm.2.weight", 1),
+    "adapter": ("adapter.linear.dense_4h_to_h.weight", 1),
+    "dots_ocr": ("mm.2.weight", 1),
+    "kimivl": ("mm.2.weight", 1),
+    "ldpv2": ("mm.model.peg.0.bias", 0),
+    "lfm2": ("mm.2.weight", 1),
+    "lightonocr": ("mm.2.weight", 1),
+    "llama4": ("mm.model.fc.weight", 1),
+    "phi4": ("mm.2.weight", 1),
+    "resampler": ("resampler.proj.weight", 0),
 }
 """Supported families: the tensor, and the dimension of it, that has the width of the rows."""
+FAMILIES: Final = frozenset(_WIDTHS)
+_MINICPMV_VERSIONS: Final = (3, 4, 5, 6, 100045)
+"""Of `resampler`: those with one graph and the same tokens around tiles."""
 _SEVERAL_POSITIONS: Final = "its rows have several positions each (M-RoPE)"
 _SEES_LATER: Final = "its rows see later ones of the same picture"
 _REFUSED: Final = {
@@ -78,7 +90,12 @@ _REFUSED: Final = {
     "gemma3nv": "the text model has inputs in each layer",
     "gemma4v": f"{_SEES_LATER}, and the text model has inputs in each layer",
 }
-TEXT_ARCHITECTURES: Final = frozenset({"gemma", "granite", "llama", "phi3", "qwen2", "qwen3"})
+TEXT_ARCHITECTURES: Final = frozenset(
+    (
+        *("chatglm", "deepseek2", "gemma", "granite", "lfm2", "llama", "llama4", "mistral3"),
+        *("phi3", "qwen2", "qwen3", "qwen3moe"),
+    )
+)
 """Of text models whose pipelines were compared with libmtmd: one position per row, and nothing but rows."""
 _QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
 _GGUF: Final = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
@@ -157,6 +174,10 @@ def parse_projector(header: GgufHeader) -> tuple[str, int]:
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if family == "mlp" and "mm.3.weight" in tensors:
         raise BadModel("projectors of the family 'mlp' with a norm are not supported")
+    if family == "resampler":
+        version = header.keys.get("clip.minicpmv_version")
+        if version is None or version.value not in _MINICPMV_VERSIONS:
+            raise BadModel("projectors of MiniCPM-V before 2.6 are not supported: nobody has compared them")
     if family != "mlp" and "clip.vision.image_grid_pinpoints" in header.keys:
         raise BadModel(f"projectors of the family {family!r} that cut pictures into tiles are not supported")
     return family, _width(tensors, *_WIDTHS[family])

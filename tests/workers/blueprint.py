@@ -67,6 +67,8 @@ class Family:
     tied: bool = False
     fused_qkv: bool = False
     fused_experts: bool = False
+    extra_tokens: tuple[str, ...] = ()
+    """Of the vocabulary, behind `SPECIAL_TOKENS`."""
 
 
 def write(path: Path, family: Family) -> Path:
@@ -163,8 +165,9 @@ def _begin(path: Path, family: Family) -> GGUFWriter:
         else:
             element = GGUFValueType.UINT32 if type(value[0]) is int else None
             writer.add_key_value(name, value, GGUFValueType.ARRAY, sub_type=element)
-    add_vocabulary(writer)
-    writer.add_key_value(f"{prefix}.vocab_size", N_VOCAB, GGUFValueType.UINT32)
+    add_vocabulary(writer, family.extra_tokens)
+    n_vocab = N_VOCAB + len(family.extra_tokens)
+    writer.add_key_value(f"{prefix}.vocab_size", n_vocab, GGUFValueType.UINT32)
     return writer
 
 

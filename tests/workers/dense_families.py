@@ -54,6 +54,12 @@ DENSE: Final[dict[str, Family]] = {
     ),
     "yarn": Family("qwen2", {**BASE, **YARN}, absent=(NO_OUTPUT_BIAS,)),
     "glm-4": Family("glm4", {**BASE, "rope.dimension_count": 8}, absent=(NO_OUTPUT_BIAS,)),
+    "glm-edge": Family(
+        "chatglm",
+        {**BASE, "rope.dimension_count": 8},
+        absent=(NO_OUTPUT_BIAS, r"blk\.\d+\.attn_[qkv]\.bias"),
+        fused_qkv=True,
+    ),
     "starcoder2": Family("starcoder2", {**without(BASE, "attention.layer_norm_rms_epsilon"), **LAYER_NORM}),
     "command-r": Family(
         "command-r",
