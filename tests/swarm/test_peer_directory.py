@@ -268,7 +268,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
     trust = TrustBook(peers=held.trust)
     gossip = GossipBudget(peers=held.gossip_allowances)
     budget = ByteBudget({kind: Limit(1000, 4000) for kind in BudgetKind}, held.held_bytes)
-    relays = RelayBook(held.wide_area.reservations)
+    relays = RelayBook(held.wide_area.reservations, n_circuits=held.wide_area.n_circuits)
     providers = ProviderBook(held.wide_area.dht.n_entries)
     dialler = Dialler(me.node_id, random.Random(0), peers=held.candidates)
     registry = Registry(me.node_id, parts=held.registry)

@@ -73,6 +73,8 @@ class WideAreaUser(Protocol):
 class WideAreaParts:
     dht: DhtParts
     reservations: Parts[Reservation]
+    n_circuits: Parts[int]
+    """Circuits over this node that a peer is an end of."""
     relays: Parts[RelayUse]
     punching: Parts[bool]
     """Peers with which a moment is being agreed on."""
@@ -227,6 +229,8 @@ def open_wide_area(
     if settings.relay:
         host.detour = relaying.detour
     relay_service = (
-        RelayService(host, parts.reservations, settings.relay_limits) if settings.relay_service else None
+        RelayService(host, parts.reservations, settings.relay_limits, parts.n_circuits)
+        if settings.relay_service
+        else None
     )
     return WideArea(dht, user, relaying, relay_service)

@@ -6,9 +6,8 @@ This node's own envelope and announcements are among them, because records of al
 Pipelines keep what they note of nodes while they choose routes and check work (suspects, reported loads,
 shares of places, tallies of checks): the swarm needs none of it, and imports point down.
 
-What is not state of a peer stays where it is: the DHT's k-buckets and providers, which model or prefix
-is held by which nodes, circuits between two others, verdicts on signatures, dials under way, what one
-lookup or one message comes to, and the settings' lists.
+State of other things than peers stays with them: the DHT's routing table and providers, indexes from a model
+or prefix to the nodes that hold it, verdicts on signatures, one lookup, one message, and the settings' lists.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ class Peer:
     candidate: DialCandidate | None = None
     dial_back_turn: DialBackTurn | None = None
     reservation: Reservation | None = None
+    n_circuits: int | None = None
     relay: RelayUse | None = None
     is_punching: bool | None = None
     is_met: bool | None = None
@@ -109,6 +109,7 @@ class PeerDirectory(PeerTable):
                 n_entries=Parts(self, "n_dht_entries"),
             ),
             reservations=PassingParts(self, "reservation"),
+            n_circuits=Parts(self, "n_circuits"),
             relays=PassingParts(self, "relay"),
             punching=Parts(self, "is_punching"),
         )

@@ -88,21 +88,24 @@ class _Said(msgspec.Struct, frozen=True, gc=False):
         return {each.name for each in (self.ready, self.files) if each is not None}
 
 
-class _Model(msgspec.Struct, gc=False):
-    said: dict[NodeId, _Said] = msgspec.field(default_factory=dict)
-    ranges: dict[NodeId, tuple[LayerRange, ...]] = msgspec.field(default_factory=dict)
-    """What `said` comes to, per node, made when it is asked for."""
-    view: SwarmModel | None = None
-    """None: to be worked out."""
-
-
 @dataclass(eq=False, slots=True)
 class IndexedRecord:
     """A node's record that is in the index, and what it comes to."""
 
+    node_id: NodeId
     record: NodeRecord
     said: dict[ModelId, _Said] = field(default_factory=dict)
     """By model id, in the order in which the node names them."""
+    ranges: dict[ModelId, tuple[LayerRange, ...]] = field(default_factory=dict)
+    """The held ranges in `said`, made when they are asked for. The same object as long as the node says the
+    same: readers look only at what has changed."""
+
+
+class _Model(msgspec.Struct, gc=False):
+    nodes: dict[IndexedRecord, None] = msgspec.field(default_factory=dict)
+    """Those that announce it, in the order in which they did."""
+    view: SwarmModel | None = None
+    """None: to be worked out."""
 
 
 class ModelIndex:
@@ -136,42 +139,51 @@ class ModelIndex:
         indexed = self._nodes.get(node_id)
         if record is (indexed and indexed.record):
             return
-        before = indexed.said if indexed else {}
-        after: dict[ModelId, _Said] = {}
+        if indexed is None:
+            if record is None:
+                return
+            indexed = self._nodes.put(node_id, IndexedRecord(node_id, record))
+        before = indexed.said
         if record is None:
+            after = {}
             self._nodes.drop(node_id)
         else:
-            after = _said(record)
-            self._nodes.put(node_id, IndexedRecord(record, after))
+            after, indexed.record = _said(record), record
+        indexed.said = after
         for model_id, said in before.items():
             if after.get(model_id) != said:
-                self._take_out(node_id, model_id, said)
+                self._take_out(indexed, model_id, said)
         for model_id, said in after.items():
             if before.get(model_id) != said:
-                self._put_in(node_id, model_id, said)
+                self._put_in(indexed, model_id, said)
         if list(before) != list(after):
             self.version += 1
 
     def announcers(self, model_id: ModelId) -> Iterable[NodeId]:
         model = self._models.get(model_id)
-        return model.said.keys() if model else ()
+        return [indexed.node_id for indexed in model.nodes] if model else ()
 
     def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]:
         model = self._models.get(model_id)
         if model is None:
             return {}
         held = {}
-        for node_id, said in self._true(model):
+        for indexed, said in self._true(model_id, model):
             if said.ready is not None:
-                if node_id not in model.ranges:
-                    model.ranges[node_id] = _ranges(said.ready)
-                held[node_id] = model.ranges[node_id]
-        return {node_id: ranges for node_id, ranges in held.items() if ranges}
+                if (ranges := indexed.ranges.get(model_id)) is None:
+                    ranges = indexed.ranges[model_id] = _ranges(said.ready)
+                if ranges:
+                    held[indexed.node_id] = ranges
+        return held
 
     def files(self, model_id: ModelId) -> dict[NodeId, FileAnnounce]:
         model = self._models.get(model_id)
-        said = self._true(model) if model else ()
-        return {n: each.files for n, each in said if each.files is not None and n != self._node_id}
+        said = self._true(model_id, model) if model else ()
+        return {
+            indexed.node_id: each.files
+            for indexed, each in said
+            if each.files is not None and indexed.node_id != self._node_id
+        }
 
     def model(self, model_id: ModelId) -> SwarmModel | None:
         model = self._models.get(model_id)
@@ -206,38 +218,43 @@ class ModelIndex:
                     chosen[model_id] = None
         return list(chosen)
 
-    def _true(self, model: _Model) -> Iterator[tuple[NodeId, _Said]]:
-        """What does not contradict this node, of which the number of layers is known."""
-        own = model.said.get(self._node_id)
-        for node_id, said in model.said.items():
+    def _own(self, model_id: ModelId) -> _Said | None:
+        own = self._nodes.get(self._node_id)
+        return own.said.get(model_id) if own is not None else None
+
+    def _true(self, model_id: ModelId, model: _Model) -> Iterator[tuple[IndexedRecord, _Said]]:
+        """The announcements that do not contradict this node, where it knows the number of layers."""
+        own = self._own(model_id)
+        for indexed in model.nodes:
+            said = indexed.said[model_id]
             if own is None or said.n_layers == own.n_layers:
-                yield node_id, said
+                yield indexed, said
 
-    def _blame(self, node_id: NodeId, model_id: ModelId, model: _Model) -> None:
-        own = model.said.get(self._node_id)
-        for other in model.said if node_id == self._node_id else (node_id,):
-            said = model.said[other].n_layers
+    def _blame(self, indexed: IndexedRecord, model_id: ModelId, model: _Model) -> None:
+        own = self._own(model_id)
+        for other in model.nodes if indexed.node_id == self._node_id else (indexed,):
+            said = other.said[model_id].n_layers
             if own is not None and said != own.n_layers:
-                contradiction = Contradiction(other, model_id, said, own.n_layers)
-                self._note(other, Deed.BROKE_PROTOCOL, str(contradiction))
+                contradiction = Contradiction(other.node_id, model_id, said, own.n_layers)
+                self._note(other.node_id, Deed.BROKE_PROTOCOL, str(contradiction))
 
-    def _put_in(self, node_id: NodeId, model_id: ModelId, said: _Said) -> None:
+    def _put_in(self, indexed: IndexedRecord, model_id: ModelId, said: _Said) -> None:
         model = self._models.get(model_id)
         if model is None:
             model = self._models[model_id] = _Model()
             self._ids_with.setdefault(model_id[:MIN_ID_PREFIX], set()).add(model_id)
-        model.said[node_id] = said
+        model.nodes[indexed] = None
         model.view = None
         for name in said.names:
             ids = self._ids_of.setdefault(name, {})
             ids[model_id] = ids.get(model_id, 0) + 1
         self._touched()
-        self._blame(node_id, model_id, model)
+        self._blame(indexed, model_id, model)
 
-    def _take_out(self, node_id: NodeId, model_id: ModelId, said: _Said) -> None:
+    def _take_out(self, indexed: IndexedRecord, model_id: ModelId, said: _Said) -> None:
         model = self._models[model_id]
-        del model.said[node_id]
-        model.ranges.pop(node_id, None)
+        del model.nodes[indexed]
+        indexed.ranges.pop(model_id, None)
         model.view = None
         for name in said.names:
             ids = self._ids_of[name]
@@ -246,7 +263,7 @@ class ModelIndex:
                 del ids[model_id]
             if not ids:
                 del self._ids_of[name]
-        if not model.said:
+        if not model.nodes:
             del self._models[model_id]
             ids_with = self._ids_with[model_id[:MIN_ID_PREFIX]]
             ids_with.remove(model_id)
@@ -260,14 +277,16 @@ class ModelIndex:
 
     def _view(self, model_id: ModelId, model: _Model) -> SwarmModel:
         said: Counter[tuple[str, int]] = Counter()
-        for writer, each in self._true(model):
+        for writer, each in self._true(model_id, model):
             for name in each.names:
-                said[name, each.n_layers] += 2 * len(model.said) + 1 if writer == self._node_id else 1
+                is_own = writer.node_id == self._node_id
+                said[name, each.n_layers] += 2 * len(model.nodes) + 1 if is_own else 1
         (name, n_layers), _ = min(said.items(), key=lambda vote: (-vote[1], vote[0]))
+        n_layers_of = {indexed.node_id: each.n_layers for indexed, each in self._true(model_id, model)}
         fitting = {
-            # The same object where nothing is left out: who reads this need look only at what has changed.
+            # The same object where nothing is left out: readers look only at what has changed.
             node_id: ranges
-            if model.said[node_id].n_layers <= n_layers
+            if n_layers_of[node_id] <= n_layers
             else tuple(layers for layers in ranges if layers.end <= n_layers)
             for node_id, ranges in self.held(model_id).items()
         }

@@ -26,7 +26,7 @@ class ProjectorIndex:
     def __init__(self, nodes_max: int = NODES_MAX, *, peers: Parts[Projectors] | None = None) -> None:
         self._nodes_max = nodes_max
         self._by_node: Parts[Projectors] = Parts.alone() if peers is None else peers
-        self._nodes_of: dict[ModelId, dict[NodeId, ProjectorAnnounce]] = {}
+        self._nodes_of: dict[ModelId, set[NodeId]] = {}
         self._remembered: OrderedDict[ModelId, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -41,20 +41,23 @@ class ProjectorIndex:
         if not said or len(self._by_node) >= self._nodes_max:
             return
         self._by_node.put(node_id, said)
-        for model_id, each in said.items():
-            self._nodes_of.setdefault(model_id, {})[node_id] = each
+        for model_id in said:
+            self._nodes_of.setdefault(model_id, set()).add(node_id)
 
     def forget(self, node_id: NodeId) -> None:
         for model_id in self._by_node.drop(node_id) or ():
             nodes = self._nodes_of[model_id]
-            del nodes[node_id]
+            nodes.remove(node_id)
             if not nodes:
                 del self._nodes_of[model_id]
 
     def holders(self, model_id: ModelId, counts: Callable[[NodeId], bool]) -> dict[NodeId, ProjectorAnnounce]:
         """What the nodes that `counts` say of this model."""
-        said = self._nodes_of.get(model_id, {})
-        found = {node_id: each for node_id, each in said.items() if counts(node_id)}
+        found = {
+            node_id: self._by_node.get(node_id, {})[model_id]
+            for node_id in sorted(self._nodes_of.get(model_id, ()))
+            if counts(node_id)
+        }
         if found:
             self._remembered[model_id] = None
             self._remembered.move_to_end(model_id)

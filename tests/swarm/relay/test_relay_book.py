@@ -27,6 +27,7 @@ from swarmllm.swarm.discovery.relay.service import (
     RESERVED_S,
     RelayBook,
 )
+from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.settings import RELAY_LIMITS, RelayLimits
 from swarmllm_proto.errors import BadMessage
 
@@ -65,7 +66,24 @@ def test_circuits_are_limited_for_each_end_and_together() -> None:
     assert book.n_circuits == n_circuits
     book.end("greedy", "1")
     assert book.begin("other", "40", 0.0) is Status.OK
+    assert book.begin("greedy", "41", 0.0) is Status.RESOURCE_LIMIT_EXCEEDED, "all circuits are taken"
     assert repr(book) == f"<RelayBook {n_circuits} reservations, {n_circuits} circuits>"
+
+
+def test_an_end_of_a_circuit_that_ended_may_have_another_one_and_nothing_is_kept_of_it() -> None:
+    n_of_node: Parts[int] = Parts.alone()
+    book = RelayBook(n_circuits=n_of_node)
+    book.reserve("target", 0.0)
+    for n in range(CIRCUITS_PER_NODE):
+        assert book.begin(f"dialler {n % 2}", "target", 0.0) is Status.OK
+    assert book.begin("dialler 0", "target", 0.0) is Status.RESOURCE_LIMIT_EXCEEDED
+    book.end("dialler 1", "target")
+    assert book.begin("dialler 0", "target", 0.0) is Status.OK
+    assert n_of_node.get("dialler 0") == CIRCUITS_PER_NODE / 2 + 1
+    for n in range(CIRCUITS_PER_NODE):
+        book.end("dialler 0" if n <= CIRCUITS_PER_NODE / 2 else "dialler 1", "target")
+    assert book.n_circuits == 0
+    assert list(n_of_node) == []
 
 
 @pytest.mark.parametrize("status", Status)

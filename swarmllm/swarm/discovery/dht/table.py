@@ -16,7 +16,6 @@ says again every hour that it still is.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -106,6 +105,8 @@ _PLACE_BITS = 256
 class _Entry:
     contact: Contact
     place: int
+    bucket: int
+    """Bits of the prefix that it shares with this node."""
     answered_at_s: float
 
 
@@ -116,7 +117,6 @@ class RoutingTable:
         self._node_id = node_id
         self._place = node_place(node_id)
         self._entries: dict[NodeId, _Entry] = {}
-        self._buckets: defaultdict[int, dict[NodeId, _Entry]] = defaultdict(dict)
 
     def __repr__(self) -> str:
         return f"<RoutingTable {len(self._entries)} nodes>"
@@ -137,20 +137,20 @@ class RoutingTable:
             entry.answered_at_s = now
             entry.contact = contact if contact.addresses else entry.contact
             return True
-        entry = _Entry(contact, node_place(node_id), now)
-        bucket = self._buckets[_PLACE_BITS - (entry.place ^ self._place).bit_length()]
+        place = node_place(node_id)
+        entry = _Entry(contact, place, _PLACE_BITS - (place ^ self._place).bit_length(), now)
+        bucket = [other for other in self._entries.values() if other.bucket == entry.bucket]
         if len(bucket) >= BUCKET_SIZE or len(self._entries) >= CONTACTS_MAX:
-            stalest = min(bucket.values(), key=lambda e: e.answered_at_s, default=None)
+            stalest = min(bucket, key=lambda e: e.answered_at_s, default=None)
             if stalest is None or now - stalest.answered_at_s < STALE_S:
                 return False
             self.failed(stalest.contact.node_id)
-        bucket[node_id] = self._entries[node_id] = entry
+        self._entries[node_id] = entry
         return True
 
     def failed(self, node_id: NodeId) -> None:
         """It did not answer."""
-        if (entry := self._entries.pop(node_id, None)) is not None:
-            del self._buckets[_PLACE_BITS - (entry.place ^ self._place).bit_length()][node_id]
+        self._entries.pop(node_id, None)
 
     def closest(self, place: int, n: int = BUCKET_SIZE) -> list[Contact]:
         nearest = sorted(self._entries.values(), key=lambda entry: entry.place ^ place)

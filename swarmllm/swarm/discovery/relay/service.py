@@ -60,10 +60,17 @@ class Reservation:
 class RelayBook:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self, peers: Parts[Reservation] | None = None, limits: RelayLimits = RELAY_LIMITS) -> None:
+    def __init__(
+        self,
+        peers: Parts[Reservation] | None = None,
+        limits: RelayLimits = RELAY_LIMITS,
+        n_circuits: Parts[int] | None = None,
+    ) -> None:
+        """`n_circuits`: those that each peer is an end of."""
         self._limits = limits
         self._reservations: Parts[Reservation] = Parts.alone() if peers is None else peers
-        self._circuits: dict[tuple[NodeId, NodeId], int] = {}
+        self._n_of_node: Parts[int] = Parts.alone() if n_circuits is None else n_circuits
+        self.n_circuits = 0
 
     def __repr__(self) -> str:
         return f"<RelayBook {len(self._reservations)} reservations, {self.n_circuits} circuits>"
@@ -71,10 +78,6 @@ class RelayBook:
     @property
     def n_reservations(self) -> int:
         return len(self._reservations)
-
-    @property
-    def n_circuits(self) -> int:
-        return sum(self._circuits.values())
 
     def holders(self) -> set[NodeId]:
         return set(self._reservations)
@@ -100,20 +103,24 @@ class RelayBook:
         if reservation is None or reservation.is_over(now):
             return Status.NO_RESERVATION
         for node_id in (dialler, target):
-            n_of_node = sum(n for ends, n in self._circuits.items() if node_id in ends)
-            if n_of_node >= CIRCUITS_PER_NODE:
+            if (self._n_of_node.get(node_id) or 0) >= CIRCUITS_PER_NODE:
                 return Status.RESOURCE_LIMIT_EXCEEDED
         if self.n_circuits >= self._limits.circuits:
             return Status.RESOURCE_LIMIT_EXCEEDED
-        self._circuits[dialler, target] = self._circuits.get((dialler, target), 0) + 1
+        self.n_circuits += 1
+        for node_id in (dialler, target):
+            self._n_of_node.put(node_id, (self._n_of_node.get(node_id) or 0) + 1)
         return Status.OK
 
     def end(self, dialler: NodeId, target: NodeId) -> None:
-        left = self._circuits[dialler, target] - 1
-        if left:
-            self._circuits[dialler, target] = left
-        else:
-            del self._circuits[dialler, target]
+        """Of a circuit that was begun."""
+        self.n_circuits -= 1
+        for node_id in (dialler, target):
+            n_left = (self._n_of_node.get(node_id) or 0) - 1
+            if n_left > 0:
+                self._n_of_node.put(node_id, n_left)
+            else:
+                self._n_of_node.drop(node_id)
 
 
 log = logging.getLogger(__name__)
@@ -125,11 +132,15 @@ STREAMS_MAX = 128
 
 class RelayService:
     def __init__(
-        self, host: Host, peers: Parts[Reservation] | None = None, limits: RelayLimits = RELAY_LIMITS
+        self,
+        host: Host,
+        peers: Parts[Reservation] | None = None,
+        limits: RelayLimits = RELAY_LIMITS,
+        n_circuits: Parts[int] | None = None,
     ) -> None:
         self._host = host
         self._n_asking = 0
-        self.book = RelayBook(peers, limits)
+        self.book = RelayBook(peers, limits, n_circuits)
         self.n_bytes = 0
         host.serve(HOP, self.serve)
 
