@@ -53,11 +53,8 @@ class ProjectorIndex:
 
     def holders(self, model_id: ModelId, counts: Callable[[NodeId], bool]) -> dict[NodeId, ProjectorAnnounce]:
         """What the nodes that `counts` say of this model."""
-        found = {
-            node_id: self._by_node.get(node_id, {})[model_id]
-            for node_id in sorted(self._nodes_of.get(model_id, ()))
-            if counts(node_id)
-        }
+        said = {n: self._by_node.get(n) for n in sorted(self._nodes_of.get(model_id, ())) if counts(n)}
+        found = {node_id: each[model_id] for node_id, each in said.items() if each is not None}
         if found:
             self._remembered[model_id] = None
             self._remembered.move_to_end(model_id)
