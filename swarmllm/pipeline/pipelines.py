@@ -30,8 +30,9 @@ from swarmllm.pipeline.origin.opener import PipelineOpener
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
 from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests, fit
+from swarmllm.pipeline.own_models import OwnModels
+from swarmllm.pipeline.prefix.cached_rows import CachedRows
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
-from swarmllm.pipeline.prefix.known_rows import KnownRows
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
@@ -40,7 +41,7 @@ from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.route.cuts_ahead import CutsAhead
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.pipeline.route.request_routes import KnownOf, RequestRoutes, nothing_known
+from swarmllm.pipeline.route.request_routes import CachedRowsOf, RequestRoutes, nothing_cached
 from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -132,10 +133,10 @@ class Pipelines:
             catalogue,
             settings,
             self._start_session,
+            self._links,
+            self._requests,
             trust,
             budget,
-            self._links.tell_prompt,
-            held_by_own=self._requests.held,
         )
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
@@ -155,14 +156,14 @@ class Pipelines:
             self._sessions.notary_of = Notaries(pool, router, signer, self._start_soon, commitments.own)
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
-        known_rows: KnownOf = nothing_known
-        find_model = partial(trio.to_thread.run_sync, catalogue.get)
+        own_models = OwnModels(catalogue)
+        cached_rows: CachedRowsOf = nothing_cached
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
             kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
                 router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
             )
-            known_rows = KnownRows(
+            cached_rows = CachedRows(
                 node_id,
                 registry,
                 kept.kept_prefixes,
@@ -171,7 +172,7 @@ class Pipelines:
             ).of
             prefix_serving = PrefixServing(
                 kept,
-                find_model,
+                own_models,
                 self._counts,
                 registry.may_share,
                 fetch.serving_timeout_s,
@@ -190,12 +191,10 @@ class Pipelines:
             self._prefixes,
         )
         self._routes = RequestRoutes(
-            router, planner, self._here, self._suspects, trust, self._attempts.just_sent, known_rows
+            router, planner, self._here, self._suspects, trust, self._attempts.just_sent, cached_rows
         )
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
-        self._cuts_ahead = CutsAhead(
-            node_id, pool, registry, find_model, self.stages_for, self._sessions.served
-        )
+        self._cuts_ahead = CutsAhead(node_id, pool, registry, own_models, self._routes, self._sessions)
         self._opener = PipelineOpener(
             node_id,
             self._attempts,
@@ -218,7 +217,7 @@ class Pipelines:
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self.stages_for
         )
-        self._pictures = PictureServing(pool, find_model, self._counts, trust, budget, self._start_soon)
+        self._pictures = PictureServing(pool, own_models, self._counts, trust, budget, self._start_soon)
         kept_pictures = KeptPictures() if kept_pictures is None else kept_pictures
         self._picture_checker = PictureChecker(
             pool,

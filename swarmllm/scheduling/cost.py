@@ -93,7 +93,7 @@ class RouteInputs:
     """By node id: the part by which the origin counts its computing dearer than it is, so that not all
     origins choose alike."""
 
-    known_rows: Mapping[NodeId, int] = field(default_factory=dict)
+    cached_rows: Mapping[NodeId, int] = field(default_factory=dict)
     """By node id: first rows of the prompt that are known there, where it runs all layers. (In a longer route
     nobody knows them; but a node is cheap for every layer then, so it has them all or hardly any.)"""
 
@@ -126,7 +126,7 @@ class RouteInputs:
     def layer_s(self, node_id: NodeId) -> float:
         """One layer of this node, for the whole request."""
         speed, work = self.speeds[node_id], self.workload
-        n_prompt = max(0, work.n_prompt_tokens - self.known_rows.get(node_id, 0))
+        n_prompt = max(0, work.n_prompt_tokens - self.cached_rows.get(node_id, 0))
         rows_s = n_prompt * speed.prefill_s + work.n_output_tokens * speed.decode_s
         rows_s *= 1 + self.leans.get(node_id, 0.0)
         return rows_s * (1 + speed.n_active) + (LAYER_TIE_S if node_id != self.origin else 0.0)

@@ -7,9 +7,11 @@ worker: the next call after a crash finds no worker, starts one and loads the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import trio
 from msgspec import UNSET
@@ -25,10 +27,27 @@ from swarmllm.workerpool.settings import (
     ModelMemory,
     WorkerSettings,
 )
-from swarmllm.workerpool.worker import OnNotice, Worker
-from swarmllm_proto.ipc import KernelChoice, Load, Loaded, Open, Opened, Unload
+from swarmllm.workerpool.worker import Worker
+from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.ipc import AnyWorkerMessage, KernelChoice, Load, Loaded, Open, Opened, Unload
 
 log = logging.getLogger("swarmllm.workerpool")
+
+
+class Host(Protocol):
+    """The pool, as a hosted model sees it."""
+
+    def notice(
+        self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
+    ) -> None:
+        """A worker says something that answers no call."""
+        ...
+
+    def worker_ended(self, worker: Worker) -> None: ...
+
+    def mapped_beside(self, hosted: HostedModel) -> int:
+        """Bytes of weights that the workers of other models have mapped, or are mapping."""
+        ...
 
 
 class HostedModel:
@@ -39,11 +58,8 @@ class HostedModel:
         command: Sequence[str],
         socket_dir: Path,
         nursery: trio.Nursery,
-        on_notice: OnNotice = lambda worker, message, payload: None,
-        on_end: Callable[[Worker], None] = lambda worker: None,
-        mapped_beside: Callable[[HostedModel], int] = lambda hosted: 0,
+        host: Host,
     ) -> None:
-        """`mapped_beside`: bytes of weights that the workers of other models have mapped, or are mapping."""
         self.model = model
         self.wanted: tuple[LayerRange, ...] = ()
         """As the worker told it: in order, apart from each other."""
@@ -62,9 +78,7 @@ class HostedModel:
         self._command = command
         self._socket_dir = socket_dir
         self._nursery = nursery
-        self._on_notice = on_notice
-        self._on_end = on_end
-        self._mapped_beside = mapped_beside
+        self._host = host
         self._coming_bytes = 0
         self._worker: Worker | None = None
         self._opened_as: tuple[ModelFile, WorkerSettings] | None = None
@@ -150,7 +164,7 @@ class HostedModel:
             id=worker.new_id(),
             start=layers.start,
             end=layers.end,
-            mapped_beside_bytes=self._mapped_beside(self) or UNSET,
+            mapped_beside_bytes=self._host.mapped_beside(self) or UNSET,
         )
         try:
             loaded, _ = await worker.call(
@@ -245,7 +259,7 @@ class HostedModel:
             self._socket_dir,
             start_timeout_s=settings.start_timeout_s,
             stop_timeout_s=settings.stop_timeout_s,
-            on_notice=self._on_notice,
+            on_notice=partial(self._host.notice, self.model.model_id),
         )
         worker.n_threads = settings.n_threads
         spawn(self._nursery, "worker", self._run, worker)
@@ -305,7 +319,7 @@ class HostedModel:
             await worker.run()
         finally:
             self.last_end = worker.obituary
-            self._on_end(worker)
+            self._host.worker_ended(worker)
 
 
 def inode_of(path: Path) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -88,9 +87,7 @@ class Hosts:
                 self.command,
                 self.socket_dir,
                 self.nursery(),
-                partial(self._notice, model.model_id),
-                self._ended,
-                self._mapped_beside,
+                self,
             )
             self._hosted[model.model_id] = hosted
         else:
@@ -122,7 +119,7 @@ class Hosts:
         are not."""
         return sum(hosted.mapped_bytes for hosted in self)
 
-    def _mapped_beside(self, hosted: HostedModel) -> int:
+    def mapped_beside(self, hosted: HostedModel) -> int:
         return self.mapped_bytes - hosted.mapped_bytes
 
     def drop_if_empty(self, model_id: ModelId) -> None:
@@ -136,9 +133,10 @@ class Hosts:
             raise WorkerError("the worker pool is not running")
         return self._nursery
 
-    def _notice(
+    def notice(
         self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
     ) -> None:
+        """A worker says something that answers no call."""
         # What the last worker had to say concerns nobody any more.
         if worker is not self.worker(model_id):
             return
@@ -148,7 +146,7 @@ class Hosts:
         else:
             self.on_notice(model_id, worker, message, payload)
 
-    def _ended(self, worker: Worker) -> None:
+    def worker_ended(self, worker: Worker) -> None:
         self._tell_threads(self._threads.forget(worker))
 
     def _tell_threads(self, workers: list[Worker]) -> None:

@@ -30,22 +30,24 @@ class Stand:
     layers: tuple[LayerRange, ...] = (R(4, 12),)
     others: dict[str, tuple[LayerRange, ...]] = field(default_factory=lambda: {A: (R(0, 8),)})
     route: tuple[Stage, ...] = ()
-    served: list[Served] = field(default_factory=list)
+    done: list[Served] = field(default_factory=list)
     cuts: list[tuple[LayerRange, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stand: Any = self
+        self.ahead = CutsAhead(B, stand, stand, stand, stand, stand)
 
-        async def find(model_id: str) -> Any:
-            return SimpleNamespace(model_id=model_id)
-
-        self.ahead = CutsAhead(B, stand, stand, find, self.stages_for, lambda: self.served)
+    async def get(self, model_id: str) -> Any:
+        return SimpleNamespace(model_id=model_id)
 
     async def stages_for(self, entry: Any) -> tuple[Stage, ...]:
         assert entry.model_id == "m"
         if not self.route:
             raise NoPipeline("nobody has the rest")
         return self.route
+
+    def served(self) -> list[Served]:
+        return self.done
 
     def context_sizes(self) -> dict[str, int]:
         return {"m": 512} if self.layers else {}
@@ -85,7 +87,7 @@ async def test_after_another_load_it_is_cut_again() -> None:
 
 async def test_what_others_used_here_lately_is_cut_too_and_what_is_held_so_is_not() -> None:
     stand = Stand(route=stages("a 0:4", "b 4:12"))
-    stand.served = [
+    stand.done = [
         Served("m", A, (R(8, 12),), 0, 1, 5, 0.0),
         Served("m", C, (R(8, 12), R(2, 6)), 0, 1, 5, 0.0),
         Served("other", C, (R(5, 6),), 0, 1, 5, 0.0),

@@ -369,7 +369,7 @@ def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> Prefix
 def handler_of(holder: Store | Handler) -> Any:
     if not isinstance(holder, Store):
         return holder
-    serving = PrefixServing(holder, find_model, PipelineStatistics(), lambda node_id: True, 2.0)
+    serving = PrefixServing(holder, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
 
     async def answer(sender: NodeId, body: bytes) -> bytes:
         request = decode_request(body)
@@ -379,8 +379,9 @@ def handler_of(holder: Store | Handler) -> Any:
     return answer
 
 
-async def find_model(model_id: ModelId) -> Any:
-    return ENTRY
+class OneModel:
+    async def get(self, model_id: ModelId) -> Any:
+        return ENTRY
 
 
 async def ignore(sender: NodeId, header: bytes, payload: memoryview) -> None:
@@ -578,7 +579,7 @@ async def test_kv_from_a_peer_is_fetched_within_the_room_of_its_payloads(
 
 async def test_one_peer_cannot_have_all_turns_of_a_holder(autojump_clock: MockClock) -> None:
     store = Store(n_kept=10, stands_still=True)
-    serving = PrefixServing(store, find_model, PipelineStatistics(), lambda node_id: node_id != FAR, 2.0)
+    serving = PrefixServing(store, OneModel(), PipelineStatistics(), lambda node_id: node_id != FAR, 2.0)
     request = PrefixKvFetch(model_id=MODEL, names=b"".join(HASHES), kv_format="f16", first_row=0, n_rows=B)
     assert (await serving.answer(FAR, request)).status == "absent"
     answers: list[tuple[float, str]] = []

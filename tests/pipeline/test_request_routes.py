@@ -202,4 +202,4 @@ async def test_what_nodes_know_of_a_prompt_counts_but_for_exact_requests() -> No
     stand = Stand()
     for is_exact in (False, True):
         await stand.routes.choose(request(10, is_exact=is_exact))
-    assert [size.known_rows for size in stand.sizes] == [{C: 10}, {}]
+    assert [size.cached_rows for size in stand.sizes] == [{C: 10}, {}]

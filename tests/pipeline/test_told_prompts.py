@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,19 @@ TELLS = PipelineSettings(guesses=True, tells_prompt=True)
 FIRST_HERE, LAST_HERE = {A: "0:6", B: "6:12"}, {A: "6:12", B: "0:6"}
 
 
+@dataclass
+class Hearing:
+    prompts: list[list[int]]
+
+    def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
+        self.prompts.append(prompt.tolist())
+
+
 def listen(swarm: Swarm) -> dict[str, list[list[int]]]:
     """The prompts that workers are told from here on, by node id."""
     heard: dict[str, list[list[int]]] = {node_id: [] for node_id in swarm.nodes}
     for node_id, node in swarm.nodes.items():
-
-        def hear(context: RequestContext, prompt: Tensor, node_id: str = node_id) -> None:
-            heard[node_id].append(prompt.tolist())
-
-        node.pipelines._sessions.on_prompt = hear
+        node.pipelines._sessions.links = Hearing(heard[node_id])
     return heard
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.frames import Payload
@@ -84,14 +84,14 @@ class PrefixServing:
     def __init__(
         self,
         store: PrefixStore,
-        find_model: Callable[[ModelId], Awaitable[CatalogueEntry]],
+        own_models: FindsOwnModels,
         counts: PipelineStatistics,
         may_ask: Callable[[NodeId], bool],
         timeout_s: float,
     ) -> None:
-        """`find_model` raises ModelNotFound; `may_ask`: whether that node is trusted enough."""
+        """`may_ask`: whether that node is trusted enough."""
         self._store = store
-        self._find_model = find_model
+        self._own_models = own_models
         self._counts = counts
         self._may_ask = may_ask
         self._timeout_s = timeout_s
@@ -138,7 +138,7 @@ class PrefixServing:
     async def _model(self, model_id: ModelId) -> tuple[ModelFile, int]:
         found = self._models.get(model_id)
         if found is None:
-            entry = await self._find_model(model_id)
+            entry = await self._own_models.get(model_id)
             found = self._models[model_id] = ModelFile.of(entry), entry.manifest.n_layers
             while len(self._models) > MODELS_MAX:
                 del self._models[next(iter(self._models))]

@@ -10,7 +10,7 @@ and those that other nodes' requests had here lately. Nothing is cut that reques
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Protocol, TypeAlias
 
 import trio
@@ -18,6 +18,7 @@ import trio
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
+from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.stage.served import Served
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
@@ -43,6 +44,18 @@ class Holdings(Protocol):
     def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]: ...
 
 
+class Routes(Protocol):
+    async def stages_for(self, entry: CatalogueEntry) -> Collection[Stage]:
+        """The route that a request of this node would take now."""
+        ...
+
+
+class ServesOthers(Protocol):
+    def served(self) -> Iterable[Served]:
+        """The computations for others lately."""
+        ...
+
+
 _Situation: TypeAlias = tuple[tuple[LayerRange, ...], frozenset[tuple[NodeId, tuple[LayerRange, ...]]]]
 
 
@@ -52,18 +65,16 @@ class CutsAhead:
         node_id: NodeId,
         pool: Layers,
         registry: Holdings,
-        find: Callable[[ModelId], Awaitable[CatalogueEntry]],
-        stages_for: Callable[[CatalogueEntry], Awaitable[Collection[Stage]]],
-        served: Callable[[], Iterable[Served]],
+        models: FindsOwnModels,
+        routes: Routes,
+        sessions: ServesOthers,
     ) -> None:
-        """`stages_for`: the route that a request of this node would take now. `served`: what was computed
-        for others lately."""
         self._node_id = node_id
         self._pool = pool
         self._registry = registry
-        self._find = find
-        self._stages_for = stages_for
-        self._served = served
+        self._models = models
+        self._routes = routes
+        self._sessions = sessions
         self._done: dict[ModelId, _Situation] = {}
 
     async def run(self) -> None:
@@ -92,8 +103,8 @@ class CutsAhead:
             self._done[model_id] = situation
 
     async def _wanted(self, model_id: ModelId) -> list[LayerRange]:
-        stages = await self._stages_for(await self._find(model_id))
+        stages = await self._routes.stages_for(await self._models.get(model_id))
         mine = [LayerRange(each.start, each.end) for each in stages if each.node_id == self._node_id]
         return mine + [
-            layers for each in self._served() if each.model_id == model_id for layers in each.layers
+            layers for each in self._sessions.served() if each.model_id == model_id for layers in each.layers
         ]

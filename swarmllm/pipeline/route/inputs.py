@@ -39,7 +39,7 @@ SLOWEST_LAYER_S = 3600.0
 SLOWER = 2.0
 """So many times slower than expected has a node to be measured, for the measurement to count."""
 NOTHING_MEASURED: Mapping[NodeId, float] = MappingProxyType({})
-NOTHING_KNOWN: Mapping[NodeId, int] = MappingProxyType({})
+NOTHING_CACHED: Mapping[NodeId, int] = MappingProxyType({})
 SLOWEST_LINK_BYTES_PER_S = 1.0
 """The same of a line's speed: the time per byte stays finite."""
 PAIRS_MAX = 2048
@@ -86,10 +86,10 @@ def route_inputs(
     observations: Observations,
     load: OwnLoad,
     measured_s: Mapping[NodeId, float] = NOTHING_MEASURED,
-    known_rows: Mapping[NodeId, int] = NOTHING_KNOWN,
+    cached_rows: Mapping[NodeId, int] = NOTHING_CACHED,
 ) -> RouteInputs:
     """`capabilities`: what other nodes say of themselves. `measured_s`: what this node has measured of
-    them, per layer and row in decode. `known_rows`: as `RouteInputs` has it."""
+    them, per layer and row in decode. `cached_rows`: as `RouteInputs` has it."""
     model_id = manifest.model_id
     layer_bytes, layer_weights = _layer_size(manifest)
     least_s = layer_bytes / FASTEST_BYTES_PER_S
@@ -159,7 +159,7 @@ def route_inputs(
         pair_bytes_per_s,
         HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
         {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
-        known_rows,
+        cached_rows,
     )
 
 

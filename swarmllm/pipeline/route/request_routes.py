@@ -19,7 +19,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
-from swarmllm.pipeline.route.inputs import NOTHING_KNOWN, OwnLoad
+from swarmllm.pipeline.route.inputs import NOTHING_CACHED, OwnLoad
 from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
@@ -43,12 +43,12 @@ JustSent = Callable[[Mapping[NodeId, ReportedLoad], OriginRequest | None], Mappi
 that nodes have said, by node id."""
 
 
-KnownOf = Callable[[CatalogueEntry, Tensor], Mapping[NodeId, int]]
+CachedRowsOf = Callable[[CatalogueEntry, Tensor], Mapping[NodeId, int]]
 """By node id: first rows of a prompt that need not be computed there."""
 
 
-def nothing_known(entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
-    return NOTHING_KNOWN
+def nothing_cached(entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
+    return NOTHING_CACHED
 
 
 class LighterRoute(Exception):
@@ -68,7 +68,7 @@ class RequestRoutes:
         suspects: Suspects,
         trust: NodeTrust,
         just_sent: JustSent,
-        known_rows: KnownOf = nothing_known,
+        cached_rows: CachedRowsOf = nothing_cached,
     ) -> None:
         self._router = router
         self.planner = planner
@@ -76,7 +76,7 @@ class RequestRoutes:
         self._suspects = suspects
         self._trust = trust
         self._just_sent = just_sent
-        self._known_rows = known_rows
+        self._cached_rows = cached_rows
         self._told = ReportedLoads()
         self._affinity = Affinity()
         self.announced_s = planner.announced_s
@@ -111,8 +111,8 @@ class RequestRoutes:
         entry = request.entry
         # An exact request computes all of its prompt, and ids of a picture's rows are no tokens.
         may_know = not request.is_exact and request.pictures is None
-        known_rows = self._known_rows(entry, request.rows) if may_know else NOTHING_KNOWN
-        size = RequestSize(n_prompt, n_output, known_rows)
+        cached_rows = self._cached_rows(entry, request.rows) if may_know else NOTHING_CACHED
+        size = RequestSize(n_prompt, n_output, cached_rows)
         load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
         self.warming.asked(entry, size, trio.current_time())
         ordered = self._suspects.ordered(trio.current_time(), self._trust.score)

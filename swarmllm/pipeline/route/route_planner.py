@@ -101,7 +101,7 @@ class LocalLoad:
 class RequestSize:
     n_prompt_tokens: int = 128
     n_output_tokens: int = 128
-    known_rows: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
+    cached_rows: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
     """By node id: of the prompt, as `RouteInputs` has it."""
 
 
@@ -336,7 +336,7 @@ def _question(known: _Known) -> Question:
             known.observations,
             known.load,
             known.measured_s,
-            known.size.known_rows,
+            known.size.cached_rows,
         ),
         model_name=known.entry.name,
         constraints=known.constraints,

@@ -12,6 +12,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import trio
@@ -80,6 +81,18 @@ class StageBusy(AssignmentRefused):
     busy = True
 
 
+class TakesPrompts(Protocol):
+    def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
+        """The worker of the last stage, which is here, guesses from the prompt (i32) from now on."""
+        ...
+
+
+class HoldsCapacity(Protocol):
+    def held(self) -> Iterable[HeldCapacity]:
+        """By the requests of this node's own users."""
+        ...
+
+
 @dataclass(slots=True)
 class Sessions:
     """Every request in which this node takes part, its own included."""
@@ -90,15 +103,13 @@ class Sessions:
     settings: PipelineSettings
     start_soon: Callable[[Session], None]
     """Also has the workers' links take part in its request."""
+    links: TakesPrompts
+    own: HoldsCapacity
     trust: NodeTrust = field(default_factory=NoOpinion)
     budget: ByteBudget = field(default_factory=ByteBudget)
-    on_prompt: Callable[[RequestContext, Tensor], None] = lambda context, prompt: None
-    """Has the worker of the last stage, which is here, guess from a prompt (i32)."""
     notary_of: Callable[[RequestContext, Refusals], NoNotary] = lambda context, refusals: NoNotary()
     """Who signs for the rows of a request."""
     refusals: Refusals = field(default_factory=Refusals)
-    held_by_own: Callable[[], Iterable[HeldCapacity]] = lambda: ()
-    """By the requests of this node's own users."""
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
@@ -159,7 +170,7 @@ class Sessions:
         if session is not None and session.view.origin == sender:
             reason = self._refuse_prompt(session.context, prompt := np.frombuffer(message.tokens, "<i4"))
             if not reason:
-                self.on_prompt(session.context, prompt)
+                self.links.tell_prompt(session.context, prompt)
         return PipelineAck(request_id=message.request_id, accepted=not reason, reason=reason)
 
     def _refuse_prompt(self, context: RequestContext, prompt: Tensor) -> str:
@@ -371,7 +382,7 @@ class Sessions:
             for session in self.all_running()
             if self._is_of_others(session, model_id)
         ]
-        own = sum(each.n_prompt_tokens for each in self.held_by_own() if each.model_id == model_id)
+        own = sum(each.n_prompt_tokens for each in self.own.held() if each.model_id == model_id)
         n_ctx = self.compute.context_sizes().get(model_id, self.settings.n_ctx)
         admission = ask_for_cells(
             context.view.origin,

@@ -20,9 +20,9 @@ from msgspec import UNSET
 
 from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError, WorkerDied
 from swarmllm.log_filter import provoked_by
-from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import parse_picture
+from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.prefix.choice import Resting
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.pipeline.stage.compute import Compute
@@ -100,16 +100,16 @@ class PictureServing:
     def __init__(
         self,
         compute: Compute,
-        find_model: Callable[[ModelId], Awaitable[CatalogueEntry]],
+        own_models: FindsOwnModels,
         counts: PipelineStatistics,
         trust: NodeTrust,
         budget: ByteBudget,
         start_soon: StartSoon,
         n_places: int = PLACES,
     ) -> None:
-        """`find_model` raises ModelNotFound. `start_soon` runs a task that may outlive a request."""
+        """`start_soon` runs a task that may outlive a request."""
         self._compute = compute
-        self._find_model = find_model
+        self._own_models = own_models
         self._counts = counts
         self._trust = trust
         self._budget = budget
@@ -162,7 +162,7 @@ class PictureServing:
         if request.offset or request.first_row or not request.image:
             raise NotEncoded("VisionEncoderUnavailable", "nothing is known of it here any more")
         try:
-            entry = await self._find_model(request.model_id)
+            entry = await self._own_models.get(request.model_id)
         except SwarmLLMError:
             raise NotEncoded("VisionEncoderUnavailable", "the model is not here") from None
         projector = entry.projector

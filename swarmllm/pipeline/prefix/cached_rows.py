@@ -20,7 +20,7 @@ from swarmllm_proto.tensors import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRows:
+class CachedRows:
     node_id: NodeId
     registry: Registry
     kept: Callable[[], Mapping[ModelId, tuple[KeptPrefix, ...]]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from opinions import Opinions
 
-from swarmllm.pipeline.prefix.known_rows import KnownRows
+from swarmllm.pipeline.prefix.cached_rows import CachedRows
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.records.registry import Registry
@@ -37,8 +37,8 @@ def known(n_here: int = 0, *, sends_tokens: bool = True, **n_said: int) -> dict[
         registry.apply(ids[name], encode_record(NodeRecord(node_id=ids[name], prefix_caches=(said,))))
     registry.set_reachable({NEAR, FAR, LIAR})
     kept = {ENTRY.model_id: (KeptPrefix(HASHES[n_here - 1], n_here),)} if n_here else {}
-    known_rows = KnownRows(ME, registry, lambda: kept, sends_tokens=sends_tokens, key=KEY)
-    found = known_rows.of(ENTRY, TOKENS)
+    cached_rows = CachedRows(ME, registry, lambda: kept, sends_tokens=sends_tokens, key=KEY)
+    found = cached_rows.of(ENTRY, TOKENS)
     return {name: found[node_id] for name, node_id in ids.items() if node_id in found}
 
 
@@ -67,7 +67,7 @@ def test_nobody_counts_who_is_not_trusted() -> None:
 def test_a_node_that_knows_the_prompt_is_worth_the_way(known_there: int, is_there: bool) -> None:
     speed = NodeSpeed(decode_s=0.001, prefill_s=0.001)
     inputs: Any = RouteInputs(
-        ME, Workload(640, 8), {ME: speed, NEAR: speed}, known_rows={NEAR: known_there} if known_there else {}
+        ME, Workload(640, 8), {ME: speed, NEAR: speed}, cached_rows={NEAR: known_there} if known_there else {}
     )
     assert (inputs.layer_s(NEAR) < inputs.layer_s(ME)) is is_there
     assert inputs.layer_s(NEAR) >= 8 * speed.decode_s
