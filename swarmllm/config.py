@@ -1,4 +1,4 @@
-"""What can be configured: one frozen dataclass per TOML table, one sentence per key.
+"""Defines the settings: one frozen dataclass per TOML table, one sentence per key.
 
 The tables below are the only source: the loaders of `config_sources` (TOML, environment, flags), the
 command line and docs/configuration.md are all derived from them, so a key that is not here does not exist
@@ -98,8 +98,8 @@ class NetworkTable:
     )
     max_connections: Annotated[int, Meta(ge=0, le=16384)] = _setting(
         0,
-        "Connections that this node has at most, whoever made them; beyond that somebody gives way. 0: 300, "
-        "and 2000 for `swarmllm bootstrap`.",
+        "Connections that this node has at most, incoming and outgoing; beyond that a peer gives way. "
+        "0: 300, and 2000 for `swarmllm bootstrap`.",
     )
     mdns: bool = _setting(True, "Find nodes on the local network by mDNS, and be found.")
     dht: Literal["on", "client", "off"] = _setting(

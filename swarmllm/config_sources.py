@@ -1,4 +1,4 @@
-"""Where settings come from: defaults, a TOML file, the environment, flags; the later one wins.
+"""Reads settings from their sources: defaults, a TOML file, the environment, flags; the later one wins.
 
 Values are checked by msgspec against the tables' annotations, the same way for every source; the environment
 and flags bring text, which is turned into the field's type first. A key that does not exist is an error with

@@ -1,4 +1,4 @@
-"""What each room of the daemon is told of the configuration."""
+"""Turns the configuration into the settings of each room of the daemon."""
 
 from __future__ import annotations
 

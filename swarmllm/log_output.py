@@ -1,4 +1,4 @@
-"""How the lines of the daemon's log look, and where they go: stderr and a file.
+"""Formats the lines of the daemon's log and writes them to stderr and a file.
 
 Text and JSON come from the same `Facts` of a record. The event is the line's template in one word, for
 example `request_failed_here` for "request %s failed here: %s": all lines that one place writes have the same,

@@ -1,4 +1,4 @@
-"""How much memory this machine has."""
+"""Measures the memory of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the daemon and the commands ask of Linux alone, each with what is done on another system.
+"""Wraps the calls that only Linux has, for the daemon and the commands, each with a replacement on other
+systems.
 
 Elsewhere nothing here fails: a function says that it does not know, or does the portable thing, which is
 slower or less strict. IS_LINUX is looked at with each call, so a test can switch the Linux way off.

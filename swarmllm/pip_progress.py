@@ -1,4 +1,4 @@
-"""What pip is doing, read from its verbose output.
+"""Reads pip's progress from its verbose output.
 
 pip shows nothing while it compiles, and everything when asked to be verbose; this turns the second into one
 line with a bar, a rate and the time left. Pure: lines and the time come in, words come out. Part of the

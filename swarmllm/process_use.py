@@ -1,4 +1,4 @@
-"""What a process of this machine has used, as Linux counts it."""
+"""Reads what a process of this machine has used, as Linux counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What systemd wants to hear from a daemon: the sd_notify protocol, and lines of a log with their level.
+"""Talks to systemd: the sd_notify protocol, and lines of a log with their level.
 
 A datagram to the socket that NOTIFY_SOCKET names, and nothing at all where nobody asked. Spoken here in
 twenty lines instead of by a library that links libsystemd. The watchdog is fed by a task of the daemon's own

@@ -1,4 +1,4 @@
-"""What each model architecture needs to be cut at a layer boundary: a table, and its use for one model.
+"""Lists what each model architecture needs to be cut at a layer boundary: a table, and its use for one model.
 
 A segment is a small GGUF of some layers, renumbered from 0, that is fed hidden states (see `wire.md` and
 the worker's `segment_file`). That is all most architectures need. The others differ in few ways, each a

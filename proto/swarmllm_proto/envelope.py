@@ -1,4 +1,4 @@
-"""What travels about a node: signed by that node, so that it may pass through anybody's hands.
+"""Signed statements of a node about itself, so that it may pass through anybody's hands.
 
 An *envelope* wraps the node's record with what the routers themselves need: where to reach the node on both
 planes, and which of its envelopes is the newest. A *heartbeat* says only "I live, and my newest envelope is

@@ -1,4 +1,4 @@
-"""What a decoder says when bytes from outside break the contract.
+"""Errors of decoders for bytes from outside that break the contract.
 
 One root, so that the loop that owns a connection needs one `except`; one class per remedy, because a reader
 may close the connection (frames), answer the sender (a bad field), skip the peer (another version) or ask

@@ -1,4 +1,4 @@
-"""What nodes ask each other about a file of which each has fetched a part, as MessagePack maps.
+"""Questions and answers between nodes that each fetched a part of one file, as MessagePack maps.
 
 A ModelId covers every tensor, so anyone who has fetched only some layers from the web cannot know it. But the
 header of the file is the same for all, and with it the list of the tensors: who says of which file it speaks

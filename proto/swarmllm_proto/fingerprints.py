@@ -2,7 +2,7 @@
 enough of them to tell whose logits they are once somebody computes them again.
 
 Which tokens' logits are told follows from a number that the origin draws for each request, and from the
-token's index. Whoever tells them with the token cannot know whether anybody will look.
+token's index. The stage that tells them with the token cannot know whether a node will look.
 """
 
 from __future__ import annotations

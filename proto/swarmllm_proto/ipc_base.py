@@ -1,4 +1,4 @@
-"""What messages between daemon and worker are made of (see `ipc`): bases, accounts, cuts, kernels."""
+"""Parts of the messages between daemon and worker (see `ipc`): bases, accounts, cuts, kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node has to do, as it says between two records: a few numbers that change with every request."""
+"""The load of a node, as it says between two records: a few numbers that change with every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routers of two nodes ask each other about the rest of the world, as MessagePack maps.
+"""Questions and answers between routers about other nodes, as MessagePack maps.
 
 They travel in requests of kinds of their own (see wire.md), below what the daemons say to each other.
 """

@@ -1,4 +1,4 @@
-"""What a stage says, over its signature, of the rows that came to it and left it.
+"""Signed statements of a stage about the rows that it received and sent.
 
 A commitment is made after the rows have left and before anybody knows which of them are looked at later. It
 goes to the stage after it, which compares it with what came, and to the origin of the request. Two nodes that

@@ -214,7 +214,7 @@ class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Withdrawn when a newer record does not have it; unset: none."""
     shared_files: Annotated[tuple[SharedFile, ...], Meta(max_length=2)] | UnsetType = UNSET
     fetched_files: Annotated[tuple[FetchedFile, ...], Meta(max_length=4)] | UnsetType = UNSET
-    """Of the SharedFiles of nodes that it accepts. Unset: it fetches none, whoever asks."""
+    """Of the SharedFiles of nodes that it accepts. Unset: it fetches none for any node."""
     projectors: (
         Annotated[tuple[ProjectorAnnounce, ...], Meta(max_length=RECORD_PROJECTORS_MAX)] | UnsetType
     ) = UNSET

@@ -1,4 +1,4 @@
-"""What messages between nodes are made of (see `swarm`): bases, checks, kept KV, broken pipelines.
+"""Parts of the messages between nodes (see `swarm`): bases, checks, kept KV, broken pipelines.
 
 Unlike the names in a pipeline's assignment these hashes have no secret in them: anyone who has the same model
 and the same beginning of a prompt makes the same ones, and so finds out who has its KV. It also finds out

@@ -1,4 +1,6 @@
-"""What a node's record says of models and files that it asks other nodes to hold or to fetch parts of."""
+"""Parts of a node's record: models that it asks others to hold, and files that it asks them to fetch parts
+of.
+"""
 
 from __future__ import annotations
 

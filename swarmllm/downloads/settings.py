@@ -1,4 +1,4 @@
-"""What may be configured about downloads, and when a server is asked again or given up."""
+"""Settings of downloads, and the schedule by which a server is asked again or given up."""
 
 from __future__ import annotations
 

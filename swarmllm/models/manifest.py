@@ -1,4 +1,4 @@
-"""What a model is: its identity, hyper-parameters and shards. Which of it a node needs, where it is cut.
+"""Describes a model: identity, hyper-parameters, shards, the tensors that a node needs, and where it is cut.
 
 The ModelId is BLAKE3 over *canonical text* (`canonical_bytes`), and that text is chosen so that the id
 stays what it is when the same model is stored differently:

@@ -1,9 +1,9 @@
 """The disk that copies of layers take: segment files that workers cut from users' files.
 
 They are a cache: any of them can be cut again. A worker has a shared lock (flock) on each file that it runs
-from, so that what is in use shows, whoever runs it and however that process ends. Of the others go those that
-nobody has used for long, and where all together take more than the quota, those that were not used for
-longest. Their modification time says when they were used last; of one in use, it is now. Blocking.
+from, so that other processes see which files are in use, however that process ends. Files that no worker has
+used for long are deleted; where all together take more than the quota, those that were not used for longest.
+Their modification time says when they were used last; of one in use, it is now. Blocking.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie: in its file, in one of several, or, of a container, in a segment file to
+"""Finds the tensors of a model: in its file, in one of several, or, of a container, in a segment file to
 which a worker has moved them (see `swarmllm_proto.segment_names`).
 
 A worker may move them at any moment, so bytes count only if their place is the same after reading as before:

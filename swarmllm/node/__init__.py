@@ -1,4 +1,4 @@
-"""What a running node can do for its user: `Node`, the one object behind the HTTP API, and the views it
+"""The running node: `Node`, the one object behind the HTTP API, and the views it
 gives.
 """
 

@@ -1,4 +1,5 @@
-"""How often a node tells what wanders by itself, like round trips on a busy machine: pure, `now` passed in.
+"""Limits how often a node announces values that drift by themselves, like round trips on a busy machine:
+pure, `now` passed in.
 
 Every record goes to every node, several times. The first change after a quiet time is told at once. Each one
 that follows waits twice as long as the one before, up to a limit, and each look that finds nothing halves

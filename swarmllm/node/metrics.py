@@ -1,4 +1,4 @@
-"""What a node counts for Prometheus.
+"""Counts for Prometheus.
 
 Two kinds of numbers. Requests are observed as they end, into counters and histograms kept here. Everything
 else (peers, pipelines, workers) has its own keeper already and is only asked when somebody scrapes, so that

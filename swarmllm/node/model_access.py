@@ -1,4 +1,4 @@
-"""What parts of a node may do with its models: interfaces that `ModelKeeper` fulfils.
+"""Interfaces by which parts of a node use its models; `ModelKeeper` fulfils them.
 
 Each part takes the narrowest one, so that its test needs no keeper.
 """
@@ -92,7 +92,7 @@ class PlacesProjectors(Protocol):
         ...
 
 
-class OwnModels(Protocol):
+class StoredModels(Protocol):
     async def known(self, model_id: ModelId) -> CatalogueEntry:
         """From this node's catalogue only. Raises ModelNotFound."""
         ...

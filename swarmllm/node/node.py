@@ -1,4 +1,4 @@
-"""What a running node can do for its user: the one object behind the HTTP API.
+"""Joins the rooms of a running node into the one object behind the HTTP API.
 
 The node owns no machinery; it joins the rooms below (catalogue, worker pool, registry, pipelines) into the
 acts that people ask for, and tells the swarm when what it holds has changed. Requests of this node's users

@@ -16,7 +16,7 @@ from swarmllm.config import AutoManageTable
 from swarmllm.errors import ModelNotFound, SwarmLLMError
 from swarmllm.memory_info import memory_bytes
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
-from swarmllm.node.model_access import OwnModels
+from swarmllm.node.model_access import StoredModels
 from swarmllm.node.share_book import ShareBook
 from swarmllm_proto.identifiers import ModelId
 
@@ -27,7 +27,7 @@ log = logging.getLogger("swarmllm.node")
 
 
 class PlacingDisk:
-    def __init__(self, budget_bytes: int, book: ShareBook, models: OwnModels) -> None:
+    def __init__(self, budget_bytes: int, book: ShareBook, models: StoredModels) -> None:
         self._budget_bytes = budget_bytes
         self._book = book
         self._models = models

@@ -1,4 +1,4 @@
-"""What of a node's load and speed is to be told to the swarm, and how: pure, `now` passed in.
+"""Decides which changes of a node's load and speed the swarm is told, and how: pure, `now` passed in.
 
 A record goes to every node, several times, so that what changes with every request is told by itself, in a
 heartbeat. Heartbeats that are missed are not repaired as records are: a load that stays is put into the

@@ -1,4 +1,5 @@
-"""What the user of this node loaded by hand, kept over restarts: `loaded.json` in the data folder.
+"""Remembers over restarts which models the user of this node loaded by hand: `loaded.json` in the data
+folder.
 
 A node that comes back after a power cut should serve what it served before, without anybody having to
 notice. What `model.load` names is not in here unless it was loaded by hand too, and what `auto_manage` placed

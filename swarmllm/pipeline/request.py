@@ -1,4 +1,4 @@
-"""What a node knows of one request while it takes part in it, and how requests are named.
+"""Describes one request on a node that takes part in it, and makes request ids.
 
 A request has one id from the HTTP header `x-request-id` to the log line of the last worker. A client's
 request keeps its id on every node. Further attempts at it, and further answers to one prompt, get ids that

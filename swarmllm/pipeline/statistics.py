@@ -1,4 +1,4 @@
-"""What a node counts about pipelines."""
+"""Counts of a node about pipelines."""
 
 from __future__ import annotations
 

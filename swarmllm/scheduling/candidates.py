@@ -1,5 +1,4 @@
-"""Which parts of held ranges a search for a route looks at, and which ranges where there are too many of
-them.
+"""Selects the parts of held ranges that a search for a route looks at.
 
 A route may run any part of a held range between two allowed cuts. Few of those parts have to be looked at.
 Computing is linear in layers, so giving layers of two neighbouring stages to the quicker node never makes a

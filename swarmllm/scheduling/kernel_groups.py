@@ -1,4 +1,4 @@
-"""Which nodes give equal bits for the same rows of exact requests, by what they announce. Pure."""
+"""Groups nodes that give equal bits for the same rows of exact requests, by what they announce. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pipelines a set of nodes should form, and which nodes go together.
+"""Decides how many pipelines a set of nodes forms, and which nodes go together.
 
 Parallax (arXiv 2509.26182), phase 1: of all ways to form k pipelines, s*(k) is the fewest stages in total,
 and the k with the largest k^2 / s*(k) is chosen: k pipelines serve k requests at a time, and the fewer stages

@@ -1,5 +1,5 @@
-"""Who should hold which layers of a model: the same answer on every node, from the same gossip, without a
-leader.
+"""Decides which node holds which layers of a model: the same answer on every node, from the same gossip,
+without a leader.
 
 What is there stays: a plan from nothing would be better by some measure after every join, and would have
 everybody move. So the order is: gaps in pipelines that exist are filled; then nodes that hold nothing form

@@ -1,4 +1,4 @@
-"""Which nodes should have the projector of a model: pure, the same answer on every node from the same gossip.
+"""Decides which nodes have the projector of a model: pure, the same on every node from the same gossip.
 
 A projector runs as a whole, beside whatever layers a node holds, and a node with one encodes pictures for
 all. So nothing is balanced: there are to be so many holders that one may leave, and a node that has one keeps

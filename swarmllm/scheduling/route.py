@@ -1,4 +1,4 @@
-"""Which node runs which layers of one request, from who holds what.
+"""Finds the route of one request: the node that runs each layer.
 
 The rule is simple: fewest stages; among those, the most layers at home. A route that stays on the origin is
 a single stage with every layer at home, so it always wins; otherwise every stage fewer saves one hop per

@@ -1,4 +1,4 @@
-"""How fast this node and its peers run the layers of each model, as measured here.
+"""Keeps how fast this node and its peers run the layers of each model, as measured here.
 
 `Observations` is about this node: an exponential moving average per model, decode and prefill apart. One row
 at a time is bound by memory, many rows by arithmetic, and they differ by a factor that no constant knows.

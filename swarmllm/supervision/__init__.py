@@ -1,4 +1,4 @@
-"""How the daemon's tasks are started, and what the failure of each means."""
+"""Starts the daemon's tasks, and says what the failure of each means."""
 
 from swarmllm.supervision.outcome import Outcome, detach
 from swarmllm.supervision.policy import TaskStatus

@@ -1,4 +1,4 @@
-"""What the rest of the daemon may ask of a network: the Router protocol, and what all routers do alike.
+"""The interface of a network to the rest of the daemon: the Router protocol, and what all routers do alike.
 
 Four promises, nothing more: each node has a record that it alone writes; every node can read every record;
 node ids are unique; bytes can be sent to a node id, as a request with a response or as messages on one

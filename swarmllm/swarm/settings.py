@@ -40,7 +40,7 @@ class SwarmSettings:
     max_peers: int = PEERS_MAX
     """Connections looked for. Others may connect beyond that, and holders of a model that is asked for."""
     max_connections: int = CONNECTIONS_MAX
-    """Of libp2p, whoever made them."""
+    """Of libp2p, made by either side."""
     mdns: bool = True
     """Find and be found on the local network. Never on a loopback address."""
     announce: tuple[str, ...] = ()

@@ -278,7 +278,7 @@ class Fetch:
                 await trio.to_thread.run_sync(_close, writer)
 
     async def _any_chunk_list(self, tensor: TensorEntry) -> bytes:
-        """Known here, or from whoever has it. Raises NodeUnreachable."""
+        """Known here, or from a node that has it. Raises NodeUnreachable."""
         failure: SwarmLLMError | None = None
         for node_id in self._holders:
             if node_id not in self.plan.holders:

@@ -1,4 +1,4 @@
-"""Which tensor is fetched from whom: the bookkeeping of one fetch, without I/O.
+"""Plans which tensor is fetched from which node: the bookkeeping of one fetch, without I/O.
 
 A tensor is what is handed out: as a rule all its bytes come from one holder, and several tensors are on their
 way at once, which keeps several holders busy. Each MiB is checked before it is written (see

@@ -34,7 +34,7 @@ from swarmllm_proto.ipc import AnyWorkerMessage, KernelChoice, Load, Loaded, Ope
 log = logging.getLogger("swarmllm.workerpool")
 
 
-class Host(Protocol):
+class HostingPool(Protocol):
     """The pool, as a hosted model sees it."""
 
     def notice(
@@ -58,7 +58,7 @@ class HostedModel:
         command: Sequence[str],
         socket_dir: Path,
         nursery: trio.Nursery,
-        host: Host,
+        host: HostingPool,
     ) -> None:
         self.model = model
         self.wanted: tuple[LayerRange, ...] = ()

@@ -1,4 +1,4 @@
-"""Which layers this node's workers hold: load and unload them, and say what is held."""
+"""Loads and unloads the layers of this node's workers, and says what is held."""
 
 from __future__ import annotations
 

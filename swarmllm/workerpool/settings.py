@@ -1,4 +1,4 @@
-"""What the pool needs to know: how workers run, and which file a model is."""
+"""Settings of the pool: how workers run, and which file a model is."""
 
 from __future__ import annotations
 

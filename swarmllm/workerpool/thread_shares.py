@@ -1,4 +1,4 @@
-"""How many threads each worker computes with, where several are at work at once.
+"""Divides threads among workers, where several are at work at once.
 
 Two workers with a thread for every core each take turns on the cores, and a step of one waits at every
 product for a thread that the other has displaced. So the threads are shared out among the workers that

@@ -1,4 +1,4 @@
-"""What a node tells about itself, as JSON: the same facts for /api/admin and for /api/events.
+"""Writes a node's state as JSON: the same facts for /api/admin and for /api/events.
 
 What `swarmllm peers show` and `swarmllm plan` explain is here too.
 """

@@ -1,4 +1,4 @@
-"""What every handler needs: the node, who asks, which model, and which conversation.
+"""Gives handlers what each of them needs: the node, who asks, which model, and which conversation.
 
 Which conversation a request belongs to, whatever its client calls that.
 """

@@ -1,4 +1,5 @@
-"""What llama.cpp's server offers: /completion, /tokenize, /detokenize, /apply-template, /props, /slots.
+"""Serves the endpoints of llama.cpp's server: /completion, /tokenize, /detokenize, /apply-template, /props,
+/slots.
 
 That server has one model; here each takes a `model`, which may be left out while only one can answer.
 """

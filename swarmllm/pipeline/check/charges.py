@@ -1,4 +1,4 @@
-"""What comes of checked work for those who did it: trust, doubts of routes, counts."""
+"""Charges nodes for checked work: trust, doubts of routes, counts."""
 
 from __future__ import annotations
 

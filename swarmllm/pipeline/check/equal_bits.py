@@ -1,4 +1,4 @@
-"""What follows from rows or tokens of an exact request that were computed again by kernels of the same class.
+"""Judges rows and tokens of an exact request that were computed again by kernels of the same class.
 
 An exact request's rows have the same bits wherever such kernels compute them, so nothing need be tolerated:
 one bit that differs is wrong. Pieces of the prompt have to be whole for that, as the rows of a piece are

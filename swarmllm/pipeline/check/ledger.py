@@ -1,4 +1,5 @@
-"""What the stages of one request have said of their rows, and where two neighbours contradict each other.
+"""Keeps the statements of one request's stages about their rows, and finds where two neighbours contradict
+each other.
 
 Pure. Both sides of a boundary are told to the origin before anybody knows what is checked: the stage says
 what it sent, the next one what it got. So neither can say later that it was something else.

@@ -1,4 +1,4 @@
-"""How far a token lies from the one that the same seed gives another node. Pure.
+"""Measures how far a token lies from the one that the same seed gives another node. Pure.
 
 Tokens are drawn by inversion: in some order of the tokens, the one at which the sum of probabilities reaches
 a random number that is a function of the seed. Two nodes whose logits differ by rounding get the same token,

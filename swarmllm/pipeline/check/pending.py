@@ -1,4 +1,4 @@
-"""What waits to be checked, what came of it, and what computing it again takes. Pure."""
+"""Describes work that waits to be checked, its cost, and the result. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far apart rows may be that two honest nodes compute from the same input. Pure.
+"""Limits how far apart the rows of two honest nodes for the same input may be. Pure.
 
 Bits are equal only where nothing but the request runs on the stage. Beside other requests its cells lie
 elsewhere and its rows share batches, and the order of sums changes: distances up to 0.010 were measured

@@ -1,4 +1,4 @@
-"""What follows from rows that were computed again. Pure.
+"""Judges rows that were computed again. Pure.
 
 Rows travel between nodes without loss, so what one stage sent and the next one got must have equal bits.
 (A stage that rounds its rows does so before it sends or keeps them.)

@@ -1,4 +1,4 @@
-"""What a client reads: the text of one answer as it is made, and the account of how it was made.
+"""Gives a client the text of one answer as it is made, and the account of how it was made.
 
 The account is kept per stage and in seconds. What a stage computed is measured where it computes. What the
 network took cannot be measured between two clocks, so it is inferred at the origin: the time from one token

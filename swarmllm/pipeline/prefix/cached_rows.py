@@ -1,4 +1,4 @@
-"""How many rows of a prompt each node need not compute, by what it announced and what is kept here.
+"""Counts the rows of a prompt that each node has in its cache, by its announcements and this node's cache.
 
 A route through a node that keeps the beginning of a prompt takes less than its speed says. What another node
 announces counts there, and here too: this node fetches it before it computes. Where a fetch is declined or

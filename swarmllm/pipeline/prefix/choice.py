@@ -1,4 +1,4 @@
-"""Whether KV of a prompt's beginning is worth fetching, from whom, and for how long a fetch may go on. Pure.
+"""Decides whether to fetch KV of a prompt's beginning, from which node, and for how long. Pure.
 
 What it takes is predicted before anybody is asked: bytes by the throughput that was measured, and round
 trips, against what computing those rows takes here. A prediction may be wrong by a factor of two and the

@@ -1,1 +1,1 @@
-"""What happens when a pipeline breaks: retry, failover, probing, and rebuilding of stages."""
+"""Repairs pipelines that broke: retry, failover, probing, and rebuilding of stages."""

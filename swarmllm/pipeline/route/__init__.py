@@ -1,1 +1,1 @@
-"""Which nodes run which layers of a request, and the measurements that the choice uses."""
+"""Chooses the nodes for the layers of a request, and measures what the choice uses."""

@@ -44,7 +44,7 @@ class Holdings(Protocol):
     def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]: ...
 
 
-class Routes(Protocol):
+class ChoosesStages(Protocol):
     async def stages_for(self, entry: CatalogueEntry) -> Collection[Stage]:
         """The route that a request of this node would take now."""
         ...
@@ -66,7 +66,7 @@ class CutsAhead:
         pool: Layers,
         registry: Holdings,
         models: FindsOwnModels,
-        routes: Routes,
+        routes: ChoosesStages,
         sessions: ServesOthers,
     ) -> None:
         self._node_id = node_id

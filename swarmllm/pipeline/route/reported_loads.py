@@ -1,5 +1,5 @@
-"""How many requests run on nodes, as they said when they accepted one: newer than any record. Pure, with
-`now` passed in.
+"""Keeps how many requests run on nodes, as they said when they accepted one: newer than any record. Pure,
+with `now` passed in.
 
 A record is a second old, and origins that choose in the same second choose alike. What a stage says with its
 acknowledgement is how things are at that moment, so an origin that meets others there can still go elsewhere.

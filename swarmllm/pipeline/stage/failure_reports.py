@@ -1,4 +1,4 @@
-"""What stages tell the origin of a request that cannot go on: from an error to a message, and back."""
+"""Turns an error of a stage into a message to the origin, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this node computes for other nodes: which model, which layers, how fast, and for whom.
+"""Records what this node computes for other nodes: which model, which layers, how fast, and for whom.
 
 The one keeper of these facts. Sessions tell it what they compute; status, metrics and the dashboard ask it.
 It is pure: the clock comes in as `now_s`. A token counts when the first stage that this node has of its

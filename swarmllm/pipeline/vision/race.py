@@ -1,8 +1,9 @@
-"""Which holders of a projector are asked for one picture, and when the next one begins beside them. Pure.
+"""Decides which holders of a projector are asked for one picture, and when the next one begins beside them.
+Pure.
 
 They are asked one after the other, while nobody knows better. A holder that says nothing for longer than one
 that lives would, or takes far longer than was expected, is not given up: the next one begins beside it, and
-whoever gives rows first wins. So one picture is encoded `AT_ONCE` times at most.
+the first rows win. So one picture is encoded `AT_ONCE` times at most.
 
 The clock comes in as `now_s`.
 """

@@ -1,4 +1,4 @@
-"""Whether two encoders of one projector have looked at the same picture. Pure.
+"""Decides whether two encoders of one projector have encoded the same picture. Pure.
 
 Equal kernels make equal bits. How far others may be apart was measured with random projectors of the five
 families (`tests/pipeline/test_picture_similarity.py`): rounding all weights to f16, which changes more than

@@ -1,4 +1,4 @@
-"""What pictures became, as it travels between nodes: parts, slices of rows, and a digest of all of it."""
+"""Encoded pictures as they travel between nodes: parts, slices of rows, and a digest of all of it."""
 
 from __future__ import annotations
 

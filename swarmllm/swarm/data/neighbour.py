@@ -1,4 +1,4 @@
-"""What the data plane keeps of one peer, and what it says of it."""
+"""Keeps the data plane's state of one peer."""
 
 from __future__ import annotations
 

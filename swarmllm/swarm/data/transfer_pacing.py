@@ -1,4 +1,5 @@
-"""How fast a connection and the frame in progress on it are, and when transfers may have the processor: pure.
+"""Measures a connection and the frame in progress on it, and decides when transfers may use the processor:
+pure.
 
 `now` is trio's clock, in seconds.
 

@@ -1,4 +1,4 @@
-"""What carries the data plane's bytes to one peer: the interface, the hello, and TCP under Noise XX.
+"""Carries the data plane's bytes to one peer: the interface, the hello, and TCP under Noise XX.
 
 Two wires exist: `NoiseWire` (direct TCP) and `StreamWire` (a libp2p stream, where TCP cannot be had). The
 hello is believed only as far as it can be read.

@@ -1,1 +1,1 @@
-"""How nodes find and reach each other: dialling, mDNS, peer exchange, reachability, DHT and relays."""
+"""Finds and reaches other nodes: dialling, mDNS, peer exchange, reachability, DHT and relays."""

@@ -1,4 +1,4 @@
-"""Where this node looks for others: the settings' addresses, mDNS, envelopes, and what callers name.
+"""Collects addresses of other nodes: the settings' addresses, mDNS, envelopes, and what callers name.
 
 All of it ends as suggestions to the dialler, which decides when to dial. Only `connect` dials at once, in a
 task that goes on when its caller does not wait for it: half a dial cancelled would leave half a connection.

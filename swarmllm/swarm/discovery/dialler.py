@@ -172,7 +172,7 @@ class Dialler:
         return True
 
     def answered(self, node_id: NodeId) -> None:
-        """It counts as connected, whoever has dialled."""
+        """It counts as connected, by either node's dial."""
         if (candidate := self._candidates.get(node_id)) is not None:
             candidate.is_tried = True
             candidate.lost_at_s = -math.inf

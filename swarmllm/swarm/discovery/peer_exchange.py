@@ -1,4 +1,4 @@
-"""What nodes tell each other about where others are: addresses beyond those in envelopes.
+"""Exchanges addresses of other nodes, beyond those in envelopes.
 
 Envelopes are forgotten minutes after their writers fall silent; addresses that worked last week are worth
 trying when nobody else is there. They are hearsay: nothing signs them, so they are tried a few times and

@@ -1,4 +1,4 @@
-"""What reaches beyond the nodes that this one is connected to, or can dial: the DHT, and relays.
+"""Reaches nodes that this one is not connected to, or cannot dial: the DHT, and relays.
 
 The DHT names candidates; only those that can be connected with count, and what they have they say themselves.
 What was sought in vain a moment ago is not sought again: a mistyped name would have the whole swarm asked

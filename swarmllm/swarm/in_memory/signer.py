@@ -1,4 +1,6 @@
-"""Signatures in a swarm in one process: nobody has a key, and whoever knows a node's id can make them."""
+"""Signatures in a swarm in one process: no node has a key, and any code that knows a node's id can make
+them.
+"""
 
 from __future__ import annotations
 

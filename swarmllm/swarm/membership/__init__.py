@@ -1,1 +1,3 @@
-"""Who may talk to this node: its own identity, network keys, invitations, allow and deny lists, the gater."""
+"""Decides which nodes may talk to this one: its own identity, network keys, invitations, allow and deny
+lists, the gater.
+"""

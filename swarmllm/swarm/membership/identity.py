@@ -1,4 +1,4 @@
-"""Who this node is: an Ed25519 key whose public half is the node id.
+"""The identity of this node: an Ed25519 key whose public half is the node id.
 
 The same key authenticates both planes (libp2p's Noise and the data plane's) and signs what the node says
 about itself. The file holds libp2p's own encoding of a private key, readable by its owner only. Only Ed25519

@@ -1,4 +1,4 @@
-"""What a node can do with its key besides proving who it is: sign, and check what others signed."""
+"""Signs with the node's key, and checks what others signed."""
 
 from __future__ import annotations
 

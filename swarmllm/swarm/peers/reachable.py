@@ -1,4 +1,4 @@
-"""Which nodes can be worked with, connected or not, and how a connection comes about when there is work.
+"""Decides which nodes can be worked with, connected or not, and connects with them when there is work.
 
 A node keeps few connections (`network.max_peers`) and knows many nodes. One with which there is none counts
 as reachable while its record is fresh (`EnvelopeBook` forgets it otherwise) and nothing says that a dial

@@ -1,4 +1,4 @@
-"""What a node remembers of others between its runs: reputations, and where they were last found.
+"""Stores what a node remembers of others between its runs: reputations, and where they were last found.
 
 One small sqlite file in the data folder, written in a thread, in transactions. It is a memory, not a truth:
 a file that is damaged is set aside and a new one begun, because nothing in it is needed to run.

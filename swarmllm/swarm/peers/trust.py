@@ -1,4 +1,5 @@
-"""How much this node trusts others: a number in [0, 1] per node id, from what this node itself has seen.
+"""Computes how much this node trusts others: a number in [0, 1] per node id, from what this node itself has
+seen.
 
 Everybody starts at NEUTRAL. Work that was verified raises it a little, in ever smaller steps; failures and
 lies lower it by a factor. Either way it drifts back to NEUTRAL, by half in HALF_LIFE_S, so that an old fault

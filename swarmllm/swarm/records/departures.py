@@ -1,4 +1,4 @@
-"""Which nodes have left lately: what a dashboard shows of them, and for how long.
+"""Keeps the nodes that have left lately, for a dashboard to show them.
 
 Pure: the clock comes in as `now_s`. A node that has left is recent for RECENT_S, because it may have lost
 its connection for a moment. Until FORGET_S it is one of those that left, then nothing of it is kept. There

@@ -1,4 +1,4 @@
-"""What nodes announce, by model: pure state that costs, per record, what differs from the node's last one.
+"""Indexes announcements by model: pure state that costs, per record, what differs from the node's last one.
 
 What one node can put in here is bounded by its record: `NODE_MODELS_MAX` models, the ones ready to run first,
 and `NODE_RANGES_MAX` ranges of each. A model is what its announcers say of it: it is worked out when it is

@@ -1,4 +1,4 @@
-"""Who holds which layers of which model: what a node makes of the records it hears.
+"""Knows which nodes hold which layers of which model, from the records it hears.
 
 `Registry` is pure state. Two things flow in: records (what nodes say about themselves) and the set of
 reachable nodes (what this node knows about liveness); everything that comes out is restricted to nodes that

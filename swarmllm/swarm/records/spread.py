@@ -1,5 +1,5 @@
-"""What this node says to the swarm, and what it hears: envelopes out and in, heartbeats, and the repair of
-what was missed.
+"""Spreads this node's statements and takes those of others: envelopes out and in, heartbeats, and the
+repair of what was missed.
 
 The book decides what is new (envelope_book.py); this drives it: gossip on change, heartbeats after it, rarer
 and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.

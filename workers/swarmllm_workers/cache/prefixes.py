@@ -1,4 +1,4 @@
-"""Which KV of earlier requests is kept, and what of it a new prompt can use. A pure index.
+"""Decides which KV of earlier requests is kept, and finds what a new prompt can use of it. A pure index.
 
 Entries are named by the chained hashes of their complete blocks (see `swarmllm_proto.blocks`): equal hashes
 are equal prefixes, and whole blocks are shared. A turn of a session may go on from the last row of the one

@@ -1,4 +1,4 @@
-"""What a worker can do with its model: requests' slots, rows and routes through the layers that it holds.
+"""Runs a worker's model: requests' slots, rows and routes through the layers that it holds.
 
 Each segment (`loaded_layers.py`) has its own KV, and a slot is the same sequence number in all of them.
 """

@@ -1,4 +1,4 @@
-"""Which other workers give equal bits for the same rows of exact requests, as one short text to compare.
+"""Names the kernel class: workers of one class give equal bits for the same rows of exact requests.
 
 The bits of such rows depend on the release of libllama, on the instructions that ggml was compiled for
 (those of AVX-512 add up in another order than those of AVX2), on whether ggml rearranges the matrices, on the

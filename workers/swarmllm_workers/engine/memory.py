@@ -1,4 +1,4 @@
-"""How much memory layers will take, before they take it, and how much there is.
+"""Predicts how much memory layers will take, and measures how much there is.
 
 Weights are the tensors' bytes. Keys, values and work space are what libllama works out for such layers
 (`rehearsal.py`). Where it does not say, on a GPU, they are estimated: keys and values follow from the heads
@@ -46,7 +46,7 @@ class Memory:
     kv_bytes: int = 0
     work_bytes: int = 0
     mapped_bytes: int = 0
-    """Of the weights, what is mapped from files: Linux counts it as available, whoever has it mapped."""
+    """Weights that are mapped from files: Linux counts them as available to every process."""
 
     @property
     def total_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What keys, values and work space of layers will take, worked out by libllama itself.
+"""Lets libllama itself work out what keys, values and work space of layers will take.
 
 libllama can read a header and lay out all buffers without making room for any (`no_alloc`), in some
 hundredths of a second. Its figures are those that it gives when it really does it, for every architecture

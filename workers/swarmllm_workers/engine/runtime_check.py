@@ -1,4 +1,4 @@
-"""What this worker stands on, looked at when it starts: which of our compiled parts are here, whether ggml
+"""Checks the libraries under this worker when it starts: which of our compiled parts are here, whether ggml
 calls those that stand before its own functions, and whether its structs are laid out as we read them.
 
 A libllama that was linked statically or with -Bsymbolic never looks for its symbols among the global ones:

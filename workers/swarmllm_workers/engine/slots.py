@@ -1,4 +1,4 @@
-"""Who has which sequence of the KV caches, and how many cells those have in use. Pure bookkeeping, but for
+"""Assigns sequences of the KV caches to requests, and counts the cells in use. Pure bookkeeping, but for
 the clock of requests that are held.
 
 A *slot* is a sequence number that a request has while it runs (`Slots`). A request that nobody runs any more

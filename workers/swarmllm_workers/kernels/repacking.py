@@ -1,4 +1,4 @@
-"""Whether ggml may rearrange the matrices of a file when it loads them ("repacking").
+"""Decides whether ggml may rearrange the matrices of a file when it loads them ("repacking").
 
 On x86 ggml copies matrices of some types into memory of its own, with the rows of eight next to each other,
 because its products with a single row are faster so. They are then computed where `small_batches.c` is not

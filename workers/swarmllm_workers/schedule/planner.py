@@ -1,4 +1,4 @@
-"""Which rows of which works go into the next batches: a pure core, without libllama, clock or sockets.
+"""Plans which rows of which works go into the next batches: a pure core, without libllama, clock or sockets.
 
 One round is `schedule`, then for each of its batches `preempt` (does it fit the KV?), `postprocess`, the run,
 and `ran`. Works are known by number, in the order of their arrival; what they could run is described by

@@ -1,4 +1,4 @@
-"""How many threads compute, where other workers on this machine are at work too.
+"""Sets how many threads compute, where other workers on this machine are at work too.
 
 A worker says when it begins to compute and when it has rested for a while (AtWork), and the daemon shares the
 threads out among those at work (UseThreads). With fewer threads than cores none may be kept to one core

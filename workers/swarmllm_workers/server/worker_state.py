@@ -1,4 +1,6 @@
-"""What the handlers of a worker share: the model that is open, the work in progress, and answers to calls."""
+"""State that the handlers of a worker share: the model that is open, the work in progress, and answers to
+calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes answer in the DHT, the search through them, and who said that it has what: pure, bounded.
+"""The DHT's routing table, lookups through it, and the providers of keys: pure, bounded.
 
 **The table.** Kademlia's k-buckets: one for each length of the prefix that a node shares with this one,
 BUCKET_SIZE nodes in each, so near ones are known well and far ones by sample. Only a node that has answered
