@@ -274,6 +274,12 @@ class InferenceTable:
         "q8_0 (a quarter of the bytes, but rounded: the text is not exactly that of the uncut model), auto "
         "(lossless where a line is measured to gain by it; never q8_0).",
     )
+    picture_compression: Literal["off", "auto", "always"] = _setting(
+        "auto",
+        "How rows of pictures come from other nodes: off (f32), auto (f16 with zstd where a line is measured "
+        "to gain by it: rounded, so the text is not exactly that of a picture encoded here), always. With "
+        "`exact`, off.",
+    )
     encrypted_pipeline: bool = _setting(
         False,
         "Run the first and the last segment here only: peers see hidden states of the middle, never text.",

@@ -153,6 +153,7 @@ def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
         guesses=inference.ngram_lookup_enabled or inference.speculative_decoding,
         tells_prompt=tells_prompt(config, network),
         activation_compression=inference.activation_compression,
+        picture_compression=inference.picture_compression,
         n_ctx=inference.n_ctx,
         exact=inference.exact,
         max_requests_per_model=inference.n_slots,

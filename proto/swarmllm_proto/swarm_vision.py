@@ -62,6 +62,9 @@ class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the file; unset: `image` is all of it."""
     offset: Count | UnsetType = UNSET
     """Where `image` begins; unset: at 0."""
+    rows_as: Annotated[str, Meta(max_length=16)] | UnsetType = UNSET
+    """How rows may come, said with the first slice: "half" as `half_rows` packs them; unset, and where the
+    receiver does not know it, as f32."""
 
 
 class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -74,13 +77,17 @@ class VisionEncodeResponse(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of the whole picture."""
     n_embd: TokenCount = 0
     rows: Annotated[memoryview, Meta(max_length=IMAGE_ROWS_MAX)] = memoryview(b"")
-    """f32, n_embd each, from `first_row` on, as many as fit."""
+    """From `first_row` on, as many as fit: f32, n_embd each, or as `rows_as` says."""
     n_received: Count | UnsetType = UNSET
     """Bytes of the picture that are there: the next slice begins here."""
     parts: Annotated[tuple[PicturePart, ...], Meta(max_length=PICTURE_PARTS_MAX)] | UnsetType = UNSET
     """What the picture is in a prompt, with the first rows: where they stand, and the tokens around them."""
     digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] | UnsetType = UNSET
-    """With the first rows: `bound_digest` of all of them."""
+    """With the first rows: `bound_digest` of all of them, as they are once they are unpacked."""
+    rows_as: Annotated[str, Meta(max_length=16)] | UnsetType = UNSET
+    """Unset: f32."""
+    n_here: TokenCount | UnsetType = UNSET
+    """How many rows `rows` are, where it is packed."""
 
 
 def bound_digest(

@@ -433,6 +433,17 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             offset=3 * 2**20,
         ),
     ),
+    (
+        "vision-encode-half",
+        swarm.VisionEncodeRequest(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            image=memoryview(bytes(range(16))),
+            projector="5e" * 32,
+            digest="ab" * 32,
+            rows_as="half",
+        ),
+    ),
 ]
 
 RESPONSES: list[tuple[str, AnyResponse]] = [
@@ -499,6 +510,21 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
             n_received=16,
             parts=(PicturePart((7, 9)), PicturePart((), 2)),
             digest=bytes(range(32)),
+        ),
+    ),
+    (
+        "vision-encode-half",
+        swarm.VisionEncodeResponse(
+            request_id=REQUEST_ID,
+            n_rows=2,
+            n_embd=2,
+            # `pack_half` of 0, 1, 2, 3; another zstd may make other bytes of them.
+            rows=memoryview(bytes.fromhex("28b52ffd200841000000000000003c4042")),
+            n_received=16,
+            parts=(PicturePart((), 2),),
+            digest=bytes(range(32)),
+            rows_as="half",
+            n_here=2,
         ),
     ),
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.route.row_formats import Compression
+from swarmllm.pipeline.vision.compression import PictureCompression
 from swarmllm.scheduling.constraints import Constraints
 
 
@@ -39,6 +40,8 @@ class PipelineSettings:
     as many); 0: none. The daemon's default is another one."""
     activation_compression: Compression = "off"
     """How rows may travel between stages. The daemon's default is another one."""
+    picture_compression: PictureCompression = "off"
+    """Whether pictures and their rows may travel in fewer bytes. The daemon's default is another one."""
     n_ctx: int = 4096
     """KV cells per model: prompt and output of one request must fit."""
     exact: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -46,6 +46,8 @@ class EncodedPicture:
     """f32 [number of -1, n_embd], read-only."""
     ends: tuple[int, ...]
     """Positions at which a run of rows begins or ends; the rows of a tile are such a run."""
+    is_rounded: bool = field(default=False, kw_only=True)
+    """On the way from another node, to f16."""
 
     @property
     def n_bytes(self) -> int:

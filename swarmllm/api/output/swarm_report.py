@@ -18,7 +18,7 @@ def swarm_object(generation: Generation) -> Json:
     tokens_per_s = n_decoded / timings.decode_s if n_decoded > 0 and timings.decode_s > 0 else None
     return {
         "shape": generation.shape,
-        "exact": generation.is_exact,
+        "exact": generation.is_exact and not any(each.is_rounded for each in generation.looked),
         "apart": generation.is_apart,
         "route": [stage_json(stage) for stage in generation.route],
         "pictures": [_looked_json(looked) for looked in generation.looked],
@@ -42,6 +42,7 @@ def _looked_json(looked: Looked) -> Json:
         "rows": looked.n_rows,
         "encode_ms": milliseconds(looked.seconds),
         "kept": looked.is_kept,
+        "rounded": looked.is_rounded,
     }
 
 

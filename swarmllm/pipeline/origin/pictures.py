@@ -36,6 +36,8 @@ class Looked:
     seconds: float
     is_kept: bool
     """It was there from an earlier prompt; `node_id` is this node."""
+    is_rounded: bool = False
+    """Its rows were rounded on their way from another node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Picture
 from swarmllm.pipeline.request import new_request_id
-from swarmllm.pipeline.vision.slices import WrongPicture, assembled
+from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, rows_of
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.router import Router
@@ -54,6 +55,8 @@ class PictureQuestion:
     entry: CatalogueEntry
     projector: Digest
     picture: Picture
+    may_round: bool = False
+    """Its rows may come rounded to f16."""
 
 
 async def ask(
@@ -138,16 +141,19 @@ class _Asking:
         parts, digest, said = first.parts or (), first.digest or b"", first
         row_bytes, rows = 4 * first.n_embd, bytearray()
         while True:
-            n_left = first.n_rows * row_bytes - len(rows)
-            if not said.rows or len(said.rows) % row_bytes or len(said.rows) > n_left:
-                raise WrongPicture(f"{len(said.rows)} bytes are no rows of the picture")
-            rows += said.rows
-            if len(said.rows) == n_left:
+            if said.rows_as is not UNSET and not question.may_round:
+                raise WrongPicture("it rounds rows that are to come as they are")
+            n_left = first.n_rows - len(rows) // row_bytes
+            if said.rows_as is UNSET:
+                rows += rows_of(said, n_left)
+            else:
+                rows += await trio.to_thread.run_sync(rows_of, said, n_left)
+            if len(rows) == first.n_rows * row_bytes:
                 break
             said = await self._say(b"", first_row=len(rows) // row_bytes)
             if said.n_rows != first.n_rows:
                 raise WrongPicture("it says two numbers of rows")
-        return await trio.to_thread.run_sync(
+        encoded = await trio.to_thread.run_sync(
             lambda: assembled(
                 question.entry.model_id,
                 question.projector,
@@ -159,6 +165,7 @@ class _Asking:
                 n_vocab=manifest.n_vocab,
             )
         )
+        return replace(encoded, is_rounded=first.rows_as is not UNSET)
 
     async def _say(self, image: bytes, offset: int = 0, first_row: int = 0) -> VisionEncodeResponse:
         """Raises NoAnswer."""
@@ -172,6 +179,7 @@ class _Asking:
             digest=Digest(question.picture.digest),
             size_bytes=len(question.picture.data),
             offset=offset,
+            rows_as=HALF if question.may_round else UNSET,
         )
         timeout_s = SILENCE_S + (len(image) + IMAGE_MAX) / SLOWEST
         try:

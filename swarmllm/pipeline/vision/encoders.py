@@ -29,7 +29,8 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import PictureQuestion
 from swarmllm.pipeline.vision.checking import PictureChecker
-from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
+from swarmllm.pipeline.vision.choice import USUAL_ROWS, Encoder, by_projector, in_order
+from swarmllm.pipeline.vision.compression import measured_half, rounds_rows
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone, HappyEyeballs
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
@@ -65,7 +66,14 @@ class ProjectorEncoders:
         )
         took_s = trio.current_time() - began_s
         self.looked.append(
-            Looked(node_id, self._encoders.nickname_of(node_id), len(encoded.rows), took_s, is_kept)
+            Looked(
+                node_id,
+                self._encoders.nickname_of(node_id),
+                len(encoded.rows),
+                took_s,
+                is_kept,
+                encoded.is_rounded,
+            )
         )
         return encoded
 
@@ -199,12 +207,22 @@ class Encoders:
                 if not holders:
                     raise VisionEncoderUnavailable(error.message, field=field) from None
                 log.warning("pictures for %s are encoded on other nodes: %s", entry.name, error.message)
-        question = PictureQuestion(entry, projector, picture)
+        question = PictureQuestion(entry, projector, picture, self._rounds_rows(entry, holders))
         encoded, node_id = await self._elsewhere.ask(holders, question, field)
         self._kept.put(key, encoded)
         if self._checker is not None:
             self._checker.came(question, encoded, node_id, holders)
         return encoded, node_id, False
+
+    def _rounds_rows(self, entry: CatalogueEntry, holders: Sequence[Encoder]) -> bool:
+        settings = self._settings
+        return rounds_rows(
+            settings.picture_compression,
+            4 * USUAL_ROWS * entry.manifest.n_embd,
+            holders[0].path.bytes_per_s if holders else None,
+            measured_half(entry.manifest.n_embd),
+            is_exact=settings.exact,
+        )
 
     async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
         said = self.elsewhere(entry.model_id, entry)

@@ -27,12 +27,15 @@ from swarmllm.pipeline.prefix.choice import Resting
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.vision.slices import parts_of, rows_each
+from swarmllm.pipeline.vision.slices import HALF, parts_of, rows_each
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm.swarm.peers.trust import EARNED_MIN, Deed, NodeTrust
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.half_rows import pack_half, rounded_to_half
+from swarmllm_proto.half_rows import rows_each as half_rows_each
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
+from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.limits import PICTURE_BYTES_MAX, PICTURE_ROWS_BYTES_MAX
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
 from swarmllm_proto.swarm_vision import NoRows, bound_digest
@@ -58,11 +61,38 @@ class NotEncoded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    encoded: EncodedPicture
+class _Slice:
+    first_row: int
+    n_rows: int
     data: memoryview
-    """f32, little-endian."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    n_rows: int
+    n_embd: int
+    parts: tuple[PicturePart, ...]
     digest: bytes
+    slices: tuple[_Slice, ...]
+    is_packed: bool
+    """As `half_rows` does it; else f32, little-endian."""
+
+    def response(self, request_id: str, first_row: int, size_bytes: int) -> tuple[VisionEncodeResponse, bool]:
+        """The slice with `first_row`, and whether it is the last one. `size_bytes`: of the picture."""
+        here = next((each for each in self.slices if each.first_row >= first_row), self.slices[-1])
+        is_first = not here.first_row
+        response = VisionEncodeResponse(
+            request_id=request_id,
+            n_rows=self.n_rows,
+            n_embd=self.n_embd,
+            rows=here.data,
+            n_received=size_bytes,
+            parts=self.parts if is_first else UNSET,
+            digest=self.digest if is_first else UNSET,
+            rows_as=HALF if self.is_packed else UNSET,
+            n_here=here.n_rows if self.is_packed else UNSET,
+        )
+        return response, here is self.slices[-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +107,8 @@ class _Encoding:
     size_bytes: int
     assigned_s: float
     grant: Grant
+    may_round: bool = False
+    """Its rows may go as f16."""
     data: bytearray = field(default_factory=bytearray)
     has_begun: bool = False
     rows: _Rows | None = None
@@ -186,6 +218,7 @@ class PictureServing:
             size_bytes,
             now_s,
             grant,
+            may_round=request.rows_as == HALF,
             heard_s=now_s,
         )
         self._encodings[key] = encoding
@@ -238,20 +271,11 @@ class PictureServing:
         if rows is None:
             n_received = encoding.size_bytes if encoding.has_begun else len(encoding.data)
             return VisionEncodeResponse(request_id=request.request_id, n_received=n_received)
-        n_rows, n_embd = rows.encoded.rows.shape
-        first = min(request.first_row, n_rows)
-        end = min(first + rows_each(n_embd), n_rows)
-        encoding.is_given = end == n_rows
-        encoding.tell()
-        return VisionEncodeResponse(
-            request_id=request.request_id,
-            n_rows=n_rows,
-            n_embd=n_embd,
-            rows=rows.data[4 * n_embd * first : 4 * n_embd * end],
-            n_received=encoding.size_bytes,
-            parts=UNSET if first else parts_of(rows.encoded),
-            digest=UNSET if first else rows.digest,
+        response, encoding.is_given = rows.response(
+            request.request_id, request.first_row, encoding.size_bytes
         )
+        encoding.tell()
+        return response
 
     async def _run(self, encoding: _Encoding) -> None:
         """Until its last row is given, or nobody asks any more."""
@@ -319,7 +343,20 @@ class PictureServing:
 
 
 def _bound(model_id: ModelId, encoding: _Encoding, encoded: EncodedPicture) -> _Rows:
-    data = np.ascontiguousarray(encoded.rows, "<f4").reshape(-1).view(np.uint8).data
-    projector = Digest(encoding.projector.blake3)
-    digest = bound_digest(model_id, projector, encoding.digest, parts_of(encoded), data)
-    return _Rows(encoded, data, digest)
+    n_rows, n_embd = encoded.rows.shape
+    n_each = half_rows_each(n_embd)
+    half = rounded_to_half(encoded.rows) if encoding.may_round and n_each else None
+    rows = encoded.rows if half is None else half
+    data = np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data
+    parts = parts_of(encoded)
+    digest = bound_digest(model_id, Digest(encoding.projector.blake3), encoding.digest, parts, data)
+    if half is None:
+        n_each = rows_each(n_embd)
+    slices = []
+    for first in range(0, n_rows, n_each):
+        end = min(first + n_each, n_rows)
+        raw = data[4 * n_embd * first : 4 * n_embd * end]
+        slices.append(
+            _Slice(first, end - first, raw if half is None else memoryview(pack_half(half[first:end])))
+        )
+    return _Rows(n_rows, n_embd, parts, digest, tuple(slices), half is not None)

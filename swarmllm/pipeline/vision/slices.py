@@ -6,14 +6,21 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.workerpool.encoders import EncodedPicture, RowsNotFinite, encoded_picture
+from swarmllm_proto.errors import BadTensor
+from swarmllm_proto.frames import Buffer
+from swarmllm_proto.half_rows import unpack_half
 from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.limits import IMAGE_ROWS_MAX
+from swarmllm_proto.swarm import VisionEncodeResponse
 from swarmllm_proto.swarm_vision import bound_digest
 
+HALF: Final = "half"
+"""How rows may travel besides f32: see `swarmllm_proto.half_rows`."""
 TOKENS_MAX: Final = 4096
 """In one part."""
 PICTURE_TOKENS_MAX: Final = 65536
@@ -46,6 +53,24 @@ def parts_of(encoded: EncodedPicture) -> tuple[PicturePart, ...]:
 def rows_each(n_embd: int) -> int:
     """In one response; 0: one row is too large for it."""
     return IMAGE_ROWS_MAX // (4 * n_embd)
+
+
+def rows_of(said: VisionEncodeResponse, n_left: int) -> Buffer:
+    """f32 bytes of the rows of one response, of which so many are left of the picture; unpacking takes
+    milliseconds. Raises WrongPicture."""
+    row_bytes = 4 * said.n_embd
+    if said.rows_as is UNSET:
+        if not said.rows or len(said.rows) % row_bytes or len(said.rows) > n_left * row_bytes:
+            raise WrongPicture(f"{len(said.rows)} bytes are no rows of the picture")
+        return said.rows
+    n_here = said.n_here or 0
+    if said.rows_as != HALF or not 0 < n_here <= n_left:
+        raise WrongPicture(f"{n_here} rows as {said.rows_as} are no rows of the picture")
+    try:
+        rows = unpack_half(said.rows, n_rows=n_here, width=said.n_embd)
+    except BadTensor as error:
+        raise WrongPicture(str(error)) from None
+    return np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data
 
 
 def assembled(
