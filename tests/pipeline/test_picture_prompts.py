@@ -122,8 +122,10 @@ async def test_what_stands_for_a_picture_follows_from_picture_and_place() -> Non
         await read(asking(text)) for text in ("xAAAy", "xAAAz", "xBBBy", "xxAAAy")
     ]
     assert np.array_equal(one[:-1], same[:-1])
-    assert at_one.digest == at_same.digest
-    assert len({at_one.digest, at_other.digest, at_later.digest}) == 3
+    (mark,), (later_mark,) = at_one.marks, at_later.marks
+    assert at_same.marks == (mark,)
+    assert at_other.marks[0].digest != mark.digest
+    assert (later_mark.position, later_mark.digest) == (mark.position + 1, mark.digest)
     assert not set(one[3:7].tolist()) & set(other[3:7].tolist())
     assert np.array_equal(one[3:7], later[4:8])
 

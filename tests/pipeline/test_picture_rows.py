@@ -146,6 +146,23 @@ async def test_the_same_prompt_is_not_computed_again_and_another_picture_is(tmp_
         assert other == expected(entry, images, text)
 
 
+async def test_a_later_turn_with_one_more_picture_begins_after_what_is_there(tmp_path: Path) -> None:
+    entry = entry_of(tmp_path / "models", "janus_pro", "llama", image=64)
+    text = "<__media__>" + "what can be seen in this picture? " * 3
+    later = text + "and what in this one? <__media__> is it the same?"
+    shown, images = zip(*((picture(70, 50, seed), pixels(70, 50, seed)) for seed in (1, 2)), strict=True)
+    async with swarm_of(tmp_path, entry, HALVES) as swarm:
+        first = await seen_by(swarm, asking(shown[:1], text))
+        second = await seen_by(swarm, asking(shown, later))
+        assert (first.n_cached, second.n_cached) == (0, 128)
+        wanted = expected(entry, images, later)
+        assert second.tokens == wanted.tokens
+        assert second._replace(n_cached=0) == wanted
+        # The first picture is another one: nothing of it is there.
+        other = await seen_by(swarm, asking([picture(70, 50, 3), shown[1]], later))
+        assert other.n_cached == 0
+
+
 async def test_pictures_are_told_apart_where_the_ids_of_their_rows_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TypeVar
 
 import trio
-from blake3 import blake3
 from msgspec import UNSET
 
 from swarmllm.errors import (
@@ -215,11 +214,8 @@ class Attempts:
         were rounded at other places than this pipeline's."""
         if request.sampling.exact or (assignment.resumes and request.was_rounded):
             return None
-        secret = self._secret
-        if secret is not None and request.pictures is not None:
-            # Of the same prompt with the same pictures at the same places, and of no other.
-            secret = blake3(request.pictures.digest, key=secret).digest()
-        return prefix_names(secret, assignment)
+        marks = () if request.pictures is None else request.pictures.marks
+        return prefix_names(self._secret, assignment, marks)
 
     def _check(self, chain: Chain, stage: int) -> None:
         """Without anybody waiting for it; then its stages are let go of."""

@@ -22,6 +22,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.origin.output import Blamed
+from swarmllm.pipeline.origin.pictures import PictureMark
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
@@ -34,6 +35,7 @@ from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 _ROUNDED = b"rows rounded before these layers".ljust(32)
+_PICTURE = b"a picture begins in this block".ljust(32)
 ANSWER_TIMEOUT_S = 2.0
 """A worker that is busy for longer is not asked any more: computing the prompt is always possible."""
 
@@ -47,8 +49,11 @@ class PrefixNames:
         model_id: ModelId,
         stages: Sequence[Stage],
         row_formats: Sequence[RowFormat] = (),
+        marks: Sequence[PictureMark] = (),
     ) -> None:
-        """`row_formats`: how rows come to each stage. What is computed from rounded rows has other names."""
+        """`row_formats`: how rows come to each stage. What is computed from rounded rows has other names.
+        `marks`: of the prompt's pictures; what comes before one of them is named as if it were not there."""
+        self._marks = tuple(marks)
         self._stages = tuple(stages)
         self._roots = []
         for index, stage in enumerate(self._stages):
@@ -65,15 +70,37 @@ class PrefixNames:
             return ()
         known = tokens[: n_blocks * BLOCK_TOKENS]
         return tuple(
-            StageBlocks(index, join_names(extend_block_hashes(self._roots[index], known))) for index in mine
+            StageBlocks(index, join_names(marked_block_hashes(self._roots[index], known, self._marks)))
+            for index in mine
         )
 
 
-def prefix_names(secret: bytes | None, assignment: PipelineAssignment) -> PrefixNames | None:
+def marked_block_hashes(root: bytes, tokens: Tensor, marks: Sequence[PictureMark]) -> tuple[bytes, ...]:
+    """`extend_block_hashes`, but that the digest of each picture enters the chain before the block in which
+    it begins: the ids in the place of its rows, 30 bits each, do not tell pictures of few rows apart well
+    enough. Blocks before a picture have the names that they have without it."""
+    names: list[bytes] = []
+    previous, begin = root, 0
+    for mark in marks:
+        block = mark.position // BLOCK_TOKENS * BLOCK_TOKENS
+        if block >= len(tokens):
+            break
+        names += extend_block_hashes(previous, tokens[begin:block])
+        if block > begin:
+            previous, begin = names[-1], block
+        place = (mark.position - block).to_bytes(4, "little")
+        previous = blake3(previous + mark.digest + place, key=_PICTURE).digest()
+    names += extend_block_hashes(previous, tokens[begin:])
+    return tuple(names)
+
+
+def prefix_names(
+    secret: bytes | None, assignment: PipelineAssignment, marks: Sequence[PictureMark] = ()
+) -> PrefixNames | None:
     """None where nothing is to be shared, or where every row of the prompt is wanted."""
     if secret is None or assignment.wants != "tokens":
         return None
-    return PrefixNames(secret, assignment.model_id, assignment.stages, assignment.row_formats or ())
+    return PrefixNames(secret, assignment.model_id, assignment.stages, assignment.row_formats or (), marks)
 
 
 class Asker(Protocol):

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from blake3 import blake3
+import trio
 
 from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Picture
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
-from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, ROW_IDS, PictureRows, with_row_ids
+from swarmllm.pipeline.origin.pictures import (
+    FIRST_ROW_ID,
+    PictureMark,
+    PictureRows,
+    rows_digest,
+    with_row_ids,
+)
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.vision.encoders import Encoders, ProjectorEncoders
@@ -127,7 +133,7 @@ async def _read(
     runs: list[Tensor] = []
     rows: list[Tensor] = []
     ends: set[int] = set()
-    digest = blake3(key=ROW_IDS)
+    marks: list[PictureMark] = []
     n_tokens = 0
     for part in parts:
         if isinstance(part, str):
@@ -135,11 +141,12 @@ async def _read(
             place = "later"
         else:
             encoded = await encoder.encode(part, prompt.field)
-            identity = f"{encoder.projector} {part.digest}".encode()
-            runs.append(with_row_ids(encoded.tokens, identity))
+            # Of its rows, too: another encoder may make other bits of the same picture.
+            digest = await trio.to_thread.run_sync(rows_digest, encoder.projector, part.digest, encoded.rows)
+            marks.append(PictureMark(n_tokens, digest))
+            runs.append(with_row_ids(encoded.tokens, digest))
             rows.append(encoded.rows)
             ends |= {n_tokens + end for end in encoded.ends}
-            digest.update(n_tokens.to_bytes(4, "little") + identity)
         n_tokens += len(runs[-1])
         if n_tokens >= n_ctx:
             raise ContextFull(
@@ -149,6 +156,6 @@ async def _read(
     tokens = np.concatenate(runs)
     positions = np.flatnonzero(tokens >= FIRST_ROW_ID).astype(np.int32)
     found = PictureRows(
-        positions, np.concatenate(rows), tuple(sorted(ends)), digest.digest(), tuple(encoder.looked)
+        positions, np.concatenate(rows), tuple(sorted(ends)), tuple(marks), tuple(encoder.looked)
     )
     return tokens, found
