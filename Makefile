@@ -20,6 +20,8 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 # of one part run beside those of others, and those of whole swarms alone.
 PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15
 PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
+DAEMONS := $(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py)
+PARTS += $(filter-out $(DAEMONS),$(sort $(wildcard tests/test_*.py)))
 
 test:  ## install what the tests need, then lint, type check and run every test
 	@$(BOOTSTRAP) --extra test
@@ -28,7 +30,7 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(BIN)/mypy
 	failed=0; \
 	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile $(PARTS) || failed=1; \
-	$(PYTEST) tests/dashboard tests/test_*.py || failed=1; \
+	$(PYTEST) tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
 
 compliance:  ## run foreign implementations against ours (needs Node.js and npm)

@@ -106,13 +106,17 @@ def test_a_model_that_only_another_node_has_on_its_disk_is_loaded_when_it_is_ask
     file = tmp_path / "far.gguf"
     file.write_bytes(other_guide("F"))
     without = {"on_demand": False}
-    with running_daemon(tmp_path, "a", load=[], inference=INFERENCE, model=without) as a:
+    # b has no nodes to meet after its start, so it does not wait for others that may hold the model.
+    with (
+        running_daemon(tmp_path, "b", load=[], inference=INFERENCE) as b,
+        running_daemon(
+            tmp_path, "a", load=[], inference=INFERENCE, model=without, bootstrap=b.addresses
+        ) as a,
+    ):
         with a.http.stream("POST", "/api/admin/models", json={"path": str(file), "name": "far"}) as added:
             assert '"result"' in list(added.iter_lines())[-1]
-        with running_daemon(tmp_path, "b", load=[], inference=INFERENCE, bootstrap=a.addresses) as b:
-            # Right after the start the nodes that hold it may still connect.
-            wait_for(lambda: ask(b, model="far")[0] == 200, 2 * PATIENCE_S, "the model to be loaded")
-            far = b.http.get("/api/admin/models/far/status").json()
-            assert (far["loaded"], far["stored"]) == (["0:12"], True)
-            assert a.stats()["models"] == []
-            assert b.stats()["loading"] == []
+        wait_for(lambda: ask(b, model="far")[0] == 200, PATIENCE_S, "the model to be loaded")
+        far = b.http.get("/api/admin/models/far/status").json()
+        assert (far["loaded"], far["stored"]) == (["0:12"], True)
+        assert a.stats()["models"] == []
+        assert b.stats()["loading"] == []

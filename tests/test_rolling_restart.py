@@ -181,9 +181,11 @@ def test_streams_move_when_a_stage_may_not_wait_for_them(tmp_path: Path) -> None
         for name in ("b", "c", "b", "c"):
             assert swarm.stop(name) == 0
             more_answers(askers)
+            # A stream may end just before its node leaves; then there are two more nodes to leave.
+            n_moved = swarm.nodes["a"].stats()["pipelines"]["recoveries"]
+            if n_moved and name == "c":
+                break
             swarm.start(name)
             swarm.wait_whole()
-        more_answers(askers)
-        n_moved = swarm.nodes["a"].stats()["pipelines"]["recoveries"]
     assert [asker.broken for asker in askers] == [[], []]
     assert n_moved > 0, "no stream ran over a node that left"
