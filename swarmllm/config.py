@@ -228,6 +228,11 @@ class InferenceTable:
     kernels: KernelMode = _setting(
         "auto", "Matrix products: auto (the fastest here, as measured), ggml, ours."
     )
+    check_cuts: bool = _setting(
+        True,
+        "Try the cuts of each model whose whole file is here, once, in a process of its own; otherwise only "
+        "where its architecture is not in the table.",
+    )
     exact: bool = _setting(
         False,
         "Compute every request of this node's clients so that its results do not depend on others; slower "

@@ -78,6 +78,7 @@ def worker_settings(config: Config, data_dir: Path, network: Network) -> WorkerS
         kv_type=inference.kv_type,
         flash_attention=inference.flash_attention,
         kernels=inference.kernels,
+        check_cuts=inference.check_cuts,
         kernel_timings=data_dir / KERNEL_TIMINGS,
         use_mlock=config.resources.use_mlock,
         ngram_max_size=inference.ngram_max_size if inference.ngram_lookup_enabled else 0,

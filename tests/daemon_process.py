@@ -100,7 +100,7 @@ def toml(
             "bootstrap": bootstrap,
         },
         "api": {"port": 0},
-        "inference": {"n_threads": 1},
+        "inference": {"n_threads": 1, "check_cuts": False},
         "model": {"load": load},
     }
     for table, keys in tables.items():

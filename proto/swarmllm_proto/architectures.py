@@ -5,8 +5,10 @@ the worker's `segment_file`). That is all most architectures need. The others di
 column here: a layer's kind that depends on its absolute index, an input that is transformed before layer 0,
 another name for the last layer's output, or state shared between layers, which no cut can keep.
 
-An architecture that is not in the table is tried as `generic` says, and is cut only where a self-check found
-the parts exact on a node that has the whole file (`swarmllm_workers.engine.cut_check`).
+The table is a hint: on a node that has the whole file, a self-check tries the cuts that the table allows, and
+where parts are not exact, the file is cut more coarsely or not at all
+(`swarmllm_workers.engine.cut_check`). An architecture that is not in the table is tried as `generic` says,
+and is cut only where that check passed.
 
 Rows are checked with llama-cpp-python 0.3.36, by `tests/workers/test_families.py` on models with the metadata
 of published files, the others once on random models of 8 layers from llama.cpp's own test program
@@ -314,13 +316,19 @@ def generic(architecture: str) -> Architecture:
     return Architecture(architecture, reset_keys=_UNSCALED, is_generic=True)
 
 
-def units_to_try(n_layers: int) -> tuple[int, ...]:
-    """Numbers of layers to cut an unknown architecture into, the finest first. Every segment has memory of
-    its own to compute in, so there are eight at most; patterns of layers that repeat do so every 2, 3, 4 or
-    6."""
-    finest = -(-n_layers // UNITS_MAX)
-    units = {-(-finest // period) * period for period in (1, 4, 6)}
+def units_to_try(n_layers: int, alignment: int = 0) -> tuple[int, ...]:
+    """Numbers of layers to cut a model into, the finest first. `alignment`: multiples of what the table
+    allows; 0: it does not know the architecture. Of such a model every segment has memory of its own to
+    compute in, so there are eight at most. Patterns of layers that repeat do so every 2, 3, 4 or 6."""
+    if alignment:
+        units = {alignment * period * 2**n for period in (1, 3) for n in range(n_layers.bit_length())}
+    else:
+        finest = -(-n_layers // UNITS_MAX)
+        units = {-(-finest // period) * period for period in (1, 4, 6)}
     return tuple(sorted(unit for unit in units if unit < n_layers))
+
+
+FAILED: Final = "a self-check of this file found no cut at which its layers give the same numbers"
 
 
 @dataclass(frozen=True)
@@ -340,8 +348,9 @@ def cut_rule(
     checked_unit: int = 0,
 ) -> CutRule:
     """The rule for a model; `number` and `numbers` look up its metadata, whole numbers and lists of them,
-    by the full key (None: absent, or something else). `checked_unit`: what a self-check found, which counts
-    where the table knows nothing; 0: nothing."""
+    by the full key (None: absent, or something else). `checked_unit`: what a self-check found: layers may be
+    cut at multiples of it, or, where it is no less than the number of layers, nowhere; 0: nothing. It counts
+    where the table knows nothing, or allows at least as much."""
     if architecture in TEXT_ENCODERS:
         return CutRule(0, "it reads texts as a whole, and is not cut over nodes")
     row = ARCHITECTURES.get(architecture)
@@ -383,6 +392,10 @@ def cut_rule(
         alignment = found
     if alignment >= n_layers:
         return CutRule(0, f"its layers may be cut at multiples of {alignment} only, and it has {n_layers}")
+    if checked_unit >= n_layers:
+        return CutRule(0, FAILED)
+    if checked_unit and checked_unit % alignment == 0:
+        alignment = checked_unit
     return CutRule(alignment)
 
 

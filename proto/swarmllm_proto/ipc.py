@@ -151,8 +151,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     journal_max_bytes: SizeBytes = 2**28
     """Host memory for what running requests have sent on; 0: nothing is kept of it."""
     checked_unit: LayerIndex = 0
-    """Of an architecture that is not in the table: a self-check, here or elsewhere, found parts of so many
-    layers exact; 0: none did."""
+    """What a self-check found, here or elsewhere: layers may be cut at multiples of it, or, where it is the
+    number of layers, nowhere; 0: nothing beyond the table."""
     kernels: KernelMode = "auto"
     """"auto": measured at the first load of a row length, or read from `kernel_timings`."""
     kernel_timings: Annotated[str, Meta(max_length=4096)] = ""

@@ -221,7 +221,8 @@ class CheckCuts(DaemonMessage, frozen=True, tag=True):
     model. Answered by Progress ... CutsChecked."""
 
     units: Annotated[tuple[Annotated[int, Meta(ge=1, le=65535)], ...], Meta(max_length=64)] = ()
-    """Layers per part to try, in this order; none: those that the model's number of layers suggests."""
+    """Layers per part to try, in this order; none: those that the table, or the model's number of layers,
+    suggests."""
 
 
 class CutsChecked(WorkerMessage, frozen=True, tag=True):
@@ -261,7 +262,7 @@ class AtWork(WorkerMessage, frozen=True, tag=True):
 
 KernelMode = Literal["auto", "ggml", "ours"]
 """Whose matrix products are computed: those that were measured as the fastest, or always one side's."""
-KernelType = Literal["Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+KernelType = Literal["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
 """Types of matrices for which there is a choice."""
 KernelWay = Literal["ggml-dots", "ggml-tiles", "avx2", "avx512", "avx512-in-order"]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]

@@ -51,5 +51,6 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[TensorName, Digest]
     """Tensor name -> BLAKE3 of its data, or, above one MiB, of its chunk list."""
     checked_unit: LayerIndex = 0
-    """Of an architecture that is not in the table: parts of so many layers compute the same as the whole
-    model, says the giver; 0: it does not know."""
+    """Parts of so many layers, or of a multiple, compute the same as the whole model, says the giver who has
+    tried; the number of layers: no parts do; 0: it knows nothing beyond the table. Of an architecture in the
+    table it may only forbid cuts."""

@@ -25,12 +25,13 @@ prompt, so both need the embedding. The range that ends at the last layer needs 
 reads the embedding's matrix, that too. Cutting a segment copies the small tensors of both ends into every
 one (norms; nobody reads them there), so everybody gets those: a few KB, against a rule per architecture.
 
-Where a model may be cut whose architecture is not in the table (`swarmllm_proto.architectures`),
-somebody has to try, and that takes the whole file (`swarmllm_workers.engine.cut_check`). What comes of it
-becomes part of the manifest, which is no part of the ModelId: the model is the same before and after. A node
-that fetches layers of the model cannot try, so the node it learns the model from tells what it found. That is
-hearsay: it counts only where the table knows nothing, and until this node can try for itself. It adds nothing
-to what a node that gives layers or computes them could do anyway, which is to be wrong about numbers.
+Where a model may be cut, the table of architectures (`swarmllm_proto.architectures`) says as far as it can;
+whether that holds for this file somebody has to try, and that takes the whole file
+(`swarmllm_workers.engine.cut_check`). What comes of it becomes part of the manifest, which is no part of the
+ModelId: the model is the same before and after. A node that fetches layers of the model cannot try, so the
+node it learns the model from tells what it found. That is hearsay: it counts until this node can try for
+itself, and where the table knows the architecture, only against cuts. It adds nothing to what a node that
+gives layers or computes them could do anyway, which is to be wrong about numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm.models.layers import LayerRange
-from swarmllm_proto.architectures import ARCHITECTURES, TEXT_ENCODERS
+from swarmllm_proto.architectures import ARCHITECTURES, FAILED, TEXT_ENCODERS
 from swarmllm_proto.identifiers import ModelId
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -199,15 +200,30 @@ def is_text_encoder(manifest: Manifest) -> bool:
     return manifest.architecture in TEXT_ENCODERS
 
 
+def is_listed(manifest: Manifest) -> bool:
+    """Whether the table of architectures says where it may be cut."""
+    return manifest.architecture in ARCHITECTURES
+
+
 def checked_unit(manifest: Manifest) -> int:
-    """Layers per part, where that comes from a self-check; 0: from the table, or there was none."""
-    return 0 if manifest.architecture in ARCHITECTURES else manifest.cut_alignment
+    """What a self-check found: layers may be cut at multiples of this, or, where it is the number of layers,
+    nowhere; 0: nothing is known beyond the table."""
+    if not is_listed(manifest):
+        return manifest.cut_alignment
+    if not manifest.cuts_checked_with:
+        return 0
+    return manifest.cut_alignment or manifest.n_layers
 
 
 def needs_check(manifest: Manifest, engine: str) -> bool:
-    """Whether nobody here has tried this model with this version of the engine."""
-    is_known = manifest.architecture in ARCHITECTURES or is_text_encoder(manifest)
-    return not is_known and manifest.cuts_checked_with != engine
+    """Whether nobody here has tried this model with this version of the engine. What the table says runs
+    whole is not tried."""
+    if is_text_encoder(manifest) or manifest.cuts_checked_with == engine:
+        return False
+    if is_listed(manifest):
+        is_table = not manifest.cuts_checked_with and manifest.whole_reason != FAILED
+        return manifest.cut_alignment > 0 or not is_table
+    return True
 
 
 def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engine: str) -> Manifest:
@@ -218,11 +234,16 @@ def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engi
 
 
 def with_hearsay(manifest: Manifest, unit: int) -> Manifest:
-    """After another node has told what it found; 0: nothing."""
-    if (
-        manifest.architecture in ARCHITECTURES
-        or is_text_encoder(manifest)
-        or not 0 < unit < manifest.n_layers
-    ):
+    """After another node has told what it found; 0: nothing. Of an architecture in the table it may only
+    forbid cuts that the table allows."""
+    if is_text_encoder(manifest) or unit <= 0:
+        return manifest
+    if is_listed(manifest):
+        allowed = manifest.cut_alignment
+        if not allowed or (unit % allowed and unit < manifest.n_layers):
+            return manifest
+        if unit >= manifest.n_layers:
+            return msgspec.structs.replace(manifest, cut_alignment=0, whole_reason=FAILED)
+    elif unit >= manifest.n_layers:
         return manifest
     return msgspec.structs.replace(manifest, cut_alignment=unit, whole_reason="")

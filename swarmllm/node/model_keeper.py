@@ -28,8 +28,9 @@ from swarmllm.errors import (
     SwarmLLMError,
     WorkerError,
 )
+from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
-from swarmllm.models.manifest import is_text_encoder, needs_check, with_verdict
+from swarmllm.models.manifest import is_listed, is_text_encoder, needs_check, with_verdict
 from swarmllm.models.presets import NO_PRESET, Preset, Presets
 from swarmllm.models.projector import read_projector
 from swarmllm.node.model_access import Sources, unseen
@@ -60,9 +61,9 @@ def _what_makes_room(name: str) -> str:
 
 
 class CutChecks:
-    """Has the cuts of a model tried whose architecture is not in the table: as soon as this node has the
-    whole file, at the latest when a part of it is to be loaded. The verdict goes into the catalogue, so that
-    is once per model and version of the engine."""
+    """Has the cuts of a model tried, as soon as this node has the whole file, at the latest when a part of it
+    is to be loaded. The verdict goes into the catalogue, so that is once per model and version of the
+    engine."""
 
     def __init__(self, pool: WorkerPool, catalogue: Catalogue) -> None:
         self._pool = pool
@@ -74,11 +75,13 @@ class CutChecks:
         if model_id in self._locks and not self._locks[model_id].locked():
             del self._locks[model_id]
 
-    @staticmethod
-    def is_due(entry: CatalogueEntry) -> bool:
+    def is_due(self, entry: CatalogueEntry) -> bool:
         """Whether the entry may say more about its cuts once it is tried."""
-        tensors = entry.manifest.tensors
-        return needs_check(entry.manifest, engine_version()) and not entry.absent(tensors)
+        manifest = entry.manifest
+        # Those of the bundled model have tests of their own.
+        if is_listed(manifest) and (not self._pool.cuts.tries_listed or entry.path == GUIDE_PATH):
+            return False
+        return needs_check(manifest, engine_version()) and not entry.absent(manifest.tensors)
 
     async def ensure(self, entry: CatalogueEntry, progress: Callable[[int, int], None]) -> CatalogueEntry:
         """The entry with what is known of its cuts, tried now where that is due. `progress` is called on the
@@ -93,6 +96,9 @@ class CutChecks:
                 verdict = await self._pool.cuts.check(ModelFile.of(entry), progress)
             except SwarmLLMError as error:
                 log.warning("where %s may be cut cannot be tried now: %s", entry.name, error.message)
+                return entry
+            if verdict.cannot_run and is_listed(entry.manifest):
+                log.warning("where %s may be cut cannot be tried: %s", entry.name, verdict.whole_reason)
                 return entry
             manifest = with_verdict(
                 entry.manifest, verdict.cut_alignment, verdict.whole_reason, engine_version()
@@ -231,7 +237,7 @@ class ModelKeeper:
         checking: Progress,
         mmproj: Path | None = None,
     ) -> ModelView:
-        """Hashes the file, and tries its cuts where nobody knows them, which `checking` tells of; `progress`
+        """Hashes the file, and tries its cuts, which `checking` tells of; `progress`
         is called in a thread. `mmproj`: its projector; None: the one that is called like it, if that can be
         used. Raises BadModel, InvalidRequest, Conflict."""
 

@@ -1,4 +1,4 @@
-"""Tries in a worker of its own where a model of an unknown architecture may be cut.
+"""Tries in a worker of its own where a model may be cut.
 
 In a worker of its own, which leaves afterwards: the one that serves the model goes on undisturbed, and where
 libllama dies of a part of the model, that is the answer.
@@ -7,7 +7,7 @@ libllama dies of a part of the model, that is the answer.
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import trio
@@ -24,11 +24,14 @@ from swarmllm_proto.ipc import CheckCuts, CutsChecked, Open, Opened
 @dataclass(frozen=True, slots=True)
 class CutVerdict:
     cut_alignment: int
-    """Layers may be cut at multiples of this; 0: the model runs whole only."""
+    """Layers may be cut at multiples of this; 0: the model runs whole only. Where the check ended its worker,
+    what the table says, 0: nothing."""
     whole_reason: str = ""
     n_layers: int = 0
     """Of the model, where the check ended its worker."""
     ended_worker: bool = False
+    cannot_run: bool = False
+    """libllama does not run it, cut or not."""
 
 
 @cache
@@ -40,6 +43,8 @@ def engine_version() -> str:
 class CutTrials:
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
+        self.tries_listed = hosts.settings.check_cuts
+        """Whether cuts are tried that the table of architectures allows."""
 
     async def check(self, model: ModelFile, progress: OnProgress | None = None) -> CutVerdict:
         """Try it; the whole file must be there. `progress`: (bytes run through, bytes at most), called on
@@ -48,11 +53,11 @@ class CutTrials:
         if not verdict.ended_worker:
             return verdict
         # Which size of parts it died of is not known: each gets a worker of its own, the finest first.
-        for unit in units_to_try(verdict.n_layers):
+        for unit in units_to_try(verdict.n_layers, verdict.cut_alignment):
             coarser = await self._check(model, progress, (unit,))
-            if coarser.cut_alignment:
+            if coarser.cut_alignment and not coarser.ended_worker:
                 return coarser
-        return verdict
+        return replace(verdict, cut_alignment=0)
 
     async def _check(
         self, model: ModelFile, progress: OnProgress | None, units: tuple[int, ...] = ()
@@ -63,10 +68,20 @@ class CutTrials:
             try:
                 outcome.append(await trial.run(nursery))
             except BadModel as error:
-                outcome.append(CutVerdict(0, f"libllama cannot run it: {error.message}"))
+                reason = f"libllama cannot run it: {error.message}"
+                outcome.append(CutVerdict(0, reason, cannot_run=True))
             except WorkerDied as error:
                 reason = f"a self-check ended its worker: {error.message}"
-                outcome.append(CutVerdict(0, reason, trial.n_layers, ended_worker=trial.n_layers > 0))
+                is_open = trial.n_layers > 0
+                outcome.append(
+                    CutVerdict(
+                        trial.cut_alignment,
+                        reason,
+                        trial.n_layers,
+                        ended_worker=is_open,
+                        cannot_run=not is_open,
+                    )
+                )
             except SwarmLLMError as error:
                 outcome.append(error)
             nursery.cancel_scope.cancel()
@@ -83,7 +98,8 @@ class _Trial:
         self, hosts: Hosts, model: ModelFile, units: tuple[int, ...], progress: OnProgress | None
     ) -> None:
         self.n_layers = 0
-        """Known once the model is open."""
+        self.cut_alignment = 0
+        """By the table; both known once the model is open."""
         self._hosts = hosts
         self._model = model
         self._units = units
@@ -108,7 +124,7 @@ class _Trial:
             use_mmap=settings.use_mmap,
         )
         opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
-        self.n_layers = opened.n_layers
+        self.n_layers, self.cut_alignment = opened.n_layers, opened.cut_alignment
         found, _ = await worker.call(
             CheckCuts(id=worker.new_id(), units=self._units),
             CutsChecked,

@@ -28,7 +28,7 @@ class ModelFile:
     path: Path
     """Absolute; opened by the worker, never by the pool."""
     checked_unit: int = 0
-    """Of an architecture that is not in the table: as many layers a self-check found exact; 0: none."""
+    """What a self-check found (`manifest.checked_unit`); 0: nothing."""
 
     @classmethod
     def of(cls, entry: CatalogueEntry) -> ModelFile:
@@ -115,6 +115,8 @@ class WorkerSettings:
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "auto"
     kernels: KernelMode = "auto"
+    check_cuts: bool = True
+    """Whether cuts are tried that the table of architectures allows."""
     kernel_timings: Path | None = None
     """File in which workers keep what they measured of this machine; None: nowhere."""
     use_mlock: bool = False

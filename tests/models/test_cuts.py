@@ -47,12 +47,36 @@ def test_what_another_node_found_counts_until_this_one_can_try(unknown: Manifest
         assert with_hearsay(unknown, nonsense) == unknown
 
 
-def test_nobody_is_believed_about_what_the_table_knows(tmp_path: Path) -> None:
-    aligned = manifest_of(tmp_path / "known.gguf", "smollm3")
-    assert aligned.cut_alignment == 0
-    assert with_hearsay(aligned, 1) == aligned
-    assert not needs_check(aligned, "engine 1")
-    assert checked_unit(aligned) == 0
+@pytest.fixture
+def listed(tmp_path: Path) -> Manifest:
+    """Of an architecture in the table, which allows cuts at each of its layers."""
+    return manifest_of(tmp_path / "known.gguf", "llama")
+
+
+def test_the_table_is_a_hint_until_the_file_was_tried(listed: Manifest) -> None:
+    assert (listed.cut_alignment, checked_unit(listed), needs_check(listed, "engine 1")) == (1, 0, True)
+    passed = with_verdict(listed, 1, "", "engine 1")
+    assert (passed.can_cut_at(1), checked_unit(passed), needs_check(passed, "engine 1")) == (True, 1, False)
+    failed = with_verdict(listed, 0, "other numbers", "engine 1")
+    assert (failed.can_cut_at(1), failed.whole_reason) == (False, "other numbers")
+    assert checked_unit(failed) == failed.n_layers
+    assert not needs_check(failed, "engine 1")
+    assert needs_check(failed, "engine 2")
+
+
+def test_another_node_may_only_forbid_cuts_that_the_table_allows(tmp_path: Path, listed: Manifest) -> None:
+    told = with_hearsay(listed, listed.n_layers)
+    assert (told.cut_alignment, bool(told.whole_reason)) == (0, True)
+    assert needs_check(told, "engine 1")  # once the whole file is here
+    assert checked_unit(told) == 0  # and it is not passed on
+    assert with_hearsay(listed, 0) == listed
+    whole = manifest_of(tmp_path / "whole.gguf", "smollm3")
+    assert whole.cut_alignment == 0
+    assert with_hearsay(whole, 1) == whole
+    assert not needs_check(whole, "engine 1")
+    larger = msgspec.structs.replace(listed, n_layers=12, cut_alignment=4)
+    for unit, alignment in ((1, 4), (6, 4), (8, 8), (12, 0), (1024, 0)):
+        assert with_hearsay(larger, unit).cut_alignment == alignment
 
 
 def test_a_verdict_is_kept_and_manifests_from_before_are_read(tmp_path: Path, unknown: Manifest) -> None:

@@ -118,7 +118,7 @@ def handle(frame: Frame) -> None:
                     n_embd=8,
                     n_vocab=256,
                     context_length=99,
-                    cut_alignment=1,
+                    cut_alignment=3 if "listed" in message.path else 1,
                 )
             )
         case ipc.CheckCuts():

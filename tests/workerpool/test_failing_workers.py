@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 async def test_a_self_check_that_ends_its_worker_goes_on_with_coarser_parts(tmp_path: Path) -> None:
     async with fake_pool(tmp_path) as pool:
-        for name, alignment in (("sound", 2), ("dies-below-4", 4), ("dies-always", 0)):
+        cases = (("sound", 2), ("dies-below-4", 4), ("listed-dies-below-4", 6), ("dies-always", 0))
+        for name, alignment in cases:
             verdict = await pool.cuts.check(replace(MODEL, path=Path(f"/nowhere/{name}.gguf")))
             assert verdict.cut_alignment == alignment
         assert "a self-check ended its worker" in verdict.whole_reason

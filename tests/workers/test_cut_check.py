@@ -1,8 +1,9 @@
-"""Models of architectures that the table does not have: cut where a self-check found the parts exact, and
-nowhere else."""
+"""Where a file may be cut is tried: what the table allows, and for architectures that it does not have, all
+that is likely. Nowhere else is a model cut."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from swarmllm.models.hashing import build_manifest
-from swarmllm_proto import ipc
-from swarmllm_proto.architectures import ARCHITECTURES, generic, units_to_try
-from swarmllm_workers.engine.cut_check import check_cuts
+from swarmllm_proto import architectures, ipc
+from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule, generic, units_to_try
+from swarmllm_workers.engine import cut_check
+from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import plan_values
@@ -87,21 +89,112 @@ def test_parts_that_fail_are_never_run(name: str, tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.fixture
+def table_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[Architecture | None, str], None]:
+    """Put a row into the table, or take one out of it; the rest stays as it is."""
+
+    def change(row: Architecture | None, name: str) -> None:
+        changed = {**ARCHITECTURES}
+        changed.pop(name)
+        if row is not None:
+            changed[name] = row
+        for module in (architectures, cut_check):
+            monkeypatch.setattr(module, "ARCHITECTURES", changed)
+
+    return change
+
+
 @pytest.mark.slow
-def test_a_cut_that_only_a_long_prompt_would_show_is_found_by_shortening_the_window(tmp_path: Path) -> None:
+def test_a_cut_that_only_a_long_prompt_would_show_is_found_by_shortening_the_window(
+    tmp_path: Path, table_says: Callable[[Architecture | None, str], None]
+) -> None:
     """Every second layer of gpt-oss attends to a window, which only its number says; taken for unknown,
     with a window longer than any prompt that a check would run."""
+    table_says(None, "gpt-oss")
     known = FAMILIES["gpt-oss"]
     keys = {**known.keys, "attention.sliding_window": 1024}
     path = write(tmp_path / "model.gguf", replace(known, keys=keys, n_layers=8))
     assert check_cuts(path, tmp_path, SETTINGS, ignore).unit == 4
 
 
-def test_the_verdict_counts_only_where_the_table_says_nothing(tmp_path: Path) -> None:
-    path = build(tmp_path / "model.gguf", Spec("smollm3", n_layers=8))
-    engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=1))
-    assert engine.rule.cut_alignment == 4
-    engine.close()
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("llama-3.2, tied", 1),
+        ("gemma-2", 1),
+        ("gemma-3", 1),
+        ("glm-4", 1),
+        ("command-r7b", 2),
+        ("command-r7b, other period", 3),
+        ("command-r7b, listed", 3),
+        ("lfm2, heads listed", 3),
+        ("ernie-4.5 moe, every second layer", 2),
+        ("qwen3.5", 4),
+    ],
+)
+def test_cuts_that_the_table_allows_are_tried_and_hold(name: str, unit: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", FAMILIES[name])
+    progress: list[tuple[int, int]] = []
+    verdict = check_cuts(path, tmp_path, SETTINGS, lambda done, total: progress.append((done, total)))
+    assert verdict == CutVerdict(unit)
+    assert len(progress) > 2  # something was run
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "row", "unit"),
+    [
+        ("command-r7b, other period", Architecture("cohere2", sliding_window_period=4), 3),
+        ("gemma", Architecture("gemma"), 0),  # a scaled input is scaled again in every part
+        ("smollm3", Architecture("smollm3", cut_alignment=2), 4),
+    ],
+)
+def test_where_the_table_is_wrong_coarser_cuts_are_allowed_or_none(
+    name: str, row: Architecture, unit: int, tmp_path: Path, table_says: Callable[..., None]
+) -> None:
+    table_says(row, row.name)
+    path = write(tmp_path / "model.gguf", FAMILIES[name])
+    source = GgufFile(path)
+    n_layers = FAMILIES[name].n_layers
+    rule = cut_rule(row.name, n_layers, source.number, source.numbers)
+    assert 0 < rule.cut_alignment < (unit or n_layers)
+    verdict = check_cuts(path, tmp_path, SETTINGS, ignore)
+    assert verdict.unit == unit
+    assert bool(verdict.reason) == (unit == 0)
+
+
+def test_parts_of_several_units_are_tried_too(tmp_path: Path, table_says: Callable[..., None]) -> None:
+    """A row that cannot run parts of two layers: each layer alone is exact, and so are three."""
+    made = FAMILIES["llama-3.1"]
+    path = write(tmp_path / "model.gguf", replace(made, n_layers=6))
+    failing: list[int] = []
+    check = cut_check._Check(path, tmp_path, SETTINGS, ignore)
+    through = check._through
+
+    def wrong_in_twos(start: int, end: int, data: Sequence[np.ndarray]) -> list[np.ndarray]:
+        failing.append(end - start)
+        return [rows + (end - start == 2) for rows in through(start, end, data)]
+
+    check._through = wrong_in_twos  # type: ignore[method-assign]
+    assert check.run(()) == CutVerdict(3)
+    assert set(failing) == {1, 2, 3}
+
+
+def test_the_table_holds_where_a_few_tokens_show_nothing(tmp_path: Path) -> None:
+    path = build(tmp_path / "model.gguf", Spec("llama", n_layers=3))
+    check = cut_check._Check(path, tmp_path, SETTINGS, ignore)
+    assert check._untold("nothing") == CutVerdict(1)
+
+
+def test_the_verdict_narrows_what_the_table_allows_and_no_more(tmp_path: Path) -> None:
+    path = build(tmp_path / "model.gguf", Spec("smollm3", n_layers=16))
+    for checked, alignment in ((0, 4), (1, 4), (6, 4), (8, 8), (16, 0), (1024, 0)):
+        engine = Engine(path, tmp_path / "segments", replace(SETTINGS, checked_unit=checked))
+        assert engine.rule.cut_alignment == alignment
+        assert bool(engine.rule.whole_reason) == (alignment == 0)
+        engine.close()
 
 
 def test_lists_of_unknown_meaning_follow_the_layers_of_an_unknown_architecture(tmp_path: Path) -> None:
@@ -120,6 +213,9 @@ def test_units_are_few_and_of_every_period() -> None:
     assert units_to_try(8) == (1, 4, 6)
     assert units_to_try(32) == (4, 6)
     assert units_to_try(61) == (8, 12)
+    assert units_to_try(8, 1) == (1, 2, 3, 4, 6)
+    assert units_to_try(24, 4) == (4, 8, 12, 16)
+    assert units_to_try(4, 4) == ()
     for n_layers in range(2, 200):
         for unit in units_to_try(n_layers):
             pieces = generic("any").pieces(0, n_layers, unit)

@@ -59,7 +59,8 @@ class EngineSettings:
     """Host memory for rows that running requests have sent on."""
     native_tap: bool = True
     checked_unit: int = 0
-    """Of a model whose architecture is not in the table: as many layers a self-check found exact; 0: none."""
+    """What a self-check found: layers may be cut at multiples of it, or, where it is no less than their
+    number, nowhere; 0: nothing."""
     is_unwanted: Callable[[], bool] | None = None
     """Asked while a long batch runs: whether to leave it."""
 
