@@ -76,14 +76,17 @@ setup(
         Extension(
             f"swarmllm_workers._{name}",
             [f"workers/swarmllm_workers/native/{source}.c" for source in (name, *others)],
-            depends=["workers/swarmllm_workers/native/k_quants.h"],
+            depends=[
+                "workers/swarmllm_workers/native/k_quants.h",
+                "workers/swarmllm_workers/native/blocks_32.h",
+            ],
             # Nothing fused in rows that are rounded: the same bits on every processor.
             extra_compile_args=["-O2", *(("-ffp-contract=off",) if name == "row_codec" else ())],
             optional=True,
         )
         for name, *others in (
             ("tap",),
-            ("small_batches", "k_quants"),
+            ("small_batches", "k_quants", "blocks_32"),
             ("row_attention",),
             ("lone_row",),
             ("weights",),

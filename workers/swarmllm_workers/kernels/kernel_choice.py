@@ -18,19 +18,33 @@ ROWS_MAX: Final = 7
 class MatrixType(IntEnum):
     """Types of matrices that `small_batches.c` multiplies with, numbered as ggml does."""
 
+    Q4_0 = 2
+    Q5_0 = 6
     Q8_0 = 8
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    MXFP4 = 39
 
     @property
     def is_k_quant(self) -> bool:
-        return self != MatrixType.Q8_0
+        return self in (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K)
+
+    @property
+    def has_one_kernel(self) -> bool:
+        """Ours is the same in every way (`blocks_32.c`)."""
+        return not self.is_k_quant and self != MatrixType.Q8_0
 
     @property
     def tiled_from(self) -> int:
         """The number of rows from which ggml has tiles."""
         return 8 if self.is_k_quant else 2
+
+    @property
+    def tiles_differ(self) -> bool:
+        """Whether ggml's tiles have other bits than its dot products."""
+        return self.is_k_quant or self in (MatrixType.IQ4_NL, MatrixType.MXFP4)
 
 
 class Way(IntEnum):
@@ -99,20 +113,21 @@ def ggmls_own(kind: MatrixType, n_rows: int) -> Way:
 
 
 def reference(kind: MatrixType, n_rows: int) -> Way:
-    """The way whose bits count: in small batches, a row's are those that it has alone. Those of our products
-    of K-quants are so in every batch."""
-    return Way.DOTS if n_rows <= ROWS_MAX or kind.is_k_quant else Way.TILES
+    """The way whose bits count: in small batches, a row's are those that it has alone. Where ggml's tiles
+    have others, those of our products are so in every batch."""
+    return Way.DOTS if n_rows <= ROWS_MAX or kind.tiles_differ else Way.TILES
 
 
 def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
-    """Whether a way may be chosen though its bits are not the reference's: ggml's tiles of K-quants in large
-    batches, in which no bits are promised."""
-    return kind.is_k_quant and way == Way.TILES and n_rows > ROWS_MAX
+    """Whether a way may be chosen though its bits are not the reference's: ggml's tiles with other bits in
+    large batches, in which no bits are promised."""
+    return kind.tiles_differ and way == Way.TILES and n_rows > ROWS_MAX
 
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
-    return [way for way in sorted(ways) if way != Way.TILES or n_rows >= kind.tiled_from]
+    last = Way.AVX2 if kind.has_one_kernel else max(Way)
+    return [way for way in sorted(ways) if way <= last and (way != Way.TILES or n_rows >= kind.tiled_from)]
 
 
 def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:

@@ -185,7 +185,7 @@ class ProductBench:
 def matrices(source: GgufFile) -> list[TensorInfo]:
     """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are not, and the
     embedding is only where it is the output matrix, too."""
-    repacked = () if repacking.keeps_rows([source.path]) else (MatrixType.Q4_K,)
+    repacked = () if repacking.keeps_rows([source.path]) else repacking.REARRANGED
     return [
         tensor
         for tensor in source.tensors.values()

@@ -24,6 +24,7 @@ from swarmllm_workers.kernels import interposing, small_batches
 
 _OTHERS: Final = frozenset({Type.Q4_0, Type.Q2_K, Type.IQ4_NL, Type.MXFP4})
 """What ggml rearranges on x86, beside Q4_K."""
+REARRANGED: Final = frozenset({Type.Q4_K, *_OTHERS})
 _EXPERT_COUNT: Final = b"expert_count"
 """Of the metadata, after the architecture."""
 _UNMULTIPLIED: Final = b"token_embd.weight"

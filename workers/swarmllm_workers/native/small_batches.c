@@ -1,5 +1,5 @@
-/* Stands before ggml's tiled matrix products: those of Q8_0 and of K-quants it computes itself, of other types it keeps
- * small batches from the tiles.
+/* Stands before ggml's tiled matrix products: those of Q8_0, of other types in blocks of 32 and of K-quants it computes
+ * itself, of the rest it keeps small batches from the tiles.
  *
  * libggml-cpu calls `llamafile_sgemm` through its symbol table, so a library that was made global before it was
  * loaded answers instead. "false" means "not mine": ggml then takes the product of each row as it takes that of a
@@ -11,6 +11,7 @@
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
+#include "blocks_32.h"
 #include "k_quants.h"
 
 #include <stdbool.h>
@@ -55,6 +56,7 @@ int64_t swarmllm_n_shapes;    /* of the table, which is written only between two
 struct shape swarmllm_shapes[SHAPES_MAX];
 uint8_t swarmllm_unmeasured[16]; /* the ways of shapes of Q8_0 that are not in the table */
 uint8_t swarmllm_unmeasured_k[16]; /* of K-quants */
+uint8_t swarmllm_unmeasured_32[16]; /* of the other types in blocks of 32 */
 
 static int class_of(int64_t n) {
     return n <= 8 ? (int)n - 1 : n <= 16 ? 8 : n <= 32 ? 9 : CLASSES - 1;
@@ -62,6 +64,10 @@ static int class_of(int64_t n) {
 
 static bool is_k_quant(int type) {
     return type == Q4_K || type == Q5_K || type == Q6_K;
+}
+
+static bool is_of_32(int type) {
+    return type == Q4_0 || type == Q5_0 || type == IQ4_NL || type == MXFP4;
 }
 
 static int way_of(int type, int64_t k, int64_t n) {
@@ -73,7 +79,9 @@ static int way_of(int type, int64_t k, int64_t n) {
             return swarmllm_shapes[i].ways[class_of(n)];
         }
     }
-    return (type == Q8_0 ? swarmllm_unmeasured : swarmllm_unmeasured_k)[class_of(n)];
+    return (type == Q8_0         ? swarmllm_unmeasured
+            : is_k_quant(type) ? swarmllm_unmeasured_k
+                               : swarmllm_unmeasured_32)[class_of(n)];
 }
 
 /* The head of ggml's `struct ggml_compute_params`, which is all that is looked at. */
@@ -335,6 +343,16 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
         if (compute(params, way, m, n, (struct task){k, a, lda, b, ldb, NULL, c, ldc, 0})) {
             return true;
         }
+    }
+    if (is_of_32(a_type) && b_type == Q8_0 && c_type == F32) {
+        const struct thread *thread = params;
+        const int way = way_of(a_type, k, n);
+        if (way > TILES && swarmllm_product_32(&(struct product_32){a_type, m, n, k, a, lda, b, ldb, c, ldc, thread->index,
+                                                                    thread->count})) {
+            return true;
+        }
+        return way == TILES && swarmllm_tiled != NULL &&
+               swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
     }
     if (is_k_quant(a_type) && b_type == Q8_K && c_type == F32) {
         const struct thread *thread = params;
