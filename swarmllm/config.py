@@ -281,9 +281,9 @@ class InferenceTable:
     )
     picture_compression: Literal["off", "auto", "always"] = _setting(
         "auto",
-        "How rows of pictures come from other nodes: off (f32), auto (f16 with zstd where a line is measured "
-        "to gain by it: rounded, so the text is not exactly that of a picture encoded here), always. With "
-        "`exact`, off.",
+        "How pictures go to nodes that encode them, and their rows come back: off (as they are), auto (as "
+        "JPEG of quality 90, and as f16 with zstd, each where a line is measured to gain by it: the text is "
+        "not exactly that of a picture encoded here), always. With `exact`, off.",
     )
     encrypted_pipeline: bool = _setting(
         False,

@@ -24,6 +24,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest
 from swarmllm.models.model_files import FileState
+from swarmllm.pictures import Picture
 from swarmllm.pipeline.stage.compute import ForwardCall, GenerateCall
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.blocks import BLOCK_TOKENS
@@ -113,6 +114,12 @@ class FakePool:
 
     def kernel_class(self, model_id: str) -> str:
         return self.kernels
+
+    def can_recode_now(self) -> bool:
+        return False
+
+    async def recode_picture(self, picture: Picture) -> bytes:
+        raise WorkerError("this pool decodes nothing")
 
     async def tokenize(
         self,

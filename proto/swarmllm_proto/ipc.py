@@ -91,7 +91,9 @@ from swarmllm_proto.ipc_vision import (  # noqa: F401
     PictureEncoded,
     PictureKind,
     PicturePart,
+    PictureRecoded,
     ProjectorOpened,
+    RecodePicture,
 )
 
 KvType = Literal["f16", "q8_0"]
@@ -452,6 +454,7 @@ AnyDaemonMessage: TypeAlias = (
     | CheckPrefix
     | OpenProjector
     | EncodePicture
+    | RecodePicture
     | OpenTextEncoder
     | EncodeText
     | Shutdown
@@ -481,6 +484,7 @@ AnyWorkerMessage: TypeAlias = (
     | PrefixManifestUpdate
     | ProjectorOpened
     | PictureEncoded
+    | PictureRecoded
     | TextEncoderOpened
     | TextEncoded
     | Error

@@ -1,7 +1,7 @@
 """Messages between the daemon and a worker that encodes pictures (see `ipc`).
 
 Such a worker owns one projector: `OpenProjector` names it, each `EncodePicture` brings one picture, and
-`Shutdown` ends it. It runs no layers, and a model worker refuses these messages.
+`Shutdown` ends it. `RecodePicture` needs none. It runs no layers, and a model worker refuses these messages.
 """
 
 from __future__ import annotations
@@ -48,6 +48,20 @@ class EncodePicture(DaemonMessage, frozen=True, tag=True):
     width: PictureSide
     height: PictureSide
     """As its header says; a file that decodes to another size is refused."""
+
+
+class RecodePicture(DaemonMessage, frozen=True, tag=True):
+    """Payload: the file of a picture, which is to become a smaller one; also before OpenProjector. Answered
+    by PictureRecoded."""
+
+    kind: PictureKind
+    width: PictureSide
+    height: PictureSide
+    """As in EncodePicture."""
+
+
+class PictureRecoded(WorkerMessage, frozen=True, tag=True):
+    """Answers RecodePicture. Payload: a JPEG of quality 90, upright, over white where it was transparent."""
 
 
 class PicturePart(msgspec.Struct, frozen=True, array_like=True):

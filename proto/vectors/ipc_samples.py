@@ -92,6 +92,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.OpenProjector(id=1, path="/models/ü.gguf", projector="/models/ü-mmproj.gguf", n_threads=2),
         b"",
     ),
+    (
+        "recode-picture",
+        ipc.RecodePicture(id=2, kind="png", width=640, height=480),
+        b"\x89PNG\r\n\x1a\n",
+    ),
     ("encode-picture", ipc.EncodePicture(id=2, kind="png", width=640, height=480), b"\x89PNG\r\n\x1a\n"),
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
@@ -475,5 +480,6 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         tensor_bytes(HIDDEN),
     ),
+    ("picture-recoded", ipc.PictureRecoded(id=2), b"\xff\xd8\xff\xe0"),
     ("bye", ipc.Bye(id=12), b""),
 ]

@@ -86,18 +86,11 @@ class EncoderWorkers(Generic[Key, Opened]):
         if encoder.worker is not None:
             await encoder.worker.stop("was stopped because something else is to be opened")
             encoder.worker = None
-        settings = self._hosts.settings
-        worker = await Worker.spawn(
-            (*self._hosts.command, f"--{self._what}", "--log-level", settings.log_level),
-            self._hosts.socket_dir,
-            start_timeout_s=settings.start_timeout_s,
-            stop_timeout_s=settings.stop_timeout_s,
-        )
-        spawn(self._hosts.nursery(), "worker", worker.run)
+        worker = await self._spawned()
         try:
             await worker.ready()
             opened, _ = await worker.call(
-                message(worker.new_id()), self._answer, timeout_s=settings.load_timeout_s
+                message(worker.new_id()), self._answer, timeout_s=self._hosts.settings.load_timeout_s
             )
             check(opened)
         except BaseException:
@@ -106,6 +99,29 @@ class EncoderWorkers(Generic[Key, Opened]):
         log.info("worker %d encodes %s for model %s", worker.pid, self._what, model_id)
         encoder.worker, encoder.opened_as, encoder.opened = worker, opened_as, opened
         return worker, opened
+
+    async def bare(self, encoder: EncoderWorker[Opened]) -> Worker:
+        """In its turn: a worker that has nothing open. Raises WorkerDied."""
+        if encoder.worker is None or not encoder.worker.alive:
+            worker = await self._spawned()
+            try:
+                await worker.ready()
+            except BaseException:
+                worker.kill("did not start")
+                raise
+            encoder.worker = worker
+        return encoder.worker
+
+    async def _spawned(self) -> Worker:
+        settings = self._hosts.settings
+        worker = await Worker.spawn(
+            (*self._hosts.command, f"--{self._what}", "--log-level", settings.log_level),
+            self._hosts.socket_dir,
+            start_timeout_s=settings.start_timeout_s,
+            stop_timeout_s=settings.stop_timeout_s,
+        )
+        spawn(self._hosts.nursery(), "worker", worker.run)
+        return worker
 
     def is_open(self, key: Key) -> bool:
         """Whether a worker has it open."""

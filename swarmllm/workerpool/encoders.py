@@ -25,13 +25,23 @@ from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.ipc import EncodePicture, OpenProjector, PictureEncoded, PicturePart, ProjectorOpened
+from swarmllm_proto.ipc import (
+    EncodePicture,
+    OpenProjector,
+    PictureEncoded,
+    PicturePart,
+    PictureRecoded,
+    ProjectorOpened,
+    RecodePicture,
+)
 from swarmllm_proto.limits import PICTURE_BYTES_MAX
 
 PICTURE_TIMEOUT_S: Final = 120.0
 """For one picture. Encoders take up to some ten seconds for a large one on one core."""
 KEPT_BYTES: Final = 256 * 2**20
 """Of rows that pictures became."""
+_RECODER: Final = (ModelId(""), "")
+"""In place of a model and its projector: what re-encodes pictures that go to other nodes."""
 Key = tuple[ModelId, str, str]
 """(model, digest of its projector, digest of the picture)"""
 
@@ -131,6 +141,23 @@ class PictureEncoders:
         if is_kept:
             self.kept.put(key, encoded)
         return encoded
+
+    async def recode_picture(self, picture: Picture) -> bytes:
+        """As a JPEG of quality 90, by a worker that has no projector open. Raises InvalidRequest for a
+        picture that cannot be decoded, WorkerDied (also at the deadline), WorkerError, Overloaded."""
+        async with self._workers.turn(_RECODER) as encoder:
+            worker = await self._workers.bare(encoder)
+            message = RecodePicture(
+                id=worker.new_id(), kind=picture.kind, width=picture.width, height=picture.height
+            )
+            _, payload = await worker.call(
+                message, PictureRecoded, payload=picture.data, timeout_s=PICTURE_TIMEOUT_S
+            )
+        return bytes(payload)
+
+    def can_recode_now(self) -> bool:
+        """Without starting a process."""
+        return self._workers.is_open(_RECODER)
 
     async def keep_open(self, model: ModelFile, projector: Projector) -> None:
         """Open it, and do not end its worker where it is idle. Raises as `check_projector` does."""

@@ -148,6 +148,7 @@ class WorkerPool:
         self.export_prefix, self.import_prefix = prefixes.export_prefix, prefixes.import_prefix
         self._encoders = encoders = PictureEncoders(hosts)
         self.encode_picture, self.check_projector = encoders.encode_picture, encoders.check_projector
+        self.recode_picture, self.can_recode_now = encoders.recode_picture, encoders.can_recode_now
         self.keep_projector_open, self.is_projector_open = encoders.keep_open, encoders.is_open
         self.close_projectors = encoders.close
         self.kept_pictures = encoders.kept

@@ -66,9 +66,7 @@ def test_as_many_pictures_are_remembered_as_there_is_room_for(monkeypatch: pytes
     parts: Any = SimpleNamespace(drop=dropped.append, score=lambda node_id: 1.0)
     checker = PictureChecker(parts, parts, parts, parts, parts, parts, parts, parts, 0.0, lambda: 1.0)
     for digest in ("a", "b", "c"):
-        question: Any = SimpleNamespace(
-            entry=SimpleNamespace(model_id="m"), projector="p", picture=SimpleNamespace(digest=digest)
-        )
+        question: Any = SimpleNamespace(entry=SimpleNamespace(model_id="m"), key=("m", "p", digest))
         checker.came(question, parts, "node", ())
     checker._forget("node")
     assert dropped == [("m", "p", "b"), ("m", "p", "c")]

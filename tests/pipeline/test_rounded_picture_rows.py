@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 from node_ids import A, B, C
+from vision_models import file_of, picture, pixels
 
 from bench.common.arithmetic import N_EMBD
+from swarmllm.pictures import Picture, parse_picture
 from swarmllm.pipeline.route.row_formats import Packing
-from swarmllm.pipeline.vision.compression import measured_half, rounds_rows
+from swarmllm.pipeline.vision.compression import (
+    PictureCompression,
+    measured_half,
+    recodes_picture,
+    rounds_rows,
+)
 from swarmllm.swarm.in_memory.link import LinkQuality
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool.encoders import EncodedPicture
@@ -154,3 +161,80 @@ async def test_rows_that_are_rounded_unasked_are_refused() -> None:
         assert_same(encoded, what(SHOWN))
         assert looked.node_id == C
         assert swarm[A].trust.score(B) < NEUTRAL
+
+
+def of_kind(kind: str, width: int, height: int, n_bytes: int) -> Picture:
+    return Picture(bytes(n_bytes), kind, width, height, "ab" * 32)  # type: ignore[arg-type]
+
+
+LARGE_PNG = of_kind("png", 3000, 2000, 12_000_000)
+
+
+@pytest.mark.parametrize(
+    ("compression", "shown", "bytes_per_s", "can_now", "is_exact", "expected"),
+    [
+        ("off", LARGE_PNG, 1e6, True, False, False),
+        ("always", LARGE_PNG, None, False, False, True),
+        ("always", LARGE_PNG, None, False, True, False),
+        ("always", of_kind("jpeg", 3000, 2000, 12_000_000), 1e6, True, False, False),
+        ("auto", LARGE_PNG, None, True, False, False),
+        ("auto", LARGE_PNG, 1e6, False, False, True),
+        ("auto", LARGE_PNG, 1e6, True, True, False),
+        ("auto", LARGE_PNG, 1e7, False, False, False),
+        ("auto", LARGE_PNG, 1e7, True, False, True),
+        ("auto", LARGE_PNG, 1e8, True, False, False),
+        ("auto", of_kind("png", 3000, 2000, 2_000_000), 1e6, True, False, False),
+        ("auto", of_kind("webp", 300, 200, 60_000), 1e6, True, False, True),
+        ("auto", of_kind("webp", 300, 200, 60_000), 1e6, False, False, False),
+    ],
+)
+def test_where_a_picture_goes_as_jpeg(
+    compression: PictureCompression,
+    shown: Picture,
+    bytes_per_s: float | None,
+    can_now: bool,
+    is_exact: bool,
+    expected: bool,
+) -> None:
+    goes = recodes_picture(compression, shown, bytes_per_s, can_now=can_now, is_exact=is_exact)
+    assert goes is expected
+
+
+async def test_a_picture_goes_as_jpeg_and_what_it_became_is_that_of_the_picture() -> None:
+    shown = picture(200, 150, 3)
+    smaller = file_of(pixels(200, 150, 3), "JPEG", quality=20)
+    assert len(smaller) < len(shown.data)
+    async with seeing(B, picture_compression="always") as swarm:
+        recoded: list[str] = []
+
+        async def recode(given: Picture) -> bytes:
+            recoded.append(given.digest)
+            return smaller
+
+        swarm[A].pool.recode_picture = recode
+        encoded, looked = await look(swarm, shown)
+        assert_same(encoded, rounded(what(parse_picture(smaller, "picture"))))
+        assert looked.is_rounded
+        assert swarm[B].pool.seen == [parse_picture(smaller, "picture").digest]
+        again, looked = await look(swarm, shown)
+        assert again is encoded
+        assert looked.is_kept
+        assert recoded == [shown.digest]
+        # What a node gave that has lied since goes, whatever file it was given.
+        checker = swarm[A].pipelines.encoders._checker
+        assert checker is not None
+        checker._forget(B)
+        assert not (await look(swarm, shown))[1].is_kept
+
+
+@pytest.mark.parametrize("given", [b"no picture", file_of(pixels(400, 400, 9), "JPEG", quality=95)])
+async def test_what_re_encoding_does_not_make_smaller_goes_as_it_is(given: bytes) -> None:
+    async with seeing(B, picture_compression="always") as swarm:
+
+        async def recode(_: Picture) -> bytes:
+            return given
+
+        swarm[A].pool.recode_picture = recode
+        encoded, _ = await look(swarm)
+        assert_same(encoded, rounded(what(SHOWN)))
+        assert swarm[B].pool.seen == [SHOWN.digest]

@@ -50,6 +50,27 @@ def unchecked(data: bytes, kind: str = "png", width: int = 40, height: int = 30)
     return Picture(data, kind, width, height, blake3(data).hexdigest())
 
 
+async def test_a_picture_becomes_a_jpeg_without_a_projector(tmp_path: Path) -> None:
+    y, x = np.mgrid[0:300, 0:400]
+    noise = np.random.default_rng(1).integers(0, 9, (300, 400, 3))
+    image = (np.stack([x / 2, y / 2, (x + y) / 4], -1) + noise).astype(np.uint8)
+    async with pool_in(tmp_path) as pool:
+        assert not pool.can_recode_now()
+        shown = parse_picture(file_of(image), "picture")
+        recoded = parse_picture(await pool.recode_picture(shown), "picture")
+        assert (recoded.kind, recoded.width, recoded.height) == ("jpeg", 400, 300)
+        assert len(recoded.data) < len(shown.data)
+        with Image.open(io.BytesIO(recoded.data)) as read:
+            assert np.abs(np.asarray(read, np.int32) - image).mean() < 4
+            tables = read.quantization  # type: ignore[attr-defined]
+        expected = Image.open(io.BytesIO(file_of(image, "JPEG", quality=90)))
+        assert tables == expected.quantization  # type: ignore[attr-defined]
+        assert pool.can_recode_now()
+        with pytest.raises(InvalidRequest):
+            await pool.recode_picture(unchecked(shown.data[:500], width=400, height=300))
+        assert await pool.recode_picture(shown) == recoded.data
+
+
 async def test_every_kind_is_decoded_and_what_a_picture_became_is_kept(
     tmp_path: Path, model: ModelFile, mmproj: Projector
 ) -> None:

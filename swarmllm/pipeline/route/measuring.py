@@ -79,6 +79,12 @@ class ObservedCompute:
     ) -> EncodedPicture:
         return await self._compute.encode_picture(model, projector, picture, is_kept=is_kept)
 
+    async def recode_picture(self, picture: Picture) -> bytes:
+        return await self._compute.recode_picture(picture)
+
+    def can_recode_now(self) -> bool:
+        return self._compute.can_recode_now()
+
     async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> ForwardResult:
         result = await self._compute.forward(model, **call)
         if not result.compute_s:

@@ -18,7 +18,7 @@ from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, rows_
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.router import Router
-from swarmllm.workerpool.encoders import PICTURE_TIMEOUT_S, EncodedPicture
+from swarmllm.workerpool.encoders import PICTURE_TIMEOUT_S, EncodedPicture, Key
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import Digest, NodeId
@@ -57,6 +57,13 @@ class PictureQuestion:
     picture: Picture
     may_round: bool = False
     """Its rows may come rounded to f16."""
+    original: str = ""
+    """BLAKE3 of the file of which `picture` was made; empty: it is that file."""
+
+    @property
+    def key(self) -> Key:
+        """Under which its rows are kept."""
+        return self.entry.model_id, self.projector, self.original or self.picture.digest
 
 
 async def ask(

@@ -78,7 +78,7 @@ class PictureChecker:
         holders: Sequence[Encoder],
     ) -> None:
         """Rows came from that node."""
-        key = question.entry.model_id, question.projector, question.picture.digest
+        key = question.key
         self._given[key] = node_id
         self._given.move_to_end(key)
         while len(self._given) > GIVEN_MAX:

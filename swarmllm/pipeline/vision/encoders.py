@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -18,10 +18,11 @@ from swarmllm.errors import (
     InvalidRequest,
     NoPipeline,
     Overloaded,
+    SwarmLLMError,
     VisionEncoderUnavailable,
 )
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Picture, parse_picture
 from swarmllm.pipeline.origin.pictures import Looked
 from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
@@ -30,7 +31,7 @@ from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import PictureQuestion
 from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.choice import USUAL_ROWS, Encoder, by_projector, in_order
-from swarmllm.pipeline.vision.compression import measured_half, rounds_rows
+from swarmllm.pipeline.vision.compression import measured_half, recodes_picture, rounds_rows
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone, HappyEyeballs
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
@@ -207,12 +208,37 @@ class Encoders:
                 if not holders:
                     raise VisionEncoderUnavailable(error.message, field=field) from None
                 log.warning("pictures for %s are encoded on other nodes: %s", entry.name, error.message)
-        question = PictureQuestion(entry, projector, picture, self._rounds_rows(entry, holders))
+        sent = await self._as_sent(picture, holders)
+        question = PictureQuestion(
+            entry, projector, sent, self._rounds_rows(entry, holders), original=picture.digest
+        )
         encoded, node_id = await self._elsewhere.ask(holders, question, field)
-        self._kept.put(key, encoded)
+        if sent is not picture:
+            encoded = replace(encoded, is_rounded=True)
+        self._kept.put(question.key, encoded)
         if self._checker is not None:
             self._checker.came(question, encoded, node_id, holders)
         return encoded, node_id, False
+
+    async def _as_sent(self, picture: Picture, holders: Sequence[Encoder]) -> Picture:
+        """As a JPEG where the line gains by it and that is smaller; else as it is."""
+        settings = self._settings
+        if settings.picture_compression == "off" or not recodes_picture(
+            settings.picture_compression,
+            picture,
+            holders[0].path.bytes_per_s if holders else None,
+            can_now=self._compute.can_recode_now(),
+            is_exact=settings.exact,
+        ):
+            return picture
+        try:
+            data = await self._compute.recode_picture(picture)
+            recoded = await trio.to_thread.run_sync(parse_picture, data, "picture")
+        except SwarmLLMError as error:
+            # Whose fault that is shows where the picture is encoded.
+            log.info("a picture goes to another node as it is: %s", error.message)
+            return picture
+        return recoded if len(recoded.data) < len(picture.data) else picture
 
     def _rounds_rows(self, entry: CatalogueEntry, holders: Sequence[Encoder]) -> bool:
         settings = self._settings

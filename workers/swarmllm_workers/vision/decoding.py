@@ -12,18 +12,19 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps
 
-from swarmllm_proto.ipc import EncodePicture
+from swarmllm_proto.ipc import EncodePicture, RecodePicture
 from swarmllm_proto.limits import PICTURE_PIXELS_MAX, PICTURE_SIDE_MAX
 from swarmllm_workers.errors import CallError
 
 _DEEP_MODES: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 """16 bits a channel, in one channel: Pillow would cut what is above 255."""
+JPEG_QUALITY: Final = 90
 _BACKGROUND: Final = (255, 255, 255, 255)
 
 Image.MAX_IMAGE_PIXELS = None  # `_decoded` looks itself, before it loads anything
 
 
-def pixels_of(message: EncodePicture, data: memoryview) -> np.ndarray:
+def pixels_of(message: EncodePicture | RecodePicture, data: memoryview) -> np.ndarray:
     """u8 [height, width, 3], upright as the file's EXIF orientation says, the first frame, over white where
     it is transparent. Raises CallError bad_picture, out_of_memory."""
     try:
@@ -38,7 +39,14 @@ def pixels_of(message: EncodePicture, data: memoryview) -> np.ndarray:
         raise CallError("bad_picture", text, "payload") from None
 
 
-def _decoded(message: EncodePicture, data: memoryview) -> np.ndarray:
+def jpeg_of(pixels: np.ndarray) -> bytes:
+    """The file of u8 [height, width, 3] as a JPEG."""
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "JPEG", quality=JPEG_QUALITY)
+    return written.getvalue()
+
+
+def _decoded(message: EncodePicture | RecodePicture, data: memoryview) -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=(message.kind.upper(),)) as image:
         width, height = image.size
         if (width, height) != (message.width, message.height):

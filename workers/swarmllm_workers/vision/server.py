@@ -24,7 +24,7 @@ from swarmllm_proto.limits import IPC_HEADER_MAX, PICTURE_BYTES_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers import __version__
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.vision.decoding import pixels_of
+from swarmllm_workers.vision.decoding import jpeg_of, pixels_of
 from swarmllm_workers.vision.projector import Projector
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class EncoderServer:
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.OpenProjector: self._open,
             ipc.EncodePicture: self._encode,
+            ipc.RecodePicture: self._recode,
             ipc.Shutdown: self._shutdown,
         }
 
@@ -106,6 +107,9 @@ class EncoderServer:
         )
         compute_s = time.perf_counter() - started
         self._send(ipc.PictureEncoded(id=message.id, parts=told, compute_s=compute_s), encode_tensor(rows))
+
+    def _recode(self, message: ipc.RecodePicture, payload: memoryview) -> None:
+        self._send(ipc.PictureRecoded(id=message.id), jpeg_of(pixels_of(message, payload)))
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self._is_finished = True
