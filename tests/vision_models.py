@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from deadlines import PATIENCE_S
+from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from PIL import Image
 
@@ -38,8 +39,10 @@ OTHER_TOKENS = (
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
     *("<|media_start|>", "<|media_begin|>", "<|media_end|>", "<|img|>", "<|endofimg|>"),
     *("<image>", "</image>", "<slice>", "</slice>", "\n"),
+    *("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>"),
 )
 """Special tokens around pictures of the other families."""
+GRID_FAMILIES = ("qwen2vl_merger", "qwen2.5vl_merger")
 LFM2 = replace(
     FAMILIES["lfm2"],
     n_layers=8,
@@ -53,6 +56,9 @@ TEXTS: Final[dict[str, Spec | Family]] = {
     "llama4": replace(FAMILIES["llama-4 scout"], n_layers=16),
     "mistral3": FAMILIES["mistral-3"],
     "qwen2-wide": replace(SPECS["qwen2"], n_embd=128, n_heads=8),
+    "qwen2vl": Spec(
+        "qwen2vl", qkv_bias=True, keys={"rope.dimension_sections": [4, 2, 2, 0]}, types=(Type.Q8_0,)
+    ),
     "qwen3moe": replace(SPECS["qwen3moe"], n_layers=4),
 }
 """Text models, all of which four nodes can share."""
@@ -96,8 +102,10 @@ class _Writer:
 
     def matrix(self, name: str, *shape: int, scale: float | None = None) -> None:
         """f32 of a standard deviation that keeps the length of a row."""
-        values = self._rng.standard_normal(shape) * (scale or shape[-1] ** -0.5)
-        self.gguf.add_tensor(f"{name}.weight", values.astype(np.float32))
+        self.gguf.add_tensor(f"{name}.weight", self.random(shape, scale or shape[-1] ** -0.5))
+
+    def random(self, shape: Sequence[int], scale: float) -> np.ndarray:
+        return (self._rng.standard_normal(shape) * scale).astype(np.float32)
 
     def normal(self, *shape: int) -> np.ndarray:
         return self._rng.standard_normal(shape).astype(np.float32)
@@ -152,13 +160,19 @@ def projector(
         writer.vector("model.image_newline", n_embd)
     gguf.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     gguf.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    on_grid, is_windowed = family in GRID_FAMILIES, family == "qwen2.5vl_merger"
     if plain and plain.is_linear:
         writer.matrix("v.patch_embd", width, 3 * patch * patch)
     else:
         writer.matrix("v.patch_embd", width, 3, patch, patch, scale=(3 * patch * patch) ** -0.5)
+    if on_grid:
+        # Of the second of two frames.
+        values = writer.random((width, 3, patch, patch), (3 * patch * patch) ** -0.5)
+        gguf.add_tensor("v.patch_embd.weight.1", values)
+    elif not (plain and plain.is_linear):
         writer.vector("v.patch_embd.bias", width)
     has_class = plain.has_class if plain else family == "internvl"
-    if plain is None or plain.has_positions:
+    if plain.has_positions if plain else not on_grid:
         n_positions = plain.n_positions if plain and plain.n_positions else (image // patch) ** 2 + has_class
         writer.matrix("v.position_embd", n_positions, width, scale=0.3)
     if has_class:
@@ -167,17 +181,22 @@ def projector(
         block = f"v.blk.{i}"
         for norm in ("ln1", "ln2"):
             writer.vector(f"{block}.{norm}.weight", width, 1.0)
-            writer.vector(f"{block}.{norm}.bias", width)
+            if not is_windowed:
+                writer.vector(f"{block}.{norm}.bias", width)
         for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
             writer.matrix(f"{block}.{part}", width, width)
             writer.vector(f"{block}.{part}.bias", width)
         writer.matrix(f"{block}.ffn_up", n_ff, width)
         writer.vector(f"{block}.ffn_up.bias", n_ff)
+        if is_windowed:
+            writer.matrix(f"{block}.ffn_gate", n_ff, width)
+            writer.vector(f"{block}.ffn_gate.bias", n_ff)
         writer.matrix(f"{block}.ffn_down", width, n_ff)
         writer.vector(f"{block}.ffn_down.bias", width)
     if family != "dots_ocr":
         writer.vector("v.post_ln.weight", width, 1.0)
-        writer.vector("v.post_ln.bias", width)
+        if not is_windowed:
+            writer.vector("v.post_ln.bias", width)
     if plain:
         plain.add(writer, Sizes(n_embd, width, merge or plain.merge))
     elif family == "idefics3":
@@ -191,6 +210,18 @@ def projector(
         writer.vector("mm.model.mlp.1.bias", n_embd)
         writer.matrix("mm.model.mlp.3", n_embd, n_embd)
         writer.vector("mm.model.mlp.3.bias", n_embd)
+    elif on_grid:
+        if is_windowed:
+            gguf.add_uint32("clip.vision.n_wa_pattern", 2)
+            gguf.add_uint32("clip.vision.window_size", 32)
+        writer.matrix("mm.0", 4 * width, 4 * width)
+        writer.vector("mm.0.bias", 4 * width)
+        writer.matrix("mm.2", n_embd, 4 * width)
+        writer.vector("mm.2.bias", n_embd)
+    elif family == "gemma3":
+        gguf.add_uint32("clip.vision.projector.scale_factor", 2)
+        writer.matrix("mm.input_projection", width, n_embd, scale=width**-0.5)
+        writer.vector("mm.soft_emb_norm.weight", width, 1.0)
     else:
         last = "mm.1" if family == "janus_pro" else "mm.2"
         writer.matrix("mm.0", n_embd, width)
@@ -226,10 +257,16 @@ class Question(NamedTuple):
 
 
 def uncut(
-    model_path: Path, projector_path: Path, prompt: str, images: Sequence[np.ndarray], n_tokens: int
+    model_path: Path,
+    projector_path: Path,
+    prompt: str,
+    images: Sequence[np.ndarray],
+    n_tokens: int,
+    n_batch: int = N_BATCH,
 ) -> Uncut:
     """See `Question`."""
-    return uncut_all([Question(model_path, projector_path, prompt, images, n_tokens)])[0]
+    question = Question(model_path, projector_path, prompt, images, n_tokens)
+    return uncut_all([question], n_batch=n_batch)[0]
 
 
 def uncut_all(questions: Sequence[Question], *, n_batch: int = N_BATCH, **settings: Any) -> list[Uncut]:

@@ -95,6 +95,7 @@ from swarmllm_proto.ipc_vision import (  # noqa: F401
     ProjectorOpened,
     RecodePicture,
 )
+from swarmllm_proto.picture_runs import PictureRuns
 
 KvType = Literal["f16", "q8_0"]
 FlashAttention = Literal["auto", "on", "off"]
@@ -278,6 +279,8 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     """Above 0: the request is exact, and will have at most so many rows. They get cells and batches of their
     own; prompts run in pieces of EXACT_ROWS, counted from the first, and what follows row by row. Every
     forward of such a request says so."""
+    picture_runs: PictureRuns = ()
+    """Rows of the request that stand on a grid or see each other; every forward of it says so."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

@@ -19,6 +19,7 @@ from swarmllm_proto.ipc_base import (
     WorkerMessage,
     require_layer_range,
 )
+from swarmllm_proto.picture_runs import PictureRuns
 
 
 class TakeLink(DaemonMessage, frozen=True, tag=True):
@@ -55,6 +56,8 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     row_format: RowFormat = "f32"
     """How its rows go to the next stage; with "q8_0" they are rounded before they go or are kept."""
     exact_rows: TokenCount = 0
+    """As in Forward."""
+    picture_runs: PictureRuns = ()
     """As in Forward."""
 
     def __post_init__(self) -> None:

@@ -71,6 +71,10 @@ class PicturePart(msgspec.Struct, frozen=True, array_like=True):
     tokens: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
     """Of the vocabulary, which mark the picture or a tile of it; none: the positions hold rows."""
     n_rows: TokenCount = 0
+    grid_width: TokenCount = 0
+    """As in PictureRun."""
+    is_causal: bool = True
+    """As in PictureRun."""
 
 
 class PictureEncoded(WorkerMessage, frozen=True, tag=True):

@@ -99,4 +99,7 @@ def bound_digest(
     for part in parts:
         numbers = (len(part.tokens), part.n_rows, *part.tokens)
         digest.update(struct.pack(f"<{len(numbers)}I", *numbers))
+        if part.grid_width or not part.is_causal:
+            # No part has neither tokens nor rows: this cannot be another part.
+            digest.update(struct.pack("<4I", 0, 0, part.grid_width, part.is_causal))
     return digest.update(rows).digest()

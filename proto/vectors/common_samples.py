@@ -44,6 +44,10 @@ SAMPLING = ipc.Sampling(
     logprobs=True,
     top_logprobs=1,
 )
+RUNS = (
+    swarm.PictureRun(first_row=4, n_rows=12, grid_width=4),
+    swarm.PictureRun(first_row=20, n_rows=2, is_causal=False),
+)
 EXACT = ipc.Sampling(exact=True)
 FINGERPRINTED = ipc.Sampling(temperature=0.5, seed=7, fingerprint_key=2**32 - 1)
 SHORT_MEMORY = ipc.Sampling(repeat_penalty=1.1, repeat_last_n=64)

@@ -11,6 +11,7 @@ from common_samples import (
     NODE_A,
     NODE_B,
     REQUEST_ID,
+    RUNS,
     SAMPLING,
     TIMINGS,
     TOKEN_IDS,
@@ -305,6 +306,10 @@ GIVING_PROJECTOR_RECORD = swarm.NodeRecord(
     ),
 )
 
+LAYING_OUT_RECORD = swarm.NodeRecord(
+    node_id=NODE_A, sequence=9, capability=swarm.NodeCapability(picture_runs=True)
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,
@@ -380,6 +385,18 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             sampling=SAMPLING,
             wants="normed",
             scored=(15043, 2**31 - 1),
+        ),
+    ),
+    (
+        "pipeline-assignment-picture-runs",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(swarm.Stage(node_id=NODE_B, start=0, end=12),),
+            n_prompt_tokens=130,
+            sampling=SAMPLING,
+            picture_runs=RUNS,
         ),
     ),
     ("tell-prompt", swarm.TellPrompt(request_id=REQUEST_ID, tokens=bytes.fromhex("c33a0000ffffff7f"))),
@@ -463,6 +480,10 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
         "pipeline-ack-kernel-class",
         swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, kernel_class="0.3.36-avx2-f16-1f0e9d2c"),
     ),
+    (
+        "pipeline-ack-picture-runs",
+        swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, picture_runs=True),
+    ),
     ("pipeline-ack-guesses", swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, guesses=True)),
     (
         "pipeline-ack-unreachable",
@@ -525,6 +546,17 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
             digest=bytes(range(32)),
             rows_as="half",
             n_here=2,
+        ),
+    ),
+    (
+        "vision-encode-parts-on-a-grid",
+        swarm.VisionEncodeResponse(
+            request_id=REQUEST_ID,
+            n_rows=2,
+            n_embd=2,
+            rows=memoryview(np.arange(4, dtype="<f4").tobytes()),
+            parts=(PicturePart((7,)), PicturePart((), 2, 1, False)),
+            digest=bytes(range(32)),
         ),
     ),
 ]

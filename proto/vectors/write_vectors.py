@@ -28,6 +28,7 @@ from swarm_samples import (
     JOB_MESSAGES,
     KERNEL_CLASS_RECORD,
     KV_TYPE_RECORD,
+    LAYING_OUT_RECORD,
     NEIGHBOUR_MESSAGES,
     OUTLINE,
     PACKING_RECORD,
@@ -88,6 +89,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
         yield f"data-plane/{name}.bin", control_frame(kind, content)
     yield "record/node-record.bin", encode_record(RECORD)
     yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
+    yield "record/laying-out-node-record.bin", encode_record(LAYING_OUT_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)
     yield "record/committing-node-record.bin", encode_record(COMMITTING_RECORD)

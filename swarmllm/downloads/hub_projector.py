@@ -24,7 +24,7 @@ from swarmllm.downloads.source import choose_projector, file_url, listed_files, 
 from swarmllm.downloads.whole_file import WholeFile
 from swarmllm.errors import BadModel
 from swarmllm.models.manifest import Manifest
-from swarmllm.models.projector import parse_projector, require_width_fits
+from swarmllm.models.projector import parse_projector, require_header_fits
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class HubProjector:
         """That a model can use it, as far as its header tells. Raises BadModel."""
         if self.problem:
             raise BadModel(self.problem, field="mmproj")
-        require_width_fits(self.file, self.n_embd, manifest)
+        require_header_fits(self.file, self.family, self.n_embd, manifest)
 
     async def fetch(
         self,

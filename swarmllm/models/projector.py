@@ -62,6 +62,9 @@ _WIDTHS: Final = {
     "llama4": ("mm.model.fc.weight", 1),
     "phi4": ("mm.2.weight", 1),
     "resampler": ("resampler.proj.weight", 0),
+    "qwen2vl_merger": ("mm.2.weight", 1),
+    "qwen2.5vl_merger": ("mm.2.weight", 1),
+    "gemma3": ("mm.input_projection.weight", 0),
 }
 """Supported families: the tensor, and the dimension of it, that has the width of the rows."""
 FAMILIES: Final = frozenset(_WIDTHS)
@@ -72,8 +75,6 @@ _SEES_LATER: Final = "its rows see later ones of the same picture"
 _REFUSED: Final = {
     **dict.fromkeys(
         (
-            "qwen2vl_merger",
-            "qwen2.5vl_merger",
             "glm4v",
             "glm5v",
             "paddleocr",
@@ -86,17 +87,23 @@ _REFUSED: Final = {
     "qwen3vl_merger": f"{_SEVERAL_POSITIONS} and go into several layers (deepstack)",
     "hunyuanvl": _SEVERAL_POSITIONS,
     "granite4_vision": "its rows go into several layers (deepstack)",
-    **dict.fromkeys(("gemma3", "gemma4uv", "deepseek4v"), _SEES_LATER),
+    **dict.fromkeys(("gemma4uv", "deepseek4v"), _SEES_LATER),
     "gemma3nv": "the text model has inputs in each layer",
     "gemma4v": f"{_SEES_LATER}, and the text model has inputs in each layer",
 }
 TEXT_ARCHITECTURES: Final = frozenset(
     (
-        *("chatglm", "deepseek2", "gemma", "granite", "lfm2", "llama", "llama4", "mistral3"),
-        *("phi3", "qwen2", "qwen3", "qwen3moe"),
+        *("chatglm", "deepseek2", "gemma", "gemma3", "granite", "lfm2", "llama", "llama4", "mistral3"),
+        *("phi3", "qwen2", "qwen2vl", "qwen3", "qwen3moe"),
     )
 )
-"""Of text models whose pipelines were compared with libmtmd: one position per row, and nothing but rows."""
+"""Of text models whose pipelines were compared with libmtmd: they take nothing but rows."""
+_OWN_MODELS: Final = {"qwen2vl_merger": "qwen2vl", "qwen2.5vl_merger": "qwen2vl", "gemma3": "gemma3"}
+"""Families whose rows stand on a grid or see each other, and the architecture that is made for them; neither
+goes with another."""
+ON_GRID: Final = frozenset({"qwen2vl"})
+SEEING: Final = frozenset({"gemma3"})
+"""Architectures that have the rows of a picture on a grid (M-RoPE), and that let them see each other."""
 _QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
 _GGUF: Final = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _FOUND_MAX: Final = 4096
@@ -192,12 +199,12 @@ def _width(tensors: dict[str, HeaderTensor], name: str, dimension: int) -> int:
 
 def require_fit(projector: Projector, manifest: Manifest) -> None:
     """That this projector's rows are what the model's layers take. Raises BadModel."""
-    require_width_fits(Path(projector.path).name, projector.n_embd, manifest)
+    require_header_fits(Path(projector.path).name, projector.family, projector.n_embd, manifest)
 
 
-def require_width_fits(name: str, n_embd: int, manifest: Manifest) -> None:
-    """`require_fit` by what a projector's header says: rows of `n_embd` numbers. Raises BadModel that calls
-    it `name`."""
+def require_header_fits(name: str, family: str, n_embd: int, manifest: Manifest) -> None:
+    """`require_fit` by what a projector's header says: its family, and rows of `n_embd` numbers. Raises
+    BadModel that calls it `name`."""
     if n_embd != manifest.n_embd:
         raise BadModel(
             f"{name} makes rows of {n_embd} numbers, the model's have {manifest.n_embd}:"
@@ -208,6 +215,13 @@ def require_width_fits(name: str, n_embd: int, manifest: Manifest) -> None:
         known = ", ".join(sorted(TEXT_ARCHITECTURES))
         raise BadModel(
             f"models of architecture {manifest.architecture} take no pictures here yet (known: {known})",
+            field="mmproj",
+        )
+    own = _OWN_MODELS.get(family)
+    if own != manifest.architecture and (own or manifest.architecture in _OWN_MODELS.values()):
+        raise BadModel(
+            f"{name} is of the family {family!r}, whose rows stand otherwise than those of"
+            f" {manifest.architecture} models do",
             field="mmproj",
         )
     if not manifest.cut_alignment:

@@ -160,6 +160,7 @@ def describe(
         placing_free_disk_bytes=placing_free_disk_bytes,
         accepts_shares_of=accepts_shares_of or UNSET,
         commits=commits or UNSET,
+        picture_runs=True,
     )
 
 

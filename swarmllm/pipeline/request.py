@@ -20,6 +20,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import (
     PipelineAssignment,
     PipelineError,
@@ -75,6 +76,8 @@ class RequestContext:
     """Of an exact request: how many of `n_prompt_tokens` are no prompt, where nobody said which."""
     kernel_class: str = ""
     """Of an exact request, known at the origin only: what each stage said when it accepted it."""
+    picture_runs: tuple[PictureRun, ...] = ()
+    """Rows of the prompt that stand on a grid or see each other."""
 
     @property
     def n_given_tokens(self) -> int:
@@ -121,6 +124,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         scored=assignment.scored or (),
         row_formats=assignment.row_formats or (),
         n_generated=assignment.n_generated or 0,
+        picture_runs=assignment.picture_runs or (),
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

@@ -35,6 +35,7 @@ from swarmllm_proto.ipc import (
     RecodePicture,
 )
 from swarmllm_proto.limits import PICTURE_BYTES_MAX
+from swarmllm_proto.picture_runs import PictureRun
 
 PICTURE_TIMEOUT_S: Final = 120.0
 """For one picture. Encoders take up to some ten seconds for a large one on one core."""
@@ -56,6 +57,8 @@ class EncodedPicture:
     """f32 [number of -1, n_embd], read-only."""
     ends: tuple[int, ...]
     """Positions at which a run of rows begins or ends; the rows of a tile are such a run."""
+    runs: tuple[PictureRun, ...] = ()
+    """Of these runs those that stand on a grid or whose rows see each other."""
     is_rounded: bool = field(default=False, kw_only=True)
     """On the way from another node, to f16."""
 
@@ -221,6 +224,7 @@ def encoded_picture(parts: Sequence[PicturePart], rows: Hidden, n_embd: int) -> 
         raise RowsNotFinite("rows of a picture that are not finite")
     runs: list[npt.NDArray[np.int32]] = []
     ends: set[int] = set()
+    laid_out: list[PictureRun] = []
     n_positions = 0
     for part in parts:
         if bool(part.tokens) == bool(part.n_rows):
@@ -228,7 +232,9 @@ def encoded_picture(parts: Sequence[PicturePart], rows: Hidden, n_embd: int) -> 
         runs.append(np.array(part.tokens, np.int32) if part.tokens else np.full(part.n_rows, -1, np.int32))
         if part.n_rows:
             ends |= {n_positions, n_positions + part.n_rows}
+            if part.grid_width or not part.is_causal:
+                laid_out.append(PictureRun(n_positions, part.n_rows, part.grid_width, part.is_causal))
         n_positions += len(runs[-1])
     tokens = np.concatenate(runs)
     rows.flags.writeable = False
-    return EncodedPicture(tokens, rows, tuple(sorted(ends)))
+    return EncodedPicture(tokens, rows, tuple(sorted(ends)), tuple(laid_out))

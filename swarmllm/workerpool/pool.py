@@ -61,6 +61,7 @@ from swarmllm_proto.ipc import (
     Tokenize,
     Tokens,
 )
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 
 log = logging.getLogger("swarmllm.workerpool")
@@ -281,11 +282,13 @@ class WorkerPool:
         ring: RingHint = NO_RING,
         rounded: bool = False,
         exact_rows: int = 0,
+        picture_runs: tuple[PictureRun, ...] = (),
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere. `scored`: with
         "scores", the token that follows each row. `rounded`: hidden states are to be what q8_0 can carry.
-        `exact_rows`: of an exact request, how many rows it has at most.
+        `exact_rows`: of an exact request, how many rows it has at most. `picture_runs`: of the request's rows
+        those that stand on a grid or see each other.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -308,6 +311,7 @@ class WorkerPool:
             resent=ring.resent,
             rounded=rounded,
             exact_rows=exact_rows,
+            picture_runs=picture_runs,
         )
         expects = Token if want == "token" else LayerResult
         result, payload = await worker.call(

@@ -13,6 +13,7 @@ from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakePrompt, TakeSeat
 from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 
 CALL_TIMEOUT_S: Final = 10.0
@@ -65,9 +66,11 @@ class RingCalls:
         sampling: Sampling | None,
         row_format: RowFormat = "f32",
         exact_rows: int = 0,
+        picture_runs: tuple[PictureRun, ...] = (),
     ) -> None:
         """Before any decode job of the stage can come by a link. `sampling`: of the last stage.
-        `row_format`: in which rows go to the next one. `exact_rows`: as in `WorkerPool.forward`."""
+        `row_format`: in which rows go to the next one. `exact_rows`, `picture_runs`: as in
+        `WorkerPool.forward`."""
         worker = self._hosts.worker(model_id)
         if worker is None:
             return
@@ -84,6 +87,7 @@ class RingCalls:
             sampling=sampling,
             row_format=row_format,
             exact_rows=exact_rows,
+            picture_runs=picture_runs,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 

@@ -48,8 +48,8 @@ def test_its_header_tells_family_and_width(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        ({"family": "gemma3"}, "'gemma3' are not supported: its rows see later ones"),
-        ({"family": "qwen2.5vl_merger"}, "several positions each"),
+        ({"family": "gemma4uv"}, "'gemma4uv' are not supported: its rows see later ones"),
+        ({"family": "glm4v"}, "several positions each"),
         ({"family": "qwen3vl_merger"}, "deepstack"),
         ({"family": "yasa2"}, "nobody has compared it with libmtmd"),
         ({"family": "resampler"}, "MiniCPM-V before 2.6"),

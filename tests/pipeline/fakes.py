@@ -68,9 +68,13 @@ class FakeNode:
     trust: Trust
     commits: bool = False
     """To its rows."""
+    picture_runs: bool = True
+    """It says that it knows them."""
 
     def capability(self, said: NodeCapability) -> NodeCapability:
-        return msgspec.structs.replace(said, commits=self.commits or UNSET)
+        return msgspec.structs.replace(
+            said, commits=self.commits or UNSET, picture_runs=self.picture_runs or UNSET
+        )
 
     async def announce(self, entry: CatalogueEntry, ranges: Sequence[LayerRange]) -> None:
         announced = ShardAnnounce(

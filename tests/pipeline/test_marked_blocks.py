@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarmllm.pipeline.origin.pictures import PictureMark, rows_digest
 from swarmllm.pipeline.origin.prefixes import marked_block_hashes
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes
+from swarmllm_proto.picture_runs import PictureRun
 
 ROOT = bytes(range(32))
 TOKENS = np.arange(5 * BLOCK_TOKENS + 10, dtype=np.int32)
@@ -69,6 +70,8 @@ def test_rows_of_another_encoder_are_another_picture() -> None:
         rows_digest("p", "a", other),
         rows_digest("q", "a", rows),
         rows_digest("p", "b", rows),
+        rows_digest("p", "a", rows, (PictureRun(0, 6, 2),)),
+        rows_digest("p", "a", rows, (PictureRun(0, 6, 3),)),
     }
-    assert len(found) == 4
+    assert len(found) == 6
     assert rows_digest("p", "a", rows[::1].copy()) in found

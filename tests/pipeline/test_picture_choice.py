@@ -44,6 +44,7 @@ from swarmllm.pipeline.vision.slices import (
     WrongPicture,
     assembled,
     parts_of,
+    require_places,
     rows_each,
 )
 from swarmllm.swarm.peers.trust import Deed
@@ -343,3 +344,37 @@ def test_the_token_nought_is_a_token() -> None:
     rows = np.ones((1, N_EMBD), np.float32)
     parts = (PicturePart((0, 5)), PicturePart((), 1), PicturePart((0,)))
     assert parts_of(encoded_picture(parts, rows, N_EMBD)) == parts
+
+
+GRID, SEEING, PLAIN = PicturePart((), 6, 3), PicturePart((), 6, 0, False), PicturePart((), 6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "able"), [("qwen2vl", GRID), ("gemma3", SEEING), ("llama", PLAIN), ("qwen2", PLAIN)]
+)
+def test_how_rows_stand_travels_and_is_as_the_model_has_it(architecture: str, able: PicturePart) -> None:
+    rows = np.arange(12 * N_EMBD, dtype=np.float32).reshape(12, N_EMBD)
+    for part in (GRID, SEEING, PLAIN, PicturePart((), 6, 3, False)):
+        parts = (PicturePart((7,)), able, part)
+        encoded = encoded_picture(parts, rows, N_EMBD)
+        assert parts_of(encoded) == parts
+        if part == able:
+            require_places(encoded, architecture)
+        else:
+            with pytest.raises(WrongPicture, match="do not stand as those of pictures"):
+                require_places(encoded, architecture)
+
+
+def test_how_rows_stand_is_in_the_digest_and_compared_by_checks() -> None:
+    rows = np.ones((6, N_EMBD), np.float32)
+    laid_out = [GRID, SEEING, PLAIN, PicturePart((), 6, 2)]
+    digests = {bound_digest("0" * 64, "1" * 64, "2" * 64, (part,), rows.tobytes()) for part in laid_out}
+    assert len(digests) == 4
+    encoded = [encoded_picture((part,), rows, N_EMBD) for part in laid_out]
+    assert [similarity(encoded[0], other) is Match.EQUAL for other in encoded] == [True, False, False, False]
+
+
+def test_rows_that_cannot_stand_so_are_no_picture() -> None:
+    rows = np.ones((7, N_EMBD), np.float32)
+    with pytest.raises(ValueError, match="7 rows on lines of 3"):
+        encoded_picture((PicturePart((), 7, 3),), rows, N_EMBD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.picture_runs import PictureRun
+from swarmllm_proto.swarm import PipelineAssignment, Stage
 
 BOS = 1
 N_EMBD = 3
@@ -172,6 +175,45 @@ def test_chunks_end_where_pictures_do_and_may_leave_again(
         else:
             with pytest.raises(BrokenPromise):
                 window.rewind(position)
+
+
+def test_rows_that_see_each_other_are_one_chunk_and_no_grid_is_cut_when_it_leaves_again() -> None:
+    runs = (PictureRun(5, 12, 4), PictureRun(20, 10, is_causal=False))
+    window = PromptWindow(33, 6, 10**6, ends=(5, 17, 20, 30), runs=runs)
+    chunks = []
+    while (chunk := window.next_chunk()) is not None:
+        chunks.append((chunk.position, chunk.n_tokens))
+    assert chunks == [(0, 5), (5, 6), (11, 6), (17, 3), (20, 10), (30, 3)]
+    window.rewind(20)
+    assert window.n_sent == 20
+    window.rewind(11)
+    assert window.n_sent == 5
+    with pytest.raises(BrokenPromise):
+        window.rewind(6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ((0, 7, 2), "grid_width"),
+        ((0, 513, 0, False), "n_rows"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(fields: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"field `{reason}`"):
+        PictureRun(*fields)
+
+
+def test_an_assignment_has_runs_that_follow_each_other_within_the_prompt() -> None:
+    runs = PictureRun(2, 6, 3), PictureRun(8, 2, is_causal=False)
+    stages = (Stage(node_id=A, start=0, end=2),)
+    assigned = partial(
+        PipelineAssignment, request_id="r", model_id="0" * 64, origin=A, stages=stages, sampling=Sampling()
+    )
+    assert assigned(n_prompt_tokens=10, picture_runs=runs).picture_runs == runs
+    for n_rows, wrong in ((9, runs), (10, runs[::-1]), (10, (runs[0], runs[0]))):
+        with pytest.raises(ValueError, match=r"field `picture_runs\[\d\]`"):
+            assigned(n_prompt_tokens=n_rows, picture_runs=wrong)
 
 
 def test_only_rows_of_pictures_get_ids_and_every_token_stays() -> None:

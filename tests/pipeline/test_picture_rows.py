@@ -54,7 +54,7 @@ def entry_of(folder: Path, family: str, text: str, **options: Any) -> CatalogueE
     folder.mkdir(exist_ok=True)
     catalogue = Catalogue(folder / "models.sqlite")
     entry = catalogue.add(text_model(folder, text), text)
-    path = projector(folder / f"{family}.gguf", family, entry.manifest.n_embd, **options)
+    path = projector(folder / f"mmproj-{family}.gguf", family, entry.manifest.n_embd, **options)
     return catalogue.attach(entry.model_id, read_projector(path))
 
 
@@ -98,9 +98,11 @@ async def seen_by(swarm: Swarm, prompt: Prompt, sampling: Sampling = SAMPLING) -
     )
 
 
-def expected(entry: CatalogueEntry, images: Sequence[np.ndarray], text: str = TEXT) -> Seen:
+def expected(
+    entry: CatalogueEntry, images: Sequence[np.ndarray], text: str = TEXT, n_batch: int = N_BATCH
+) -> Seen:
     assert entry.projector is not None
-    answer = uncut(entry.path, Path(entry.projector.path), text, images, N_TOKENS)
+    answer = uncut(entry.path, Path(entry.projector.path), text, images, N_TOKENS, n_batch)
     told = [
         [(each.token, each.logprob) for each in logprobs(row, token, 20, lambda _: b"")]
         for token, row in zip(answer.tokens, answer.logits, strict=True)

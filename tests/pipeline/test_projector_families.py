@@ -15,7 +15,17 @@ import pytest
 import trio
 from deadlines import PATIENCE_S
 from node_ids import A, B, C, D
-from vision_models import N_BATCH, Question, Uncut, picture, pixels, projector, text_model, uncut_all
+from vision_models import (
+    GRID_FAMILIES,
+    N_BATCH,
+    Question,
+    Uncut,
+    picture,
+    pixels,
+    projector,
+    text_model,
+    uncut_all,
+)
 
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
@@ -93,8 +103,9 @@ RECURRENT: Final = {"lfm2"}
 
 
 def test_every_family_that_is_supported_is_compared() -> None:
-    assert {eyes.family for each in EYES.values() for eyes in each} == FAMILIES
-    assert {"llama", *OTHER_TEXTS} == TEXT_ARCHITECTURES
+    elsewhere = {*GRID_FAMILIES, "gemma3"}
+    assert {eyes.family for each in EYES.values() for eyes in each} | elsewhere == FAMILIES
+    assert {"llama", *OTHER_TEXTS, "qwen2vl", "gemma3"} == TEXT_ARCHITECTURES
 
 
 PLAIN_SETTINGS: Final = {"n_ctx": 1024, "n_slots": 2, "flash_attention": "off", "ngram_max_size": 0}

@@ -99,6 +99,13 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     of_class = codec.decode_record(read("record/kernel-class-node-record.bin"))
     assert of_class == swarm_samples.KERNEL_CLASS_RECORD
     assert codec.decode_record(read("record/seeing-node-record.bin")) == swarm_samples.SEEING_RECORD
+    laying_out = codec.decode_record(read("record/laying-out-node-record.bin"))
+    assert laying_out == swarm_samples.LAYING_OUT_RECORD
+
+
+def test_parts_of_pictures_without_a_grid_decode_as_nodes_of_before_write_them() -> None:
+    assert msgspec.convert([[], 2], ipc.PicturePart) == ipc.PicturePart(n_rows=2)
+    assert msgspec.convert([[7, 9], 0], ipc.PicturePart) == ipc.PicturePart((7, 9))
 
 
 @pytest.mark.parametrize(("name", "message"), swarm_samples.REQUESTS)
@@ -189,7 +196,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [spreading, *(spreading.shared_files or ()), *(spreading.fetched_files or ())]
     messages += [part for shared in spreading.shared_files or () for part in shared.parts]
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
-    messages.append(COMMITTING_RECORD.capability)
+    messages += [COMMITTING_RECORD.capability, swarm_samples.LAYING_OUT_RECORD.capability]
     messages += [swarm_samples.OUTLINE, SAMPLING, EXACT, FINGERPRINTED, SHORT_MEMORY]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}

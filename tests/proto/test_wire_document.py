@@ -34,6 +34,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.GuessCount,
     ipc.KernelChoice,
     ipc.PicturePart,
+    swarm.PictureRun,
     *get_args(ipc.AnyDaemonMessage),
     *get_args(ipc.AnyWorkerMessage),
     *(swarm.NodeRecord, swarm.ShardAnnounce, swarm.SharedModel, swarm.NodeCapability),

@@ -238,6 +238,8 @@ def _add_metadata(writer: GGUFWriter, spec: Spec) -> None:
     for key, value in spec.keys.items():
         if isinstance(value, float):
             writer.add_float32(f"{prefix}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{prefix}.{key}", value)
         else:
             writer.add_uint32(f"{prefix}.{key}", value)
     for key, number in spec.plain_keys.items():

@@ -39,6 +39,7 @@ class Rows:
         self.rows: list[list[int]] = [[] for _ in range(n_sequences)]
         self.is_recurrent = False
         self.n_window = 0
+        self.has_grid_positions = False
         self.is_closed = False
         self.takes_states = True
 
@@ -586,7 +587,9 @@ def test_segments_that_are_recurrent_or_see_a_window_take_no_part_in_travel(work
     assert not worker.cache.travels(worker.where)
     assert worker.run(tokens) == 0
     assert len(worker.cache) == 0, "nor is anything kept of a recurrent one"
-    segment.is_recurrent = False
+    segment.is_recurrent, segment.has_grid_positions = False, True
+    assert not worker.cache.travels(worker.where)
+    segment.has_grid_positions = False
     worker.run(tokens)
     segment.is_recurrent = True
     assert worker.begin("r", tokens) == 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from swarmllm_proto import ipc
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 
 from .client import GREEDY, Worker
@@ -63,6 +64,16 @@ FORWARD = {"request_id": "r", "start": 2, "end": 4, "position": 0, "want": "none
         (ROWS, {"position": 1}, "position_gap", "position"),
         (ROWS, {"position": 62}, "context_full", "position"),
         (np.zeros((65, 64), np.float32), {}, "context_full", "position"),
+        (ROWS, {"picture_runs": (PictureRun(0, 2, 1),)}, "bad_message", "picture_runs"),
+        (ROWS, {"picture_runs": (PictureRun(0, 4), PictureRun(3, 2))}, "bad_message", "picture_runs"),
+        (ROWS, {"picture_runs": (PictureRun(0, 65),)}, "bad_message", "picture_runs"),
+        (
+            ROWS,
+            {"picture_runs": (PictureRun(1, 2, is_causal=False),), "want": "normed"},
+            "bad_message",
+            "picture_runs",
+        ),
+        (ROWS, {"picture_runs": (PictureRun(1, 9, is_causal=False),)}, "bad_message", "position"),
         (ROWS, {"start": 5, "end": 6}, "cannot_cut", "start"),
         (ROWS, {"start": 2, "end": 5}, "cannot_cut", "end"),
         (ROWS, {"want": "hidden"}, "bad_message", "want"),

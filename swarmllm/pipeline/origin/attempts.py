@@ -242,10 +242,12 @@ class Attempts:
         if assignment.resumes:
             left, acks = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
             require_alike(request, acks, chain.blamed)
+            require_picture_runs(context, acks, chain.blamed)
             self._tell_prompt(request, assignment, acks)
             return partial(chain.resume, session, left)
         n_known, acks = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
         require_alike(request, acks, chain.blamed)
+        require_picture_runs(context, acks, chain.blamed)
         if weigh is not None:
             said = {node_id: ack.n_running for node_id, ack in acks.items()}
             await weigh({node_id: n for node_id, n in said.items() if n is not UNSET})
@@ -389,6 +391,15 @@ def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
         deed = Deed.STALLED if chain.blamed.has_stalled else deed
         deed = Deed.BROKE_PROTOCOL if chain.blamed.has_lied else deed
         trust.note(chain.blamed.culprit, deed, type(failure).__name__)
+
+
+def require_picture_runs(context: RequestContext, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
+    """That nodes have understood where rows of pictures stand: a node of before ignores it, and would compute
+    something else. Raises NodeRefused."""
+    for node_id, ack in acks.items():
+        if context.picture_runs and ack.picture_runs is not True:
+            blamed.blame(node_id)
+            raise NodeRefused(f"node {node_id} does not know how rows of this model's pictures stand")
 
 
 def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:

@@ -55,6 +55,7 @@ from swarmllm.pipeline.stage.failure_reports import (
 from swarmllm.pipeline.stage.session import Session
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.picture_runs import whole_before
 from swarmllm_proto.swarm import PipelineError, PrefillProgress, StageBlocks, StreamingToken
 from swarmllm_proto.tensors import Tensor
 
@@ -193,12 +194,18 @@ class Chain:
         """All stages have accepted: let the first chunks go, after what every stage has rows of."""
         self._pass(ChainEvent.START)
         n_known = min(n_known_blocks * BLOCK_TOKENS, (len(self.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        n_known = whole_before(self.context.picture_runs, n_known)
         self.n_cached_tokens = min(n_known, self.context.n_prompt_tokens)
-        ends = () if self.pictures is None else self.pictures.ends
         size = len(self.context.view.stages) + 1
-        self.window = PromptWindow(len(self.prompt), self._chunk_tokens, size, n_known, ends)
+        ends, runs = self._ends, self.context.picture_runs
+        self.window = PromptWindow(len(self.prompt), self._chunk_tokens, size, n_known, ends, runs)
         self._begin(session)
         self._feed()
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """At which chunks of the prompt end."""
+        return () if self.pictures is None else self.pictures.ends
 
     def resume(self, session: Session, left: Sequence[Left]) -> None:
         """The same in the place of a pipeline that broke: its stages still have this."""
@@ -216,7 +223,8 @@ class Chain:
             return
         self._pass(ChainEvent.RESUME)
         self.recomputed = recomputed(planned)
-        self._feeding = Feeding(planned, n_due, self._chunk_tokens) if planned else None
+        ends, runs = self._ends, self.context.picture_runs
+        self._feeding = Feeding(planned, n_due, self._chunk_tokens, ends, runs) if planned else None
         self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
         self._begin(session)
         self._feed()

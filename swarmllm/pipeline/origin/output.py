@@ -22,6 +22,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.picture_runs import PictureRun, whole_before
 
 EARLY_TOKENS_MAX: Final = 256
 """Tokens that may wait for one before them. A ring that turns by links gives tokens faster than a busy daemon
@@ -61,10 +62,17 @@ class PromptWindow:
     every stage has one to work on and one is waiting."""
 
     def __init__(
-        self, n_tokens: int, chunk_tokens: int, size: int, n_known: int = 0, ends: Sequence[int] = ()
+        self,
+        n_tokens: int,
+        chunk_tokens: int,
+        size: int,
+        n_known: int = 0,
+        ends: Sequence[int] = (),
+        runs: Sequence[PictureRun] = (),
     ) -> None:
         """`n_known`: rows at the beginning that every stage has already. `ends`: positions, ascending, beyond
-        which no chunk that begins before them goes."""
+        which no chunk that begins before them goes. `runs`: of those whose rows see each other each is one
+        chunk, and of the others that are not divisible each leaves again as a whole."""
         if min(n_tokens, chunk_tokens, size) < 1:
             raise ValueError("prompt, chunk and window have at least one token")
         if not 0 <= n_known < n_tokens:
@@ -74,6 +82,7 @@ class PromptWindow:
         self.n_passed = n_known
         self._n_known = n_known
         self._ends = tuple(ends)
+        self._runs = tuple(runs)
         self._chunk_tokens = chunk_tokens
         self._size = size
 
@@ -90,6 +99,9 @@ class PromptWindow:
 
     def _end_of_chunk(self, position: int) -> int:
         """Of the one that begins there."""
+        for run in self._runs:
+            if run.first_row == position and not run.is_causal:
+                return min(run.end, self.n_tokens)
         after = bisect_right(self._ends, position)
         limit = self._ends[after] if after < len(self._ends) else self.n_tokens
         return min(position + self._chunk_tokens, limit, self.n_tokens)
@@ -119,7 +131,7 @@ class PromptWindow:
         under way begins."""
         if not self.n_passed <= position < self.n_sent or not self._begins_chunk(position):
             raise BrokenPromise(f"no chunk that is under way begins at {position}")
-        self.n_sent = position
+        self.n_sent = whole_before(self._runs, position)
 
 
 class EarlyTokens(Generic[Item]):

@@ -2,7 +2,8 @@
 
 The encoder turns a picture into rows, as wide as the model's hidden states, and some tokens around them. The
 origin embeds prompts anyway, and hidden states enter the first stage like those of any other stage; so a
-picture's rows take the place of embedding rows there, and no stage knows that there was a picture.
+picture's rows take the place of embedding rows there, and no stage knows that there was a picture, unless its
+rows stand on a grid or see each other.
 
 Where tokens are counted, kept or hashed, each row is an id above every vocabulary that follows from the
 picture and the projector. Such an id never reaches a worker.
@@ -10,15 +11,18 @@ picture and the projector. Such an id never reaches a worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import Tensor
 
 FIRST_ROW_ID: Final = 2**30
@@ -63,6 +67,8 @@ class PictureRows:
     """One for each picture, in their order."""
     looked: tuple[Looked, ...] = ()
     """Who looked at each picture."""
+    runs: tuple[PictureRun, ...] = ()
+    """Of the rows those that stand on a grid or see each other."""
 
     def within(self, position: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """(which of the rows [position, position + n_tokens) are a picture's, counted from `position`; f32
@@ -94,9 +100,10 @@ async def embedded(
     return mixed
 
 
-def rows_digest(projector: str, picture: str, rows: Tensor) -> bytes:
-    """Of what a picture became with a projector: 32 bytes. Takes some milliseconds for 10 MB."""
-    identity = f"{projector} {picture}".encode()
+def rows_digest(projector: str, picture: str, rows: Tensor, runs: Sequence[PictureRun] = ()) -> bytes:
+    """Of what a picture became with a projector, and how its rows stand: 32 bytes. Takes some milliseconds
+    for 10 MB."""
+    identity = f"{projector} {picture}".encode() + msgspec.msgpack.encode(runs)
     return blake3(identity, key=ROW_IDS).update(np.ascontiguousarray(rows).view(np.uint8).data).digest()
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 import trio
+from msgspec.structs import replace
 
 from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
@@ -26,6 +27,7 @@ from swarmllm.pipeline.vision.encoders import Encoders, ProjectorEncoders
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, TextPlace
+from swarmllm_proto.picture_runs import PICTURE_RUNS_MAX, PictureRun
 from swarmllm_proto.reasoning_markers import REASONING_TAGS
 from swarmllm_proto.tensors import Tensor
 
@@ -134,6 +136,7 @@ async def _read(
     rows: list[Tensor] = []
     ends: set[int] = set()
     marks: list[PictureMark] = []
+    laid_out: list[PictureRun] = []
     n_tokens = 0
     for part in parts:
         if isinstance(part, str):
@@ -142,20 +145,33 @@ async def _read(
         else:
             encoded = await encoder.encode(part, prompt.field)
             # Of its rows, too: another encoder may make other bits of the same picture.
-            digest = await trio.to_thread.run_sync(rows_digest, encoder.projector, part.digest, encoded.rows)
+            digest = await trio.to_thread.run_sync(
+                rows_digest, encoder.projector, part.digest, encoded.rows, encoded.runs
+            )
             marks.append(PictureMark(n_tokens, digest))
             runs.append(with_row_ids(encoded.tokens, digest))
             rows.append(encoded.rows)
             ends |= {n_tokens + end for end in encoded.ends}
+            laid_out += [replace(run, first_row=n_tokens + run.first_row) for run in encoded.runs]
         n_tokens += len(runs[-1])
         if n_tokens >= n_ctx:
             raise ContextFull(
                 f"the prompt has {n_tokens} tokens and more; {entry.name} has room for {n_ctx} here",
                 field=prompt.field,
             )
+    if len(laid_out) > PICTURE_RUNS_MAX:
+        raise InvalidRequest(
+            f"the pictures have {len(laid_out)} runs of rows, more than {PICTURE_RUNS_MAX}",
+            field=prompt.field,
+        )
     tokens = np.concatenate(runs)
     positions = np.flatnonzero(tokens >= FIRST_ROW_ID).astype(np.int32)
     found = PictureRows(
-        positions, np.concatenate(rows), tuple(sorted(ends)), tuple(marks), tuple(encoder.looked)
+        positions,
+        np.concatenate(rows),
+        tuple(sorted(ends)),
+        tuple(marks),
+        tuple(encoder.looked),
+        tuple(laid_out),
     )
     return tokens, found

@@ -141,6 +141,7 @@ class OriginRequest:
             if may_resume
             else (),
             row_formats=assembly.row_formats or UNSET,
+            picture_runs=(self.pictures.runs or UNSET) if self.pictures is not None else UNSET,
         )
 
     def prompt_for_guesses(self, stages: Sequence[Stage]) -> bytes:

@@ -17,6 +17,7 @@ from swarmllm.pipeline.repair.plan import Left, Rebuild
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, ReplayRows, Stage, StageRows
 
 
@@ -49,11 +50,19 @@ def left_of(stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]])
 class Feeding:
     """Which rows leave next, and from where, while stages are built again. Pure bookkeeping."""
 
-    def __init__(self, planned: Sequence[Rebuild], n_due: int, chunk_tokens: int) -> None:
-        """`n_due`: rows that every stage is to have."""
+    def __init__(
+        self,
+        planned: Sequence[Rebuild],
+        n_due: int,
+        chunk_tokens: int,
+        ends: Sequence[int] = (),
+        runs: Sequence[PictureRun] = (),
+    ) -> None:
+        """`n_due`: rows that every stage is to have. `ends`, `runs`: as in PromptWindow."""
         self._left = deque(planned)
         self._n_due = n_due
         self._chunk_tokens = chunk_tokens
+        self._ends, self._runs = ends, runs
         self.now: Rebuild | None = None
         """None: every stage has its rows."""
         self.window: PromptWindow
@@ -64,7 +73,9 @@ class Feeding:
         self.now = self._left.popleft() if self._left else None
         if self.now is not None:
             size = self.now.until - self.now.first + 2
-            self.window = PromptWindow(self._n_due, self._chunk_tokens, size)
+            self.window = PromptWindow(
+                self._n_due, self._chunk_tokens, size, ends=self._ends, runs=self._runs
+            )
 
     @property
     def until(self) -> int:

@@ -38,6 +38,10 @@ GAIN: Final = 1.1
 """So many times longer must the accepted route take for another one to be assigned."""
 
 
+UNABLE: Final = (
+    "(Nodes of earlier versions, which do not know where rows of this model's pictures stand: {}.)"
+)
+
 JustSent = Callable[[Mapping[NodeId, ReportedLoad], OriginRequest | None], Mapping[NodeId, int]]
 """(what nodes told of their load, a request that does not count) -> requests of this node that are in nothing
 that nodes have said, by node id."""
@@ -125,19 +129,31 @@ class RequestRoutes:
                 *self._router.untried(),
             )
         )
-        return await self.planner.choose(
-            entry,
-            size,
-            load,
-            frozenset(request.recovery.avoid),
-            suspects=list(suspects),
-            previous=previous,
-            broken=broken,
-            accepted=accepted,
-            accepted_factor=accepted_factor,
-            is_exact=request.is_exact,
-            within=None if request.broken is None else request.broken.kernel_group,
-        )
+        unable = self._unable(request)
+        try:
+            return await self.planner.choose(
+                entry,
+                size,
+                load,
+                frozenset(request.recovery.avoid) | unable,
+                suspects=list(suspects),
+                previous=previous,
+                broken=broken,
+                accepted=accepted,
+                accepted_factor=accepted_factor,
+                is_exact=request.is_exact,
+                within=None if request.broken is None else request.broken.kernel_group,
+            )
+        except NoPipeline as error:
+            if unable:
+                raise NoPipeline(f"{error.message} {UNABLE.format(len(unable))}") from None
+            raise
+
+    def _unable(self, request: OriginRequest) -> frozenset[NodeId]:
+        """Nodes that do not say that they know how the rows of its pictures stand."""
+        if request.pictures is None or not request.pictures.runs:
+            return frozenset()
+        return self.planner.without_picture_runs(request.entry.model_id)
 
     async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:
         """Raises NoPipeline (see `standbys.Routes`)."""

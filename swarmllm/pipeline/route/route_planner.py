@@ -217,6 +217,16 @@ class RoutePlanner:
             self._constraints,
         )
 
+    def without_picture_runs(self, model_id: ModelId) -> frozenset[NodeId]:
+        """Of the nodes that hold layers of it, those that say nothing of `picture_runs`."""
+        records = {each: self._registry.node(each) for each in self._registry.held(model_id)}
+        records.pop(self._node_id, None)
+        return frozenset(
+            node_id
+            for node_id, record in records.items()
+            if record is None or record.capability.picture_runs is not True
+        )
+
     def _classes(self, model_id: ModelId, node_ids: Iterable[NodeId]) -> dict[NodeId, str]:
         said = {node_id: self._registry.announced(model_id, node_id) for node_id in node_ids}
         found = {node_id: each.kernel_class or "" for node_id, each in said.items() if each is not None}

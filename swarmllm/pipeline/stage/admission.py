@@ -154,6 +154,7 @@ class Sessions:
             kernel_class=self.compute.kernel_class(context.model.model_id)
             if context.sampling.exact
             else UNSET,
+            picture_runs=bool(context.picture_runs) or UNSET,
         )
 
     def _guesses(self, context: RequestContext) -> bool:

@@ -32,6 +32,7 @@ from swarmllm_proto.ipc import (
     TokenLogprob,
     TokensAgain,
 )
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import Tensor
 
 
@@ -92,6 +93,7 @@ class ForwardCall(TypedDict):
     ring: NotRequired[RingHint]
     rounded: NotRequired[bool]
     exact_rows: NotRequired[int]
+    picture_runs: NotRequired[tuple[PictureRun, ...]]
 
 
 class GenerateCall(TypedDict):

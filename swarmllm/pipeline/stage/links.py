@@ -166,6 +166,7 @@ class StageLinks(NoStageLinks):
                 sampling=context.sampling if stage == view.last else None,
                 row_format="f32" if stage == view.last else context.row_format(stage + 1),
                 exact_rows=context.exact_rows,
+                picture_runs=context.picture_runs,
             )
         except SwarmLLMError as error:
             provoked_by(log, context.view.origin).info(

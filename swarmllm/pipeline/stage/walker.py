@@ -262,6 +262,7 @@ class Walker:
             ring=self._ring_hint(job, samples),
             rounded=self._context.rounds(stage),
             exact_rows=self._context.exact_rows,
+            picture_runs=self._context.picture_runs,
         )
         is_finite = result.tensor is None or bool(np.isfinite(result.tensor).all())
         if is_finite:

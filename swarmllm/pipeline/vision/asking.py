@@ -14,7 +14,7 @@ from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, SwarmLL
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Picture
 from swarmllm.pipeline.request import new_request_id
-from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, rows_of
+from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, require_places, rows_of
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.swarm.router import Router
@@ -172,6 +172,7 @@ class _Asking:
                 n_vocab=manifest.n_vocab,
             )
         )
+        require_places(encoded, manifest.architecture)
         return replace(encoded, is_rounded=first.rows_as is not UNSET)
 
     async def _say(self, image: bytes, offset: int = 0, first_row: int = 0) -> VisionEncodeResponse:

@@ -38,7 +38,7 @@ def picture_distance(one: EncodedPicture, other: EncodedPicture) -> float:
 
 def similarity(one: EncodedPicture, other: EncodedPicture) -> Match:
     """In either order the same."""
-    if one.ends != other.ends or not np.array_equal(one.tokens, other.tokens):
+    if (one.ends, one.runs) != (other.ends, other.runs) or not np.array_equal(one.tokens, other.tokens):
         return Match.WRONG
     if one.rows.tobytes() == other.rows.tobytes():
         return Match.EQUAL

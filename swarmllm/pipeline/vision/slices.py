@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
+from swarmllm.models.projector import ON_GRID, SEEING
 from swarmllm.swarm.peers.trust import Deed
 from swarmllm.workerpool.encoders import EncodedPicture, RowsNotFinite, encoded_picture
 from swarmllm_proto.errors import BadTensor
@@ -38,9 +39,12 @@ class WrongPicture(Exception):
 def parts_of(encoded: EncodedPicture) -> tuple[PicturePart, ...]:
     """Of which `encoded_picture` makes the same again."""
     edges = sorted({0, *encoded.ends, len(encoded.tokens)})
+    runs = {run.first_row: run for run in encoded.runs}
     parts: list[PicturePart] = []
     for start, end in pairwise(edges):
-        if encoded.tokens[start] < 0:
+        if start in runs:
+            parts.append(PicturePart((), end - start, runs[start].grid_width, runs[start].is_causal))
+        elif encoded.tokens[start] < 0:
             parts.append(PicturePart((), end - start))
         else:
             parts += [
@@ -71,6 +75,17 @@ def rows_of(said: VisionEncodeResponse, n_left: int) -> Buffer:
     except BadTensor as error:
         raise WrongPicture(str(error)) from None
     return np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data
+
+
+def require_places(encoded: EncodedPicture, architecture: str) -> None:
+    """That rows stand, and see, as the model's do. Raises WrongPicture."""
+    laid_out = {run.first_row: run for run in encoded.runs}
+    starts = [at for at in (0, *encoded.ends) if at < len(encoded.tokens) and encoded.tokens[at] < 0]
+    for start in starts:
+        run = laid_out.get(start)
+        is_on_grid, is_causal = bool(run and run.grid_width), run is None or run.is_causal
+        if is_on_grid is not (architecture in ON_GRID) or is_causal is (architecture in SEEING):
+            raise WrongPicture(f"its rows do not stand as those of pictures do in {architecture} models")
 
 
 def assembled(

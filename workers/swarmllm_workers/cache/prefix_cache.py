@@ -144,8 +144,10 @@ class PrefixCache:
 
     def travels(self, where: Segments) -> bool:
         """Whether KV of these segments may leave for other nodes and come from there: of one segment, in
-        which every layer sees and keeps every row."""
-        return self._is_on and len(where) == 1 and not where[0].is_recurrent and not where[0].n_window
+        which every layer sees and keeps every row, and a row has one position."""
+        if not self._is_on or len(where) != 1 or where[0].has_grid_positions:
+            return False
+        return not where[0].is_recurrent and not where[0].n_window
 
     def look_up(self, where: Segments, name: Name) -> int:
         """How many of these blocks a request could get now."""
@@ -447,6 +449,8 @@ class PrefixCache:
 
 
 def _share(where: Segments, source: int, target: int, n: int) -> int:
+    """Where these rows end in a picture that is not divisible, its part is not among those that are shared; a
+    request that has the picture goes on from its first row all the same."""
     for segment in where:
         segment.share(source, target, n)
     return n

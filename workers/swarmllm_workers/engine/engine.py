@@ -24,6 +24,7 @@ from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.loaded_layers import LoadedLayers
 from swarmllm_workers.engine.memory import Footprint, Memory
 from swarmllm_workers.engine.operation import Operation, complete
+from swarmllm_workers.engine.positions import sees_later
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Cuts, Range, Route
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span, Want
@@ -88,6 +89,11 @@ class Engine:
     def is_recurrent(self) -> bool:
         """Whether any layer has a state that cannot be rolled back."""
         return self._vocabulary_model.is_recurrent
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """Whether rows have several positions each (M-RoPE)."""
+        return self._vocabulary_model.has_grid_positions
 
     @property
     def memory(self) -> Memory:
@@ -285,13 +291,18 @@ class Engine:
         all."""
         self.check(route, spans)
         first, *others = route.segments
-        results = first.run([_with(span, self.prepare(first, span.data)) for span in spans])
+        results = first.run([_with(span, self._prepared(first, span)) for span in spans])
         for segment in others:
             results = segment.run([_with(*each) for each in zip(spans, results, strict=True)])
         return results
 
-    def prepare(self, first: Segment, data: np.ndarray) -> np.ndarray:
-        """Token ids stay token ids for the original file and become rows for a part of it."""
+    def _prepared(self, first: Segment, span: Span) -> np.ndarray:
+        run = sees_later(span.runs, span.position, len(span.data))
+        return self.prepare(first, span.data, is_picture=run is not None)
+
+    def prepare(self, first: Segment, data: np.ndarray, *, is_picture: bool = False) -> np.ndarray:
+        """Token ids stay token ids for the original file and become rows for a part of it. `is_picture`: rows
+        that are no embedded tokens."""
         if data.ndim == 1:
             if first.is_whole:
                 return data
@@ -300,7 +311,8 @@ class Engine:
             # Some of these would read several positions per row, some abort.
             reason = self.rule.whole_reason or "whole, its inputs are wider than a row"
             raise CallError("bad_tensor", f"{self.name} takes token ids only: {reason}", "payload")
-        if first.start == 0 and self.architecture is not None and self.architecture.scales_tokens_only:
+        scales = self.architecture is not None and self.architecture.scales_tokens_only
+        if first.start == 0 and scales and not is_picture:
             data = data * np.sqrt(np.float32(self.n_embd))
         return data
 
@@ -311,4 +323,4 @@ class Engine:
 
 
 def _with(span: Span, data: np.ndarray) -> Span:
-    return Span(span.slot, span.position, data, span.want)
+    return span._replace(data=data)

@@ -33,6 +33,7 @@ from llama_cpp import llama_cpp as lib
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_workers.engine import huge_pages, shared_weights
+from swarmllm_workers.engine.positions import SECTIONS
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 from swarmllm_workers.gguf_file import files_of
 from swarmllm_workers.kernels import repacking, row_attention, small_batches
@@ -60,6 +61,7 @@ _FLASH_ATTENTION: Final = {
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
+_GRID_ROTATIONS: Final = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 _KV_TYPES: Final = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 
 
@@ -189,6 +191,8 @@ class Model:
         self.has_encoder = bool(lib.llama_model_has_encoder(handle))
         self.has_decoder = bool(lib.llama_model_has_decoder(handle))
         self.n_window = int(lib.llama_model_n_swa(handle))
+        self.has_grid_positions = lib.llama_model_rope_type(handle) in _GRID_ROTATIONS
+        """Rows have several positions each (M-RoPE)."""
         self.is_hybrid = bool(lib.llama_model_is_hybrid(handle))
         self.is_recurrent = self.is_hybrid or bool(lib.llama_model_is_recurrent(handle))
         self.size_bytes = int(lib.llama_model_size(handle))
@@ -339,7 +343,8 @@ class Context:
         self._n_embd = model.n_embd
         self._embd = np.zeros((N_BATCH, model.n_embd), np.float32)
         self._tokens = np.zeros(N_BATCH, np.int32)
-        self._positions = np.zeros(N_BATCH, np.int32)
+        self._positions = np.zeros(N_BATCH * (SECTIONS if model.has_grid_positions else 1), np.int32)
+        self._is_causal = True
         self._n_sequences = np.ones(N_BATCH, np.int32)
         self._sequences = np.zeros(N_BATCH, np.int32)
         self._outputs = np.zeros(N_BATCH, np.int8)
@@ -373,10 +378,13 @@ class Context:
         outputs: np.ndarray | bool,
         *,
         normed: bool = False,
+        is_causal: bool = True,
     ) -> None:
         """One `llama_decode` of n <= N_BATCH rows.
 
-        `data`: f32 [n, n_embd], or i32 [n] token ids. `outputs`: which rows the head computes (tap: all of
+        `data`: f32 [n, n_embd], or i32 [n] token ids. `positions`: i32 [n]; of a model whose rows have
+        several each, with f32 rows, [SECTIONS, n]. `is_causal`: no row sees those behind it; without, all of
+        one sequence that see each other are to be here. `outputs`: which rows the head computes (tap: all of
         them), at most `n_outputs_max`: libllama aborts. `normed`: `normed` has something to give afterwards.
         Raises CallError context_full where no cells are free, engine for anything else; Interrupted where
         it turned out to be unwanted.
@@ -392,7 +400,10 @@ class Context:
             # A lone decode step: what is done below, with less code of numpy.
             self._positions[0], self._sequences[0], self._outputs[0] = positions, sequences, outputs
         else:
-            self._positions[:n] = positions
+            if isinstance(positions, np.ndarray) and positions.ndim == 2:
+                self._positions[: positions.size] = positions.ravel()
+            else:
+                self._positions[:n] = positions
             self._sequences[:n] = sequences
             self._outputs[:n] = outputs
         batch.n_tokens = n
@@ -402,6 +413,9 @@ class Context:
         if normed != self._gives_normed:
             lib.llama_set_embeddings(self.handle, normed)
             self._gives_normed = normed
+        if is_causal is not self._is_causal:
+            lib.llama_set_causal_attn(self.handle, is_causal)
+            self._is_causal = is_causal
         if n >= WATCHED_ROWS_MIN and self._is_unwanted is not None:
             status = self._decode_watched(batch, n, self._is_unwanted)
         else:

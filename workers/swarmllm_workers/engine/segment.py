@@ -20,8 +20,10 @@ import numpy as np
 from swarmllm_proto.architectures import Architecture
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.limits import EXACT_ROWS
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model, Threads
+from swarmllm_workers.engine.positions import SequencePositions, positions_of, sees_later
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.tap import Rescaling, Tap
@@ -122,6 +124,9 @@ class Span(NamedTuple):
     want: Want
     """Of the head segment: logits of the last row, or ("rows") of all, the states of all rows after the final
     norm, or nothing. Every other segment gives hidden states."""
+    runs: tuple[PictureRun, ...] = ()
+    """Of the slot's request: which of its rows stand on a grid, or see each other. All rows of a run that see
+    each other are one span, which is alone."""
 
 
 class Segment:
@@ -182,6 +187,7 @@ class Segment:
         self._cells = Cells(n_sequences)
         self.lengths = self._cells.lengths
         """Rows that each slot, and each sequence of kept rows, has in this segment's KV."""
+        self._positions = SequencePositions(n_sequences)
         try:
             if self._model.n_layers != end - start:
                 raise CallError(
@@ -213,6 +219,7 @@ class Segment:
         n_sequences = self._settings.n_slots
         other._cells = Cells(n_sequences)
         other.lengths = other._cells.lengths
+        other._positions = SequencePositions(n_sequences)
         other._tap = other._make_tap(self._architecture)
         other._context = other._make_context(rows_of_exact_batch(self._settings))
         self.apart_segments.append(other)
@@ -257,6 +264,11 @@ class Segment:
         return self._model.n_embd_input == self._model.n_embd
 
     @property
+    def has_grid_positions(self) -> bool:
+        """Rows have several positions each, and their KV is not understood outside its cells."""
+        return self._model.has_grid_positions
+
+    @property
     def n_rows(self) -> int:
         """Cells in use; what several sequences share counts once."""
         return self._cells.n_used
@@ -288,8 +300,16 @@ class Segment:
             )
 
     def check_position(self, span: Span) -> None:
-        """Raises CallError position_gap, also where a recurrent state would have to be rolled back."""
+        """Raises CallError position_gap, also where a recurrent state would have to be rolled back, or rows
+        of a picture that stand on a grid be told apart."""
         length = self.lengths[span.slot]
+        if span.position < length and self._positions.whole(span.slot, span.position) != span.position:
+            raise CallError(
+                "position_gap",
+                f"row {span.position} is within a picture, of which no part can be forgotten: begin again at"
+                " its first row",
+                "position",
+            )
         if self._model.is_recurrent and 0 < span.position < length:
             raise CallError(
                 "position_gap",
@@ -305,11 +325,12 @@ class Segment:
             )
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget the slot's rows at positions >= length. Raises CallError position_gap where the model
-        cannot."""
+        """Forget the slot's rows from `length` on, and those before them of a picture that this would cut.
+        Raises CallError position_gap where the model cannot."""
         if self.lengths[slot] <= length:
             return
-        if not self._context.truncate(slot, length):
+        length = self._positions.whole(slot, length)
+        if not self._context.truncate(slot, self._positions.of(slot, length)):
             self._context.truncate(slot, 0)
             self._cells.truncate(slot, 0)
             raise CallError(
@@ -317,10 +338,14 @@ class Segment:
             )
         self._cells.truncate(slot, length)
 
-    def share(self, source: int, target: int, length: int) -> None:
-        """Give the empty sequence `target` the first `length` rows of `source`. Not for recurrent models."""
-        self._context.share(source, target, length)
+    def share(self, source: int, target: int, length: int) -> int:
+        """Give the empty sequence `target` the first `length` rows of `source`; fewer where that would cut
+        a picture. How many. Not for recurrent models."""
+        length = self._positions.whole(source, length)
+        self._context.share(source, target, self._positions.of(source, length))
         self._cells.share(source, target, length)
+        self._positions.share(source, target, length)
+        return length
 
     def state_size(self, sequence: int) -> int:
         """Bytes that `save` would give."""
@@ -332,7 +357,8 @@ class Segment:
     def save_rows(self, sequence: int, first: int, end: int) -> memoryview:
         """As `save`, of the rows at positions [first, end) only."""
         last = len(self.lengths) - 1
-        self._context.share_rows(sequence, last, first, end)
+        of = self._positions.of
+        self._context.share_rows(sequence, last, of(sequence, first), of(sequence, end))
         try:
             return self._context.save(last)
         finally:
@@ -345,6 +371,7 @@ class Segment:
             self._context.truncate(sequence, 0)
             return False
         self._cells.append(sequence, n_rows)
+        self._positions.tell(sequence, ())
         return True
 
     def append_rows(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
@@ -406,20 +433,25 @@ class Segment:
         for span in spans:
             if self.lengths[span.slot] > span.position:
                 self.truncate(span.slot, span.position)
-        fed = rows.data
+            if span.runs or not span.position:
+                self._positions.tell(span.slot, span.runs)
+        fed, positions, on_grid = rows.data, rows.positions, False
+        if self._model.has_grid_positions and any(self._positions[span.slot] for span in spans):
+            on_grid = any(self._positions.has_grid(s.slot, s.position, len(s.data)) for s in spans)
+            positions = self._several_positions(spans, on_grid=on_grid)
         if self._tap is not None:
-            self._tap.arm(rows.data)
-            if self._feeds_tokens and fed.ndim == 2:
+            # Rows that are fed with all of their positions are what the first layer gets.
+            self._tap.arm(rows.data, is_fed=on_grid)
+            if self._feeds_tokens and fed.ndim == 2 and not on_grid:
                 fed = np.zeros(rows.n, np.int32)
+        is_causal = self._is_causal(spans)
         try:
             with small_batches.alike() if self._whole is not None else _AS_MEASURED:
-                self._context.decode(fed, rows.positions, rows.slots, outputs, normed=normed)
+                self._context.decode(fed, positions, rows.slots, outputs, normed=normed, is_causal=is_causal)
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
-                if not self._context.truncate(span.slot, span.position):
-                    self._context.truncate(span.slot, 0)
-                    self._cells.truncate(span.slot, 0)
+                self._forget(span)
             raise
         for span in spans:
             self._cells.append(span.slot, len(span.data))
@@ -429,6 +461,32 @@ class Segment:
             return [self._logits(span, last) for span, last in zip(spans, rows.lasts, strict=True)]
         assert hidden is not None
         return [hidden] if len(spans) == 1 else np.split(hidden, [last + 1 for last in rows.lasts[:-1]])
+
+    def _forget(self, span: Span) -> None:
+        """Its rows, of which libllama may have some, and the sequence none that counts."""
+        length = self._positions.whole(span.slot, span.position)
+        if not self._context.truncate(span.slot, self._positions.of(span.slot, length)):
+            self._context.truncate(span.slot, 0)
+            length = 0
+        self._cells.truncate(span.slot, length)
+
+    def _is_causal(self, spans: Sequence[Span]) -> bool:
+        """Whether no row sees those behind it. Raises CallError engine for a part of rows that see each
+        other, and for such rows beside others: libllama computes another thing then."""
+        for span in spans:
+            run = sees_later(self._positions[span.slot], span.position, len(span.data))
+            if run is not None:
+                if len(spans) > 1 or (span.position, len(span.data)) != (run.first_row, run.n_rows):
+                    raise CallError("engine", f"rows {run.first_row}:{run.end} do not run by themselves")
+                return False
+        return True
+
+    def _several_positions(self, spans: Sequence[Span], *, on_grid: bool) -> np.ndarray:
+        """Of a model whose rows have several each: i32 [SECTIONS, n], or, where none is on a grid, [n]:
+        libllama repeats those of tokens itself."""
+        found = [positions_of(self._positions[s.slot], s.position, len(s.data)) for s in spans]
+        positions = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
+        return positions if on_grid else positions[0]
 
     def can_step(self, slot: int, position: int) -> bool:
         """Whether `step` is for such a row: one that nothing has to be checked or forgotten for."""

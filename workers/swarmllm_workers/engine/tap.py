@@ -139,13 +139,14 @@ class Tap:
             self.callback = lib.ggml_backend_sched_eval_callback(self._on_tensor)
             self.user_data = 0
 
-    def arm(self, rows: np.ndarray) -> None:
-        """Before a decode of `rows`: f32 [n, n_embd], or token ids [n], over which nothing is written."""
+    def arm(self, rows: np.ndarray, *, is_fed: bool = False) -> None:
+        """Before a decode of `rows`: f32 [n, n_embd], or token ids [n], over which nothing is written, nor
+        where rows are fed that the graph takes as they are (`is_fed`)."""
         size = len(rows) * self._row_bytes
         state = self._state
         state.output_size = state.input_size = size
         state.n_read = state.n_written = state.n_mismatched = state.n_rescaled = 0
-        self._writes = self._names[1] is not None and rows.ndim == 2
+        self._writes = self._names[1] is not None and rows.ndim == 2 and not is_fed
         state.input_name = self._names[1] if self._writes else None
         if self._writes:
             self._input = np.ascontiguousarray(rows, np.float32)

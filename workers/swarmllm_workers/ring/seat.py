@@ -69,6 +69,7 @@ class Seat:
             n_prompt_tokens=its.n_prompt_tokens,
             rounded=its.row_format == "q8_0",
             exact_rows=its.exact_rows,
+            picture_runs=its.picture_runs,
         )
         return cls(its, forward, rows_max=rows_max, guesser=guesser)
 

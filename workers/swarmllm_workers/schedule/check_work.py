@@ -33,7 +33,7 @@ class CheckPrefixWork:
     can_restart = False
     has_tokens = True
     wants_alone = True
-    is_exact = False
+    rows_of_piece = 0
     is_decode = False
     goes_around = False
     is_parked = False

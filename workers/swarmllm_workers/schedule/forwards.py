@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from swarmllm_proto import ipc
+from swarmllm_proto.picture_runs import require_order
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers.decode.decoding import Decoding
@@ -144,6 +145,8 @@ class Forwards:
             check_hidden(data, engine.n_embd)
         if len(data) == 0:
             raise CallError("bad_tensor", "at least one row is needed", "payload")
+        if message.picture_runs:
+            self._check_runs(message, position, len(data))
         if position + len(data) > engine.settings.n_ctx:
             raise CallError(
                 "context_full",
@@ -169,6 +172,29 @@ class Forwards:
             raise CallError(
                 "bad_message", "a token is wanted before the end of the prompt", "n_prompt_tokens"
             )
+
+    def _check_runs(self, message: ipc.Forward, position: int, n_rows: int) -> None:
+        """Raises CallError bad_message, also where rows that see each other come one part after the other."""
+        field = "picture_runs"
+        try:
+            require_order(message.picture_runs, self._engine.settings.n_ctx)
+        except ValueError as error:
+            raise CallError("bad_message", str(error), field) from None
+        if message.exact_rows or message.want in ("normed", "scores", "again"):
+            raise CallError("bad_message", "with pictures that are no plain rows, tokens are wanted", field)
+        is_on_grid = any(run.grid_width for run in message.picture_runs)
+        if is_on_grid and not self._engine.has_grid_positions:
+            raise CallError("bad_message", "rows of this model have one position each", field)
+        whole = [run for run in message.picture_runs if not run.is_causal]
+        if whole and self._engine.is_recurrent:
+            raise CallError("bad_message", "no row of this model sees those behind it", field)
+        for run in whole:
+            if run.first_row < position < run.end or run.first_row < position + n_rows < run.end:
+                raise CallError(
+                    "bad_message",
+                    f"rows {run.first_row}:{run.end} see each other, and come in one piece",
+                    "position",
+                )
 
 
 def check_exact(message: ipc.Forward | ipc.TakeSeat) -> None:

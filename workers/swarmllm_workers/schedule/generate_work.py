@@ -12,6 +12,7 @@ from swarmllm_proto.ipc import (
     Generate,
     GenerateDone,
 )
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
@@ -70,6 +71,7 @@ class GenerateWork:
         self._own_kv = message.own_kv
         self.wants_alone = False
         self.is_exact = message.sampling.exact
+        self.rows_of_piece = EXACT_ROWS if self.is_exact else 0
         self.arrived_at = time.perf_counter()
         self._n_given = len(tokens)
         """The prompt, and what was generated elsewhere."""

@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import WATCHED_ROWS_MIN
 from swarmllm_workers.engine.operation import Operation
@@ -279,7 +278,7 @@ class Scheduler:
             work.is_decode,
             n_cells=_n_cells(route, slot),
             can_restart=work.can_restart,
-            rows_of_piece=EXACT_ROWS if work.is_exact else 0,
+            rows_of_piece=work.rows_of_piece,
             can_wait=self._can_wait(key),
         )
 

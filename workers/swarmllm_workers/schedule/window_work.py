@@ -137,7 +137,7 @@ class WindowWork(RingWork):
         if self._message.want != "token":
             return span
         want: Want = "rows" if len(span.data) > 1 else "logits"
-        return Span(span.slot, span.position, span.data, want)
+        return span._replace(want=want)
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         if self._message.want != "token":

@@ -23,11 +23,13 @@ from swarmllm_proto.ipc import (
     TokenLogprob,
 )
 from swarmllm_proto.limits import EXACT_ROWS
+from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
 from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.positions import rows_until_edge, sees_later
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
@@ -48,15 +50,20 @@ class Work(Protocol):
     """Whether `restart` works: all it needs is here."""
     has_tokens: bool
     """Token ids, as opposed to hidden states, are what it feeds."""
-    wants_alone: bool
-    """Its rows share no batch."""
-    is_exact: bool
-    """Its pieces are as long as ever, whatever else runs there."""
     arrived_at: float
     """By `time.perf_counter`."""
 
     layers: tuple[int, int]
     """Which its rows go through: [start, end)."""
+
+    @property
+    def wants_alone(self) -> bool:
+        """The rows that wait share no batch."""
+
+    @property
+    def rows_of_piece(self) -> int:
+        """Pieces of the rows that wait are as long as this, but for the last, whatever else runs there; 0:
+        as long as there is room for."""
 
     def begin(self) -> None:
         """It has a slot, and may look for rows that are there already."""
@@ -119,7 +126,7 @@ class ForwardWork:
         self.is_finished = False
         self.can_restart = False
         self.has_tokens = data.ndim == 1
-        self.wants_alone = message.want in ("normed", "scores", "again")
+        self._gives_rows = message.want in ("normed", "scores", "again")
         self.is_exact = message.exact_rows > 0
         self.layers = message.start, message.end
         self.is_parked = False
@@ -144,12 +151,28 @@ class ForwardWork:
         return
 
     @property
+    def wants_alone(self) -> bool:
+        return self._gives_rows or self._run_alone() is not None
+
+    def _run_alone(self) -> PictureRun | None:
+        """Of which the rows that wait are, where those see each other."""
+        n_left = len(self._data) - self._n_done
+        return sees_later(self._message.picture_runs, self._position + self._n_done, min(n_left, 1))
+
+    @property
+    def rows_of_piece(self) -> int:
+        if self.is_exact:
+            return EXACT_ROWS
+        run = self._run_alone()
+        return 0 if run is None else run.n_rows
+
+    @property
     def n_waiting(self) -> int:
         n_left = len(self._data) - self._n_done
         if self.is_exact:
             return self._n_exact(n_left)
-        if not self.wants_alone:
-            return n_left
+        if not self._gives_rows:
+            return rows_until_edge(self._message.picture_runs, self._position + self._n_done, n_left)
         route = self._engine.known_route(self.request_id, *self.layers)
         return n_left if route is None else min(n_left, route.segments[-1].n_outputs_max)
 
@@ -182,11 +205,12 @@ class ForwardWork:
             want = "logits" if is_last else "none"
         else:
             want = "rows" if message.want == "scores" or message.want == "again" else message.want
-        return Span(slot, self._position + self._n_done, rows, want)
+        return Span(slot, self._position + self._n_done, rows, want, message.picture_runs)
 
     def decode_step(self, route: Route) -> Span | None:
         n_rows = len(self._data)
-        return self.next_span(n_rows) if self.is_decode and not self.wants_alone else None
+        is_step = self.is_decode and not self.wants_alone and self.n_waiting == n_rows
+        return self.next_span(n_rows) if is_step else None
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         message = self._message

@@ -19,6 +19,7 @@ from llama_cpp import llama_cpp as lib
 from llama_cpp import mtmd_cpp as mtmd
 
 from swarmllm_proto.errors import without_folders
+from swarmllm_proto.picture_runs import WHOLE_RUN_ROWS_MAX
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import small_batches
 
@@ -50,6 +51,10 @@ class EncodedPart(NamedTuple):
 
     tokens: tuple[int, ...]
     rows: np.ndarray | None
+    grid_width: int = 0
+    """Columns of the grid on which the rows stand, line by line; 0: they stand one after the other."""
+    is_causal: bool = True
+    """False: each row sees all of them."""
 
 
 class Projector:
@@ -78,10 +83,6 @@ class Projector:
             raise _complaint(f"{projector.name} cannot be used with {model.name}", "projector")
         if not mtmd.mtmd_support_vision(self._context):
             raise CallError("bad_model", f"{projector.name} has no vision encoder", "projector")
-        if mtmd.mtmd_decode_use_mrope(self._context):
-            raise CallError("bad_model", f"{model.name} wants several positions with each row", "path")
-        if mtmd.mtmd_decode_use_non_causal(self._context, None):
-            raise CallError("bad_model", f"{projector.name} wants rows that see later ones", "projector")
 
     def probe(self) -> int:
         """Encode a grey picture; how many rows it became. Raises CallError."""
@@ -124,15 +125,43 @@ class Projector:
             if not all(0 <= token < self.n_vocab for token in tokens):
                 raise CallError("bad_model", "the vocabulary lacks the projector's special tokens", "path")
             return EncodedPart(tokens, None)
-        if kind != mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE or mtmd.mtmd_input_chunk_get_n_pos(chunk) != n:
-            raise CallError("bad_model", "the projector wants positions that no pipeline gives", "projector")
+        if kind != mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+            raise CallError(
+                "bad_model", "the projector gives neither rows of a picture nor tokens", "projector"
+            )
+        grid_width = self._grid_width(chunk, n)
+        is_causal = not mtmd.mtmd_decode_use_non_causal(self._context, chunk)
+        if not is_causal and n > WHOLE_RUN_ROWS_MAX:
+            raise CallError(
+                "bad_picture",
+                f"the picture becomes {n} rows that see each other, and a batch has {WHOLE_RUN_ROWS_MAX}",
+                "payload",
+            )
         if failed := mtmd.mtmd_encode_chunk(self._context, chunk):
             raise CallError("engine", f"libmtmd cannot encode the picture ({failed})")
         output = mtmd.mtmd_get_output_embd(self._context)
         rows = np.ctypeslib.as_array(output, (n, self.n_embd)).copy()
         if not np.isfinite(rows).all():
             raise CallError("engine", "the projector gives rows that are no numbers")
-        return EncodedPart((), rows)
+        return EncodedPart((), rows, grid_width, is_causal)
+
+    def _grid_width(self, chunk: Any, n: int) -> int:
+        """Of a picture's n rows; 0: they stand one after the other. Raises CallError bad_model where they
+        stand otherwise."""
+        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        found = [mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n)]
+        n_positions = mtmd.mtmd_input_chunk_get_n_pos(chunk)
+        if not mtmd.mtmd_decode_use_mrope(self._context):
+            if n_positions == n and all(place.t == i for i, place in enumerate(found)):
+                return 0
+            raise CallError("bad_model", "the projector wants positions that no pipeline gives", "projector")
+        width = 1 + max(int(place.x) for place in found)
+        on_grid = [(0, i // width, i % width, 0) for i in range(n)]
+        if n % width or n_positions != max(width, n // width):
+            on_grid = []
+        if on_grid != [(place.t, place.y, place.x, place.z) for place in found]:
+            raise CallError("bad_model", "the projector wants positions that no pipeline gives", "projector")
+        return width
 
 
 def _complaint(what: str, field: str) -> CallError:

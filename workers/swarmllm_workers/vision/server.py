@@ -103,7 +103,10 @@ class EncoderServer:
         parts = self._projector.encode(pixels_of(message, payload))
         rows = np.concatenate([part.rows for part in parts if part.rows is not None])
         told = tuple(
-            ipc.PicturePart(part.tokens, 0 if part.rows is None else len(part.rows)) for part in parts
+            ipc.PicturePart(
+                part.tokens, 0 if part.rows is None else len(part.rows), part.grid_width, part.is_causal
+            )
+            for part in parts
         )
         compute_s = time.perf_counter() - started
         self._send(ipc.PictureEncoded(id=message.id, parts=told, compute_s=compute_s), encode_tensor(rows))
