@@ -14,7 +14,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.connection import Connection
+from swarmllm.swarm.data.connection import _ASK_AGAIN_S, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
@@ -375,6 +375,24 @@ async def test_what_was_sent_is_settled_once_it_is_handled(autojump_clock: MockC
         await trio.sleep(1.0)
         assert settled == [[(b"message", b"")]] * 2
         assert a.connection.rtt_s is None or a.connection.rtt_s < 60.0, "a mark is no round trip"
+
+
+async def test_who_waits_for_what_was_sent_goes_on_with_the_pong(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, nursery):
+        b.may_handle = trio.Event()
+        await a.connection.send(b"message", b"")
+        settled_s: list[float] = []
+
+        async def settle() -> None:
+            await a.connection.settle()
+            settled_s.append(trio.current_time())
+
+        nursery.start_soon(settle)
+        await trio.sleep(_ASK_AGAIN_S / 4)
+        b.may_handle.set()
+        since_s = trio.current_time()
+        await trio.sleep(1.0)
+        assert settled_s == [since_s], "it waited until it asked again"
 
 
 async def test_a_pong_that_is_left_out_is_asked_for_again(autojump_clock: MockClock) -> None:
