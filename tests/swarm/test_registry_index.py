@@ -12,8 +12,8 @@ from node_ids import A, B, C, node_id_named
 from opinions import Opinions
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.peers.trust import Deed
-from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction
+from swarmllm.swarm.peers.trust import Deed, unnoted
+from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction, ModelIndex
 from swarmllm.swarm.records.registry import LISTED_MAX, Registry
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import MODEL_RANGES_MAX, FileAnnounce, NodeRecord, ShardAnnounce
@@ -296,6 +296,18 @@ def test_other_ranges_and_another_order_are_news() -> None:
     assert registry.listed(1) == [f"{1:064x}"]
     registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(2), a_model(1, (0, 2))))))
     assert registry.listed(1) == [f"{2:064x}"]
+
+
+def test_a_record_that_comes_again_after_another_one_counts_again() -> None:
+    index = ModelIndex(ME, unnoted)
+    one, other = (NodeRecord(node_id=A, models=(a_model(number),)) for number in (1, 2))
+    for record in (one, other, one):
+        index.put(A, record)
+        assert index.records() == {A: record}
+        assert list(index.announcers(record.models[0].model_id)) == [A]
+        assert len(index) == 1
+    index.put(A, None)
+    assert (len(index), index.records()) == (0, {})
 
 
 def test_who_is_trusted_again_counts_at_the_next_read_of_its_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -51,6 +52,13 @@ def test_the_table_finds_what_is_nearest_of_all_it_holds() -> None:
     assert len(table) == len(held)
     by_distance = sorted(held, key=lambda contact: node_place(contact.node_id) ^ place(KEY))
     assert table.closest(place(KEY)) == by_distance[:BUCKET_SIZE]
+
+
+def test_the_table_holds_as_many_far_nodes_as_near_ones() -> None:
+    table = RoutingTable(ME)
+    held = [contact for contact in contacts(3000) if table.answered(contact, 0.0)]
+    shared = Counter(256 - (node_place(each.node_id) ^ node_place(ME)).bit_length() for each in held)
+    assert [shared[n_bits] for n_bits in range(5)] == [BUCKET_SIZE] * 5
 
 
 def test_newcomers_push_nobody_out_until_one_falls_silent() -> None:
