@@ -79,6 +79,7 @@ setup(
             depends=[
                 "workers/swarmllm_workers/native/k_quants.h",
                 "workers/swarmllm_workers/native/blocks_32.h",
+                "workers/swarmllm_workers/native/weights_body.h",
             ],
             # Nothing fused in rows that are rounded: the same bits on every processor.
             extra_compile_args=["-O2", *(("-ffp-contract=off",) if name == "row_codec" else ())],

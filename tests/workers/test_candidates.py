@@ -11,6 +11,7 @@ from bench.sampling import random_logits, whole_list
 from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.sampling import Sampler, step_seed
+from swarmllm_workers.kernels.kernel_tuning import processor
 
 from .test_sampling import softmax
 
@@ -24,6 +25,15 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(candidates.native, "_library", None)
     elif candidates.native._library is None:
         pytest.skip("weights.c was not built")
+
+
+def test_the_widest_registers_of_this_processor_are_computed_with() -> None:
+    """A processor with AVX2 of any maker: its numbers are otherwise computed one by one."""
+    if candidates.native._library is None:
+        pytest.skip("weights.c was not built")
+    features = set(processor()[1].split())
+    expected = 512 if "avx512f" in features else 256 if {"avx2", "fma"} <= features else 128
+    assert candidates.native._library.swarmllm_weights_width() == expected
 
 
 @pytest.mark.parametrize("is_native", [True, False])
