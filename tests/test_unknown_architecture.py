@@ -1,5 +1,5 @@
-"""A model of an architecture that the table does not have, on real daemons: who has the file tries where it
-may be cut, and who fetches layers of it relies on that."""
+"""Where files may be cut, on real daemons: who has the whole file tries it, and who fetches layers of a model
+relies on that where the table does not have its architecture."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
 from workers.blueprint import write
+from workers.families import FAMILIES
 from workers.generic_families import CUT_EXACTLY, RUN_WHOLE
 
 from swarmllm_proto.architectures import ARCHITECTURES
@@ -39,6 +40,21 @@ def complete(node: DaemonProcess, name: str) -> str:
     answer = node.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_a_file_of_a_listed_architecture_is_tried_unless_the_table_is_believed(
+    tmp_path: Path, is_tried: bool
+) -> None:
+    path = write(tmp_path / "listed.gguf", FAMILIES["lfm2, heads listed"])
+    inference = {**INFERENCE, "check_cuts": is_tried}
+    with running_daemon(tmp_path, "a", load=[], inference=inference) as a:
+        for wanted in (is_tried, False):  # once
+            added = add(a, path, "listed")
+            assert ("checking" in {event.get("phase") for event in added}) == wanted
+            model = added[-1]["model"]
+            assert (model["cut_alignment"], model["whole_reason"]) == (3, "")
+        assert lines(a, "/listed/load", {"layers": "0:3"})[-1]["type"] == "result"
 
 
 def test_a_verdict_is_reached_once_kept_and_passed_on(tmp_path: Path) -> None:
