@@ -25,6 +25,8 @@ class MemoryStream:
         self.ended = ""
         self.takes_writes = True
         """Else each takes for ever."""
+        self.closes = True
+        """Else closing takes for ever."""
 
     async def read(self, n: int) -> bytes:
         if self._first:
@@ -39,6 +41,8 @@ class MemoryStream:
         await self._pipe.send_all(data)
 
     async def close(self) -> None:
+        if not self.closes:
+            await trio.sleep_forever()
         self.ended = self.ended or "closed"
         await self._pipe.send_eof()
 

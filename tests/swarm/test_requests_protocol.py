@@ -156,7 +156,45 @@ async def test_an_answer_that_takes_too_long_is_not_read_any_more(autojump_clock
         assert there.keeps_nothing()
 
 
-async def test_whoever_waits_for_a_node_that_is_lost_hears_so_at_once() -> None:
+@pytest.mark.parametrize("refusal", [None, RequestRefused("not that")])
+async def test_the_caller_hears_the_answer_while_the_stream_is_still_being_closed(
+    autojump_clock: MockClock, refusal: Exception | None
+) -> None:
+    async with ends() as (here, there), trio.open_nursery() as nursery:
+        there.may_answer, there.refusal = trio.Event(), refusal
+        heard_s: list[float] = []
+
+        async def ask() -> None:
+            with contextlib.suppress(RemoteError):
+                await here.ask(b"x")
+            heard_s.append(trio.current_time())
+
+        nursery.start_soon(ask)
+        await wait_all_tasks_blocked()
+        ((stream, _),) = here.host.opened
+        stream.closes = False
+        there.may_answer.set()
+        since_s = trio.current_time()
+        await trio.sleep(TIMEOUT_S - 1)
+        assert heard_s == [since_s]
+        assert not here.keeps_nothing(), "the exchange is not over"
+
+
+async def test_a_request_for_which_nobody_waits_any_more_is_not_sent(autojump_clock: MockClock) -> None:
+    async with ends() as (here, there), trio.open_nursery() as nursery:
+        there.may_answer = trio.Event()
+        for _ in range(EXCHANGES_PER_PEER):
+            nursery.start_soon(here.ask, b"first", 2 * TIMEOUT_S)
+        await wait_all_tasks_blocked()
+        with pytest.raises(DeadlineExceeded):
+            await here.ask(b"late", 1.0)
+        there.may_answer.set()
+        await trio.sleep(TIMEOUT_S)
+        assert len(there.asked) == EXCHANGES_PER_PEER
+        assert here.keeps_nothing()
+
+
+async def test_a_task_that_waits_for_a_node_that_is_lost_hears_so_at_once() -> None:
     async with ends() as (here, there):
         there.may_answer = trio.Event()
         async with trio.open_nursery() as nursery:
