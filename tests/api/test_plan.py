@@ -181,6 +181,7 @@ def test_the_swarm_is_told_of_the_models_that_ran_last_and_of_the_nearest_peers(
         observations.observe(f"{i:064x}", "decode", 0.001 * (i + 1), 1, 1)
     peers = [PeerInfo(node_id=f"p{i}", rtt_s=0.001 * (MAX_LINKS + 8 - i)) for i in range(MAX_LINKS + 8)]
     said = describe(observations, peers, Admission(tier_caps(1, 1), 0, 0.0), 0, Room(), (), 0)
+    assert said.picture_runs is True, "routes of prompts whose pictures need it go over no others"
     told = [latency.model_id for latency in said.observed_latencies]
     assert told == [f"{i:064x}" for i in range(MAX_MODELS + 7, 7, -1)]
     assert said.observed_latencies[0].decode_s == pytest.approx(0.001 * (MAX_MODELS + 8))

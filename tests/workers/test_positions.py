@@ -64,7 +64,9 @@ def test_positions_are_those_that_one_finds_row_by_row(runs: tuple[PictureRun, .
 
 def test_a_part_of_a_grid_is_not_shared() -> None:
     positions = SequencePositions(2)
+    assert positions.are_plain
     positions.tell(0, (GRID,))
+    assert not positions.are_plain
     assert [positions.whole(0, length) for length in range(10)] == [0, 1, 2, 2, 2, 2, 2, 2, 8, 9]
     positions.tell(1, (SQUARE,))
     assert [positions.whole(1, length) for length in (9, 10, 11, 14)] == [9, 10, 10, 14]
@@ -74,7 +76,11 @@ def test_a_part_of_a_grid_is_not_shared() -> None:
     assert positions[1] == ()
     assert positions.of(0, 8) == 5
     assert positions.of(1, 8) == 8
+    positions.tell(1, ())
+    assert not positions.are_plain
     assert [positions.has_grid(0, first, 2) for first in (0, 1, 7, 8)] == [False, True, True, False]
+    positions.tell(0, ())
+    assert positions.are_plain
 
 
 def test_rows_that_see_each_other_are_found_and_end_where_they_do() -> None:

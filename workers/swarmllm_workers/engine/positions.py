@@ -56,17 +56,21 @@ class SequencePositions:
 
     def __init__(self, n_sequences: int) -> None:
         self._runs: list[Runs] = [()] * n_sequences
+        self.are_plain = True
+        """No sequence has a run: each row has its own number for a position, and sees what came before."""
 
     def __getitem__(self, sequence: int) -> Runs:
         return self._runs[sequence]
 
     def tell(self, sequence: int, runs: Runs) -> None:
         """What the sequence's rows are, those that come later among them."""
-        self._runs[sequence] = runs
+        if runs != self._runs[sequence]:
+            self._runs[sequence] = runs
+            self.are_plain = not any(self._runs)
 
     def share(self, source: int, target: int, length: int) -> None:
         """`target` has the first `length` rows of `source`."""
-        self._runs[target] = tuple(run for run in self._runs[source] if run.first_row < length)
+        self.tell(target, tuple(run for run in self._runs[source] if run.first_row < length))
 
     def of(self, sequence: int, row: int) -> int:
         """The position of a row; see `position_of`."""

@@ -327,6 +327,8 @@ class Segment:
     def truncate(self, slot: int, length: int) -> None:
         """Forget the slot's rows from `length` on, and those before them of a picture that this would cut.
         Raises CallError position_gap where the model cannot."""
+        if not length:
+            self._positions.tell(slot, ())
         if self.lengths[slot] <= length:
             return
         length = self._positions.whole(slot, length)
@@ -436,7 +438,7 @@ class Segment:
             if span.runs or not span.position:
                 self._positions.tell(span.slot, span.runs)
         fed, positions, on_grid = rows.data, rows.positions, False
-        if self._model.has_grid_positions and any(self._positions[span.slot] for span in spans):
+        if self._model.has_grid_positions and not self._positions.are_plain:
             on_grid = any(self._positions.has_grid(s.slot, s.position, len(s.data)) for s in spans)
             positions = self._several_positions(spans, on_grid=on_grid)
         if self._tap is not None:
@@ -444,7 +446,7 @@ class Segment:
             self._tap.arm(rows.data, is_fed=on_grid)
             if self._feeds_tokens and fed.ndim == 2 and not on_grid:
                 fed = np.zeros(rows.n, np.int32)
-        is_causal = self._is_causal(spans)
+        is_causal = self._positions.are_plain or self._is_causal(spans)
         try:
             with small_batches.alike() if self._whole is not None else _AS_MEASURED:
                 self._context.decode(fed, positions, rows.slots, outputs, normed=normed, is_causal=is_causal)
