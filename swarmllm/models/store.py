@@ -73,15 +73,17 @@ class Store:
         quota_bytes: int = 0,
         incoming: Path | None = None,
         copies: Path | None = None,
+        projectors: Path | None = None,
     ) -> None:
         """`folder` is made where it is missing. `quota_bytes` 0: no limit but the disk. What lies in the
         folders of `incoming` counts too: it is to become models. `copies`: where workers keep segment files
-        of users' files."""
+        of users' files. `projectors`: where fetched projectors lie, which count too, and are not removed."""
         self.catalogue = catalogue
         self._folder = folder
         self._quota_bytes = quota_bytes
         self._incoming = incoming
         self._copies = copies
+        self._projectors = projectors
         with disk_faults(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -258,10 +260,11 @@ class Store:
 
     def used_bytes(self) -> int:
         """On the disk, holes not counted."""
-        return sum(_size_on_disk(entry) for entry in self._entries()) + self._incoming_bytes()
+        return sum(_size_on_disk(entry) for entry in self._entries()) + self._bytes_beside()
 
-    def _incoming_bytes(self) -> int:
-        parts = self._incoming.glob("*/*") if self._incoming is not None else ()
+    def _bytes_beside(self) -> int:
+        parts = list(self._incoming.glob("*/*")) if self._incoming is not None else []
+        parts += self._projectors.glob("*") if self._projectors is not None else ()
         return sum(allocated_bytes(part) for part in parts)
 
     def make_room(self, n_bytes: int, may_go: Callable[[CatalogueEntry], bool]) -> list[CatalogueEntry]:
@@ -272,7 +275,7 @@ class Store:
         with disk_faults(self._folder):
             excess = n_bytes - shutil.disk_usage(self._folder).free
         if self._quota_bytes:
-            used_bytes = sum(sizes.values()) + self._incoming_bytes()
+            used_bytes = sum(sizes.values()) + self._bytes_beside()
             excess = max(excess, used_bytes + n_bytes - self._quota_bytes)
         going: list[CatalogueEntry] = []
         for entry in self._entries():

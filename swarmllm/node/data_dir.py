@@ -62,7 +62,14 @@ def open_store(data_dir: Path, catalogue: Catalogue, quota_gib: float) -> Store:
     """The models that come from other nodes. Only with the data folder locked: it removes what an earlier
     run left half done."""
     quota_bytes = int(quota_gib * 2**30)
-    store = Store(catalogue, data_dir / "models", quota_bytes, data_dir / DOWNLOADS, data_dir / SEGMENTS)
+    store = Store(
+        catalogue,
+        data_dir / "models",
+        quota_bytes,
+        data_dir / DOWNLOADS,
+        data_dir / SEGMENTS,
+        data_dir / PROJECTORS,
+    )
     if n_strays := store.sweep():
         log.info("%d files and folders of no model removed from %s", n_strays, data_dir)
     return store

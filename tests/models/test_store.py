@@ -158,6 +158,19 @@ def test_a_full_disk_is_said_and_what_was_there_stays(source: Source, store: Sto
     assert store.verify(store.catalogue.get("tiny"), lambda done, total: None) == ()
 
 
+def test_projectors_that_were_fetched_count_and_stay(tmp_path: Path) -> None:
+    projectors = tmp_path / "projectors"
+    store = Store(Catalogue(tmp_path / "catalogue.sqlite"), tmp_path / "models", 2**20, projectors=projectors)
+    assert store.make_room(2**20, lambda entry: True) == []
+    projectors.mkdir()
+    (projectors / "a.gguf").write_bytes(b"x" * 2**19)
+    assert store.used_bytes() == 2**19
+    assert store.make_room(2**19, lambda entry: True) == []
+    with pytest.raises(StoreFull, match=r"store\.quota_gib"):
+        store.make_room(2**19 + 1, lambda entry: True)
+    assert (projectors / "a.gguf").exists()
+
+
 def test_the_quota_removes_what_may_go_or_nothing_at_all(source: Source, tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "catalogue.sqlite")
     store = Store(catalogue, tmp_path / "models", quota_bytes=1)

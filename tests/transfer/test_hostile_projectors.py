@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ async def test_one_that_is_good_is_kept_open_and_goes_with_its_model(tmp_path: P
             assert pool.is_projector_open(entry.model_id, attached)
             rows = (await pool.encode_picture(ModelFile.of(entry), attached, picture(40, 30))).rows
             assert len(rows) == 16
+            # Idle ones are ended, but for those that were loaded.
+            pool._hosts.settings = replace(pool._hosts.settings, idle_timeout_s=0.0)
+            workers = pool._encoders._workers
+            await workers._stop_idle()
+            assert pool.is_projector_open(entry.model_id, attached)
+            workers.kept_open.clear()
+            await workers._stop_idle()
+            assert not pool.is_projector_open(entry.model_id, attached)
+            await keeper.load(entry, unseen)
+            assert pool.is_projector_open(entry.model_id, attached)
             entry = await keeper.unload(entry)
             assert (entry.projector, entry.unloaded_projector) == (None, attached)
             assert not pool.is_projector_open(entry.model_id, attached)
