@@ -17,6 +17,7 @@ import trio
 from swarmllm.errors import BadModel, Conflict, SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.models import Catalogue, CatalogueEntry
 from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
+from swarmllm.models.projector_names import other_model_named
 from swarmllm.models.projector_store import ProjectorStore
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import ModelFile, WorkerPool
@@ -180,6 +181,9 @@ class ProjectorKeeper:
             await self._pool.check_projector(ModelFile.of(entry), projector)
         except WorkerDied as error:
             raise damaged(projector) from error
+        named = await trio.to_thread.run_sync(other_model_named, entry.path, Path(projector.path))
+        if named:
+            log.warning("%s may see wrongly, with the projector of another model: %s", entry.name, named)
         await self._pool.close_projectors(entry.model_id, but=projector.blake3)
         return await trio.to_thread.run_sync(self._catalogue.attach, entry.model_id, projector)
 

@@ -7,20 +7,19 @@ import os
 import signal
 import struct
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from encoder_processes import children, pool_in
 from PIL import Image
 from vision_models import file_of, picture, pixels, projector, text_model
 
 from swarmllm.errors import BadModel, InvalidRequest, SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.models.projector import Projector, read_projector
 from swarmllm.pictures import Picture, parse_picture
-from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings, encoders
+from swarmllm.workerpool import ModelFile, encoders
 from swarmllm.workerpool.encoders import EncodedPicture, KeptPictures, checked_picture
 from swarmllm_proto.ipc import PictureEncoded, PicturePart
 from swarmllm_proto.tensors import tensor_bytes
@@ -36,13 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
 @pytest.fixture(scope="module")
 def mmproj(tmp_path_factory: pytest.TempPathFactory) -> Projector:
     return read_projector(projector(tmp_path_factory.mktemp("eyes") / "mm.gguf", "janus_pro", 64))
-
-
-@asynccontextmanager
-async def pool_in(folder: Path) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(WorkerSettings(cache_dir=folder / "cache"), folder / "run")
-    async with pool.running():
-        yield pool
 
 
 def unchecked(data: bytes, kind: str = "png", width: int = 40, height: int = 30) -> Picture:
@@ -121,38 +113,6 @@ async def test_pixels_are_upright_over_white_and_of_eight_bits(
         assert np.array_equal(await rows(deep.getvalue()), await rows(file_of(np.dstack([grey] * 3))))
 
 
-async def test_two_hundred_damaged_pictures_end_nothing_but_themselves(
-    tmp_path: Path, model: ModelFile, mmproj: Projector
-) -> None:
-    rng = np.random.default_rng(0)
-    whole = {kind: file_of(pixels(40, 30, 3), kind.upper()) for kind in ("png", "jpeg", "webp", "gif")}
-    refused = 0
-    async with pool_in(tmp_path) as pool:
-        for index in range(200):
-            kind = list(whole)[index % 4]
-            data = bytearray(whole[kind])
-            if index % 3 == 0:
-                del data[int(rng.integers(1, len(data))) :]
-            for _ in range(int(rng.integers(1, 20))):
-                data[int(rng.integers(0, len(data)))] = int(rng.integers(0, 256))
-            try:
-                await pool.encode_picture(model, mmproj, unchecked(bytes(data), kind))
-            except InvalidRequest:
-                refused += 1
-        assert refused > 100
-        for claimed in ("jpeg", "gif", "webp"):
-            with pytest.raises(InvalidRequest, match=f"the {claimed} file is damaged"):
-                await pool.encode_picture(model, mmproj, unchecked(whole["png"], claimed))
-        for data in (
-            b"\0",
-            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
-            b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
-        ):
-            with pytest.raises(InvalidRequest, match="the png file is damaged"):
-                await pool.encode_picture(model, mmproj, unchecked(data))
-        assert len((await pool.encode_picture(model, mmproj, picture(40, 30, 3))).rows) == 16
-
-
 def bomb(width: int, height: int) -> bytes:
     """A PNG of some hundred bytes that says that it is so large."""
 
@@ -193,20 +153,6 @@ async def test_a_worker_that_is_too_late_is_killed_and_started_again(
         assert len((await pool.encode_picture(model, mmproj, picture(40, 30, 2))).rows) == 16
         await pool.forget(model.model_id)
         assert not children()
-
-
-def children() -> list[int]:
-    """Process ids of workers that encode pictures, of this process."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            command = status.with_name("cmdline").read_bytes()
-        except (OSError, IndexError, ValueError):
-            continue
-        if parent == os.getpid() and b"--pictures" in command:
-            found.append(int(status.parent.name))
-    return found
 
 
 @pytest.mark.parametrize(
