@@ -7,8 +7,9 @@ A node has eight places for requests of others. N members behave badly: they hol
 then, assign and never give a job, ask for many places at once, or give every request a new identity. One
 honest member asks for one answer after the other, each of which takes five seconds of a place. It asks again
 five seconds after it was refused, or when it had to give its place up. Its fair share is the time of all
-places, divided by the number of members. Members with a new identity each time are newcomers, the other bad
-ones have earned trust. All newcomers count as one; the honest member is measured as one of either kind.
+places, divided by the number of members. The honest member is measured as one that has earned trust, beside
+others that have, and as a newcomer beside newcomers. Members with a new identity each time are newcomers, and
+all newcomers count as one.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def run(kind: str, n_others: int, seconds: float, seed: int, *, has_earned: bool
     """`has_earned`: the honest member has, in whatever it did before."""
     rng, places, outcome = random.Random(seed), Places(set() if has_earned else {ME}), Outcome()
     others = [node_id_named(f"{kind} {number}") for number in range(n_others)]
+    if not has_earned:
+        places.newcomers.update(others)
     mine, ends_s, next_s = "", 0.0, BEGAN_BEFORE_S
     for step in range(int(seconds / STEP_S)):
         now_s = step * STEP_S
@@ -119,8 +122,6 @@ def main() -> None:
     print("| the honest member | the others | how many | fair share | answers | refused | begun again |")
     print("|---|---|---|---|---|---|---|")
     for has_earned, kind, n_others in itertools.product((True, False), KINDS, COUNTS):
-        if not has_earned and kind != NEW:
-            continue
         outcomes = [
             run(kind, n_others, arguments.seconds, seed, has_earned=has_earned)
             for seed in range(arguments.seeds)

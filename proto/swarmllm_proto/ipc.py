@@ -32,6 +32,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     KernelWay,
     LayerIndex,
     Logprobs,
+    Owner,
     Position,
     RequestId,
     RowFormat,
@@ -281,6 +282,7 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     forward of such a request says so."""
     picture_runs: PictureRuns = ()
     """Rows of the request that stand on a grid or see each other; every forward of it says so."""
+    owner: Owner | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
@@ -299,6 +301,7 @@ class Generate(DaemonMessage, frozen=True, tag=True):
     """A conversation whose next turn begins with this one: its KV is kept to the last row, and longest."""
     own_kv: bool = False
     """It takes no rows that another node computed and that were not checked."""
+    owner: Owner | UnsetType = UNSET
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):

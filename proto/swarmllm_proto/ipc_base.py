@@ -14,6 +14,8 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 LayerIndex = Annotated[int, Meta(ge=0, le=LAYERS_MAX)]
 Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Owner = Annotated[str, Meta(max_length=256)]
+"""For whom work is: nodes that share a worker's time as one have one; none: the node's own users."""
 SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Dimension = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

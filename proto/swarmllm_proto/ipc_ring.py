@@ -10,6 +10,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc_base import (
     DaemonMessage,
     LayerIndex,
+    Owner,
     RequestId,
     RowFormat,
     Sampling,
@@ -59,6 +60,7 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     """As in Forward."""
     picture_runs: PictureRuns = ()
     """As in Forward."""
+    owner: Owner | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

@@ -206,6 +206,34 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ("take-prompt", ipc.TakePrompt(id=18, request_id=REQUEST_ID, stage=1), tensor_bytes(TOKEN_IDS)),
     ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
     (
+        "forward-of-an-owner",
+        ipc.Forward(
+            id=7, request_id=REQUEST_ID, start=4, end=8, position=100, want="hidden", owner="newcomers"
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
+        "generate-of-an-owner",
+        ipc.Generate(id=8, request_id=REQUEST_ID, owner=NODE_B),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    (
+        "take-seat-of-an-owner",
+        ipc.TakeSeat(
+            id=17,
+            request_id=REQUEST_ID,
+            stage=0,
+            start=0,
+            end=4,
+            before=NODE_B,
+            after=NODE_B,
+            origin=NODE_A,
+            n_prompt_tokens=130,
+            owner=NODE_A,
+        ),
+        b"",
+    ),
+    (
         "take-seat-exact",
         ipc.TakeSeat(
             id=17,

@@ -78,6 +78,9 @@ class RequestContext:
     """Of an exact request, known at the origin only: what each stage said when it accepted it."""
     picture_runs: tuple[PictureRun, ...] = ()
     """Rows of the prompt that stand on a grid or see each other."""
+    owner: str = ""
+    """Who shares the time of this node's workers as one: the origin, or all that have earned no trust; "":
+    this node's own users."""
 
     @property
     def n_given_tokens(self) -> int:

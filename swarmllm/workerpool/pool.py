@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError, WorkerError
 from swarmllm.models.layers import LayerRange
@@ -283,12 +284,14 @@ class WorkerPool:
         rounded: bool = False,
         exact_rows: int = 0,
         picture_runs: tuple[PictureRun, ...] = (),
+        owner: str = "",
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere. `scored`: with
         "scores", the token that follows each row. `rounded`: hidden states are to be what q8_0 can carry.
         `exact_rows`: of an exact request, how many rows it has at most. `picture_runs`: of the request's rows
-        those that stand on a grid or see each other.
+        those that stand on a grid or see each other. `owner`: who shares the worker's time as one with
+        others; "": this node's own users.
 
         The tensor must not be changed before this returns. Raises ContextFull, WorkerError, WorkerDied,
         DeadlineExceeded.
@@ -312,6 +315,7 @@ class WorkerPool:
             rounded=rounded,
             exact_rows=exact_rows,
             picture_runs=picture_runs,
+            owner=owner or UNSET,
         )
         expects = Token if want == "token" else LayerResult
         result, payload = await worker.call(
@@ -334,10 +338,11 @@ class WorkerPool:
         n_generated: int = 0,
         session: str = "",
         own_kv: bool = False,
+        owner: str = "",
     ) -> AsyncIterator[TokenStream]:
         """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
         bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere. `own_kv`: no
-        KV is used that another node computed and that was not checked.
+        KV is used that another node computed and that was not checked. `owner`: as in `forward`.
 
         Leaving early cancels it. Raises as `forward` does, from the iteration.
         """
@@ -349,6 +354,7 @@ class WorkerPool:
             n_generated=n_generated,
             session_id=session,
             own_kv=own_kv,
+            owner=owner or UNSET,
         )
         stream = await worker.generate(
             message, encode_tensor(tokens), silence_s=self._settings.call_timeout_s

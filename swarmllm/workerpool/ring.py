@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -67,9 +68,10 @@ class RingCalls:
         row_format: RowFormat = "f32",
         exact_rows: int = 0,
         picture_runs: tuple[PictureRun, ...] = (),
+        owner: str = "",
     ) -> None:
         """Before any decode job of the stage can come by a link. `sampling`: of the last stage.
-        `row_format`: in which rows go to the next one. `exact_rows`, `picture_runs`: as in
+        `row_format`: in which rows go to the next one. `exact_rows`, `picture_runs`, `owner`: as in
         `WorkerPool.forward`."""
         worker = self._hosts.worker(model_id)
         if worker is None:
@@ -88,6 +90,7 @@ class RingCalls:
             row_format=row_format,
             exact_rows=exact_rows,
             picture_runs=picture_runs,
+            owner=owner or UNSET,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 

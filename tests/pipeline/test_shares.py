@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import Counter
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
@@ -25,18 +26,26 @@ from swarmllm.pipeline.stage.capacity import (
     FADES_S,
     FIRST_JOB_S,
     KEPT_OF,
+    KNOWN_S,
+    MISSED_S,
+    NEWCOMERS,
+    SEEN_MAX,
     SHORTEST_TURN_S,
     TURN_S,
     WANT_S,
+    Acquaintances,
     OriginShares,
     Shares,
     StageAdmission,
     StagePlace,
 )
 from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
+from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, PipelineAck, PipelineAssignment, Stage
 from swarmllm_proto.tensors import encode_tensor
@@ -281,17 +290,21 @@ def test_no_more_places_are_taken_than_there_are_and_none_that_is_used_is_lost(
         assert sum(Counter(place.origin for place in taken.values()).values()) == len(taken)
 
 
-ASKED = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 20)), max_size=80)
+ASKED = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 20)), max_size=40)
 
 
 @given(st.integers(1, 8), ASKED)
-def test_origins_that_have_all_earned_nothing_share_as_if_all_had(
+def test_origins_that_have_all_earned_nothing_share_as_if_all_had_once_they_are_known(
     capacity: int, asked: list[tuple[str, bool, float]]
 ) -> None:
-    plain, shares, now_s = Shares(capacity), OriginShares(capacity), 0.0
+    plain, shares, now_s = Shares(capacity), OriginShares(capacity), KNOWN_S
     taken: dict[str, StagePlace] = {}
+    for letter in "abcdef":
+        shares._acquaintances.asked(node_id_named(letter), 0.0)
     for i, (name, begins, pause_s) in enumerate(asked):
         now_s, origin = now_s + pause_s, node_id_named(name)
+        for letter in "abcdef":
+            shares._acquaintances.asked(node_id_named(letter), now_s)
         admission = shares.ask(origin, taken.values(), now_s, lambda each: False)
         assert admission == plain.ask(origin, taken.values(), now_s)
         taken.pop(admission.instead_of or "", None)
@@ -341,6 +354,58 @@ def test_a_newcomer_takes_its_place_from_newcomers_where_these_have_their_share(
 def test_new_identities_do_not_keep_out_a_member_that_has_earned_trust(n_others: int) -> None:
     outcome = run(NEW, n_others, 300.0, seed=1)
     assert outcome.n_answers >= 0.85 * fair_share(NEW, n_others, 300.0 - TURN_S)
+
+
+def test_new_identities_do_not_keep_out_a_newcomer_that_comes_back() -> None:
+    outcome = run(NEW, 1, 200.0, seed=1, has_earned=False)
+    assert outcome.n_answers >= 0.8 * fair_share(NEW, 1, 200.0 - KNOWN_S, has_earned=False)
+
+
+def test_an_origin_is_known_a_minute_after_it_came_first_until_it_is_missed() -> None:
+    known = Acquaintances()
+    known.asked(A, 0.0)
+    assert not known.is_known(A, KNOWN_S - 1)
+    known.asked(A, KNOWN_S)
+    assert known.is_known(A, KNOWN_S)
+    assert not known.is_known(B, KNOWN_S)
+    known.asked(A, KNOWN_S + MISSED_S)
+    assert known.is_known(A, KNOWN_S + MISSED_S)
+    known.asked(A, KNOWN_S + 2 * MISSED_S + 1)
+    assert not known.is_known(A, KNOWN_S + 2 * MISSED_S + 1)
+
+
+def test_who_comes_back_is_remembered_however_many_others_come_once() -> None:
+    known, others = Acquaintances(), node_id_named("others")
+    known.asked(A, 0.0)
+    for second in range(2 * SEEN_MAX):
+        if second % (SEEN_MAX // 2) == 0:
+            known.asked(A, second / 100)
+        known.asked(NodeId(f"{others}{second}"), second / 100)
+    assert known.is_known(A, KNOWN_S)
+    assert not known.is_known(NodeId(f"{others}0"), KNOWN_S)
+
+
+async def test_workers_share_their_time_among_origins_and_all_that_have_earned_no_trust() -> None:
+    owners: dict[tuple[str, str], set[str]] = {}
+
+    class Pool(FakePool):
+        name = ""
+
+        async def forward(self, model: ModelFile, **call: Unpack[ForwardCall]) -> Any:
+            owners.setdefault((self.name, call["request_id"]), set()).add(call.get("owner", ""))
+            return await super().forward(model, **call)
+
+    pools = {A: Pool("0:4"), M: Pool("4:8"), H: Pool("8:12")}
+    for node_id, pool in pools.items():
+        pool.name = node_id
+    async with open_swarm(pools) as swarm:
+        await ask(swarm)
+        for _ in range(11):
+            swarm[M].trust.note(A, Deed.SERVED)
+        await ask(swarm)
+    assert [said for (node_id, _), said in owners.items() if node_id == A] == [{""}, {""}]
+    assert [said for (node_id, _), said in owners.items() if node_id == M] == [{NEWCOMERS}, {A}]
+    assert [said for (node_id, _), said in owners.items() if node_id == H] == [{NEWCOMERS}, {NEWCOMERS}]
 
 
 def test_newcomers_do_not_pass_on_among_themselves_what_another_waits_for() -> None:

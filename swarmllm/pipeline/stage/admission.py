@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from swarmllm.pipeline.request import OriginSide, RequestContext, request_contex
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import (
     FIRST_JOB_S,
+    NEWCOMERS,
     HeldCapacity,
     OriginShares,
     StageAdmission,
@@ -346,7 +347,8 @@ class Sessions:
             raise AssignmentRefused("the request has been cancelled")
         if assignment.stages[-1].end != entry.manifest.n_layers:
             raise AssignmentRefused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")
-        context = request_context(assignment, entry, self.router.node_id)
+        owner = assignment.origin if self._has_earned(assignment.origin) else NEWCOMERS
+        context = replace(request_context(assignment, entry, self.router.node_id), owner=owner)
         self._check_layers(context, entry.manifest)
         self._check_neighbours(context)
         self._check_prompt(context)

@@ -18,15 +18,18 @@ added up and fades. A place goes to the one that has used least among those that
 running request of an origin that has used more gives way after a turn, which is shorter, the more there are.
 
 An identity costs nothing, so `OriginShares` counts all origins that have earned no trust as one: together
-they get what one origin gets that has. Among themselves they share that in the same way, but none takes the
-place of another while they have more than their share and somebody waits for it: it would never grow old.
+they get what one origin gets that has. Among themselves they share that in the same way: who has come back
+for a minute counts by itself, and all others as one, or who has a new identity for each request would always
+have used least. But none takes the place of another while they have more than their share and somebody waits
+for it: it would never grow old.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from swarmllm.pipeline.request import RequestContext
@@ -50,6 +53,15 @@ WANT_S = 30.0
 WANTING_MAX = 256
 NEWCOMERS = NodeId("newcomers")
 """Stands for all origins that have earned no trust; no node has such an id."""
+KNOWN_S = 60.0
+"""So long ago an origin has asked first that counts by itself among those that have earned no trust."""
+MISSED_S = 300.0
+"""An origin that has asked for nothing for so long is a new one when it comes again."""
+SEEN_MAX = 4096
+"""Origins of which it is remembered when they came: those that came last."""
+
+Stands = Callable[[NodeId], bool]
+"""Whether an origin counts by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +155,14 @@ class Shares:
     """Seconds of a place, by origin; of those that hold none, what has faded to less than one is left out."""
     _used_until_s: float = 0.0
 
-    def ask(self, origin: NodeId, places: Iterable[StagePlace], now_s: float) -> StageAdmission:
-        """`places`: those that are taken."""
+    def limit(self, capacity: int) -> None:
+        """So many places there are now."""
+        self.capacity = capacity
+
+    def ask(
+        self, origin: NodeId, places: Iterable[StagePlace], now_s: float, stands: Sequence[Stands] = ()
+    ) -> StageAdmission:
+        """`places`: those that are taken. `stands`: of no use here, as each origin counts by itself."""
         taken = list(places)
         held = Counter(place.origin for place in taken)
         self._add_up(taken, now_s)
@@ -246,25 +264,70 @@ class Shares:
 
 
 @dataclass(slots=True)
+class Acquaintances:
+    """Since when origins ask."""
+
+    _seen_s: OrderedDict[NodeId, tuple[float, float]] = field(default_factory=OrderedDict)
+    """When each came first, and last; who came last stands at the end."""
+
+    def asked(self, origin: NodeId, now_s: float) -> None:
+        first_s, last_s = self._seen_s.get(origin, (now_s, now_s))
+        if now_s - last_s > MISSED_S:
+            first_s = now_s
+        self._seen_s[origin] = first_s, now_s
+        self._seen_s.move_to_end(origin)
+        if len(self._seen_s) > SEEN_MAX:
+            self._seen_s.popitem(last=False)
+
+    def is_known(self, origin: NodeId, now_s: float) -> bool:
+        seen = self._seen_s.get(origin)
+        return seen is not None and now_s - seen[0] >= KNOWN_S
+
+
+@dataclass(slots=True)
 class OriginShares:
-    """Of `capacity` places, among origins that have earned trust and one party of all the others."""
+    """Of `capacity` places, among origins that have earned trust and one party of all the others. Of these
+    those that have been here for a minute share with one party of the rest."""
 
     capacity: int
-    _parties: Shares = field(init=False)
-    _newcomers: Shares = field(init=False)
-    """Among themselves; its capacity is what they may have now."""
+    _among_all: PartyShares = field(init=False)
+    _acquaintances: Acquaintances = field(default_factory=Acquaintances)
 
     def __post_init__(self) -> None:
-        self._parties, self._newcomers = Shares(self.capacity), Shares(self.capacity)
+        among_newcomers = PartyShares(self.capacity, Shares(self.capacity))
+        self._among_all = PartyShares(self.capacity, among_newcomers)
 
     def ask(
-        self,
-        origin: NodeId,
-        places: Iterable[StagePlace],
-        now_s: float,
-        has_earned: Callable[[NodeId], bool],
+        self, origin: NodeId, places: Iterable[StagePlace], now_s: float, has_earned: Stands
     ) -> StageAdmission:
         """`places`: those that are taken. `has_earned`: whether a node has shown that it is worth trust."""
+        self._acquaintances.asked(origin, now_s)
+        is_known = partial(self._acquaintances.is_known, now_s=now_s)
+        return self._among_all.ask(origin, places, now_s, (has_earned, is_known))
+
+
+@dataclass(slots=True)
+class PartyShares:
+    """Of `capacity` places, among origins that count by themselves and one party of all the others."""
+
+    capacity: int
+    _newcomers: Shares | PartyShares
+    """Among themselves; its capacity is what they may have now."""
+    _parties: Shares = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parties = Shares(self.capacity)
+
+    def limit(self, capacity: int) -> None:
+        """So many places there are now."""
+        self.capacity = capacity
+        self._parties.limit(capacity)
+
+    def ask(
+        self, origin: NodeId, places: Iterable[StagePlace], now_s: float, stands: Sequence[Stands] = ()
+    ) -> StageAdmission:
+        """`stands`: the first says who counts by itself here, the next ones that of the others."""
+        has_earned, *of_others = stands
         taken = list(places)
         of_newcomers = [place for place in taken if not has_earned(place.origin)]
         ids = {place.request_id for place in of_newcomers}
@@ -274,12 +337,13 @@ class OriginShares:
         for_all = self._parties.ask(NEWCOMERS, by_party, now_s)
         takes_from_others = for_all.is_granted and for_all.instead_of not in {None, *ids}
         # Without a place more they can only take one from another newcomer.
-        self._newcomers.capacity = len(of_newcomers) + takes_from_others
+        n_places = len(of_newcomers) + takes_from_others
         if for_all.is_granted and for_all.instead_of is None:
-            self._newcomers.capacity = self.capacity - (len(taken) - len(of_newcomers))
-        if not self._newcomers.capacity or self._parties.owes(NEWCOMERS, by_party):
+            n_places = self.capacity - (len(taken) - len(of_newcomers))
+        self._newcomers.limit(n_places)
+        if not n_places or self._parties.owes(NEWCOMERS, by_party):
             return StageAdmission(is_granted=False)
-        own = self._newcomers.ask(origin, of_newcomers, now_s)
+        own = self._newcomers.ask(origin, of_newcomers, now_s, of_others)
         if own.is_granted and own.instead_of is None:
             return for_all
         return own

@@ -94,6 +94,7 @@ class ForwardCall(TypedDict):
     rounded: NotRequired[bool]
     exact_rows: NotRequired[int]
     picture_runs: NotRequired[tuple[PictureRun, ...]]
+    owner: NotRequired[str]
 
 
 class GenerateCall(TypedDict):
@@ -105,6 +106,7 @@ class GenerateCall(TypedDict):
     n_generated: NotRequired[int]
     session: NotRequired[str]
     own_kv: NotRequired[bool]
+    owner: NotRequired[str]
 
 
 class Compute(Protocol):

@@ -167,6 +167,7 @@ class StageLinks(NoStageLinks):
                 row_format="f32" if stage == view.last else context.row_format(stage + 1),
                 exact_rows=context.exact_rows,
                 picture_runs=context.picture_runs,
+                owner=context.owner,
             )
         except SwarmLLMError as error:
             provoked_by(log, context.view.origin).info(

@@ -147,6 +147,7 @@ class Walker:
             tokens=tokens,
             sampling=context.sampling,
             n_generated=len(context.generated),
+            owner=context.owner,
             own_kv=True,  # The origin may check it, and this node answers for what it used.
         ) as generation:
             async for token, piece in generation:
@@ -263,6 +264,7 @@ class Walker:
             rounded=self._context.rounds(stage),
             exact_rows=self._context.exact_rows,
             picture_runs=self._context.picture_runs,
+            owner=self._context.owner,
         )
         is_finite = result.tensor is None or bool(np.isfinite(result.tensor).all())
         if is_finite:

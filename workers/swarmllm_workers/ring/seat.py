@@ -70,6 +70,7 @@ class Seat:
             rounded=its.row_format == "q8_0",
             exact_rows=its.exact_rows,
             picture_runs=its.picture_runs,
+            owner=its.owner,
         )
         return cls(its, forward, rows_max=rows_max, guesser=guesser)
 

@@ -20,6 +20,7 @@ from swarmllm_workers.engine.kv_state import BadState, rows_apart
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.schedule.owner_shares import OWN
 from swarmllm_workers.schedule.work import Send
 
 TOLERANCE: Final = 0.05
@@ -51,6 +52,7 @@ class CheckPrefixWork:
         self.is_finished = False
         self.arrived_at = time.perf_counter()
         self.layers = message.start, message.end
+        self.owner = OWN
         self._tokens = tokens
         self._blocks = list(message.blocks)
         self._engine = engine

@@ -20,6 +20,7 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.schedule.owner_shares import OWN
 from swarmllm_workers.schedule.work import Send, token_message
 from swarmllm_workers.speculation.speculation import Guesser, Speculation
 
@@ -66,6 +67,7 @@ class GenerateWork:
         self.is_finished = False
         self.can_restart = True
         self.layers = 0, engine.n_layers
+        self.owner = message.owner or OWN
         self.has_tokens = True
         self._session = message.session_id
         self._own_kv = message.own_kv

@@ -14,6 +14,9 @@ readers get time of their own, half as long, or less where prompts are more than
 half as long again; with a piece in every batch, readers of the bundled model had a 200th of their speed. Time
 that readers do not need is the prompts'.
 
+Where several owners have work, each gets its share of the time (`owner_shares.py`): who has used more waits
+with its prompts, and of prompts those of the owner that has used least come first.
+
 KV that runs out is taken from the work that came last, and only from works that can compute it again (a
 Generate has its tokens, a Forward's rows belong to another node). Such a work starts over when there is room;
 its reader sees a pause, not an error. A Forward waits for a while, because other requests' rows go when those
@@ -25,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from swarmllm_workers.schedule.owner_shares import OwnerShares, single_rows_max
 
 CAPACITY: Final = 512
 """Rows of one batch."""
@@ -61,6 +66,8 @@ class Demand:
     """Pieces of a prompt have exactly so many rows, but for the last; 0: as many as there is room for."""
     can_wait: bool = False
     """For others to free what it needs, although none of them is sure to."""
+    owner: str = ""
+    """For whom it is; see `owner_shares`."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,11 @@ class Planner:
         self._owed_s = 0.0
         self._claimed_s = 0.0
         """What of it a round is meant for that has yet to run."""
+        self._owners = OwnerShares()
+        self._is_contended = False
+        """Several owners had work in the latest round."""
+        self._without_room: set[int] = set()
+        """Works that found no room: nobody else waits for them, who might make it."""
 
     def schedule(
         self, demands: Collection[Demand], cohorts: Mapping[Hashable, int] | None = None
@@ -129,6 +141,7 @@ class Planner:
         lane, the rows of decode steps that one batch takes at most, because more of them are better run in
         batches of their own (`cohorts.py`); a batch that has pieces of prompts takes all."""
         queue = sorted(demands, key=lambda demand: (self._turns.get(demand.key, 0), demand.key))
+        queue = self._without_those_ahead(queue)
         if not self._batching:
             return tuple(Batch(d.lane, (Share(d.key, self._piece(d)),)) for d in queue)
         decodes = [demand for demand in queue if demand.is_decode]
@@ -166,6 +179,27 @@ class Planner:
                 n_prompt_rows -= n
         return tuple(Batch(lane, tuple(chosen)) for lane, chosen in shares.items())
 
+    def _without_those_ahead(self, queue: list[Demand]) -> list[Demand]:
+        """Those whose turn it is by what their owners have used; prompts of the owner that has used least
+        come first."""
+        owners = {demand.owner for demand in queue}
+        self._is_contended = len(owners) > 1
+        if not self._is_contended:
+            return queue
+        self._without_room &= {demand.key for demand in queue}
+        ahead = self._owners.ahead({d.owner for d in queue if d.key not in self._without_room})
+        queue.sort(key=lambda demand: self._owners.used(demand.owner))
+        n_single, kept = single_rows_max(len(owners)), list[Demand]()
+        for demand in queue:
+            if demand.owner not in ahead:
+                n_single -= demand.n_rows
+            elif demand.is_decode and demand.n_rows == 1 and n_single > 0:
+                n_single -= 1
+            else:
+                continue
+            kept.append(demand)
+        return kept
+
     def _end(self, n_decode_rows: int) -> int:
         """Rows at which a batch ends that has pieces of prompts beside decode steps: whole tiles, half of one
         at least for prompts."""
@@ -199,6 +233,7 @@ class Planner:
                 continue
             else:
                 refused.append(share.key)
+        self._without_room |= {share.key for share in batch.shares} - {share.key for share in kept}
         return Fit(Batch(batch.lane, tuple(kept)), tuple(restarted), tuple(refused))
 
     def _victims(
@@ -242,6 +277,11 @@ class Planner:
         elif self._owes and self._n_since_read < READING:
             self._owed_s = OWED * seconds * min(1.0, self._n_readers / max(self._n_prompts, 1))
         self._claimed_s = 0.0
+
+    def charge(self, work: Mapping[str, float]) -> None:
+        """A batch of the latest round ran, with so much work of each owner (see `owner_shares.work_of`)."""
+        if self._is_contended:
+            self._owners.charge(work)
 
     def forget(self, key: int) -> None:
         """The work is over."""

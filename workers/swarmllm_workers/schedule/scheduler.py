@@ -12,6 +12,7 @@ guilty pay. A work whose layers have to be cut first waits for that, and the oth
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -25,6 +26,7 @@ from swarmllm_workers.engine.ranges import Range, Route
 from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.cohorts import Cohorts
+from swarmllm_workers.schedule.owner_shares import work_of
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
 from swarmllm_workers.schedule.work import Work
 from swarmllm_workers.server.read_ahead import ReadAhead
@@ -280,6 +282,7 @@ class Scheduler:
             can_restart=work.can_restart,
             rows_of_piece=work.rows_of_piece,
             can_wait=self._can_wait(key),
+            owner=work.owner,
         )
 
     def _can_wait(self, key: int) -> bool:
@@ -350,6 +353,8 @@ class Scheduler:
             return
         compute_s = time.perf_counter() - started
         self._planner.ran(n_decodes, len(works) - n_decodes, compute_s)
+        if len(self._works) > 1:
+            self._charge(batch)
         if self._starved_since:
             self._starved_since = {
                 key: since_s
@@ -358,6 +363,13 @@ class Scheduler:
             }
         self._accept(works, results, compute_s)
         self._note_left(works, started)
+
+    def _charge(self, batch: _Batch) -> None:
+        used: defaultdict[str, float] = defaultdict(float)
+        for work, span in zip(batch.works, batch.spans, strict=True):
+            n_layers = work.layers[1] - work.layers[0]
+            used[work.owner] += work_of(len(span.data), n_layers, is_step=work.is_decode)
+        self._planner.charge(used)
 
     def _accept(self, works: list[Work], results: list[np.ndarray], compute_s: float) -> None:
         outlet = self._outlet if len(works) > 1 else None

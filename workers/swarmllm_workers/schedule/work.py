@@ -34,6 +34,7 @@ from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span, Want
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.row_codec import round_rows
+from swarmllm_workers.schedule.owner_shares import OWN
 
 STEP_ROWS_MAX: Final = 16
 """Rows up to which a Forward is a step that somebody waits for, not a piece of a prompt."""
@@ -55,6 +56,8 @@ class Work(Protocol):
 
     layers: tuple[int, int]
     """Which its rows go through: [start, end)."""
+    owner: str
+    """For whom it is: see `owner_shares`."""
 
     @property
     def wants_alone(self) -> bool:
@@ -129,6 +132,7 @@ class ForwardWork:
         self._gives_rows = message.want in ("normed", "scores", "again")
         self.is_exact = message.exact_rows > 0
         self.layers = message.start, message.end
+        self.owner = message.owner or OWN
         self.is_parked = False
         self.arrived_at = time.perf_counter()
         self._message = message
