@@ -117,6 +117,7 @@ class Pipelines:
             settings.constraints,
             self._speeds,
             settings.activation_compression,
+            prefers_signed_rows=signer is not None,
         )
         self._trust = trust = trust or NoOpinion()
         self._node_id = node_id

@@ -55,6 +55,7 @@ def test_the_rate_rises_for_strangers_and_falls_with_trust() -> None:
     assert rate(NEUTRAL - 1e-9, 0.0625) == rate(WORK_MIN, 0.0625) == DISTRUSTED * 0.0625
     assert rate(0.5, 0.5) == rate(0.1, 0.5) == 1.0
     assert rate(0.0, 0.0) == 0.0
+    assert rate(1.0, 0.0625, tells=False) == DISTRUSTED * 0.0625
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +93,9 @@ class Trusting:
         return -1e9 if node_id == self.checked else 1e9
 
 
-async def ask(swarm: Swarm, question: str, checked: str, temperature: float = 0.0) -> None:
+async def ask(
+    swarm: Swarm, question: str, checked: str, temperature: float = 0.0, route: Sequence[str] = (A, B, C)
+) -> None:
     """And wait for the check of that node."""
     swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, checked)
     before = swarm[A].pipelines.statistics()
@@ -103,7 +105,7 @@ async def ask(swarm: Swarm, question: str, checked: str, temperature: float = 0.
             prompt, swarm.entry, Sampling(temperature=temperature, seed=5, max_tokens=24)
         ) as generation:
             assert [piece async for piece in generation]
-            assert [stage.node_id for stage in generation.route] == [A, B, C]
+            assert [stage.node_id for stage in generation.route] == [*route]
         while True:
             counts = swarm[A].pipelines.statistics()
             if counts.checked + counts.checks_dropped > before.checked + before.checks_dropped:
@@ -170,18 +172,23 @@ def quantised(folder: Path, kind: int) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [("Q4_0", LONG_QUESTION), ("Q6_K", LONG_QUESTION), ("Q6_K", QUESTIONS[0])],
+    ids=["Q4_0", "Q6_K", "Q6_K-short"],
+)
 async def test_coarser_weights_of_the_same_model_are_wrong(
-    name: str, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+    name: str, question: str, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a stage that announces another type of KV. Six bits are close to the limit: not every
-    stretch that is drawn shows them."""
+    stretch that is drawn shows them. Of a short prompt, who computes it again does so as of an exact request
+    the second time, because other batches show nothing."""
     monkeypatch.setattr(checker, "TOLD_S", 0.0)
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     async with guide_swarm(tmp_path, entry, quantised(tmp_path, kind)) as swarm:
         await announced(swarm, {B: "q8_0", M: "f16", N: "f16"})
         for _ in range(1 if name == "Q4_0" else 8):
-            await ask(swarm, LONG_QUESTION, B)
+            await ask(swarm, question, B)
             if swarm[A].trust.count(B, Deed.WRONG_RESULT):
                 break
         assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
@@ -213,6 +220,33 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
                 break
         assert swarm[A].trust.count(C, Deed.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, D, M, N))
+
+
+async def test_coarser_weights_of_a_whole_model_elsewhere_are_wrong_by_two_others(
+    tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    coarse = quantised(tmp_path, llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K)
+    async with AsyncExitStack() as stack:
+        pools: dict[str, WorkerPool] = {}
+        for node_id in (A, B, C, D):
+            settings = WorkerSettings(cache_dir=tmp_path / f"cache-{node_id}", n_ctx=1024, n_slots=4)
+            pools[node_id] = WorkerPool(settings, tmp_path / f"run-{len(pools)}")
+            await stack.enter_async_context(pools[node_id].running())
+            if node_id != A:
+                model = ModelFile(entry.model_id, coarse if node_id == B else entry.path)
+                await pools[node_id].load(model, LayerRange(0, 12))
+        settings = PipelineSettings(n_ctx=1024, check_rate=0.2, hedge=0.0)
+        swarm = await stack.enter_async_context(open_swarm(pools, settings=settings, entry=entry))
+        await swarm.tell(A, {node_id: computes(entry.model_id, 10.0) for node_id in (C, D)})
+        await swarm.tell(A, {B: computes(entry.model_id, 1e-4)})
+        await announced(swarm, {B: "f16", C: "f16", D: "f16"})
+        for question in QUESTIONS * 2:
+            await ask(swarm, question, B, route=[B])
+            if swarm[A].trust.count(B, Deed.WRONG_RESULT):
+                break
+        assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, D))
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,20 @@ async def test_who_tells_some_of_them_broke_the_protocol(patient_clock: MockCloc
         await swarm.quiet()
 
 
+@pytest.mark.parametrize("where", ["elsewhere", "whole"])
+async def test_who_announces_that_it_tells_them_and_does_not_broke_the_protocol(
+    where: str, patient_clock: MockClock
+) -> None:
+    pools = pools_of(where, FakePool)
+    pools[LIAR].tells_fingerprints = False
+    async with open_swarm(pools, settings=ALWAYS, committing=None) as swarm:
+        await prefer(swarm, LIAR, M, N)
+        assert await ask(swarm)
+        assert count(swarm, LIAR, Deed.FAILED) == 1
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in pools if node_id not in (A, LIAR))
+        await swarm.quiet()
+
+
 async def test_each_request_has_a_key_of_its_own_unless_nobody_checks_it(patient_clock: MockClock) -> None:
     keys: list[int | None] = []
     for settings in (ALWAYS, msgspec.UNSET):

@@ -141,9 +141,14 @@ class Checker:
         return draw_stage(
             view.stages,
             view.node_id,
-            lambda node_id: self._budget.scaled(rate(self.trust.score(node_id), base)),
+            lambda node_id: self._budget.scaled(self._rate(node_id, base)),
             self.chance,
         )
+
+    def _rate(self, node_id: NodeId, base: float) -> float:
+        """A node that tells nothing of its rows before it can know what is checked may say anything later."""
+        tells = self.signer is None or self.commitments.can_commit(node_id)
+        return rate(self.trust.score(node_id), base, tells=tells)
 
     def completed(self, chain: Chain) -> None:
         """A request of this node, in which others took part, is over: checks may cost a part of it."""

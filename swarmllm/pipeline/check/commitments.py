@@ -95,12 +95,13 @@ class Commitments:
         if self.signer is None or len(assignment.stages) < 2:
             return assignment
         stages = tuple(
-            msgspec.structs.replace(stage, commits=True) if self._can_commit(stage.node_id) else stage
+            msgspec.structs.replace(stage, commits=True) if self.can_commit(stage.node_id) else stage
             for stage in assignment.stages
         )
         return msgspec.structs.replace(assignment, stages=stages)
 
-    def _can_commit(self, node_id: NodeId) -> bool:
+    def can_commit(self, node_id: NodeId) -> bool:
+        """Whether it announces that it signs for its rows, and so tells fingerprints of logits too."""
         record = self.registry.node(node_id)
         is_announced = record is not None and record.capability.commits is True
         return node_id == self.router.node_id or is_announced
@@ -108,6 +109,9 @@ class Commitments:
     def opened(self, chain: Chain) -> None:
         """A pipeline begins."""
         context = chain.context
+        last = context.view.stages[-1].node_id
+        if self.signer is not None and last != self.router.node_id and self.can_commit(last):
+            chain.fingerprints.expect()
         if self.signer is None or all(stage.commits is not True for stage in context.view.stages):
             return
         ledger = Ledger(len(context.view.stages), context.n_prompt_tokens + context.sampling.max_tokens)

@@ -3,6 +3,10 @@
 Another holder gets an ordinary assignment of a pipeline whose other stages are all at this node, and ordinary
 jobs: it cannot tell them from a private pipeline's. Batches are those of the request itself, as far as the
 origin knows them, because batches of 64 rows and more round otherwise than smaller ones.
+
+What roundings weigh in these very rows shows when they are computed a second time in another way: in other
+batches, or, of fewer than 64 rows and where another holder chooses its batches itself, as an exact request,
+whose attention rounds otherwise.
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ class RecomputeTask:
     """At the end, whose results are wanted."""
     chunk_tokens: int
     is_regrouped: bool = False
-    """In other batches than the request's."""
+    """In another way than the request's."""
 
     def batches(self) -> Iterator[slice]:
         if self.exact_rows:
@@ -94,12 +98,29 @@ class RecomputeTask:
     @property
     def exact_rows(self) -> int:
         """Rows that the request has at most, where they are computed as those of an exact one; 0: not so."""
-        return 0 if self.is_regrouped else self.context.exact_rows
+        return _exact_rows(self.context, len(self.came_in), len(self.came_in), self.is_regrouped)
+
+    @property
+    def sampling(self) -> Sampling:
+        """What another holder is told."""
+        if not self.exact_rows:
+            return Sampling()
+        asked, n_rows = self.context.sampling, len(self.came_in)
+        return Sampling(max_tokens=asked.max_tokens if asked.exact else n_rows, exact=True)
 
     @property
     def n_after_prompt(self) -> int:
         """Of an exact request: the last so many rows are computed one by one."""
         return max(0, len(self.came_in) - self.context.n_prompt_rows) if self.exact_rows else 0
+
+
+def _exact_rows(context: RequestContext, n_silent: int, n_rows: int, is_regrouped: bool) -> int:
+    """Rows that there are at most, where they are computed as those of an exact request; 0: not so.
+    `n_silent`: those that give no token."""
+    if not is_regrouped:
+        return context.exact_rows
+    # Of too few rows no other batches round otherwise.
+    return n_rows if not context.exact_rows and n_silent < TILED_ROWS else 0
 
 
 async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:
@@ -135,7 +156,7 @@ class TokenTask:
     evidence: TokenEvidence
     chunk_tokens: int
     is_regrouped: bool = False
-    """The rows before the tokens, in other batches than the request's."""
+    """The rows before the tokens, in another way than the request's."""
 
     @property
     def layers(self) -> LayerRange:
@@ -144,12 +165,24 @@ class TokenTask:
     @property
     def sampling(self) -> Sampling:
         """As asked for, but nothing ends it, and the likeliest tokens are told."""
-        sampling = self.context.sampling
-        # There is room for no more rows of an exact request than it had itself.
-        max_tokens = sampling.max_tokens if sampling.exact else 2**20
+        sampling, max_tokens = self.context.sampling, 2**20
+        if self.exact_rows:
+            # There is room for no more rows of an exact request than it had itself.
+            n_tokens = len(self.evidence.before) + len(self.evidence.told)
+            max_tokens = sampling.max_tokens if sampling.exact else n_tokens + 1
         return msgspec.structs.replace(
-            sampling, max_tokens=max_tokens, stop=(), logprobs=True, top_logprobs=20
+            sampling,
+            exact=self.exact_rows > 0,
+            max_tokens=max_tokens,
+            stop=(),
+            logprobs=True,
+            top_logprobs=20,
         )
+
+    @property
+    def exact_rows(self) -> int:
+        """As of RecomputeTask."""
+        return _exact_rows(self.context, self.n_silent, len(self.rows), self.is_regrouped)
 
     @property
     def rows(self) -> Tensor:
@@ -171,7 +204,7 @@ class TokenTask:
 
     def silent_batches(self) -> Iterator[slice]:
         """Of these."""
-        if self.context.exact_rows and not self.is_regrouped:
+        if self.exact_rows:
             return exact_batches(self.n_silent, self.context.n_prompt_rows, self.chunk_tokens)
         grouped = regrouped if self.is_regrouped else batches
         return grouped(self.n_silent, self.context.n_given_tokens, self.chunk_tokens)
@@ -189,11 +222,7 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
     """In order, all in one call, each after the tokens that were told. Raises SwarmLLMError."""
     model, request_id, n_silent, rows = task.context.model, new_request_id(), task.n_silent, task.rows
     layers, n_prompt, sampling = task.layers, task.context.n_prompt_tokens, task.sampling
-    exact_rows = task.context.exact_rows
-    if task.is_regrouped:
-        # Of too few rows no other batches round otherwise: an exact request's attention does.
-        exact_rows = len(rows) if not exact_rows and n_silent < TILED_ROWS else 0
-    sampling = msgspec.structs.replace(sampling, exact=exact_rows > 0)
+    exact_rows = task.exact_rows
     try:
         for part in task.silent_batches():
             await compute.forward(
@@ -370,13 +399,13 @@ def _private_pipeline(
         )
         if start < end
     ]
+    sampling = task.sampling
     if isinstance(task, RecomputeTask):
-        n_prompt, asked = len(task.came_in) - task.n_after_prompt, task.context.sampling
+        n_prompt = len(task.came_in) - task.n_after_prompt
         # Of what a stage that is not the last one is told of the tokens, their number is all that counts.
         generated = (0,) * task.n_after_prompt
-        sampling = Sampling(max_tokens=asked.max_tokens, exact=True) if task.exact_rows else Sampling()
     else:
-        n_prompt, sampling, generated = task.context.n_prompt_tokens, task.sampling, task.evidence.before
+        n_prompt, generated = task.context.n_prompt_tokens, task.evidence.before
     assignment = PipelineAssignment(
         request_id=new_request_id(),
         model_id=task.context.model.model_id,

@@ -31,7 +31,7 @@ STRANGERS: Final = 5.0
 SEASONED: Final = 0.85
 """Below this trust a node is checked as often as a stranger: about 100 requests bring it there."""
 DISTRUSTED: Final = 8.0
-"""And nodes that are trusted less than strangers."""
+"""And nodes that are trusted less than strangers, or do not sign for their rows."""
 
 Chance = Callable[[], float]
 """A number in [0, 1)."""
@@ -48,9 +48,10 @@ class Stretch(NamedTuple):
         return self.position + self.n_rows
 
 
-def rate(score: float, base: float) -> float:
-    """The part of a node's requests that is checked, by its trust."""
-    if score < NEUTRAL:
+def rate(score: float, base: float, *, tells: bool = True) -> float:
+    """The part of a node's requests that is checked, by its trust. `tells`: it signs for its rows, and tells
+    fingerprints of logits."""
+    if score < NEUTRAL or not tells:
         return min(1.0, base * DISTRUSTED)
     trusted = max(0.0, (score - SEASONED) / (1 - SEASONED))
     return min(1.0, base * (STRANGERS - (STRANGERS - 1) * trusted))

@@ -2,7 +2,8 @@
 
 No rows need to be fetched: the tokens are all that there is. The node that samples them again goes on by
 itself, so its tokens are comparable up to the first one that differs; after that it begins again with the
-tokens that were told.
+tokens that were told. It chooses its batches itself; what roundings weigh shows when it computes the same as
+an exact request.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ async def _in_parts(task: TokenTask, give: Callable[[_Part], Awaitable[list[Samp
         if not told:
             break
         tokens = np.concatenate((evidence.came_in, np.array(before, np.int32)))
-        sampling = msgspec.structs.replace(task.sampling, max_tokens=len(before) + len(told))
+        sampling = msgspec.structs.replace(
+            task.sampling,
+            max_tokens=len(before) + len(told),
+            exact=task.context.sampling.exact != task.is_regrouped,
+        )
         newest = await give(_Part(tokens, before, told, sampling))
         if not newest:
             break

@@ -20,16 +20,23 @@ class ToldFingerprints:
         """`sampling`: with the key that the stage was given. `is_kept`: somebody will look at them."""
         self._is_asked = sampling.fingerprint_key is not None
         self._is_kept = is_kept
+        self._is_due = False
         self._n_tokens = 0
         self._tells = False
         self._told: list[bytes] = []
 
+    def expect(self) -> None:
+        """The stage has announced that it tells them."""
+        self._is_due = True
+
     def take(self, fingerprint: bytes | UnsetType) -> None:
         """With the next token. Raises BrokenPromise for one that is none, and where the stage tells those of
-        some tokens only."""
+        some tokens only, or of none although it has announced that it tells them."""
         if not self._is_asked:
             return
         tells = not isinstance(fingerprint, UnsetType)
+        if self._is_due and not tells:
+            raise BrokenPromise("no fingerprint comes with a token")
         if self._n_tokens and tells is not self._tells:
             raise BrokenPromise("fingerprints come with some of the tokens")
         self._tells, self._n_tokens = tells, self._n_tokens + 1

@@ -7,13 +7,15 @@ here) and hands on to the pure part: `inputs` for what that means, `assembly` fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Final
 
 import trio
 
+from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
@@ -124,7 +126,10 @@ class RoutePlanner:
         constraints: Constraints,
         speeds: PeerSpeeds,
         compression: Compression = "off",
+        *,
+        prefers_signed_rows: bool = False,
     ) -> None:
+        """`prefers_signed_rows`: without nodes that do not sign for their rows, where there are others."""
         self._node_id = node_id
         self._router = router
         self._registry = registry
@@ -135,6 +140,7 @@ class RoutePlanner:
         # One after the other: side by side they would take turns at the interpreter, and the loop its.
         self._searches = trio.CapacityLimiter(1)
         self._compression: Compression = compression
+        self._prefers_signed_rows = prefers_signed_rows
 
     async def choose(
         self,
@@ -203,6 +209,11 @@ class RoutePlanner:
         # This node knows what it has loaded better than its own last announcement does.
         held[self._node_id] = self._pool.loaded(entry.model_id)
         records = {node_id: self._registry.node(node_id) for node_id in held if node_id != self._node_id}
+        unsigned = (
+            node_id
+            for node_id, each in records.items()
+            if each is None or each.capability.commits is not True
+        )
         return _Known(
             self._node_id,
             entry,
@@ -215,6 +226,7 @@ class RoutePlanner:
             load,
             self._measured(entry.model_id, held),
             self._constraints,
+            frozenset(unsigned) if self._prefers_signed_rows else frozenset(),
         )
 
     def without_picture_runs(self, model_id: ModelId) -> frozenset[NodeId]:
@@ -268,6 +280,8 @@ class _Known:
     load: OwnLoad
     measured_s: Mapping[NodeId, float]
     constraints: Constraints
+    unsigned: frozenset[NodeId] = frozenset()
+    """Nodes that come last because they do not sign for their rows."""
     classes: Mapping[NodeId, str] | None = None
     """Of their kernels, by node id, where only nodes of one class may make a route."""
     within: KernelGroup | None = None
@@ -298,10 +312,23 @@ def _choose(
             return find(asked)
         return in_one_class(asked, known.classes, find, within=known.within)
 
-    chosen = _timed(sparing(choose, avoid, suspects), question.inputs)
+    chosen = _timed(_sparing(choose, avoid, suspects, known.unsigned), question.inputs)
     if broken is not None:
         return chosen
     return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
+
+
+def _sparing(
+    choose: Callable[[set[NodeId]], Assembly],
+    avoid: Collection[NodeId],
+    suspects: Sequence[NodeId],
+    unsigned: Collection[NodeId],
+) -> Assembly:
+    """Without those whose rows nobody signs for, where neither they nor a suspect are needed."""
+    if unsigned:
+        with suppress(NoPipeline):
+            return choose({*avoid, *suspects, *unsigned})
+    return sparing(choose, avoid, suspects)
 
 
 def _choose_instead(
