@@ -202,8 +202,11 @@ async def test_a_stage_that_accuses_others_gains_nothing(accused: str) -> None:
         await twenty_requests(swarm, LIAR, (M, H))
 
 
-async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
+@pytest.mark.parametrize("alone", [True, False])
+async def test_the_origin_knows_that_its_own_rows_were_good(alone: bool) -> None:
     pools = {A: FakePool("0:4"), LIAR: FakePool("4:12")}
+    if not alone:
+        pools |= {M: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools) as swarm:
         node = swarm[LIAR]
 
@@ -214,6 +217,10 @@ async def test_the_origin_knows_that_its_own_rows_were_good() -> None:
                 await node.router.send(A, *encode_job(error))
 
         node.router.serve(node.pipelines.on_request, accuse)
+        if not alone:
+            await prefer(swarm, LIAR, M, H)
+            await twenty_requests(swarm, LIAR, (M, H))
+            return
         with pytest.raises(RemoteError), trio.fail_after(PATIENCE_S):
             await ask(swarm)
         assert swarm[A].trust.score(LIAR) < NEUTRAL

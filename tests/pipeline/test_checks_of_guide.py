@@ -102,7 +102,9 @@ async def ask(
     prompt = Prompt(messages=[{"role": "user", "content": question}])
     with trio.fail_after(PATIENCE_S):
         async with swarm[A].pipelines.generate(
-            prompt, swarm.entry, Sampling(temperature=temperature, seed=5, max_tokens=24)
+            prompt,
+            swarm.entry,
+            Sampling(temperature=temperature, seed=5, max_tokens=24, logprobs=True, top_logprobs=5),
         ) as generation:
             assert [piece async for piece in generation]
             assert [stage.node_id for stage in generation.route] == [*route]

@@ -155,6 +155,7 @@ async def test_a_standby_gives_the_answer_well_before_the_deadline(
         assert swarm[A].trust.score(B) >= NEUTRAL
         assert swarm[A].trust.score(M) >= NEUTRAL
         assert all(not node.pool.slots and not node.pool.held for node in swarm.nodes.values())
+        await twenty_requests(swarm, B, (B, M))
 
 
 async def test_a_slow_pipeline_that_is_first_all_the_same_keeps_the_request(patient_clock: MockClock) -> None:

@@ -59,7 +59,8 @@ async def test_tokens_that_overtake_each_other_are_read_in_order(n_held: int) ->
     pools = {A: FakePool(), B: FakePool("0:6"), C: FakePool("6:12")}
     async with open_swarm(pools) as swarm:
         shuffle_tokens(swarm, C, random.Random(n_held), n_held)
-        assert await ask(swarm) == await uncut(PROMPT, 12)
+        for _ in range(20):
+            assert await ask(swarm) == await uncut(PROMPT, 12)
         for other in (B, C):
             assert swarm[A].trust.score(other) > NEUTRAL
         await swarm.quiet()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
-from swarmllm_workers.decode.sampling import LOGPROB_MIN, logprobs
+from swarmllm_proto.limits import LOGPROB_MIN
+from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.segment import Span
 
 from .test_batching import PROMPT, Room, open_room  # noqa: F401

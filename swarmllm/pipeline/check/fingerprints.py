@@ -16,6 +16,8 @@ from swarmllm.pipeline.check.thresholds import Limits
 from swarmllm_proto.fingerprints import N_DRAWN, drawn_tokens
 from swarmllm_proto.tensors import Tensor
 
+LARGEST: Final = N_DRAWN
+"""Where the largest logit stands."""
 OWN: Final = N_DRAWN + 1
 """Where the logit of the token itself stands."""
 WORST_TOKEN: Final = 2.0

@@ -88,7 +88,7 @@ def agree(pending: PendingCheck, one: Found, other: Found) -> bool:
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)
         tokens, values = tuple(sampled.token for sampled in one.results), fingerprints_of(one.results)
-        said = replace(evidence, told=tokens, is_ended=False, fingerprints=values)
+        said = replace(evidence, told=tokens, is_ended=False, fingerprints=values, totals=None)
         limit = of_tokens(LOGITS_OTHER_KV, max(1, len(tokens))).most
         match = judge_tokens(said, other.results, greedy=pending.is_plainly_greedy, limit=limit)[1]
         return match is not Match.WRONG

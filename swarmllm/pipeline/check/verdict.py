@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm.pipeline.check import fingerprints
+from swarmllm.pipeline.check import fingerprints, told_logprobs
 from swarmllm.pipeline.check.thresholds import TOLERANCE
 from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
@@ -184,7 +184,9 @@ class TokenEvidence:
     fingerprints: Tensor | None = None
     """That came with these tokens, f32 [n, N_VALUES]; None: the stage tells none."""
     is_possible: bool = True
-    """The fingerprints agree with each other and with the tokens."""
+    """The fingerprints agree with each other and with the tokens, and so do the log-probabilities."""
+    totals: Tensor | None = None
+    """See `told_logprobs`, of these tokens, f64 [n]."""
 
 
 def fingerprints_of(sampled: Sequence[Sampled]) -> Tensor | None:
@@ -225,6 +227,21 @@ def is_drawn_falsely(evidence: TokenEvidence, sampled: Sequence[Sampled], apart_
     )
 
 
+def _tells_other_totals(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> bool:
+    """Whether its log-probabilities are not those of the same rows."""
+    if evidence.totals is None:
+        return False
+    again = np.array(
+        [
+            float(each.fingerprint[fingerprints.LARGEST]) - each.likeliest[0][1]
+            if each.fingerprint is not None and each.likeliest
+            else math.nan
+            for each in sampled
+        ]
+    )
+    return told_logprobs.are_apart(evidence.totals[: len(again)], again)
+
+
 def judge_tokens(
     evidence: TokenEvidence,
     sampled: Sequence[Sampled],
@@ -240,7 +257,8 @@ def judge_tokens(
         return Verdict.UNKNOWN, Match.WRONG
     ends_falsely = evidence.is_ended and len(pairs) == len(evidence.told) and _ends_falsely(*pairs[-1])
     off = logits_apart(evidence, sampled) or 0.0
-    if off > limit or is_drawn_falsely(evidence, sampled, apart_max):
+    is_other = is_drawn_falsely(evidence, sampled, apart_max) or _tells_other_totals(evidence, sampled)
+    if off > limit or is_other:
         return Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG, Match.WRONG
     if all(told == again.token for told, again in pairs) and not ends_falsely:
         return Verdict.RIGHT, Match.CLOSE if off else Match.EQUAL

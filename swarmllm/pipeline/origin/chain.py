@@ -402,7 +402,7 @@ class Chain:
 
     def _next_token(self, message: StreamingToken, payload: bytes) -> None:
         self._tokens.receive(message.index, message.token)
-        self.fingerprints.take(message.fingerprint)
+        self.fingerprints.take(message.fingerprint, message.logprobs)
         require_end(message, self.context.sampling, is_full=self._tokens.is_full or not self.fits_context)
         if self._tokens.is_full and message.finish_reason is None:
             # Nobody is to go on from here, whatever the last stage says.

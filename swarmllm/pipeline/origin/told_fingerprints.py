@@ -1,4 +1,5 @@
-"""Keeps the fingerprints of logits that a last stage tells with its tokens, for a check. Pure."""
+"""Keeps the fingerprints of logits and the log-probabilities that a last stage tells with its tokens, for a
+check. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from msgspec import UnsetType
 
 from swarmllm.pipeline.origin.output import BrokenPromise
 from swarmllm_proto.fingerprints import decode_fingerprint
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 
@@ -24,12 +25,13 @@ class ToldFingerprints:
         self._n_tokens = 0
         self._tells = False
         self._told: list[bytes] = []
+        self._logprobs: list[tuple[TokenLogprob, ...]] = []
 
     def expect(self) -> None:
         """The stage has announced that it tells them."""
         self._is_due = True
 
-    def take(self, fingerprint: bytes | UnsetType) -> None:
+    def take(self, fingerprint: bytes | UnsetType, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """With the next token. Raises BrokenPromise for one that is none, and where the stage tells those of
         some tokens only, or of none although it has announced that it tells them."""
         if not self._is_asked:
@@ -48,8 +50,13 @@ class ToldFingerprints:
             raise BrokenPromise(f"a fingerprint of {error}") from None
         if self._is_kept:
             self._told.append(fingerprint)
+            self._logprobs.append(logprobs)
 
     def read(self, first: int, n: int) -> Tensor | None:
         """f32 [n, N_VALUES] of the tokens from `first` on, by their order; None: they were not told."""
         told: Sequence[bytes] = self._told[first : first + n]
         return np.stack([decode_fingerprint(each) for each in told]) if told and len(told) == n else None
+
+    def logprobs(self, first: int, n: int) -> Sequence[tuple[TokenLogprob, ...]]:
+        """Of the same tokens: of each its own, then the likeliest ones; empty where they were not told."""
+        return self._logprobs[first : first + n]

@@ -34,6 +34,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import Sampling, TokenLogprob
+from swarmllm_proto.limits import LOGPROB_MIN
 from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.grammar import Grammar
 from swarmllm_workers.errors import CallError
@@ -89,8 +90,6 @@ class Mirostat:
         return min(max(int(count), 1), n_possible) if np.isfinite(count) else n_possible
 
 
-LOGPROB_MIN: Final = -9999.0
-"""Stands for minus infinity, which JSON does not have; OpenAI's choice."""
 PIECE_MAX: Final = 1024
 """Bytes of a token's text that are told; the wire's limit."""
 

@@ -1,0 +1,81 @@
+"""Judges log-probabilities that a last stage told with its tokens, by the fingerprints that came along. Pure.
+
+A log-probability is a logit less the logarithm of the sum over all tokens (the total). So of each token whose
+logit and log-probability are both told, the difference is the same, but for what f16 rounds. And the total is
+that of the same rows when somebody computes them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from swarmllm_proto.fingerprints import N_DRAWN, drawn_tokens
+from swarmllm_proto.ipc import TokenLogprob
+from swarmllm_proto.limits import LOGPROB_MIN
+from swarmllm_proto.tensors import Tensor
+
+TOTALS_APART: Final = 0.5
+"""Totals of honest nodes may differ by so much on average: by some hundredths, where logits differ as much as
+other kernels and types of KV make them."""
+_F16: Final = 2.0**-10
+"""Twice what f16 rounds, in parts of a value."""
+_LEAST: Final = 0.01
+
+Told = tuple[TokenLogprob, ...]
+"""Of one token: its own, then those of the likeliest."""
+
+
+def total(told: Told, values: Tensor) -> float:
+    """What lies between its logit and its log-probability, by its fingerprint, f32 [N_VALUES]; NaN: not
+    known."""
+    if not told or told[0].logprob <= LOGPROB_MIN:
+        return math.nan
+    return float(values[N_DRAWN + 1]) - told[0].logprob
+
+
+def are_possible(
+    told: Sequence[Told], fingerprints: Tensor, tokens: Sequence[int], first: int, key: int, n_vocab: int
+) -> bool:
+    """Whether there are logits with these fingerprints, f32 [n, N_VALUES], and these log-probabilities of the
+    tokens, of which `first` is the index of the first."""
+    return all(
+        _is_possible(said, values, token, drawn_tokens(key, first + at, n_vocab))
+        for at, (said, values, token) in enumerate(zip(told, fingerprints, tokens, strict=True))
+        if said
+    )
+
+
+def _is_possible(told: Told, values: Tensor, token: int, ids: Tensor) -> bool:
+    likeliest = told[1:]
+    logprobs = [each.logprob for each in likeliest]
+    is_ordered = all(one >= other for one, other in pairwise(logprobs))
+    is_part = math.fsum(math.exp(each) for each in logprobs) <= 1 + _LEAST
+    if told[0].token != token or not is_ordered or not is_part:
+        return False
+    own, known = total(told, values), dict(zip(ids.tolist(), values[:N_DRAWN].tolist(), strict=True))
+    return all(
+        abs(own - (logit - logprob)) <= _LEAST + _F16 * (abs(logit) + abs(float(values[N_DRAWN + 1])))
+        for logit, logprob in _both(likeliest, float(values[N_DRAWN]), known)
+        if not math.isnan(own) and logprob > LOGPROB_MIN
+    )
+
+
+def _both(likeliest: Told, largest: float, known: dict[int, float]) -> Iterator[tuple[float, float]]:
+    """(logit, log-probability)"""
+    for rank, each in enumerate(likeliest):
+        if rank == 0:
+            yield largest, each.logprob
+        if each.token in known:
+            yield known[each.token], each.logprob
+
+
+def are_apart(told: Tensor, again: Tensor) -> bool:
+    """Whether totals, f32 [n] each, NaN where one is not known, are other than those of the same rows."""
+    off = np.abs(told - again)
+    known = off[~np.isnan(off)]
+    return bool(len(known)) and float(known.mean()) > TOTALS_APART
