@@ -26,6 +26,7 @@ from unittest.mock import patch
 import llama_cpp
 import msgspec
 import trio
+from msgspec import UNSET
 
 from bench.cheats import fine_tuned
 from bench.common.figures import RESULTS, machine
@@ -39,6 +40,7 @@ from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
+from swarmllm.swarm.in_memory.signer import in_memory_signer
 from swarmllm.swarm.peers.trust import WORK_MIN, Deed
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -167,17 +169,26 @@ class Node:
 
 @asynccontextmanager
 async def open_nodes(
-    pools: Mapping[NodeId, Any], liars: Collection[NodeId], entry: CatalogueEntry
+    pools: Mapping[NodeId, Any],
+    liars: Collection[NodeId],
+    entry: CatalogueEntry,
+    *,
+    check_rate: float = 1 / 16,
+    signs: bool = True,
 ) -> AsyncIterator[dict[NodeId, Node]]:
-    """Connected nodes that know what all of them hold; liars say that they are the fastest."""
+    """Connected nodes that know what all of them hold; liars say that they are the fastest. `signs`: all sign
+    for their rows."""
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         nodes, registries = {}, []
         for node_id, pool in pools.items():
             router, trust = network.add(node_id), Trust()
             registry = Registry(node_id, trust)
-            settings = PipelineSettings(check_rate=1 / 16, n_ctx=512)
+            settings = PipelineSettings(check_rate=check_rate, n_ctx=512)
             catalogue = cast(Catalogue, _Catalogue(entry))
-            pipelines = Pipelines(router, registry, pool, catalogue, node_id, settings, trust=trust)
+            signer = in_memory_signer(node_id) if signs else None
+            pipelines = Pipelines(
+                router, registry, pool, catalogue, node_id, settings, trust=trust, signer=signer
+            )
             await nursery.start(follow_router, registry, router)
             await nursery.start(pipelines.run)
             nodes[node_id] = Node(pipelines, trust)
@@ -194,7 +205,7 @@ async def open_nodes(
                 node_id=node_id,
                 nickname=node_id[9:17],
                 models=(held,),
-                capability=NodeCapability(observed_latencies=(latency,)),
+                capability=NodeCapability(observed_latencies=(latency,), commits=signs or UNSET),
             )
             await router.publish(encode_record(record))
         with trio.fail_after(30):
