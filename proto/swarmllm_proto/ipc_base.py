@@ -119,6 +119,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_de
     `frequency_penalty`."""
 
 
+LOGPROB_MIN: Final = -9999.0
+"""The least log-probability: stands for minus infinity, which JSON does not have; OpenAI's choice."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """How likely a token was; travels as an array of its fields in this order."""
 

@@ -92,6 +92,3 @@ TENSOR_MAX_NDIM: Final = 8
 
 TENSOR_MAX_ELEMENTS: Final = 512 * MIB // 2
 """As many elements as the narrowest type (f16) can place in the largest payload."""
-
-LOGPROB_MIN: Final = -9999.0
-"""The least log-probability: stands for minus infinity, which JSON does not have; OpenAI's choice."""

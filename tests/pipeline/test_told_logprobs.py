@@ -17,7 +17,7 @@ from swarmllm.pipeline.check.told_logprobs import TOTALS_APART, are_apart, are_p
 from swarmllm.swarm.peers.trust import NEUTRAL, Deed
 from swarmllm_proto.fingerprints import decode_fingerprint, drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import Sampling, Token, TokenLogprob
-from swarmllm_proto.limits import LOGPROB_MIN
+from swarmllm_proto.ipc_base import LOGPROB_MIN
 from swarmllm_proto.tensors import Tensor
 from swarmllm_workers.decode.sampling import logprobs
 

@@ -124,7 +124,7 @@ def with_fingerprints(
     possible = is_possible(
         values, evidence.told, evidence.first, key, context.n_vocab, is_likeliest=is_likeliest
     )
-    if plain:
+    if plain and context.sampling.logprobs:
         possible &= are_possible(logprobs, values, evidence.told, evidence.first, key, context.n_vocab)
         totals = np.array([total(*each) for each in zip(logprobs, values, strict=True)])
         evidence = replace(evidence, totals=totals)
