@@ -55,9 +55,10 @@ TEXTS: Final[dict[str, Spec | Family]] = {
     "chatglm": FAMILIES["glm-edge"],
     "deepseek2": FAMILIES["deepseek-v2-lite"],
     "lfm2": LFM2,
+    "llama-q8_0": replace(SPECS["llama"], types=(Type.Q8_0,)),
     "llama4": replace(FAMILIES["llama-4 scout"], n_layers=16),
     "mistral3": FAMILIES["mistral-3"],
-    "qwen2-wide": replace(SPECS["qwen2"], n_embd=128, n_heads=8),
+    "qwen2-wide": replace(SPECS["qwen2"], n_embd=128, n_heads=8, types=(Type.Q8_0,)),
     "qwen2vl": Spec(
         "qwen2vl", qkv_bias=True, keys={"rope.dimension_sections": [4, 2, 2, 0]}, types=(Type.Q8_0,)
     ),

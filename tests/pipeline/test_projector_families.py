@@ -64,7 +64,7 @@ class Eyes:
 
 TILES: Final = {"tiles": (32, 64, 64, 32, 64, 64, 32, 96)}
 EYES: Final[dict[str, tuple[Eyes, ...]]] = {
-    "llama": (
+    "llama-q8_0": (
         Eyes("mlp", {"image": 64}),
         Eyes("mlp", TILES, n_tiles=5),
         Eyes("janus_pro", {"image": 64}),
@@ -83,7 +83,8 @@ EYES: Final[dict[str, tuple[Eyes, ...]]] = {
     ),
     "qwen2-wide": (Eyes("resampler", n_tiles=5),),
 }
-"""By text model: every family over one, two, three and four nodes."""
+"""By text model: every family over one, two, three and four nodes. Rows of products in Q8_0 have the same
+bits in every batch, so that it does not matter where chunks of a second turn begin."""
 OTHER_TEXTS: Final = {
     "chatglm": Eyes("adapter"),
     "deepseek2": Eyes("kimivl"),
