@@ -16,7 +16,7 @@ from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.route.assembly import AFFINITY, Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
-from swarmllm.pipeline.route.request_routes import GAIN, LighterRoute, RequestRoutes
+from swarmllm.pipeline.route.request_routes import DOUBTED, GAIN, UNTRIED, LighterRoute, RequestRoutes
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
@@ -77,8 +77,10 @@ class Stand:
             raise NoPipeline("nobody has it")
         return self.answer
 
-    async def plan(self, entry: object, size: RequestSize, load: OwnLoad) -> tuple[RequestSize, OwnLoad]:
-        return size, load
+    async def plan(
+        self, entry: object, size: RequestSize, load: OwnLoad, suspects: Mapping[NodeId, str]
+    ) -> tuple[RequestSize, OwnLoad, Mapping[NodeId, str]]:
+        return size, load, suspects
 
 
 def request(n_tokens: int = 10, max_tokens: int = 7, **fields: Any) -> OriginRequest:
@@ -99,6 +101,14 @@ async def test_a_question_without_a_request_counts_none_as_its_own() -> None:
     assert planned[0] == size
     assert stand.met == [(123, 0), (123, 0)]
     assert stand.sent_besides == [None, None]
+
+
+async def test_a_plan_does_without_those_that_a_request_would_do_without() -> None:
+    stand = Stand()
+    stand.untried_nodes = [B, C]
+    stand.suspects.doubt([B], trio.current_time())
+    planned: Any = await stand.routes.plan(ENTRY, RequestSize(1, 1))
+    assert planned[2] == {B: DOUBTED, C: UNTRIED}
 
 
 @pytest.mark.parametrize("max_tokens", [7, EXPECTED_OUTPUT_TOKENS + 5])

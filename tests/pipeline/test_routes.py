@@ -16,7 +16,8 @@ from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.route.request_routes import DOUBTED
+from swarmllm.pipeline.route.route_planner import UNSIGNED, RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import HeldCapacity, Room, room_left
 from swarmllm.scheduling.cheapest import cheapest_route
@@ -219,6 +220,35 @@ async def test_a_request_goes_where_the_gossip_says_it_is_quicker() -> None:
             assert [stage.node_id for stage in generation.route] == [other]
             async for _ in generation:
                 pass
+
+
+@pytest.mark.parametrize("committing", [None, {A, B}])
+async def test_a_plan_names_those_that_a_request_does_without_and_why(committing: set[str] | None) -> None:
+    """C is the quicker one, and does not sign for its rows or is in doubt."""
+    pools = {A: FakePool(), B: FakePool("0:12"), C: FakePool("0:12")}
+    async with open_swarm(pools, committing=committing) as swarm:
+        pipelines, entry = swarm[A].pipelines, swarm.entry
+        await swarm.tell(A, {B: computes(entry.model_id, 0.004), C: computes(entry.model_id, 0.001)})
+        why = UNSIGNED
+        if committing is None:
+            why = DOUBTED
+            pipelines._suspects.doubt([C], trio.current_time())
+        plan = await pipelines.plan(entry, RequestSize(100, 200))
+        assert [(each.node_id, each.reason) for each in plan.refused] == [(C, why)]
+        async with pipelines.generate(Prompt(text="hi"), entry, Sampling(max_tokens=3)) as generation:
+            assert (
+                [each.node_id for each in plan.stages] == [each.node_id for each in generation.route] == [B]
+            )
+            async for _ in generation:
+                pass
+
+
+async def test_a_plan_has_a_node_in_doubt_whose_layers_nobody_else_has() -> None:
+    async with open_swarm({A: FakePool(), B: FakePool("0:12")}, committing={A}) as swarm:
+        pipelines = swarm[A].pipelines
+        pipelines._suspects.doubt([B], trio.current_time())
+        plan = await pipelines.plan(swarm.entry, RequestSize(100, 200))
+        assert ([each.node_id for each in plan.stages], plan.refused) == ([B], ())
 
 
 def test_origins_lean_to_different_ones_of_like_nodes_and_to_none_that_is_clearly_slower() -> None:

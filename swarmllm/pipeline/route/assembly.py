@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange, covers
@@ -168,10 +168,17 @@ def may_be_reused(
     return route_cost_s(previous, known) <= AFFINITY * route_cost_s(best, known)
 
 
-def plan_route(question: Question) -> Plan:
-    """The same choice with its reasons. Raises NoPipeline."""
-    known = question.inputs
+def plan_route(question: Question, spared: Mapping[NodeId, str] | None = None) -> Plan:
+    """The same choice with its reasons. `spared`: nodes that the route does without, by id, and why. Raises
+    NoPipeline."""
+    known, spared = question.inputs, spared or {}
     holders = alive(question.holders, question.reachable, known.origin)
+    left_out = tuple(
+        Refusal(node_id, layers, why)
+        for node_id, why in spared.items()
+        for layers in holders.get(node_id, ())
+    )
+    holders = {node_id: ranges for node_id, ranges in holders.items() if node_id not in spared}
     allowed, refused = permitted(
         holders,
         question.constraints,
@@ -182,7 +189,7 @@ def plan_route(question: Question) -> Plan:
     plan = make_plan(question.n_layers, question.cut_alignment, allowed, known, refused)
     if plan is None:
         raise _no_pipeline(question, holders, allowed, refused)
-    return plan
+    return replace(plan, refused=(*left_out, *plan.refused))
 
 
 def _no_pipeline(

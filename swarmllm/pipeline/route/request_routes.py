@@ -38,6 +38,8 @@ GAIN: Final = 1.1
 """So many times longer must the accepted route take for another one to be assigned."""
 
 
+DOUBTED: Final = "in doubt: a pipeline with it broke lately, here or by what another node says"
+UNTRIED: Final = "there has been no connection with it yet"
 UNABLE: Final = (
     "(Nodes of earlier versions, which do not know where rows of this model's pictures stand: {}.)"
 )
@@ -95,7 +97,11 @@ class RequestRoutes:
 
     async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
-        return await self.planner.plan(entry, request, self._load(entry, request, n_asking=0))
+        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
+        suspects = dict.fromkeys(ordered, DOUBTED)
+        for node_id in self._router.untried():
+            suspects.setdefault(node_id, UNTRIED)
+        return await self.planner.plan(entry, request, self._load(entry, request, n_asking=0), suspects)
 
     async def choose(
         self,

@@ -110,6 +110,8 @@ class RequestSize:
 DEFAULT_SIZE = RequestSize()
 RUNNABLE_MAX: Final = 512
 """Kept sets of ranges: those of 256 nodes, twice. More would be memory that strangers fill."""
+NO_SUSPECTS: Final[Mapping[NodeId, str]] = {}
+UNSIGNED: Final = "it signs for no rows, and others have its layers"
 INLINE_RANGES_MAX: Final = 48
 """Ranges among which a route is chosen at once, in a fraction of a millisecond. Among more it is chosen in a
 thread: how many there are is for others to say, and the event loop must not wait for the search."""
@@ -193,10 +195,17 @@ class RoutePlanner:
             stages, self._node_id, self._compression, lines, packing, width, is_exact=is_exact
         )
 
-    async def plan(self, entry: CatalogueEntry, size: RequestSize, load: OwnLoad) -> Plan:
-        """In a thread, because reasons take many times as long as the choice. Raises NoPipeline."""
+    async def plan(
+        self,
+        entry: CatalogueEntry,
+        size: RequestSize,
+        load: OwnLoad,
+        suspects: Mapping[NodeId, str] = NO_SUSPECTS,
+    ) -> Plan:
+        """In a thread, because reasons take many times as long as the choice. `suspects`: as `choose` has
+        them, and why each is one. Raises NoPipeline."""
         known = self._known(entry, size, load)
-        plan = await trio.to_thread.run_sync(lambda: plan_route(_question(known)))
+        plan = await trio.to_thread.run_sync(_plan, known, suspects)
         stages = [
             Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end)
             for stage in plan.stages
@@ -316,6 +325,21 @@ def _choose(
     if broken is not None:
         return chosen
     return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
+
+
+def _plan(known: _Known, suspects: Mapping[NodeId, str]) -> Plan:
+    """Pure. Raises NoPipeline."""
+    question = _question(known)
+    spared: set[NodeId] = set()
+
+    def find(avoided: set[NodeId]) -> Assembly:
+        nonlocal spared
+        found = assemble(replace(question, avoid=avoided))
+        spared = avoided
+        return found
+
+    _sparing(find, (), tuple(suspects), known.unsigned)
+    return plan_route(question, {each: suspects.get(each, UNSIGNED) for each in sorted(spared)})
 
 
 def _sparing(
