@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -208,6 +209,10 @@ class FakePool:
         self.failure: SwarmLLMError | None = None
         self.refused: Container[str] = ()
         self.options: dict[str, LoadOptions] = {}
+        self.cuts = SimpleNamespace(tries_listed=False)
+
+    def is_projector_open(self, model_id: str, projector: Any) -> bool:
+        return False
 
     def kept_prefixes(self) -> dict[str, tuple[KeptPrefix, ...]]:
         return {}

@@ -75,7 +75,7 @@ async def test_restoring_can_be_switched_off_without_forgetting(tmp_path: Path) 
 async def test_what_the_swarm_placed_here_is_not_remembered(tmp_path: Path) -> None:
     async with open_node(tmp_path) as stand:
         entry = await stand.node.models.find("guide")
-        await stand.node.placing._load(entry, LayerRange(0, 4))
+        await stand.node.models.hold(entry, LayerRange(0, 4))
         assert held(stand) == {"guide": ["0:4"]}
     async with open_node(tmp_path) as stand:
         assert not held(stand)

@@ -65,7 +65,9 @@ LAYERS = LayerRange(0, N_LAYERS)
 TOKENS = np.arange(10 * B + 5, dtype=np.int32)
 HASHES = extend_block_hashes(kept_root("", MODEL, N_LAYERS), TOKENS)
 ENTRY: Any = SimpleNamespace(
-    model_id=MODEL, path="/nowhere", manifest=SimpleNamespace(n_layers=N_LAYERS, architecture="llama")
+    model_id=MODEL,
+    path="/nowhere",
+    manifest=SimpleNamespace(n_layers=N_LAYERS, architecture="llama", cuts_checked_with=""),
 )
 ME = node_id_named("me")
 NEAR, FAR = sorted((node_id_named("near"), node_id_named("far")))

@@ -45,7 +45,7 @@ def shelf() -> Iterator[Shelf]:
 
 def files_on(shelf: Shelf, **settings: Any) -> PublishedFiles:
     told = DownloadSettings(endpoint=shelf.url, token="secret", **settings)
-    return PublishedFiles(lambda: told)
+    return PublishedFiles(told)
 
 
 async def gives_no_tensors(request: FetchPiece, piece: Piece) -> Piece:
