@@ -16,6 +16,7 @@ from deadlines import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 PROMPT = "What is a pipeline?"
+N_ANSWERS = 12
 N_TOKENS = 160
 """The guide has said all that it knows before, and repeats itself."""
 HALVES = {"first": "guide:0:5", "second": "guide:5:12", "third": "guide:5:12"}
@@ -87,10 +88,15 @@ def test_the_text_is_that_of_one_node_without_guesses(
 ) -> None:
     expected = answer(nodes["whole"], **fields)
     for origin in ("first", "second"):
-        told = [answer(nodes[origin], **fields) for _ in range(3)]
-        assert all(len(each["swarm"]["route"]) == 2 for each in told)
-        assert [each["choices"] for each in told] == [expected["choices"]] * 3
-        assert any(n_right(each) for each in told)
+        # Whether guesses are worth it is measured, so a busy machine may take none at first.
+        for turn in range(N_ANSWERS):
+            told = answer(nodes[origin], **fields)
+            assert len(told["swarm"]["route"]) == 2
+            assert told["choices"] == expected["choices"]
+            if turn >= 2 and n_right(told):
+                break
+        else:
+            raise AssertionError(f"no guess was right in {N_ANSWERS} answers")
     assert n_right(expected) == 0
 
 
