@@ -1,23 +1,23 @@
 """Rows of pictures as f16 in a zstd frame: half of the bytes of f32, and a tenth less than that.
 
-The first bytes of all values come first, then the second ones: signs and exponents are alike. A receiver
-makes f32 of them again, so both ends have the same numbers, which are those of the encoder rounded to f16.
+A receiver makes f32 of them again, so both ends have the same numbers, which are those of the encoder rounded
+to f16.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from swarmllm_proto.byte_planes import pack_planes, unpack_planes
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.frames import Buffer
 from swarmllm_proto.limits import IMAGE_ROWS_MAX
 
 HALF_MAX: Final = 65504.0
 """The largest number of f16."""
-_LEVEL: Final = 1
 _FRAME_ROOM: Final = 2**15
 """What a frame of bytes that zstd cannot make smaller has besides them, and more."""
 
@@ -37,31 +37,14 @@ def rounded_to_half(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | 
 
 def pack_half(rows: npt.NDArray[np.float32]) -> bytes:
     """Of f32 [n, width] that `rounded_to_half` has made."""
-    import zstandard
-
-    planes = np.ascontiguousarray(rows.astype("<f2")).reshape(-1).view(np.uint8).reshape(-1, 2).T
-    packed: bytes = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(planes.tobytes())
-    return packed
+    return pack_planes(rows.astype("<f2"))
 
 
 def unpack_half(data: Buffer, *, n_rows: int, width: int, field: str = "rows") -> npt.NDArray[np.float32]:
     """f32 [n_rows, width]. Raises BadTensor naming `field`, before anything is unpacked that is not of this
     size."""
-    import zstandard
-
     n_bytes = 2 * n_rows * width
     if not 0 < n_bytes <= IMAGE_ROWS_MAX:
         raise BadTensor(f"{field}.shape", f"{n_bytes} bytes of rows, at most {IMAGE_ROWS_MAX} come packed")
-    decompressor: Any = zstandard.ZstdDecompressor(max_window_size=2 * IMAGE_ROWS_MAX)
-    try:
-        # What it says first: zstd takes that much memory, and unknown sizes are refused.
-        declared = zstandard.frame_content_size(data)
-        if declared != n_bytes:
-            raise BadTensor(f"{field}.data", f"unpacks to {declared} bytes where the rows have {n_bytes}")
-        planes = decompressor.decompress(data, max_output_size=n_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise BadTensor(f"{field}.data", f"is no zstd frame: {error}") from None
-    if len(planes) != n_bytes:
-        raise BadTensor(f"{field}.data", f"unpacks to {len(planes)} bytes where the rows have {n_bytes}")
-    values = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(2, -1).T)
-    return values.view("<f2").astype(np.float32).reshape(n_rows, width)
+    values = unpack_planes(data, "<f2", n_rows * width, max_window=2 * IMAGE_ROWS_MAX, field=field)
+    return values.astype(np.float32).reshape(n_rows, width)

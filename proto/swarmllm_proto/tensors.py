@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from swarmllm_proto.byte_planes import pack_planes, unpack_planes
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.frames import Buffer, Pieces
 from swarmllm_proto.ipc_base import RowFormat
@@ -51,10 +52,7 @@ BLOCK_BYTES: Final = 34
 Q8_0_TAG: Final = 3
 LOSSLESS_TAG: Final = 4
 HEAD: Final = Struct("<4I")
-_LEVEL: Final = 1
 _BLOCK: Final = np.dtype([("scale", "<f2"), ("values", "i1", (BLOCK_VALUES,))])
-_compressors: Final[list[Any]] = []
-"""Those that nobody uses now."""
 
 
 def encode_tensor(array: Tensor) -> Pieces:
@@ -223,39 +221,10 @@ def _unpack_q8_0(data: memoryview, n_rows: int, width: int, field: str) -> Tenso
 
 
 def _pack_lossless(rows: Tensor) -> bytes | None:
-    planes = np.ascontiguousarray(rows, _F32).reshape(-1).view(np.uint8).reshape(-1, 4).T
-    data = _compress(planes.tobytes())
+    data = pack_planes(np.asarray(rows, _F32))
     return HEAD.pack(2, *rows.shape, LOSSLESS_TAG) + data if len(data) < rows.nbytes else None
 
 
 def _unpack_lossless(data: memoryview, n_rows: int, width: int, field: str) -> Tensor:
-    import zstandard
-
-    n_bytes = _F32.itemsize * n_rows * width
-    decompressor = zstandard.ZstdDecompressor(max_window_size=PACKED_ROWS_MAX)
-    try:
-        # What it says first: zstd takes that much memory. Unknown sizes are refused, so that no frame is
-        # unpacked to see how large it is.
-        declared = zstandard.frame_content_size(data)
-        if declared != n_bytes:
-            raise BadTensor(f"{field}.data", f"unpacks to {declared} bytes where the shape wants {n_bytes}")
-        planes = decompressor.decompress(data, max_output_size=n_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise BadTensor(f"{field}.data", f"is no zstd frame: {error}") from None
-    if len(planes) != n_bytes:
-        raise BadTensor(f"{field}.data", f"unpacks to {len(planes)} bytes where the shape wants {n_bytes}")
-    values = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T)
-    return values.view(_F32).reshape(n_rows, width)
-
-
-def _compress(data: bytes) -> bytes:
-    # Only who packs pays for the import; no two threads may use one of zstd's contexts at the same time.
-    import zstandard
-
-    try:
-        compressor = _compressors.pop()
-    except IndexError:
-        compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    packed: bytes = compressor.compress(data)
-    _compressors.append(compressor)
-    return packed
+    values = unpack_planes(data, _F32, n_rows * width, max_window=PACKED_ROWS_MAX, field=field)
+    return values.reshape(n_rows, width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import anthropic
 import ollama
 import openai
 import pytest
-from daemon_process import DaemonProcess, running_daemon, wait_for
+from daemon_process import DaemonProcess
 from deadlines import PATIENCE_S
 from picture_files import data_url, png
-from vision_models import file_of, pixels, projector
-
-from swarmllm.guide import GUIDE_PATH
+from seeing_daemons import seeing_daemons
+from vision_models import file_of, pixels
 
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/chat/completions"
 TEXT = "What is this?"
-INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 1024}
 N_ROWS = 16
 """That a picture becomes: 32 x 32 pixels in patches of 8 x 8."""
 ONE, TWO = file_of(pixels(40, 30, 1)), file_of(pixels(64, 64, 2), "JPEG")
@@ -33,16 +30,7 @@ OPTIONS = {"temperature": 0, "max_tokens": 12}
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("pictures")
-    mmproj = projector(folder / "mmproj.gguf", "janus_pro", 256)
-    with (
-        running_daemon(folder, "a", load=["guide:0:6"], inference=INFERENCE) as a,
-        running_daemon(folder, "b", load=["guide:6:12"], inference=INFERENCE, bootstrap=a.addresses),
-    ):
-        body = {"path": str(GUIDE_PATH), "name": "guide", "mmproj": str(mmproj)}
-        lines = a.http.post("/api/admin/models", json=body).text.splitlines()
-        assert json.loads(lines[-1])["model"]["projector"]["path"] == str(mmproj)
-        ready = "/health/ready?model=guide"
-        wait_for(lambda: a.http.get(ready).status_code == 200, PATIENCE_S, "both halves of the guide")
+    with seeing_daemons(folder) as a:
         yield a
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from daemon_process import DaemonProcess
+from seeing_daemons import seeing_daemons
 from test_http_clients import FOREIGN, judge
-from vision_models import file_of, pixels, projector
-
-from swarmllm.guide import GUIDE_PATH
-
-INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 1024}
+from vision_models import file_of, pixels
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +25,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("cut")
-    mmproj = projector(folder / "mmproj.gguf", "janus_pro", 256)
-    with (
-        running_daemon(folder, "a", load=["guide:0:6"], inference=INFERENCE) as a,
-        running_daemon(folder, "b", load=["guide:6:12"], inference=INFERENCE, bootstrap=a.addresses),
-    ):
-        body = {"path": str(GUIDE_PATH), "name": "guide", "mmproj": str(mmproj)}
-        lines = a.http.post("/api/admin/models", json=body).text.splitlines()
-        assert json.loads(lines[-1])["model"]["projector"]["path"] == str(mmproj)
-        ready = "/health/ready?model=guide"
-        wait_for(lambda: a.http.get(ready).status_code == 200, PATIENCE_S, "both halves of the guide")
+    with seeing_daemons(folder) as a:
         yield a
         assert a.process.poll() is None, "the daemon has died"
         assert "Traceback" not in a.log.read_text()
