@@ -39,6 +39,8 @@ SILENT_S = 30.0
 """A node that is connected and says nothing of its parts for so long does not fetch them."""
 GONE_S = 60.0
 """And one that is not connected any more does not come back."""
+OUTDATED_S = 10.0
+"""For so long after the model is known, other nodes' records may still say less than they have fetched."""
 NO_MODEL = ModelId("")
 """In views of a file whose model is not known yet."""
 
@@ -56,6 +58,8 @@ class _Shared:
     problem: str = ""
     retry_at_s: float = 0.0
     """When sharing the model is tried again, once it is known."""
+    refused_s: float | None = None
+    """When there was no room for it for the first time."""
 
 
 class FileShares:
@@ -205,7 +209,10 @@ class FileShares:
         try:
             await self._sharing.share(entry.model_id, shared.file.source)
         except SwarmLLMError as error:
-            shared.problem, shared.retry_at_s = error.message, now_s + SILENT_S
+            if shared.refused_s is None:
+                shared.refused_s = now_s
+            if now_s - shared.refused_s >= OUTDATED_S:
+                shared.problem, shared.retry_at_s = error.message, now_s + SILENT_S
             return
         # It may have been withdrawn meanwhile.
         if self._shared.pop(shared.file.header, None) is not None:

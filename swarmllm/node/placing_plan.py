@@ -82,12 +82,11 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
     ).speeds
     n_ranges = max(1, HELD_MAX // max(1, len(involved)))
     shape = shape_of(manifest)
-    is_first = not any(announced.ranges or announced.loading for announced in said.values())
     nodes = [
         _node(record, said.get(node_id), model_id, speeds[node_id].decode_s, n_ranges, shape)
         for node_id, record in involved.items()
     ]
-    if is_first:
+    if not covers([layers for node in nodes for layers in node.held], manifest.whole):
         nodes = [_with_fetched(node, involved[node.node_id], model_id, shape) for node in nodes]
     return place(shape, nodes, max_pipes)
 
@@ -159,13 +158,16 @@ def _node(
 def _with_fetched(
     node: PlacementNode, record: NodeRecord, model_id: ModelId, shape: ModelShape
 ) -> PlacementNode:
-    """Of a model that nobody has loaded: a node that has fetched a part of it for itself, and has room for
-    that, counts as if it held it. Else a speed that has changed since would make it fetch others."""
-    fetched = _on_disk(record, model_id)
+    """Of a model that is not complete yet: a node that has fetched a part of it, and has room for that,
+    counts as if it held it. Else the plan would change while the first nodes load, and ask for others, for
+    which the disk has no room beside what was fetched."""
+    on_disk = _on_disk(record, model_id)
+    fetched = subtract(on_disk, list(node.held))
     n_bytes = sum(map(shape.n_bytes, fetched))
-    if not fetched or sum(map(len, fetched)) == shape.n_layers or n_bytes > node.free_bytes:
+    is_whole = sum(map(len, on_disk)) == shape.n_layers
+    if not (fetched and node.takes_part) or is_whole or n_bytes > node.free_bytes:
         return node
-    return replace(node, held=fetched, free_bytes=node.free_bytes - n_bytes)
+    return replace(node, held=merge([*node.held, *fetched]), free_bytes=node.free_bytes - n_bytes)
 
 
 def _on_disk(record: NodeRecord, model_id: ModelId) -> tuple[LayerRange, ...]:

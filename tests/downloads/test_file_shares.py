@@ -22,7 +22,7 @@ from swarmllm.downloads import PublishedModel
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.node.file_followers import KEPT_S, Followers, HubAccess
-from swarmllm.node.file_shares import GONE_S, SILENT_S, FileShares
+from swarmllm.node.file_shares import GONE_S, OUTDATED_S, SILENT_S, FileShares
 from swarmllm.node.placing_disk import PlacingDisk
 from swarmllm.node.share_book import ShareBook, open_share_book
 from swarmllm.node.share_plan import SharePart, SharePlan
@@ -330,9 +330,13 @@ async def test_a_known_model_is_shared_again_later_where_there_was_no_room(
         await settle(a, others=(says(B, "failed"),))
         view = a.files.view("big")
         assert view is not None
+        assert view.problem == "", "records may be older than what nodes have fetched"
+        await settle(a, now_s=OUTDATED_S + 1)
+        view = a.files.view("big")
+        assert view is not None
         assert view.problem == "there is no room any more"
         a.usual.refuses = False
-        await settle(a, now_s=SILENT_S + 1)
+        await settle(a, now_s=OUTDATED_S + SILENT_S + 2)
         assert a.usual.shared == [(guide().model_id, SOURCE)]
 
 

@@ -12,7 +12,14 @@ from swarmllm.node.placing_plan import plan_of
 from swarmllm.node.share_plan import SharePlan, plan_share
 from swarmllm.node.sharing import no_room
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.swarm import FileAnnounce, NodeCapability, NodeRecord, ObservedLatency, ObservedLink
+from swarmllm_proto.swarm import (
+    FileAnnounce,
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ObservedLink,
+    ShardAnnounce,
+)
 
 MANIFEST = ENTRY.manifest
 
@@ -84,13 +91,24 @@ def test_the_transfer_takes_as_long_as_the_one_line_of_this_node_needs() -> None
     assert not plan(member(B, 12, "members"), own_layers=0).is_transfer_measured
 
 
-def test_who_has_fetched_a_part_for_itself_holds_that_though_speeds_have_changed() -> None:
-    def fetched(node_id: NodeId, *layers: tuple[int, int], decode_s: float) -> NodeRecord:
-        said = member(node_id, 12, "members", disk=12, decode_s=decode_s)
-        files = FileAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, layers=layers)
-        capability = msgspec.structs.replace(said.capability, placed_models=(ENTRY.model_id,))
-        return msgspec.structs.replace(said, files=(files,), capability=capability)
+def fetched(node_id: NodeId, *layers: tuple[int, int], decode_s: float, n_room: int = 12) -> NodeRecord:
+    """It has fetched `layers`, and has memory and disk for `n_room` of them and of others."""
+    n_left = n_room - sum(end - start for start, end in layers)
+    said = member(node_id, n_room, "members", disk=n_left, decode_s=decode_s)
+    files = FileAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, layers=layers)
+    capability = msgspec.structs.replace(said.capability, placed_models=(ENTRY.model_id,))
+    return msgspec.structs.replace(said, files=(files,), capability=capability)
 
+
+def loading(record: NodeRecord, *layers: tuple[int, int]) -> NodeRecord:
+    """It says so, and that they take of its memory."""
+    room = record.capability.placing_free_bytes - sum(end - start for start, end in layers) * LAYER_BYTES
+    capability = msgspec.structs.replace(record.capability, placing_free_bytes=room)
+    models = (ShardAnnounce(model_id=ENTRY.model_id, name="m", n_layers=12, ranges=(), loading=layers),)
+    return msgspec.structs.replace(record, models=models, capability=capability)
+
+
+def test_who_has_fetched_a_part_for_itself_holds_that_though_speeds_have_changed() -> None:
     def targets(*layers: tuple[tuple[int, int], ...]) -> list[tuple[LayerRange, ...]]:
         nodes = [
             fetched(node, *held, decode_s=s)
@@ -102,3 +120,19 @@ def test_who_has_fetched_a_part_for_itself_holds_that_though_speeds_have_changed
     assert targets(((0, 3),), ((3, 12),)) == [(LayerRange(0, 3),), (LayerRange(3, 12),)]
     # A file that is here whole says nothing of what is to be held.
     assert targets(((0, 12),), ()) == targets((), ())
+
+
+def test_what_others_have_fetched_counts_also_while_the_first_one_loads() -> None:
+    """Each has room for five layers. If C's four were forgotten as soon as B loads, the quick C would be
+    asked for others too, which its disk could not take beside them."""
+    nodes = (
+        fetched(A, (8, 12), decode_s=0.004, n_room=5),
+        loading(fetched(B, (0, 4), decode_s=0.004, n_room=5), (0, 2)),
+        fetched(C, (4, 8), decode_s=0.001, n_room=5),
+    )
+    found = plan_of(MANIFEST, {record.node_id: record for record in nodes}, 1)
+    assert [found.targets[node_id] for node_id in (A, B, C)] == [
+        (LayerRange(8, 12),),
+        (LayerRange(0, 4),),
+        (LayerRange(4, 8),),
+    ]
