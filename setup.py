@@ -79,6 +79,7 @@ setup(
             depends=[
                 "workers/swarmllm_workers/native/k_quants.h",
                 "workers/swarmllm_workers/native/blocks_32.h",
+                "workers/swarmllm_workers/native/experts.h",
                 "workers/swarmllm_workers/native/weights_body.h",
             ],
             # Nothing fused in rows that are rounded: the same bits on every processor.
@@ -87,7 +88,7 @@ setup(
         )
         for name, *others in (
             ("tap",),
-            ("small_batches", "k_quants", "blocks_32"),
+            ("small_batches", "k_quants", "blocks_32", "experts", "left_weights"),
             ("row_attention",),
             ("lone_row",),
             ("weights",),

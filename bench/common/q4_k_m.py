@@ -30,6 +30,37 @@ SIX_HUNDRED_MILLION = Shape(
     n_layers=28, n_embd=1024, n_heads=16, n_kv_heads=8, n_ff=3072, n_vocab=151936, context_length=8192
 )
 """About Qwen3-0.6B. K-quants need rows of a multiple of 256, which those of Qwen2.5-0.5B are not."""
+SEVENTY_BILLION = Shape(
+    n_layers=80, n_embd=8192, n_heads=64, n_kv_heads=8, n_ff=28672, n_vocab=32000, context_length=4096
+)
+"""Llama-2-70B."""
+THIRTY_BILLION_EXPERTS = Shape(
+    n_layers=48,
+    n_embd=2048,
+    n_heads=32,
+    n_kv_heads=4,
+    n_ff=6144,
+    n_vocab=151936,
+    context_length=32768,
+    n_experts=128,
+    n_experts_used=8,
+    n_ff_expert=768,
+    n_embd_head=128,
+)
+"""Qwen3-30B-A3B: of each token 8 of 128 experts."""
+TINY_EXPERTS = Shape(
+    n_layers=4,
+    n_embd=256,
+    n_heads=4,
+    n_kv_heads=2,
+    n_ff=512,
+    n_vocab=1024,
+    context_length=512,
+    n_experts=16,
+    n_experts_used=4,
+    n_ff_expert=256,
+    n_embd_head=64,
+)
 TINY = Shape(n_layers=4, n_embd=256, n_heads=4, n_kv_heads=4, n_ff=512, n_vocab=1024, context_length=512)
 """To try the bench itself."""
 
@@ -47,11 +78,19 @@ class _Tensor:
     type: Type
     n_columns: int
     n_rows: int = 1
+    n_experts: int = 1
+
+    @property
+    def shape(self) -> list[int]:
+        shape = [self.n_columns, self.n_rows, self.n_experts]
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        return shape
 
     @property
     def size_bytes(self) -> int:
         block, block_bytes = GGML_QUANT_SIZES[self.type]
-        return self.n_rows * self.n_columns // block * block_bytes
+        return self.n_experts * self.n_rows * self.n_columns // block * block_bytes
 
 
 def six_hundred_million() -> Path:
@@ -64,8 +103,12 @@ def six_hundred_million() -> Path:
     return path
 
 
-def write_q4_k_m(shape: Shape, folder: Path, *, stem: str = "random", n_parts: int = 1) -> list[Path]:
-    """A llama model as llama-gguf-split would leave it: the files, in order. About 1 GB a second."""
+def write_q4_k_m(
+    shape: Shape, folder: Path, *, stem: str = "random", n_parts: int = 1, is_sparse: bool = False
+) -> list[Path]:
+    """A llama model, or a qwen3moe model where the shape has experts, as llama-gguf-split would leave it: the
+    files, in order. About 1 GB a second. `is_sparse`: the tensors are holes, which read as zeros and take no
+    disk."""
     tensors = list(_tensors(shape))
     metadata = _metadata(shape, folder / "metadata.tmp", stem)
     rng = np.random.default_rng(0)
@@ -87,14 +130,15 @@ def write_q4_k_m(shape: Shape, folder: Path, *, stem: str = "random", n_parts: i
             n_keys += 3
         path = folder / str(name)
         with path.open("wb") as file:
-            _write(file, keys, n_keys, inside, rng, scales)
+            _write(file, keys, n_keys, inside, rng, {} if is_sparse else scales)
         paths.append(path)
     return paths
 
 
 def _tensors(shape: Shape) -> Iterator[_Tensor]:
     """With llama.cpp's choice of types."""
-    n_kv, n_layers = shape.n_embd // shape.n_heads * shape.n_kv_heads, shape.n_layers
+    n_kv, n_layers = shape.n_head * shape.n_kv_heads, shape.n_layers
+    n_q, n_experts = shape.n_head * shape.n_heads, shape.n_experts
     yield _Tensor("token_embd.weight", Type.Q4_K, shape.n_embd, shape.n_vocab)
     for layer in range(n_layers):
         eighth = n_layers // 8
@@ -102,11 +146,20 @@ def _tensors(shape: Shape) -> Iterator[_Tensor]:
         more = Type.Q6_K if has_more else Type.Q4_K
         prefix = f"blk.{layer}."
         yield _Tensor(f"{prefix}attn_norm.weight", Type.F32, shape.n_embd)
-        yield _Tensor(f"{prefix}attn_q.weight", Type.Q4_K, shape.n_embd, shape.n_embd)
+        yield _Tensor(f"{prefix}attn_q.weight", Type.Q4_K, shape.n_embd, n_q)
         yield _Tensor(f"{prefix}attn_k.weight", Type.Q4_K, shape.n_embd, n_kv)
         yield _Tensor(f"{prefix}attn_v.weight", more, shape.n_embd, n_kv)
-        yield _Tensor(f"{prefix}attn_output.weight", Type.Q4_K, shape.n_embd, shape.n_embd)
+        yield _Tensor(f"{prefix}attn_output.weight", Type.Q4_K, n_q, shape.n_embd)
         yield _Tensor(f"{prefix}ffn_norm.weight", Type.F32, shape.n_embd)
+        if n_experts:
+            n_ff = shape.n_ff_expert
+            yield _Tensor(f"{prefix}attn_q_norm.weight", Type.F32, shape.n_head)
+            yield _Tensor(f"{prefix}attn_k_norm.weight", Type.F32, shape.n_head)
+            yield _Tensor(f"{prefix}ffn_gate_inp.weight", Type.F32, shape.n_embd, n_experts)
+            yield _Tensor(f"{prefix}ffn_gate_exps.weight", Type.Q4_K, shape.n_embd, n_ff, n_experts)
+            yield _Tensor(f"{prefix}ffn_up_exps.weight", Type.Q4_K, shape.n_embd, n_ff, n_experts)
+            yield _Tensor(f"{prefix}ffn_down_exps.weight", more, n_ff, shape.n_embd, n_experts)
+            continue
         yield _Tensor(f"{prefix}ffn_gate.weight", Type.Q4_K, shape.n_embd, shape.n_ff)
         yield _Tensor(f"{prefix}ffn_up.weight", Type.Q4_K, shape.n_embd, shape.n_ff)
         yield _Tensor(f"{prefix}ffn_down.weight", more, shape.n_ff, shape.n_embd)
@@ -116,7 +169,7 @@ def _tensors(shape: Shape) -> Iterator[_Tensor]:
 
 def _metadata(shape: Shape, path: Path, name: str) -> bytes:
     """All keys, as gguf-py writes them."""
-    writer = GGUFWriter(path, "llama", use_temp_file=False)
+    writer = GGUFWriter(path, "qwen3moe" if shape.n_experts else "llama", use_temp_file=False)
     writer.add_name(name)
     writer.add_block_count(shape.n_layers)
     writer.add_context_length(shape.context_length)
@@ -125,7 +178,14 @@ def _metadata(shape: Shape, path: Path, name: str) -> bytes:
     writer.add_head_count(shape.n_heads)
     writer.add_head_count_kv(shape.n_kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.n_embd // shape.n_heads)
+    writer.add_rope_dimension_count(shape.n_head)
+    if shape.n_experts:
+        writer.add_key_length(shape.n_head)
+        writer.add_value_length(shape.n_head)
+        writer.add_expert_count(shape.n_experts)
+        writer.add_expert_used_count(shape.n_experts_used)
+        writer.add_expert_feed_forward_length(shape.n_ff_expert)
+        writer.add_rope_freq_base(1e6)
     add_vocabulary(writer, shape.n_vocab)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -147,18 +207,24 @@ def _write(
     rng: np.random.Generator,
     scales: dict[Type, Callable[[np.ndarray], None]],
 ) -> None:
+    """Without `scales` the tensors are holes."""
     keys = [key[24:] if key.startswith(b"GGUF") else key for key in keys]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), n_keys) + b"".join(keys)
     at = 0
     for tensor in tensors:
-        shape = [tensor.n_columns] if tensor.n_rows == 1 else [tensor.n_columns, tensor.n_rows]
+        shape = tensor.shape
         head += _text(tensor.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
         head += struct.pack("<IQ", tensor.type, at)
         at += -(-tensor.size_bytes // _ALIGNMENT) * _ALIGNMENT
     file.write(head + bytes(-len(head) % _ALIGNMENT))
+    if not scales:
+        file.truncate(file.tell() + at)
+        return
     for tensor in tensors:
         if tensor.type == Type.F32:
-            file.write((1 + 0.05 * rng.standard_normal(tensor.n_columns)).astype(np.float32).tobytes())
+            around = 0 if tensor.n_rows > 1 else 1
+            values = around + 0.05 * rng.standard_normal(tensor.n_columns * tensor.n_rows)
+            file.write(values.astype(np.float32).tobytes())
         else:
             _write_blocks(file, tensor, rng, scales[tensor.type])
         file.write(bytes(-tensor.size_bytes % _ALIGNMENT))

@@ -28,6 +28,17 @@ class Shape:
     n_ff: int
     n_vocab: int
     context_length: int = 8192
+    n_experts: int = 0
+    """0: the feed-forward network is one of `n_ff`."""
+    n_experts_used: int = 0
+    n_ff_expert: int = 0
+    n_embd_head: int = 0
+    """0: `n_embd` / `n_heads`."""
+
+    @property
+    def n_head(self) -> int:
+        """Width of one head."""
+        return self.n_embd_head or self.n_embd // self.n_heads
 
     @property
     def n_weights(self) -> int:

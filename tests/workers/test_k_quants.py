@@ -171,8 +171,11 @@ def test_rows_have_the_bits_that_they_have_alone_in_batches_of_any_size(
     small_batches.force(Way.DOTS)
     alone = logits(path, 1, flash_attention)
     assert np.isfinite(alone).all()
-    # Where ggml arranges Q4_K in another order, four rows and more have other bits, whatever we do.
-    sizes = (1, 2, 3, 5, 7, 8, 9, 16, 21) if repacking.keeps_rows([path]) else (1, 2, 3)
+    assert repacking.keeps_rows([path])
+    sizes: tuple[int, ...] = (1, 2, 3, 5, 7, 8, 9, 16, 21)
+    if flash_attention == "off" and small_batches.last_way() < Way.AVX512:
+        # Attention that is not fused is computed by ggml's tiles from eight rows on.
+        sizes = sizes[:5]
     for n_rows in sizes:
         for way in (Way.DOTS, *KERNELS):
             small_batches.force(way)
@@ -181,8 +184,6 @@ def test_rows_have_the_bits_that_they_have_alone_in_batches_of_any_size(
 
 def test_ggmls_tiles_are_taken_where_the_table_says_so(path: Path) -> None:
     """From eight rows on; their bits are others."""
-    if not repacking.keeps_rows([path]):
-        pytest.skip("ggml arranges Q4_K in another order on this processor")
     small_batches.force(Way.DOTS)
     alone = logits(path, 1)
     small_batches.force(Way.TILES)
@@ -192,8 +193,7 @@ def test_ggmls_tiles_are_taken_where_the_table_says_so(path: Path) -> None:
 
 def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) -> None:
     source = GgufFile(path)
-    measured = {kind for kind in KINDS if kind != MatrixType.Q4_K or repacking.keeps_rows([path])}
-    for kind in measured:
+    for kind in KINDS:
         with ProductBench(source, kind, 256, 1, cached_bytes=2**20) as bench:
             for n_rows in (1, 2, 7, 8, 17):
                 found = set()
@@ -209,17 +209,18 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) ->
 def test_every_type_of_a_model_is_measured(path: Path, tmp_path: Path) -> None:
     tuning = KernelTuning("auto", tmp_path / "timings.json")
     tuning.tune(tuning.read([path]), 1)
-    measured = {kind.name for kind in KINDS if kind != MatrixType.Q4_K or repacking.keeps_rows([path])}
-    assert {choice.type for choice in tuning.choices} == measured
+    assert {choice.type for choice in tuning.choices} == {kind.name for kind in KINDS}
     again = KernelTuning("auto", tmp_path / "timings.json")
     assert again.tune(again.read([path]), 1, measures=False)
     assert again.choices == tuning.choices
 
 
 def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeModel, path: Path) -> None:
-    assert repacking.keeps_rows([path]) == (small_batches.last_way() >= Way.AVX512)
+    assert repacking.keeps_rows([path])
+    assert not repacking.rearranges([path])
     small_batches.use("ggml")
     assert not repacking.keeps_rows([path])
+    assert repacking.rearranges([path])
     small_batches.use("auto")
 
     def made(architecture: str, *types: Type, n_experts: int = 0) -> Path:
@@ -228,5 +229,128 @@ def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeMo
 
     assert not repacking.keeps_rows([made("llama", Type.Q6_K)])
     assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.Q4_0)])
-    assert not repacking.keeps_rows([made("qwen3moe", Type.Q4_K, n_experts=4)])
+    assert repacking.keeps_rows([made("qwen3moe", Type.Q4_K, n_experts=4)])
     assert not repacking.keeps_rows([path.with_name("none.gguf")])
+
+
+EXPERT = Spec(
+    "qwen3moe",
+    n_layers=2,
+    n_embd=256,
+    n_ff=512,
+    head_size=64,
+    qk_norm=True,
+    n_experts=4,
+    types=(Type.Q4_K, Type.Q5_K, Type.Q6_K),
+)
+
+
+def test_experts_have_the_bits_that_a_row_has_alone_in_batches_of_any_size(make_model: MakeModel) -> None:
+    """Also where more columns than a kernel takes at a time chose one expert."""
+    path = make_model(EXPERT)
+    small_batches.force(Way.DOTS)
+    alone = logits(path, 1)
+    for n_rows in (1, 2, 5, 8, 9, 21):
+        for way in KERNELS:
+            small_batches.force(way)
+            assert np.array_equal(logits(path, n_rows), alone), (n_rows, way)
+    # Of eight rows for one expert on, ggml's own are others.
+    small_batches.force(Way.TILES)
+    assert not np.array_equal(logits(path, 21), alone)
+
+
+def test_experts_are_measured_as_other_matrices_are(make_model: MakeModel, tmp_path: Path) -> None:
+    path = make_model(EXPERT)
+    tuning = KernelTuning("auto", tmp_path / "timings.json")
+    tuning.tune(tuning.read([path]), 1)
+    source = GgufFile(path)
+    experts = {(each.type.name, each.shape[0]) for each in source.tensors.values() if len(each.shape) == 3}
+    source.close()
+    assert {k for _, k in experts} == {256, 512}
+    assert experts <= {(choice.type, choice.k) for choice in tuning.choices}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(
+    m=st.integers(1, 300),
+    n_batch=st.integers(1, 12),
+    n_used=st.integers(1, 3),
+    n_threads=st.integers(1, 3),
+    is_one=st.booleans(),
+)
+def test_one_expert_times_the_columns_that_chose_it_has_ggmls_bits(
+    kind: MatrixType, m: int, n_batch: int, n_used: int, n_threads: int, is_one: bool
+) -> None:
+    """`is_one`: the experts of a batch row have one column together, as gates have, and not one each."""
+    rng = np.random.default_rng(m + n_batch)
+    k, n_experts, chosen_expert = 2, 3, 1
+    weights = np.stack([matrix(rng, kind, m, k, "random") for _ in range(n_experts)])
+    n_slots = 1 if is_one else n_used
+    b = columns(rng, n_batch * n_slots, k, "random").reshape(n_batch, n_slots, k)
+    pairs = [(slot, row) for row in range(n_batch) for slot in range(n_used) if rng.random() < 0.7]
+    chosen = np.array(pairs, np.int32).reshape(-1, 2)
+    out = np.full((n_batch, n_used, m), np.nan, np.float32)
+    for way in KERNELS:
+        small_batches.force(way)
+        out[:] = np.nan
+        for index in range(n_threads):
+            assert not len(chosen) or ask_for_expert(
+                kind, weights, b, chosen, out, chosen_expert, index, n_threads
+            )
+        for slot, row in pairs:
+            expected = dot_products(kind, weights[chosen_expert], b[row, slot % n_slots][None])[0]
+            assert np.array_equal(out[row, slot].view(np.uint32), expected.view(np.uint32))
+        n_written = int(np.isfinite(out).sum())
+        assert n_written <= len(pairs) * m
+
+
+class Head(ctypes.Structure):
+    """Of a `ggml_tensor`."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("shape", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_size_t * 4),
+        ("operation", ctypes.c_int),
+        ("settings", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("operands", ctypes.c_void_p * 10),
+        ("viewed", ctypes.c_void_p),
+        ("viewed_at", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+    )
+
+
+def ask_for_expert(
+    kind: MatrixType,
+    weights: np.ndarray,
+    b: np.ndarray,
+    chosen: np.ndarray,
+    out: np.ndarray,
+    expert: int,
+    thread: int,
+    n_threads: int,
+) -> bool:
+    """As ggml does, which has made columns of Q8_K out of f32 before."""
+    library = small_batches._library
+    assert library is not None
+    ask = library.ggml_compute_forward_mul_mat_id_tiled
+    ask.restype = ctypes.c_bool
+    n_experts, m, k, block_bytes = weights.shape
+    n_batch, n_slots = b.shape[:2]
+    heads = Head(), Head(), Head()
+    a, inputs, result = heads
+    a.type, a.data = int(kind), weights.ctypes.data
+    a.shape[:] = (k * 256, m, n_experts, 1)
+    a.strides[:] = (block_bytes, k * block_bytes, m * k * block_bytes, 0)
+    inputs.type = int(Type.F32)
+    inputs.shape[:] = (k * 256, n_slots, n_batch, 1)
+    result.data = out.ctypes.data
+    result.strides[:] = (4, 4 * m, 4 * m * out.shape[1], 0)
+    result.operands[:2] = (ctypes.addressof(a), ctypes.addressof(inputs))
+    params = (ctypes.c_int64 * 3)(thread | n_threads << 32, 0, b.ctypes.data)
+    pointer = ctypes.c_void_p(chosen.ctypes.data)
+    sizes = ctypes.c_int64(expert), ctypes.c_int64(len(chosen))
+    return bool(ask(params, ctypes.byref(result), *sizes, pointer, None))

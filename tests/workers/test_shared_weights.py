@@ -312,7 +312,7 @@ def test_a_part_for_which_there_is_no_memory_is_not_cut_to_a_file(
         raise CallError("out_of_memory", "cannot map")
 
     engine = open_engine(make_model("llama"))
-    monkeypatch.setattr(shared_weights, "_mapped", no_memory)
+    monkeypatch.setattr(shared_weights, "map_or_fail", no_memory)
     with pytest.raises(CallError, match="cannot map"):
         engine.layers.load(1, 4)
     assert list((tmp_path / "segments").iterdir()) == []

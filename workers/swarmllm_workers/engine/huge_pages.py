@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Final
 
 from swarmllm_workers import operating_system
+from swarmllm_workers.errors import CallError
 
 HUGE_PAGE: Final = 2 * 2**20
 GAP_MAX: Final = 4096
@@ -180,3 +181,11 @@ libc.mmap.argtypes = (
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+def map_or_fail(address: int | None, size: int, protection: int, kind: int, file: int) -> int:
+    """As `mmap` of C, from the beginning of a file. Raises CallError out_of_memory."""
+    found = libc.mmap(address, size, protection, kind, file, 0)
+    if found in (None, MAP_FAILED):
+        raise CallError("out_of_memory", f"cannot map {size} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(found)

@@ -25,7 +25,7 @@ from swarmllm_workers.build_info import build_info
 from swarmllm_workers.engine import runtime_check
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.gguf_file import GgufFile, files_of
-from swarmllm_workers.kernels import repacking
+from swarmllm_workers.kernels import repacking, small_batches
 from swarmllm_workers.kernels.ggml_functions import F16, F32, no_memory
 
 _FAMILIES: Final = (("AVX512", "avx512"), ("AVX2", "avx2"), ("AVX", "avx"), ("NEON", "neon"))
@@ -56,7 +56,7 @@ def kernel_class(source: GgufFile, settings: EngineSettings) -> str:
         kv_type=settings.kv_type,
         has_bf16=any(int(tensor.type) == _BF16 for tensor in source.tensors.values()),
         others=(
-            repacking.keeps_rows(files_of(source.path)),
+            _products(source),
             runtime_check.calls(),
             # What is stored as q8_0 is attended to in one piece for each thread, where ours is not asked.
             None if is_f16 or runtime_check.calls().attention else settings.n_threads,
@@ -65,6 +65,14 @@ def kernel_class(source: GgufFile, settings: EngineSettings) -> str:
             sample,
         ),
     )
+
+
+def _products(source: GgufFile) -> object:
+    """Whether the matrices stay in their order, and whether experts are multiplied by our kernels."""
+    keeps_rows = repacking.keeps_rows(files_of(source.path))
+    if not any(len(tensor.shape) == 3 for tensor in source.tensors.values()):
+        return keeps_rows
+    return keeps_rows, small_batches.multiplies_experts()
 
 
 def name_of(

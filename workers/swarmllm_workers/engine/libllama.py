@@ -173,6 +173,8 @@ class Model:
                 huge_pages.read_in(file)
         self.private_bytes: int | None = None
         """Of the weights those that are not pages of the file; None: nobody knows."""
+        self.own_bytes: int | None = None
+        """Those that no other part of the file can have, too; None: nobody knows."""
         self._in_use = _mark_used(path)
         try:
             self.handle = handle = self._load(path, params)
@@ -180,7 +182,7 @@ class Model:
             self._let_go()
             raise
         if part is None and not vocab_only and not is_rehearsal:
-            self.private_bytes = shared_weights.private_bytes(handle)
+            self.private_bytes = self.own_bytes = shared_weights.private_bytes(handle)
         self.path = path
         self.vocabulary = lib.llama_model_get_vocab(handle)
         self.n_embd = int(lib.llama_model_n_embd(handle))
@@ -208,7 +210,8 @@ class Model:
         try:
             if handle is None:
                 raise _complaint(f"a part of {path.name} cannot be loaded")
-            self.private_bytes = self._stub.fill(handle)
+            self._stub.fill(handle)
+            self.private_bytes, self.own_bytes = self._stub.private_bytes, self._stub.own_bytes
         except CallError:
             if handle is not None:
                 lib.llama_model_free(handle)

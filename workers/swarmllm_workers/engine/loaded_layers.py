@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from swarmllm_workers.cache.prefix_cache import PrefixCache
+from swarmllm_workers.engine.arranged_weights import arranged
 from swarmllm_workers.engine.memory import Footprint, Memory, around, weighing
 from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.ranges import Cuts, Range, find_path, join, merge, subtract
@@ -227,10 +228,11 @@ class LoadedLayers:
         self._kept.clear()
         self._retired += [segment for segment in cut if segment not in idle]
         self._segments = staying
-        yield from self.closing(idle)
-        for piece in missing:
-            segment = yield partial(self._maker.open, *piece, within=around(piece, cut))
-            self._segments.append(segment)
+        with arranged.keeping():
+            yield from self.closing(idle)
+            for piece in missing:
+                segment = yield partial(self._maker.open, *piece, within=around(piece, cut))
+                self._segments.append(segment)
         yield from self._settling()
 
     def _joining(self, start: int, end: int) -> Operation[None]:
@@ -250,9 +252,10 @@ class LoadedLayers:
                     f"there may be {self._n_max}",
                 )
             first, second = pair
-            yield from self.closing([first, second])
-            joined = yield partial(self._maker.open, first.start, second.end, within=first)
-            self._segments.append(joined)
+            with arranged.keeping():
+                yield from self.closing([first, second])
+                joined = yield partial(self._maker.open, first.start, second.end, within=first)
+                self._segments.append(joined)
 
     def _settling(self) -> Operation[None]:
         running = [*self._segments, *(each for each in self._retired if self._maker.maps_source(each))]

@@ -172,8 +172,9 @@ class Segment:
             numbers=numbers,
             part=part,
         )
-        self.is_shared = settings.use_mmap and self._model.private_bytes == 0
-        """All of its weights are pages of the file: other parts of it have the same."""
+        self.is_shared = settings.use_mmap and self._model.own_bytes == 0
+        """All of its weights are pages of the file, or arranged once for all: other parts of it have the
+        same."""
         self.weights_bytes = self._model.size_bytes
         is_cache = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
         private_bytes = self._model.private_bytes or 0

@@ -243,6 +243,20 @@ def plan_part(
     return Part(header, size, found)
 
 
+def plan_whole(source: GgufFile) -> Part:
+    """All of a model, in one file or several, with the bytes where they lie."""
+    values = {key: value for key, value in source.values.items() if not key.startswith("split.")}
+    tensors = [
+        Planned(each.name, each.shape, each.type, each.size_bytes, each) for each in source.tensors.values()
+    ]
+    header, _, size = _encode_header(values, tensors, source.alignment)
+    return Part(
+        header,
+        size,
+        {each.name: FilePlace(each.path, each.offset, each.size_bytes) for each in source.tensors.values()},
+    )
+
+
 def cut(
     source: GgufFile,
     architecture: Architecture,

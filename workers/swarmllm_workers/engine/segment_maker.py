@@ -33,6 +33,7 @@ from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of
+from swarmllm_workers.kernels import repacking, small_batches
 
 log = logging.getLogger(__name__)
 
@@ -131,19 +132,18 @@ class SegmentMaker:
         """Raises CallError. `progress`: bytes loaded, and of how many. `within`: a segment, closed or not,
         that has these layers and more: their pages are in memory."""
         is_whole, architecture = (start, end) == (0, self._n_layers), self._cuts.architecture
-        if not is_whole:
+        path = self._files.whole() if is_whole else None
+        part = self._part(architecture, start, end)
+        if part is not None:
+            try:
+                return self._open_part(part, start, end, progress, is_new=within is None)
+            except CallError as error:
+                if error.kind != "bad_model":
+                    raise
+                log.info("layers %d:%d are loaded from a file of their own: %s", start, end, error.message)
+        if path is None:
             assert architecture is not None  # cut_rule lets no other model be cut
-            part = self._part(architecture, start, end)
-            if part is not None:
-                try:
-                    return self._open_part(part, architecture, start, end, progress, is_new=within is None)
-                except CallError as error:
-                    if error.kind != "bad_model":
-                        raise
-                    log.info("layers %d:%d get a file of their own: %s", start, end, error.message)
             path = self._files.ensure(architecture, start, end, progress)
-        else:
-            path = self._files.whole()
         size_bytes = sum(each.stat().st_size for each in files_of(path))
         needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
         with mapping(needed.total_bytes + 2 * size_bytes):
@@ -152,22 +152,30 @@ class SegmentMaker:
                 start,
                 end,
                 n_layers=self._n_layers,
-                architecture=None if is_whole and not self._cuts.is_fed_tokens else architecture,
+                architecture=self._architecture_of(start, end),
                 settings=self._settings,
                 on_progress=_in_bytes(progress, size_bytes),
             )
 
-    def _part(self, architecture: Architecture, start: int, end: int) -> Part | None:
-        """None: it has to be a segment file."""
+    def _architecture_of(self, start: int, end: int) -> Architecture | None:
+        is_whole = (start, end) == (0, self._n_layers)
+        return None if is_whole and not self._cuts.is_fed_tokens else self._cuts.architecture
+
+    def _part(self, architecture: Architecture | None, start: int, end: int) -> Part | None:
+        """None: it has to be a file, the original or a segment file. The original does where ggml rearranges
+        none of its matrices; where it does, only parts have these once together."""
         if not self._shares_pages:
             return None
+        if (start, end) == (0, self._n_layers):
+            arranges = small_batches.leaves_weights() and repacking.rearranges(files_of(self._source.path))
+            return segment_file.plan_whole(self._source) if arranges else None
+        assert architecture is not None  # cut_rule lets no other model be cut
         places = self._files.places(start, end)
         return segment_file.plan_part(self._source, architecture, start, end, places)
 
     def _open_part(
         self,
         part: Part,
-        architecture: Architecture,
         start: int,
         end: int,
         progress: LoadProgress | None,
@@ -183,7 +191,7 @@ class SegmentMaker:
                 start,
                 end,
                 n_layers=self._n_layers,
-                architecture=architecture,
+                architecture=self._architecture_of(start, end),
                 settings=self._settings,
                 part=part,
                 file_layers=(0, self._n_layers),

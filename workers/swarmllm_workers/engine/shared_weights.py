@@ -9,8 +9,10 @@ the file itself where it is loaded, too, have the same pages of the page cache.
    says in between what it has read): mapping would fill all pages. Where libllama says nothing of the kind,
    it takes a second longer.
 2. Before libllama reads weights, the pages behind the header become pages of zeros.
-3. After that, tensors in the stub get the address of their bytes. Those that libllama keeps in buffers of
-   its own, in another order, are given their bytes and arranged once more: these are copies.
+3. After that, tensors in the stub get the address of their bytes. Those that ggml wants in another order get
+   memory that all parts with the same tensor have (`arranged_weights.py`), and their bytes are arranged there
+   by the first of them. Until then libllama is kept from filling them (`left_weights.c`). Tensors in other
+   buffers of libllama's are given their bytes: these are copies.
 
 This rests on an internal function of libllama. Where it is missing, `is_supported` is False.
 """
@@ -30,18 +32,20 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from swarmllm_workers import operating_system
+from swarmllm_workers.engine.arranged_weights import MatrixKey, arranged
 from swarmllm_workers.engine.huge_pages import (
     FIXED,
     HUGE_PAGE,
-    MAP_FAILED,
     NO_RESERVE,
     let_go,
     libc,
+    map_or_fail,
     populate,
     read_anew,
     want_huge_pages,
 )
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import small_batches
 from swarmllm_workers.kernels.interposing import mapped_libraries
 
 _TENSOR_MAP: Final = "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model"
@@ -49,6 +53,8 @@ _ELEMENT_SIZE: Final = 40
 """Of a `std::pair<std::string, ggml_tensor *>`, the pointer last."""
 _BUFFER_AT: Final = 8
 """Of the pointer to its buffer in a `ggml_tensor`, behind an enum."""
+_ARRANGED: Final = b"CPU_REPACK"
+"""The buffer of matrices in another order."""
 _IS_HEADER_READ: Final = b"loaded meta data"
 _PAGE: Final = mmap.PAGESIZE
 
@@ -109,6 +115,11 @@ def _tensors(functions: _Functions, handle: int) -> Iterator[int]:
             yield tensor
 
 
+def _buffer_of(functions: _Functions, tensor: int) -> bytes:
+    buffer = ctypes.c_void_p.from_address(tensor + _BUFFER_AT).value
+    return bytes(functions.ggml.ggml_backend_buffer_name(buffer)) if buffer else b""
+
+
 def private_bytes(handle: int) -> int | None:
     """Of a loaded model's weights those that do not lie in the mapped file. None: nobody knows."""
     functions = _functions()
@@ -116,8 +127,7 @@ def private_bytes(handle: int) -> int | None:
         return None
     total = 0
     for tensor in _tensors(functions, handle):
-        buffer = ctypes.c_void_p.from_address(tensor + _BUFFER_AT).value
-        if not buffer or functions.ggml.ggml_backend_buffer_name(buffer) != b"CPU_Mapped":
+        if _buffer_of(functions, tensor) != b"CPU_Mapped":
             total += functions.ggml.ggml_nbytes(tensor)
     return total
 
@@ -129,12 +139,13 @@ class _MappedFile:
         self.n_users = 0
         self._n_uses: Counter[tuple[int, int]] = Counter()
         with path.open("rb") as file:
-            self._size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            self._size, self.mtime_ns = status.st_size, status.st_mtime_ns
             self._reserved = self._size + HUGE_PAGE
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-            self._base = _mapped(None, self._reserved, 0, kind, -1)
+            self._base = map_or_fail(None, self._reserved, 0, kind, -1)
             self.address = -(-self._base // HUGE_PAGE) * HUGE_PAGE
-            _mapped(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, file.fileno())
+            map_or_fail(self.address, self._size, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, file.fileno())
         want_huge_pages(self.address, self._size)
 
     def read_in(self, offset: int, size: int) -> None:
@@ -153,8 +164,12 @@ class _MappedFile:
         self._n_uses[key] -= 1
         if not self._n_uses[key]:
             del self._n_uses[key]
-            start = -(-place.offset // _PAGE) * _PAGE
-            let_go(self.address + start, (place.offset + place.size_bytes) // _PAGE * _PAGE - start)
+            self.let_go(place)
+
+    def let_go(self, place: FilePlace) -> None:
+        """Take these pages out of this process's page table; reading them brings them back."""
+        start = -(-place.offset // _PAGE) * _PAGE
+        let_go(self.address + start, (place.offset + place.size_bytes) // _PAGE * _PAGE - start)
 
     def check(self, place: FilePlace) -> None:
         if not 0 <= place.offset <= place.offset + place.size_bytes <= self._size:
@@ -221,7 +236,8 @@ class Part:
     def mapped_bytes(self) -> int:
         """Address space that loading takes, at most."""
         files = {place.path for place in self.places.values()}
-        return self.size_bytes + sum(path.stat().st_size + HUGE_PAGE for path in files)
+        arranged_bytes = sum(place.size_bytes + HUGE_PAGE for place in self.places.values())
+        return self.size_bytes + arranged_bytes + sum(path.stat().st_size + HUGE_PAGE for path in files)
 
     def read_in(self, on_progress: Callable[[float], None] | None = None) -> None:
         """Bring the bytes into the page cache, in huge pages where that can be. `on_progress` gets the
@@ -267,6 +283,11 @@ class Stub:
         self._address = 0
         self._files: dict[Path, tuple[tuple[int, int], _MappedFile]] = {}
         self._used: list[FilePlace] = []
+        self._arranged: list[MatrixKey] = []
+        self.own_bytes = 0
+        """Of the weights, those that are copies of this model alone, once it is filled."""
+        self.private_bytes = 0
+        """Those that are no pages of a file."""
         self._file = os.memfd_create("layers", os.MFD_CLOEXEC)
         try:
             for place in part.places.values():
@@ -294,6 +315,7 @@ class Stub:
 
     def __exit__(self, *_: object) -> None:
         _loading.stub = None
+        small_batches.leave_weights(0, 0)
 
     def header_is_read(self) -> None:
         if not self._address:
@@ -308,7 +330,8 @@ class Stub:
         size = -(-self._part.size_bytes // _PAGE) * _PAGE - behind
         if size > 0:
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED | NO_RESERVE
-            _mapped(self._address + behind, size, mmap.PROT_READ, kind, -1)
+            map_or_fail(self._address + behind, size, mmap.PROT_READ, kind, -1)
+        small_batches.leave_weights(self._address, self._address + self._part.size_bytes)
 
     def _mapped_at(self) -> int:
         inode = os.fstat(self._file).st_ino
@@ -317,11 +340,11 @@ class Stub:
                 return int(fields[0].partition("-")[0], 16)
         raise CallError("bad_model", "libllama does not map the layers", "path")
 
-    def fill(self, handle: int) -> int:
-        """Give the model that was loaded its weights; bytes of it that are copies."""
+    def fill(self, handle: int) -> None:
+        """Give the model that was loaded its weights. Raises CallError."""
         functions = _functions()
         assert functions is not None  # is_supported
-        n_copied = 0
+        small_batches.leave_weights(0, 0)
         end = self._address + self._part.size_bytes
         for tensor in _tensors(functions, handle):
             place = self._part.places.get(functions.ggml.ggml_get_name(tensor).decode())
@@ -332,31 +355,42 @@ class Stub:
             file = self._files[place.path][1]
             address = file.address + place.offset
             data = ctypes.c_void_p.from_address(tensor + functions.data_at)
-            file.read_in(place.offset, place.size_bytes)
             if self._address <= (data.value or 0) < end:
+                file.read_in(place.offset, place.size_bytes)
                 data.value = address
+                continue
+            self.private_bytes += place.size_bytes
+            if _buffer_of(functions, tensor) == _ARRANGED:
+                self._arrange(functions, tensor, data, place)
             else:
                 functions.ggml.ggml_backend_tensor_set(tensor, address, 0, place.size_bytes)
-                n_copied += place.size_bytes
+                self.own_bytes += place.size_bytes
         os.close(self._file)
         self._file = -1
-        return n_copied
+
+    def _arrange(self, functions: _Functions, tensor: int, data: ctypes.c_void_p, place: FilePlace) -> None:
+        identity, file = self._files[place.path]
+        key = MatrixKey(*identity, file.mtime_ns, place.offset, place.size_bytes)
+
+        def arrange(address: int) -> None:
+            data.value = address
+            source = file.address + place.offset
+            functions.ggml.ggml_backend_tensor_set(tensor, source, 0, place.size_bytes)
+            file.let_go(place)
+
+        data.value = arranged.take(key, arrange)
+        self._arranged.append(key)
 
     def close(self) -> None:
         """After the model, if there was one."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        while self._arranged:
+            arranged.give_back(self._arranged.pop())
         while self._used:
             place = self._used.pop()
             self._files[place.path][1].leave(place)
         while self._files:
             _, (key, _file) = self._files.popitem()
             _files.give_back(key)
-
-
-def _mapped(address: int | None, size: int, protection: int, kind: int, file: int) -> int:
-    found = libc.mmap(address, size, protection, kind, file, 0)
-    if found in (None, MAP_FAILED):
-        raise CallError("out_of_memory", f"cannot map {size} bytes: {os.strerror(ctypes.get_errno())}")
-    return int(found)

@@ -57,9 +57,11 @@ def mapped_libraries(prefix: str) -> list[ctypes.CDLL]:
     return [ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for path in mapped_paths(prefix)]
 
 
-def tell_ggmls_own(library: ctypes.CDLL, function: str, variable: str) -> None:
+def tell_ggmls_own(
+    library: ctypes.CDLL, function: str, variable: str, *, in_library: str = "libggml-cpu"
+) -> None:
     """After libllama is loaded: the library's `variable` is where ggml's own `function` is."""
-    for ggml in mapped_libraries("libggml-cpu"):
+    for ggml in mapped_libraries(in_library):
         own = getattr(ggml, function, None)
         if own is None:
             continue  # a build without it asks nobody

@@ -183,14 +183,14 @@ class ProductBench:
 
 
 def matrices(source: GgufFile) -> list[TensorInfo]:
-    """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are not, and the
-    embedding is only where it is the output matrix, too."""
+    """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are where they are
+    K-quants, and the embedding is only where it is the output matrix, too."""
     repacked = () if repacking.keeps_rows([source.path]) else repacking.REARRANGED
     return [
         tensor
         for tensor in source.tensors.values()
         if tensor.type in _KINDS
         and tensor.type not in repacked
-        and len(tensor.shape) == 2
+        and (len(tensor.shape) == 2 or (len(tensor.shape) == 3 and MatrixType(tensor.type).is_k_quant))
         and (tensor.name != "token_embd.weight" or "output.weight" not in source.tensors)
     ]

@@ -3,9 +3,10 @@
 On x86 ggml copies matrices of some types into memory of its own, with the rows of eight next to each other,
 because its products with a single row are faster so. They are then computed where `small_batches.c` is not
 asked, and four rows of a batch and more have other bits than single rows. For Q4_K, with the kernels of
-`k_quants.c`, neither is worth it: the file's pages stay mapped, products with one row are as fast, with more
-rows faster, and each row has the bits that it has alone. libllama decides once for a file, so a file that has
-other such types too, or experts, whose products ggml computes itself, is rearranged as ever.
+`k_quants.c` (AVX2 is enough), neither is worth it: the file's pages stay mapped, products with one row are as
+fast, with more rows faster, and each row has the bits that it has alone. libllama decides once for a file, so
+a file that has other such types too is rearranged as ever (`arranged_weights.py`: once for all of its parts),
+and so is one with experts where ggml asks nobody for their products.
 """
 
 from __future__ import annotations
@@ -36,13 +37,27 @@ def keeps_rows(paths: Iterable[Path]) -> bool:
     from a model gets the answer that the whole gets. False where a file cannot be read: libllama says why."""
     if not small_batches.keeps_rows_of_q4_k():
         return False
+    types, has_experts = _read(paths)
+    if has_experts and not small_batches.multiplies_experts():
+        return False
+    return Type.Q4_K in types and not _OTHERS.intersection(types)
+
+
+def rearranges(paths: Iterable[Path]) -> bool:
+    """Whether ggml may have copies of matrices of these files in another order."""
+    paths = tuple(paths)
+    return bool(REARRANGED.intersection(_read(paths)[0])) and not keeps_rows(paths)
+
+
+def _read(paths: Iterable[Path]) -> tuple[set[int], bool]:
+    """The types of the matrices, and whether there are experts."""
     types: set[int] = set()
+    has_experts = False
     for path in paths:
         with _Header(path) as header:
             types |= header.types()
-            if header.has_experts():
-                return False
-    return Type.Q4_K in types and not _OTHERS.intersection(types)
+            has_experts |= header.has_experts()
+    return types, has_experts
 
 
 _U32: Final = 4

@@ -19,6 +19,9 @@ of a 0.6B model in Q4_K_M took 69 ms for eight rows instead of ggml's 193 on a Z
 has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands too),
 with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
 
+Products of experts in these types (`experts.c`) likewise: ggml asks for one expert after the other
+(`ggml_compute_forward_mul_mat_id_tiled`), with the columns of the batch that chose it.
+
 Products of Q5_0, which files in Q4_K_M have in the place of Q4_K where rows are no multiple of 256, and of
 Q4_0, IQ4_NL and MXFP4 where ggml has not rearranged them, likewise (`blocks_32.c`). On an EPYC of family 25
 without AVX-512, a product of Q5_0 took 0.63 of the time of ggml's faster way for four rows, 0.74 for eight,
@@ -54,6 +57,7 @@ _WAYS: Final = 16
 _K_ROWS_MAX: Final = 16
 """Rows up to which ours are taken for K-quants before anything was measured."""
 _K_TILES: Final = "ggml_compute_forward_mul_mat_tiled"
+_EXPERT_TILES: Final = "ggml_compute_forward_mul_mat_id_tiled"
 
 _library: ctypes.CDLL | None = None
 _mode: KernelMode = "auto"
@@ -83,7 +87,7 @@ def install() -> None:
 
 def has_ways() -> bool:
     """False where nothing was built, or an earlier state of the C files."""
-    return hasattr(_library, "swarmllm_product_32")
+    return hasattr(_library, _EXPERT_TILES)
 
 
 def last_way() -> Way:
@@ -124,7 +128,7 @@ def _unmeasured_k(mode: KernelMode, n_rows: int) -> Way:
 def keeps_rows_of_q4_k() -> bool:
     """Whether products of Q4_K are as fast here with rows as a file has them as ggml's are with rearranged
     ones."""
-    return _mode != "ggml" and last_way() >= Way.AVX512
+    return _mode != "ggml" and last_way() > Way.TILES
 
 
 def fill_table(table: Mapping[tuple[MatrixType, int], Sequence[Way]]) -> None:
@@ -164,9 +168,38 @@ def alike() -> Iterator[None]:
 def connect() -> None:
     """After libllama is loaded: where the tiles are."""
     if _library is not None:
+        if hasattr(_library, "swarmllm_leave"):
+            interposing.tell_ggmls_own(
+                _library, "ggml_backend_tensor_set", "swarmllm_tensor_set", in_library="libggml-base"
+            )
         interposing.tell_ggmls_own(_library, "llamafile_sgemm", "swarmllm_tiled")
         if has_ways():
             interposing.tell_ggmls_own(_library, _K_TILES, "swarmllm_k_tiled")
+            interposing.tell_ggmls_own(_library, _EXPERT_TILES, "swarmllm_expert_tiled")
+
+
+def multiplies_experts() -> bool:
+    """Whether ggml asks here for the products of experts in K-quants, too."""
+    return (
+        _library is not None
+        and has_ways()
+        and bool(ctypes.c_void_p.in_dll(_library, "swarmllm_expert_tiled").value)
+    )
+
+
+def leaves_weights() -> bool:
+    """Whether `leave_weights` does what it says."""
+    return (
+        _library is not None
+        and hasattr(_library, "swarmllm_leave")
+        and bool(ctypes.c_void_p.in_dll(_library, "swarmllm_tensor_set").value)
+    )
+
+
+def leave_weights(start: int, end: int) -> None:
+    """In this thread, libllama fills no tensor with what lies at these addresses (`left_weights.c`)."""
+    if _library is not None and hasattr(_library, "swarmllm_leave"):
+        _library.swarmllm_leave(ctypes.c_void_p(start), ctypes.c_void_p(end))
 
 
 def is_asked() -> bool:

@@ -516,6 +516,8 @@ AVX512 __attribute__((noinline)) static void some_columns(const struct k_product
     shares[t->type - Q4_K][(n + 1) / 2 - 1](t, first, end, y, n, t->c + j * t->ldc);
 }
 
+int64_t swarmllm_k_block_bytes(int type) { return type < Q4_K || type > Q6_K ? 0 : block_bytes(type); }
+
 bool swarmllm_k_product(const struct k_product *t) {
     if (t->type < Q4_K || t->type > Q6_K || t->k > BLOCKS_MAX) {
         return false;
@@ -547,6 +549,11 @@ bool swarmllm_k_product(const struct k_product *t) {
     return true;
 }
 #else
+int64_t swarmllm_k_block_bytes(int type) {
+    (void)type;
+    return 0;
+}
+
 bool swarmllm_k_product(const struct k_product *product) {
     (void)product;
     return false;

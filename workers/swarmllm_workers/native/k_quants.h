@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 enum { Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15 }; /* as ggml numbers them */
+enum { Q8_K_BLOCK = 292 };                           /* bytes */
 
 enum { K_AVX2, K_AHEAD, K_IN_ORDER }; /* the last two with AVX-512 and VNNI */
 
@@ -26,4 +27,7 @@ struct k_product {
 
 /* False, and nothing was computed: the type or the length of the rows is not one of those. */
 bool swarmllm_k_product(const struct k_product *product);
+
+/* Of a type; 0: there are no products of it here. */
+int64_t swarmllm_k_block_bytes(int type);
 #endif

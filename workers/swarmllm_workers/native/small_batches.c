@@ -12,6 +12,7 @@
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
 #include "blocks_32.h"
+#include "experts.h"
 #include "k_quants.h"
 
 #include <stdbool.h>
@@ -28,11 +29,16 @@ struct tensor {
     int32_t settings[16];
     int32_t flags;
     const struct tensor *operands[10];
+    const struct tensor *viewed;
+    size_t viewed_at;
+    void *data;
 };
 
 typedef bool (*product)(const void *params, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, const void *b,
                         int64_t ldb, void *c, int64_t ldc, int a_type, int b_type, int c_type);
 typedef bool (*k_tiles)(const void *params, const struct tensor *result);
+typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t expert, int64_t n, const int32_t *chosen,
+                             char *scratch);
 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
  * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
@@ -49,6 +55,7 @@ struct shape {
 
 product swarmllm_tiled;       /* ggml's own; NULL: there is none to be had */
 k_tiles swarmllm_k_tiled;     /* ggml's own for K-quants, likewise */
+expert_tiles swarmllm_expert_tiled; /* ggml's own for one expert, likewise */
 int64_t swarmllm_rows_max;    /* rows up to which each is computed alone */
 int64_t swarmllm_n_asked;     /* that ggml asks here; a count that races, to be compared with 0 */
 int64_t swarmllm_forced = -1; /* the way of all products; -1: as the table says */
@@ -88,6 +95,8 @@ static int way_of(int type, int64_t k, int64_t n) {
 struct thread {
     int index;
     int count;
+    size_t n_bytes;
+    const char *columns; /* as ggml has converted them, where they are not of the type of dot products */
 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -372,4 +381,36 @@ __attribute__((visibility("default"))) bool ggml_compute_forward_mul_mat_tiled(c
         return false;
     }
     return swarmllm_k_tiled != NULL && swarmllm_k_tiled(params, result);
+}
+
+/* ggml asks here for each expert that `n` columns of a batch chose, in every thread; false: then it takes dot products. */
+__attribute__((visibility("default"))) bool ggml_compute_forward_mul_mat_id_tiled(const void *params, struct tensor *result,
+                                                                                  int64_t expert, int64_t n,
+                                                                                  const int32_t *chosen, char *scratch) {
+    const struct tensor *matrix = result->operands[0], *columns = result->operands[1];
+    const int64_t k = matrix->shape[0] / 256;
+    const int way = is_k_quant(matrix->type) ? way_of(matrix->type, k, n) : TILES;
+    if (way == TILES) {
+        return swarmllm_expert_tiled != NULL && swarmllm_expert_tiled(params, result, expert, n, chosen, scratch);
+    }
+    const struct thread *thread = params;
+    const struct expert_product product = {
+        .type = matrix->type,
+        .way = way - BITS_256,
+        .m = matrix->shape[1],
+        .n = n,
+        .k = k,
+        .a = (const char *)matrix->data + (size_t)expert * matrix->strides[2],
+        .row_bytes = (int64_t)matrix->strides[1],
+        .columns = thread->columns,
+        .column_bytes = k * Q8_K_BLOCK,
+        .n_slots = columns->shape[1],
+        .chosen = chosen,
+        .result = result->data,
+        .slot_bytes = result->strides[1],
+        .batch_bytes = result->strides[2],
+        .thread = thread->index,
+        .n_threads = thread->count,
+    };
+    return way != DOTS && columns->type == F32 && swarmllm_expert_product(&product);
 }
