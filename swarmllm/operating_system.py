@@ -54,6 +54,17 @@ def exit_descriptor(pid: int) -> int | None:
     return os.pidfd_open(pid) if IS_LINUX else None
 
 
+def write_at_once(descriptor: int, data: bytes) -> int:
+    """As many bytes as a non-blocking socket takes without waiting, 0 where it takes none or the system has no
+    such call. Raises OSError where the connection is over."""
+    if not IS_LINUX:
+        return 0
+    try:
+        return os.write(descriptor, data)
+    except BlockingIOError:
+        return 0
+
+
 def peer_pid(connection: socket.socket) -> int | None:
     """The process at the other end of a Unix socket; None: nobody says. Raises OSError."""
     if not IS_LINUX:

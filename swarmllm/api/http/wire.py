@@ -8,6 +8,7 @@ import struct
 import trio
 
 from swarmllm.api.http.limits import CHUNK_BYTES, HttpLimits
+from swarmllm.operating_system import write_at_once
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -31,8 +32,14 @@ class HttpWire:
 
     async def write(self, data: bytes) -> None:
         """Raises ClientGone also where the client takes nothing for too long."""
-        view = memoryview(data)
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
+            # Most chunks of a stream fit into the socket's buffer. A deadline and a turn of the event loop for
+            # each of them would cost more than everything else that is done for it.
+            n_sent = 0
+            if isinstance(self.stream, trio.SocketStream):
+                n_sent = write_at_once(self._socket.fileno(), data)
+            view = memoryview(data)[n_sent:]
             for start in range(0, len(view), CHUNK_BYTES):
                 with trio.fail_after(self._limits.write_s):
                     await self.stream.send_all(view[start : start + CHUNK_BYTES])

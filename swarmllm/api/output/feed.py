@@ -69,6 +69,7 @@ class Feed:
         self._changed = trio.lowlevel.ParkingLot() if changed is None else changed
         self.started = trio.Event()
         """The first token is there, or never will be."""
+        self._ended = trio.Event()
         self._last_take_s = float("-inf")
         self._scope = trio.CancelScope()
         self.generation: Generation | None = None
@@ -108,6 +109,8 @@ class Feed:
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether there is text, the end or an error within the time."""
+        if self.has_changed:
+            return True
         with trio.move_on_after(timeout_s):
             while not self.has_changed:
                 await self._changed.park()
@@ -116,11 +119,13 @@ class Feed:
 
     async def take(self, timeout_s: float) -> Passage | None:
         """All that has gathered, nothing at the end, None when nothing came within `timeout_s`."""
-        if not await self.wait(timeout_s):
-            return None
         flush_at_s = self._last_take_s + MIN_FLUSH_INTERVAL_S
         if not self.finished and trio.current_time() < flush_at_s:
-            await trio.sleep_until(flush_at_s)
+            # Before the wait for text, which is then over at once where tokens come faster than that.
+            with trio.move_on_at(flush_at_s):
+                await self._ended.wait()
+        if not await self.wait(timeout_s):
+            return None
         self._last_take_s = trio.current_time()
         return self.collect()
 
@@ -133,6 +138,7 @@ class Feed:
     def _finish(self) -> None:
         self.finished = True
         self.started.set()
+        self._ended.set()
         self._changed.unpark_all()
 
     def has_failed(self, error: Exception) -> None:
