@@ -55,8 +55,8 @@ def exit_descriptor(pid: int) -> int | None:
 
 
 def write_at_once(descriptor: int, data: bytes) -> int:
-    """As many bytes as a non-blocking socket takes without waiting, 0 where it takes none or the system has no
-    such call. Raises OSError where the connection is over."""
+    """Write as much as a non-blocking socket takes without waiting; how many bytes, 0 where it takes none or
+    the system has no such call. Raises OSError where the connection is over."""
     if not IS_LINUX:
         return 0
     try:

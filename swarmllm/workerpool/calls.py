@@ -137,8 +137,12 @@ class TokenStream:
     """
 
     def __init__(self, silence_s: float, on_silence: Callable[[], Awaitable[None]]) -> None:
-        """`on_silence` is awaited whenever nothing has come for `silence_s`, and raises to give up."""
+        """`on_silence` is awaited whenever nothing has come for `silence_s`, and raises to give up. The
+        worker calls `look` when that is due: a deadline for each token would cost more than all else."""
         self._silence_s = silence_s
+        self._waits_since_s: float | None = None
+        """None: its reader does not wait."""
+        self._is_silent = False
         self._on_silence = on_silence
         self._tokens: deque[tuple[Token, bytes]] = deque()
         self._arrived = trio.Event()
@@ -163,11 +167,25 @@ class TokenStream:
             if self.done is not None:
                 raise StopAsyncIteration
             self._arrived = trio.Event()
-            with trio.move_on_after(self._silence_s) as scope:
+            self._waits_since_s = trio.current_time()
+            try:
                 await self._arrived.wait()
-            if scope.cancelled_caught:
+            finally:
+                self._waits_since_s = None
+            is_silent, self._is_silent = self._is_silent, False
+            if is_silent and not self._tokens and not self.finished:
                 await self._on_silence()
         return self._tokens.popleft()
+
+    def look(self, now_s: float) -> float:
+        """When to look again, in seconds of trio's clock."""
+        if self._waits_since_s is None:
+            return now_s + self._silence_s
+        if now_s >= self._waits_since_s + self._silence_s:
+            self._is_silent = True
+            self._arrived.set()
+            return now_s + self._silence_s
+        return self._waits_since_s + self._silence_s
 
     def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
         if isinstance(message, Token):

@@ -8,6 +8,7 @@ tell how it died and what it said last.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -76,6 +77,7 @@ class Worker:
         """With which it computes, as it was told."""
         self._ready = Call(Ready, start_timeout_s)
         self._pending[0] = self._ready
+        self._stream_began = trio.Event()
 
     @classmethod
     async def spawn(
@@ -142,6 +144,7 @@ class Worker:
                 nursery.start_soon(self._until_closed, self._channel.flush)
                 nursery.start_soon(self._process.log_stderr)
                 nursery.start_soon(self._until_exit)
+                nursery.start_soon(self._look_for_silence)
                 await self._ending.wait()
                 nursery.cancel_scope.cancel()
         except Exception as error:
@@ -209,6 +212,7 @@ class Worker:
 
         stream = TokenStream(silence_s, probe)
         await self._send(message, payload, stream)
+        self._stream_began.set()
         return stream
 
     def forget(self, call_id: int) -> None:
@@ -267,6 +271,14 @@ class Worker:
             await work()
         except ChannelClosed as error:
             self._end(str(error), grace_s=EXIT_GRACE_S)
+
+    async def _look_for_silence(self) -> None:
+        while True:
+            self._stream_began = trio.Event()
+            now_s = trio.current_time()
+            streams = (each for each in self._pending.values() if isinstance(each, TokenStream))
+            with trio.move_on_at(min((each.look(now_s) for each in streams), default=math.inf)):
+                await self._stream_began.wait()
 
     async def _until_exit(self) -> None:
         await self._process.wait()

@@ -1,4 +1,4 @@
-"""When the text of a generation leaves for its reader: at once, at most every 10 ms, and the end without delay."""
+"""When text leaves for its reader: at once, at most every 10 ms, and the end without delay."""
 
 from __future__ import annotations
 

@@ -70,11 +70,14 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
 
 
 async def test_a_client_that_has_left_is_noticed() -> None:
+    async def write_on(wire: HttpWire) -> None:
+        while True:
+            await wire.write(b"data: x\n\n")
+
     async with open_wire() as (wire, client):
         await client.aclose()
         with trio.fail_after(PATIENCE_S), pytest.raises(ClientGone):
-            while True:
-                await wire.write(b"data: x\n\n")
+            await write_on(wire)
 
 
 async def test_nothing_is_written_for_a_request_that_is_over() -> None:

@@ -34,8 +34,8 @@ class HttpWire:
         """Raises ClientGone also where the client takes nothing for too long."""
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            # Most chunks of a stream fit into the socket's buffer. A deadline and a turn of the event loop for
-            # each of them would cost more than everything else that is done for it.
+            # Most chunks of a stream fit into the socket's buffer. A deadline and a turn of the event loop
+            # for each of them would cost more than everything else that is done for it.
             n_sent = 0
             if isinstance(self.stream, trio.SocketStream):
                 n_sent = write_at_once(self._socket.fileno(), data)

@@ -106,7 +106,8 @@ class Failover:
 
     async def _read(self) -> tuple[SampledToken, bytes]:
         assert self._source is not None
-        if self._standbys is None or self._hedge is None or self._closing is None:
+        is_local = isinstance(self._source, LocalSource)
+        if is_local or self._standbys is None or self._hedge is None or self._closing is None:
             return await self._source.next()
         read = await self._standbys.next(self._request, self._hedge, self._source, self._closing)
         if read.closing is not None:
