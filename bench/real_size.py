@@ -1,11 +1,15 @@
-"""A model of a real size, over two daemons on this machine: what every step takes, and what memory.
+"""A model of a real size, over some daemons on this machine: what every step takes, and what memory.
 
     python -m bench.real_size --shape 7b --parts 4
+    python -m bench.real_size --shape 30b-a3b --layers 8 --nodes 3
 
-A random model of Llama-2-7B's shape in Q4_K_M (3.8 GiB) is written in four parts; one daemon adds it and
-serves its first half, the other fetches the second half from the first and serves it, and two questions are
-answered over both. Hashing is timed beside blake3's own hashing of the same bytes, with one thread and with
-all. It takes 12 GB of disk in --folder and in the folder for temporary files, which are freed at the end.
+A random model in Q4_K_M is written: of Llama-2-7B's shape (3.8 GiB), or of Qwen3-30B-A3B's, a mixture of
+experts, with all of its 48 layers or fewer. One daemon adds it and serves its first layers, the others each
+fetch some from it and serve them, and two questions are answered over all. After that all is unloaded.
+
+Hashing is timed beside blake3's own hashing of the same bytes, with one thread and with all, and beside a
+plain read. On a busy machine the seconds of processors say more than the seconds. It takes some three times
+the model's size of disk in --folder and in the folder for temporary files, which are freed at the end.
 """
 
 from __future__ import annotations
@@ -17,19 +21,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
 
-from bench.common.q4_k_m import SEVEN_BILLION, TINY, write_q4_k_m
+from bench.common.q4_k_m import SEVEN_BILLION, THIRTY_BILLION_EXPERTS, TINY, TINY_EXPERTS, write_q4_k_m
 from bench.common.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo import DemoNode
 from swarmllm.operating_system import family
 
-SHAPES = {"7b": SEVEN_BILLION, "tiny": TINY}
+SHAPES = {
+    "7b": SEVEN_BILLION,
+    "30b-a3b": THIRTY_BILLION_EXPERTS,
+    "tiny": TINY,
+    "tiny-experts": TINY_EXPERTS,
+}
+PIECE_BYTES = 2**20
 GIB = 2**30
 LOOK_EVERY_S = 0.1
 NAME = "real-size"
@@ -107,55 +117,87 @@ HEAD = (
 )
 
 
-def run(shape_name: str, n_parts: int, folder: Path, n_tokens: int) -> None:
+def run(shape_name: str, n_layers: int, n_nodes: int, n_parts: int, folder: Path, n_tokens: int) -> None:
     shape = SHAPES[shape_name]
+    shape = replace(shape, n_layers=n_layers or shape.n_layers)
     lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
     shown = ("Model name", "CPU(s):", "CPU family", "Model:")
     print("\n".join(line for line in lscpu.splitlines() if line.startswith(shown)))
+    print(f"load {os.getloadavg()[0]:.0f}; {shape.n_layers} layers")
     print(HEAD)
     report = Report()
     with report.step("write the file"):
         paths = write_q4_k_m(shape, folder, stem=f"{NAME}-Q4_K_M", n_parts=n_parts)
     size_bytes = sum(path.stat().st_size for path in paths)
+    with report.step("read it plainly (the page cache is warm)", size_bytes):
+        read_plainly(paths)
     for name, threads in (("one thread", 1), ("all threads", blake3.AUTO)):
         with report.step(f"blake3 of the same bytes, {name} (the page cache is warm)", size_bytes):
             for path in paths:
                 blake3(max_threads=threads).update_mmap(path).digest()
-    with demo_nodes() as nodes:
+    with demo_nodes() as nodes, ExitStack() as stack:
         report.nodes = nodes.nodes
         inference = {"n_threads": 1, "n_ctx": 512, "n_slots": 1}
-        first = nodes.start("n1", [], [], inference)
-        announced = wait_for(first.announcement, "n1 to start")
-        second = nodes.start("n2", [], announced["addresses"], inference)
-        with (
-            Client(announced["api_url"]) as a,
-            Client(wait_for(second.announcement, "n2 to start")["api_url"]) as b,
-        ):
-            with report.step("add: read, hash", size_bytes):
-                for _ in a.post_progress("/api/admin/models", {"path": str(paths[0]), "name": NAME}):
+        clients: list[Client] = []
+        addresses: list[str] = []
+        for number in range(1, n_nodes + 1):
+            node = nodes.start(f"n{number}", [], addresses, inference)
+            announced = wait_for(node.announcement, f"{node.name} to start")
+            clients.append(stack.enter_context(Client(announced["api_url"])))
+            addresses = addresses or list(announced["addresses"])
+        first = clients[0]
+        with report.step("add: read, hash", size_bytes):
+            for _ in first.post_progress("/api/admin/models", {"path": str(paths[0]), "name": NAME}):
+                pass
+        bounds = [round(at * shape.n_layers / n_nodes) for at in range(n_nodes + 1)]
+        for node, client, start, end in zip(nodes.nodes, clients, bounds, bounds[1:], strict=False):
+            way = "map" if client is first else "fetch, check, map"
+            if client is not first:
+                wait_for(lambda asked=client: knows(asked), f"{node.name} to hear of the model")
+            with report.step(f"load {start}:{end} on {node.name}: {way}", size_bytes // n_nodes):
+                load(client, f"{start}:{end}")
+        wait_for(lambda: is_complete(first, NAME), "a pipeline")
+        swarm = Swarm(nodes, first, NAME)
+        with report.step("answer the first question"):
+            answers = [swarm.ask("What is a pipeline?", n_tokens)]
+        with report.step("answer the second question"):
+            answers.append(swarm.ask("What is a segment?", n_tokens))
+        disk = " + ".join(f"{disk_bytes(node.folder) / GIB:.2f}" for node in nodes.nodes)
+        before = memory_now(nodes.nodes)
+        with report.step("unload on all"):
+            for client in clients:
+                for _ in client.post_progress(f"/api/admin/models/{NAME}/unload", {"progress": True}):
                     pass
-            half = shape.n_layers // 2
-            with report.step(f"load 0:{half} on the first: cut, map", size_bytes // 2):
-                load(a, f"0:{half}")
-            wait_for(lambda: knows(b), "n2 to hear of the model")
-            rest = f"{half}:{shape.n_layers}"
-            with report.step(f"load {rest} on the second: fetch, check, cut, map", size_bytes // 2):
-                load(b, rest)
-            wait_for(lambda: is_complete(a, NAME), "a pipeline")
-            swarm = Swarm(nodes, a, NAME)
-            with report.step("answer the first question"):
-                first = swarm.ask("What is a pipeline?", n_tokens)
-            with report.step("answer the second question"):
-                answer = swarm.ask("What is a segment?", n_tokens)
-            with report.step("unload on both"):
-                for client in (a, b):
-                    for _ in client.post_progress(f"/api/admin/models/{NAME}/unload", {"progress": True}):
-                        pass
-    for each in (first, answer):
+        after = memory_now(nodes.nodes)
+    print(f"The file: {size_bytes / GIB:.2f} GiB. On the disks of the nodes beside it: {disk} GiB.")
+    print(f"Private memory before unloading: {before} GiB, after it: {after} GiB.")
+    for each in answers:
         print(
             f"{each.n_prompt_tokens} tokens read, first text after {each.first_token_s:.2f} s,"
             f" then {each.tokens_per_s:.2f} tokens/s over {each.n_tokens} tokens"
         )
+
+
+def read_plainly(paths: list[Path]) -> None:
+    buffer = bytearray(PIECE_BYTES)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def disk_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+def memory_now(nodes: list[DemoNode]) -> str:
+    peaks = Peaks()
+    peaks.look(nodes)
+    return " + ".join(f"{peaks.private.get(node.name, 0) / GIB:.2f}" for node in nodes)
 
 
 def load(client: Client, layers: str) -> None:
@@ -175,12 +217,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--layers", type=int, default=0, help="fewer than the shape has  [default: all]")
+    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--folder", type=Path, help="for the file, deleted at the end  [default: a new one]")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        run(arguments.shape, arguments.parts, Path(name), arguments.tokens)
+        chosen = arguments.shape, arguments.layers, arguments.nodes, arguments.parts
+        run(*chosen, Path(name), arguments.tokens)
 
 
 if __name__ == "__main__":

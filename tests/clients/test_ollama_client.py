@@ -167,3 +167,58 @@ def test_a_model_is_pulled_with_its_progress(client: ollama.Client, node: Daemon
 )
 def test_names_of_repositories_are_ollamas_or_our_own(asked: str, source: str | None) -> None:
     assert hub_source(asked) == source
+
+
+def test_a_model_is_created_copied_shown_and_deleted(client: ollama.Client) -> None:
+    said = list(
+        client.create(
+            "pirate",
+            from_="guide",
+            system="You are a pirate.",
+            parameters={"temperature": 0.5, "top_k": 7, "num_ctx": 1024, "stop": ["###"], "num_thread": 2},
+            license="none",
+            stream=True,
+        )
+    )
+    assert said[-1].status == "success"
+    assert client.create("pirate:latest", from_="guide:latest", system="You are.").status == "success"
+    shown = client.show("pirate")
+    assert shown.modelfile is not None
+    assert "FROM guide" in shown.modelfile
+    assert "SYSTEM" in shown.modelfile
+    assert "top_k 7" not in (shown.parameters or "")
+    assert client.copy("pirate", "parrot").status == "success"
+    assert {"guide:latest", "pirate:latest", "parrot:latest"} <= {each.model for each in client.list().models}
+    assert client.show("parrot").modelfile == shown.modelfile
+    answer = client.chat("parrot", messages=QUESTION, options=GREEDY)
+    assert answer.model == "parrot"
+    assert answer.message.content
+    for name in ("parrot", "pirate:latest"):
+        assert client.delete(name).status == "success"
+        with pytest.raises(ollama.ResponseError) as caught:
+            client.show(name)
+        assert caught.value.status_code == 404
+    assert [each.model for each in client.list().models] == ["guide:latest"]
+    for call in (lambda: client.delete("parrot"), lambda: client.copy("parrot", "x")):
+        with pytest.raises(ollama.ResponseError) as caught:
+            call()
+        assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.create("x", from_="parrot")
+    assert caught.value.status_code == 404
+
+
+def test_keep_alive_is_taken_in_all_forms_and_models_of_a_person_stay(client: ollama.Client) -> None:
+    """The guide was loaded by a person: no request lets it go."""
+    for keep_alive in (0, 30, -1, "5m", "1h30m"):
+        assert client.chat("guide", messages=QUESTION, options=GREEDY, keep_alive=keep_alive).done
+    (running,) = client.ps().models
+    assert running.name == running.model == "guide:latest"
+    assert running.size is not None
+    assert running.size_vram == 0
+    assert running.context_length == 2048
+    assert client.generate("guide", keep_alive=0).done_reason == "unload"
+    assert len(client.ps().models) == 1
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.chat("guide", messages=QUESTION, keep_alive="soon")
+    assert caught.value.status_code == 400

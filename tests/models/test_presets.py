@@ -11,6 +11,7 @@ from gguf_parts import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.api.ollama.models import modelfile
 from swarmllm.api.openai.schema import SAMPLING_NAMES
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound
 from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
@@ -195,3 +196,17 @@ def test_the_guide_comes_with_a_preset_that_is_the_users_from_then_on(tmp_path: 
     own = Preset(system="Be brief.")
     presets.put("guide", own)
     assert Presets(open_catalogue(tmp_path)).all() == {"guide": own}
+
+
+def test_a_preset_becomes_a_modelfile_that_gives_it_back() -> None:
+    preset = Preset(
+        system='You are a pirate.\nSay "arr".',
+        context=1024,
+        max_tokens=9,
+        sampling=SamplingDefaults(temperature=0.5, top_k=7, stop=["###", "a b"]),
+    )
+    read = parse_modelfile(modelfile("guide", preset))
+    assert (read.source, read.preset, read.left_out) == ("guide", preset, ())
+    unsaid = msgspec.structs.replace(preset, system='"""', template="{{ messages }}")
+    read = parse_modelfile(modelfile("guide", unsaid))
+    assert read.preset == msgspec.structs.replace(preset, system="")

@@ -310,7 +310,7 @@ async def running() -> Response:
     default = current_config().inference.n_ctx
     sizes = [view.settings.n_ctx if view.settings else default for view in views]
     listed = [
-        _listed(view, view.name) | {"context_length": n_ctx} | _expiry(view)
+        _listed(view, view.name) | {"context_length": n_ctx} | _on_gpus(view) | _expiry(view)
         for view, n_ctx in zip(views, sizes, strict=True)
     ]
     return _json({"models": listed})
@@ -419,6 +419,13 @@ def _message(message: OllamaMessage, path: str, pictures: RequestPictures) -> Me
         for i, call in enumerate(message.tool_calls or ())
     ]
     return AssistantMessage(content=content, tool_calls=calls or None)
+
+
+def _on_gpus(view: ModelView) -> Json:
+    """Nothing where layers are on a GPU: how many bytes these take there is not known."""
+    said = view.settings.n_gpu_layers if view.settings else None
+    n_gpu_layers = current_config().resources.n_gpu_layers if said is None else said
+    return {} if n_gpu_layers else {"size_vram": 0}
 
 
 def _expiry(view: ModelView) -> Json:

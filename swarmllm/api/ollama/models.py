@@ -37,6 +37,7 @@ TAG = ":latest"
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 """Ollama's words for a repository on Hugging Face."""
 LOOK_EVERY_S = 0.25
+_QUOTES = '"""'
 
 Source = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_LENGTH)]
 
@@ -127,6 +128,7 @@ async def show() -> Response:
                 f"{family}.context_length": manifest.context_length,
                 f"{family}.embedding_length": manifest.n_embd,
             },
+            "modelfile": modelfile(view.entry.name, preset),
             "parameters": "\n".join(f"{key} {value}" for key, value in _parameters(preset)),
             **({"system": preset.system} if preset.system else {}),
             **({"template": preset.template} if preset.template else {}),
@@ -273,6 +275,20 @@ def _over(before: Preset, new: Preset) -> Preset:
     said = msgspec.to_builtins(before) | msgspec.to_builtins(new)
     sampling = msgspec.to_builtins(before.sampling) | msgspec.to_builtins(new.sampling)
     return msgspec.convert(said | {"sampling": sampling}, Preset)
+
+
+def modelfile(source: str, preset: Preset) -> str:
+    """What creates the preset from the model that is called `source`, but for what no Modelfile can say: a
+    template in Jinja, and three quotes in a system prompt."""
+    lines = [f"FROM {source}"]
+    if _QUOTES in preset.system:
+        lines.append("# Its SYSTEM has three quotes: see the field `system`.")
+    elif preset.system:
+        lines.append(f"SYSTEM {_QUOTES}{preset.system}{_QUOTES}")
+    lines += [f"PARAMETER {key} {value}" for key, value in _parameters(preset)]
+    if preset.template:
+        lines.append("# Its TEMPLATE is in Jinja: see the field `template`.")
+    return "\n".join(lines) + "\n"
 
 
 def _parameters(preset: Preset) -> list[tuple[str, str]]:
