@@ -85,7 +85,7 @@ def locked_data_dir(data_dir: Path) -> Iterator[None]:
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise ConfigError(
                 f"the data folder {data_dir} is in use by another daemon (process {owner}); "
-                "stop it or give this one its own folder",
+                "stop it, or give this one a folder of its own: swarmllm daemon --data-dir DIR",
                 field="data_dir",
             ) from None
         os.ftruncate(descriptor, 0)
