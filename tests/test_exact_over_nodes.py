@@ -25,6 +25,21 @@ def answer(node: DaemonProcess, prompt: str = QUESTION, **fields: Any) -> dict[s
     return dict(told.json())
 
 
+def scores(node: DaemonProcess) -> dict[str, Any]:
+    """Of the prompt's own tokens, as an evaluation asks for them."""
+    told = answer(node, exact=True, echo=True, max_tokens=0)
+    assert told["swarm"]["apart"]
+    assert len(told["choices"][0]["logprobs"]["token_logprobs"]) > 100
+    return dict(told["choices"][0]["logprobs"])
+
+
+def vectors(node: DaemonProcess) -> list[str]:
+    body = {"model": "guide", "input": [QUESTION, "a slot"], "encoding_format": "base64", "exact": True}
+    told = node.http.post("/v1/embeddings", json=body)
+    assert told.status_code == 200, told.text
+    return [each["embedding"] for each in told.json()["data"]]
+
+
 @pytest.mark.slow
 def test_two_nodes_beside_others_tell_what_one_tells_alone(tmp_path: Path) -> None:
     common = {"n_threads": 1, "n_ctx": 4096, "check_rate": 1.0}
@@ -45,6 +60,8 @@ def test_two_nodes_beside_others_tell_what_one_tells_alone(tmp_path: Path) -> No
             assert told["swarm"]["apart"]
             assert [stage["layers"] for stage in told["swarm"]["route"]] == ["0:5", "5:12"]
             assert told["choices"] == alone["choices"]
+            assert scores(node) == scores(whole)
+            assert vectors(node) == vectors(whole)
         assert all(other.result()["usage"]["completion_tokens"] == 60 for other in others)
         assert all(node.stats()["pipelines"]["jobs_by_link"] for node in (first, second))
         assert answer(first, exact=True)["choices"] == alone["choices"]

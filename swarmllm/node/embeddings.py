@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from swarmllm.errors import ContextFull, InvalidRequest, SwarmLLMError
+from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.manifest import is_text_encoder
 from swarmllm.node.admission import Admission
@@ -62,7 +62,7 @@ def _blamed_on(field: str) -> Iterator[None]:
     """What is wrong with a text is told of its field."""
     try:
         yield
-    except ContextFull as error:
+    except InvalidRequest as error:
         error.field = field
         raise
 
@@ -91,12 +91,14 @@ class Embeddings:
         pooling: Pooling | None = None,
         *,
         n_dimensions: int | None = None,
+        is_exact: bool = False,
         caller: Caller = LOCAL,
         request_id: str = "",
         keep_alive_s: float | None = None,
     ) -> Embedded:
         """Texts, or the token ids of texts. `pooling` None: the model's own, or over all states.
-        `n_dimensions`: as many the vectors are to have. `keep_alive_s`: how long a model that was loaded for
+        `n_dimensions`: as many the vectors are to have. `is_exact`: as `Sampling.exact`; every text
+        of a model of the BERT kind is computed alone. `keep_alive_s`: how long a model that was loaded for
         requests stays; None: as configured.
 
         Raises ModelNotFound, InvalidRequest naming the text (`input[3]`), ContextFull, Overloaded, and what
@@ -118,7 +120,9 @@ class Embeddings:
                 self._admission.turn(caller) as queue_s,
             ):
                 request.has_turn()
-                return await self._all(entry, texts, pooling or "mean", queue_s, request.id)
+                return await self._all(
+                    entry, texts, pooling or "mean", queue_s, request.id, is_exact=is_exact
+                )
 
     async def rank(
         self,
@@ -182,6 +186,8 @@ class Embeddings:
         pooling: Pooling,
         queue_s: float,
         request_id: str,
+        *,
+        is_exact: bool,
     ) -> Embedded:
         started_s = trio.current_time()
         fields = [f"input[{i}]" if len(texts) > 1 else "input" for i in range(len(texts))]
@@ -190,11 +196,10 @@ class Embeddings:
         vectors: list[Vector] = []
         stages: tuple[Stage, ...] = ()
         for prompt, field in zip(prompts, fields, strict=True):
-            try:
-                rows = await self._pipelines.rows(prompt, entry, request_id=further_id(request_id))
-            except InvalidRequest as error:
-                error.field = field
-                raise
+            with _blamed_on(field):
+                rows = await self._pipelines.rows(
+                    prompt, entry, request_id=further_id(request_id), is_exact=is_exact
+                )
             vectors.append(pooled(rows.values, pooling))
             stages = rows.stages
         return Embedded(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from swarmllm.errors import InvalidRequest, SwarmLLMError
+from swarmllm.errors import SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
@@ -216,7 +216,7 @@ class Pipelines:
             judged_after_s=settings.ack_timeout_s,
         )
         self._prompt_rows = PromptRows(
-            node_id, pool, settings, self._requests, self._attempts, self.stages_for
+            node_id, pool, settings, self._requests, self._attempts, self._routes.assembly_for
         )
         self._pictures = PictureServing(pool, own_models, self._counts, trust, budget, self._start_soon)
         kept_pictures = KeptPictures() if kept_pictures is None else kept_pictures
@@ -346,15 +346,12 @@ class Pipelines:
         tokens, pictures = await self.prompts.read(prompt, entry, sampling)
         tokenize_s = trio.current_time() - started_s
         sampling = self._fit(len(tokens), sampling, entry, prompt.field)
-        if self._settings.exact:
-            sampling = msgspec.structs.replace(sampling, exact=True)
+        sampling = self._exactly(sampling)
         if self._settings.check_rate > 0:
             sampling = msgspec.structs.replace(sampling, fingerprint_key=secrets.randbelow(2**32))
         self._counts.generations += 1
         scored: ScoredPrompt | None = None
         if prompt.top_logprobs is not None:
-            if sampling.exact:
-                raise InvalidRequest("log-probabilities of a prompt are not exact", field="exact")
             scoring = msgspec.structs.replace(sampling, top_logprobs=prompt.top_logprobs)
             scored = await self._prompt_rows.score(request_id, tokens, entry, scoring, prompt.field)
             if not prompt.is_answered:
@@ -363,6 +360,7 @@ class Pipelines:
                     None,
                     request_id=request_id,
                     n_prompt_tokens=len(tokens),
+                    is_apart=sampling.exact,
                     queue_s=queue_s,
                     tokenize_s=tokenize_s,
                     prompt=scored.values,
@@ -394,15 +392,21 @@ class Pipelines:
                     looked=() if pictures is None else pictures.looked,
                 )
 
-    async def rows(self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None) -> Rows:
+    async def rows(
+        self, tokens: Tensor, entry: CatalogueEntry, *, request_id: str | None = None, is_exact: bool = False
+    ) -> Rows:
         """The model's states after the final norm, of every token of i32 [n].
 
         Raises as `generate` does."""
-        sampling = self._fit(len(tokens), Sampling(max_tokens=1), entry, "input")
+        asked = self._exactly(Sampling(max_tokens=1, exact=is_exact))
+        sampling = self._fit(len(tokens), asked, entry, "input")
         return await self._prompt_rows.rows(request_id or new_request_id(), tokens, entry, sampling)
 
     async def on_message(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         self._inbox.take(sender, header, payload)
+
+    def _exactly(self, sampling: Sampling) -> Sampling:
+        return msgspec.structs.replace(sampling, exact=sampling.exact or self._settings.exact)
 
     def _fit(self, n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, field: str) -> Sampling:
         return fit(n_prompt_tokens, sampling, entry, self.prompts.room_for(entry), field)

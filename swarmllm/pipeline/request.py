@@ -20,6 +20,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import (
     PipelineAssignment,
@@ -33,6 +34,11 @@ from swarmllm_proto.tensors import BLOCK_BYTES, BLOCK_VALUES, Tensor
 OriginMessage = StreamingToken | PrefillProgress | PipelineError
 PREFIX: Final = "req_"
 _SEPARATOR: Final = "."
+
+
+def exact_chunk_tokens(chunk_tokens: int) -> int:
+    """Of an exact request, in the place of `chunk_tokens`: no piece of its prompt lies in two chunks."""
+    return max(EXACT_ROWS, chunk_tokens - chunk_tokens % EXACT_ROWS)
 
 
 def new_request_id() -> str:

@@ -57,7 +57,7 @@ from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc import GuessCount, Sampling, TokenLogprob
+from swarmllm_proto.ipc import GuessCount, InfillTokens, Sampling, TokenLogprob
 from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
 
 
@@ -143,6 +143,8 @@ class FakePipelines:
         self.prompts = Prompts(pool, self.encoders, settings)  # type: ignore[arg-type]
         self.script = Script()
         self.calls: list[Call] = []
+        self.exact_rows: list[bool] = []
+        """Whether each text's rows were to be exact."""
         self.started = trio.Event()
         self.computed: tuple[Served, ...] = ()
         self.commits = False
@@ -168,8 +170,11 @@ class FakePipelines:
     async def first_stage(self, entry: CatalogueEntry) -> NodeId:
         return NODE_A
 
-    async def rows(self, tokens: Any, entry: CatalogueEntry, *, request_id: str) -> Rows:
+    async def rows(
+        self, tokens: Any, entry: CatalogueEntry, *, request_id: str, is_exact: bool = False
+    ) -> Rows:
         await trio.lowlevel.checkpoint()
+        self.exact_rows.append(is_exact)
         return Rows(np.ones((len(tokens), entry.manifest.n_embd), np.float32), ())
 
     def statistics(self) -> PipelineStatistics:
@@ -206,6 +211,7 @@ class FakePool:
     def __init__(self) -> None:
         self.held: dict[str, tuple[LayerRange, ...]] = {}
         self.forgotten: list[str] = []
+        self.infill: InfillTokens | None = None
         self.failure: SwarmLLMError | None = None
         self.refused: Container[str] = ()
         self.options: dict[str, LoadOptions] = {}
@@ -270,7 +276,7 @@ class FakePool:
         """A token per byte, after a token that begins every text."""
         await trio.lowlevel.checkpoint()
         data = (text if text is not None else repr(messages)).encode()
-        return np.array([1, *data], np.int32)
+        return np.array([*([1] if place != "later" else []), *data], np.int32)
 
     async def pieces(self, model: Any, tokens: Any) -> tuple[bytes, ...]:
         """The token that begins a text adds nothing."""
@@ -280,6 +286,13 @@ class FakePool:
     async def end_tokens(self, model: Any) -> frozenset[int]:
         await trio.lowlevel.checkpoint()
         return frozenset({2, 3})
+
+    def context_sizes(self) -> dict[str, int]:
+        return {}
+
+    async def infill_tokens(self, model: Any) -> InfillTokens | None:
+        await trio.lowlevel.checkpoint()
+        return self.infill
 
     async def check_grammar(self, model: Any, sampling: Any) -> None:
         await trio.lowlevel.checkpoint()

@@ -35,6 +35,19 @@ async def test_it_reaches_the_sampling_and_the_answer_says_so(tmp_path: Path, pa
             assert "x-swarm-ignored" not in answer.headers
 
 
+async def test_vectors_can_be_asked_for_exactly(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        body = {"model": "guide", "input": ["one", "two"]}
+        for fields in ({}, {"exact": False}, {"exact": True}):
+            assert (await stand.http.post("/v1/embeddings", json=body | fields)).status_code == 200
+        assert stand.pipelines.exact_rows == [False, False, False, False, True, True]
+        preset = {"sampling": {"exact": True}}
+        await stand.http.post("/api/admin/models/guide/preset", json=preset)
+        for fields in ({}, {"exact": False}):
+            await stand.http.post("/v1/embeddings", json={"model": "guide", "input": "one"} | fields)
+        assert stand.pipelines.exact_rows[6:] == [True, False]
+
+
 async def test_a_preset_can_ask_for_it_and_a_request_can_refuse_it(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         await stand.http.post("/api/admin/models/guide/alias", json={"name": "judge"})

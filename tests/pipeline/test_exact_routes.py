@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 import numpy as np
-import pytest
 import trio
 from deadlines import PATIENCE_S
 from node_ids import A, B, C
 
 from bench.common.arithmetic import FakePool, uncut
-from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import ForwardCall
@@ -116,12 +114,3 @@ async def test_it_goes_on_where_another_node_has_everything() -> None:
         assert nodes
         assert set(nodes) <= {B, C}
         await swarm.quiet()
-
-
-async def test_scores_of_a_prompt_are_not_called_exact() -> None:
-    async with open_swarm(pools_of(a="0:12"), settings=SETTINGS) as swarm:
-        prompt = Prompt(text=PROMPT, top_logprobs=1)
-        with pytest.raises(InvalidRequest, match="not exact") as caught:
-            async with swarm[A].pipelines.generate(prompt, swarm.entry, EXACT):
-                pass
-        assert caught.value.field == "exact"

@@ -65,6 +65,8 @@ async def guide_swarm(
     constraints: Constraints = ANYWHERE,
     compression: Compression = "off",
     check_rate: float = 0.0,
+    chunk_tokens: int = 16,
+    exact: bool = False,
 ) -> AsyncIterator[Swarm]:
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
@@ -78,7 +80,8 @@ async def guide_swarm(
                     model = ModelFile(entry.model_id, entry.path)
                     nursery.start_soon(pools[node_id].load, model, LayerRange.parse(layers))
         pipelines = PipelineSettings(
-            prefill_chunk_tokens=16,
+            prefill_chunk_tokens=chunk_tokens,
+            exact=exact,
             n_ctx=1024,
             constraints=constraints,
             activation_compression=compression,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 from deadlines import PATIENCE_S
@@ -89,6 +90,26 @@ async def test_a_stage_is_left_whose_class_is_another_by_now() -> None:
         with pytest.raises(NodeRefused, match=r"are not 0\.3\.36-avx512-f16-00000000 any more"):
             await asked(swarm)
         assert (await asked(swarm, PLAIN))[1] == [A, B]
+
+
+async def test_rows_of_a_prompt_go_over_nodes_that_are_alike() -> None:
+    tokens = np.arange(1, 100, dtype=np.int32)
+    scored = Prompt(text=PROMPT, top_logprobs=1, is_answered=False)
+    pools = of_classes({A: WIDE, B: NARROW}, a="0:6", b="6:12")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        with pytest.raises(NoPipeline, match="kernels give equal bits"):
+            await swarm[A].pipelines.rows(tokens, swarm.entry, is_exact=True)
+        with pytest.raises(NoPipeline, match="kernels give equal bits"):
+            async with swarm[A].pipelines.generate(scored, swarm.entry, EXACT):
+                pass
+    pools = of_classes({A: WIDE, B: WIDE}, a="0:6", b="6:12")
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+        pools[B].kernels = NARROW
+        # It is gone round, and there is no other.
+        with pytest.raises(NoPipeline, match="no reachable node holds layers 6:12"):
+            await swarm[A].pipelines.rows(tokens, swarm.entry, is_exact=True)
+        assert not [call for call in pools[B].calls if call[0] == "forward"]
+        await swarm.quiet()
 
 
 async def test_a_refusal_says_in_which_class_the_answer_was_begun() -> None:

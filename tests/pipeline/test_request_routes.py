@@ -96,7 +96,7 @@ async def test_a_question_without_a_request_counts_none_as_its_own() -> None:
     stand = Stand()
     size = RequestSize(100, 23)
     assert await stand.routes.stages_for(ENTRY, {B}, size) == VIA_B.stages
-    assert stand.asked == [{"avoid": {B}}]
+    assert stand.asked == [{"avoid": {B}, "is_exact": False}]
     planned: Any = await stand.routes.plan(ENTRY, size)
     assert planned[0] == size
     assert stand.met == [(123, 0), (123, 0)]

@@ -114,6 +114,31 @@ async def test_scores_are_those_of_the_uncut_model(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunk_tokens", [100, 128])
+async def test_exact_ones_have_the_same_bits_over_every_cut(
+    tmp_path: Path, entry: CatalogueEntry, chunk_tokens: int
+) -> None:
+    """Of the scores and of rows, on each route, and of scores before an answer, too."""
+    prompt = Prompt(text=TEXT * 2, top_logprobs=N_TOP, field="prompt")
+    tokens = np.random.default_rng(3).integers(300, 2000, 200).astype(np.int32)
+    told = []
+    for i, holdings in enumerate(({A: "0:12"}, THIRDS, {A: "", B: "0:12"}, {A: "6:12", B: "0:6"})):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        is_set = i == 1
+        async with guide_swarm(folder, entry, holdings, chunk_tokens=chunk_tokens, exact=is_set) as swarm:
+            await score(swarm[A], entry, prompt)
+            asked = replace(GREEDY, exact=not is_set)
+            async with swarm[A].pipelines.generate(prompt, entry, asked) as found:
+                answer = [(piece.token, piece.logprobs) async for piece in found]
+            assert found.is_apart
+            rows = await swarm[A].pipelines.rows(tokens, entry, is_exact=not is_set)
+            told.append((found.prompt, answer, rows.values.tobytes()))
+            await swarm.quiet()
+    assert told == [told[0]] * 4
+
+
+@pytest.mark.slow
 async def test_an_answer_follows_its_scored_prompt(tmp_path: Path, entry: CatalogueEntry) -> None:
     async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
         scored = await score(swarm[A], entry, Prompt(text=TEXT, top_logprobs=0, field="prompt"))

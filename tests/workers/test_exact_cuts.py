@@ -201,7 +201,6 @@ def test_a_request_does_not_become_exact_on_its_way(open_room: OpenRoom) -> None
     [
         ({"want": "token", "sampling": EXACT}, "exact_rows"),
         ({"want": "token", "sampling": NOT_EXACT, "exact_rows": 80}, "exact_rows"),
-        ({"want": "normed", "exact_rows": 80}, "want"),
     ],
 )
 def test_forwards_that_contradict_themselves_are_refused(

@@ -14,6 +14,7 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.inputs import Inputs, read_inputs
 from swarmllm.api.openai.schema import Body, Json, ModelName
+from swarmllm.api.output.presets import preset_of
 from swarmllm.api.output.swarm_report import embedding_headers
 
 
@@ -31,6 +32,8 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     pooling: Literal["mean", "last", "cls"] | None = None
     """Not OpenAI's: over all states (the default), or the last one only. A model of the BERT kind has its
     own, and takes no other."""
+    exact: bool | None = None
+    """Not OpenAI's: the vectors have the same bits whoever else is served."""
     # accepted and without effect on the answer
     user: str | None = None
 
@@ -47,6 +50,7 @@ async def embed() -> Response:
         await read_inputs(body.model, body.input, "input"),
         body.pooling,
         n_dimensions=body.dimensions,
+        is_exact=bool((await preset_of(body.model)).sampling.exact if body.exact is None else body.exact),
         caller=current_caller(),
         request_id=current_request_id(),
     )

@@ -22,6 +22,7 @@ from swarmllm.pipeline.check.verdict import (
     judge,
     judge_tokens,
 )
+from swarmllm.pipeline.request import exact_chunk_tokens
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.tensors import Tensor
 
@@ -31,7 +32,7 @@ _NONE: Final = -1.0
 
 def exact_batches(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
     """Of rows [0, n_rows): whole pieces of the prompt, then rows that the worker computes one by one."""
-    at_once = max(EXACT_ROWS, chunk_tokens - chunk_tokens % EXACT_ROWS)
+    at_once = exact_chunk_tokens(chunk_tokens)
     position = 0
     while position < n_rows:
         is_prompt = position < n_prompt

@@ -39,7 +39,7 @@ from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import Pace
-from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
 from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -53,7 +53,6 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.swarm import (
     CancelInference,
     PipelineAck,
@@ -147,8 +146,7 @@ class Attempts:
         names = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
         chunk_tokens = self._settings.prefill_chunk_tokens
         if request.sampling.exact:
-            # No piece of the prompt lies in two chunks.
-            chunk_tokens = max(EXACT_ROWS, chunk_tokens - chunk_tokens % EXACT_ROWS)
+            chunk_tokens = exact_chunk_tokens(chunk_tokens)
         chain = kind(
             context,
             request.rows,
@@ -405,7 +403,6 @@ def require_picture_runs(context: RequestContext, acks: Mapping[NodeId, Pipeline
 def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
     """That nodes have the kernels which the route of an exact request was chosen for: one may have loaded the
     model with other settings since it announced them. Raises NodeRefused."""
-    # What asks for rows of a prompt alone has chosen no route of this kind.
     kernel_group = request.tried[-1].assembly.kernel_group if request.tried else None
     if kernel_group is None or not kernel_group.kernel_class:
         return

@@ -27,9 +27,10 @@ from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import Fetched, Guesses, PromptScores, Shape, StageReport
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.origin.output import BrokenPromise, Chunk
-from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
-from swarmllm.pipeline.request import RequestContext, further_id, request_context
+from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens, further_id, request_context
+from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute, ForwardResult, SampledToken
@@ -151,6 +152,7 @@ async def local_chunks(
                 sampling=context.sampling if context.scored else None,
                 n_prompt_tokens=len(tokens),
                 scored=context.scored[position : position + chunk_tokens],
+                exact_rows=context.exact_rows,
             )
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(FREEING_TIMEOUT_S):
@@ -205,8 +207,8 @@ class ScoredPrompt:
 
 class RouteChooser(Protocol):
     async def __call__(
-        self, entry: CatalogueEntry, avoid: Collection[NodeId], request: RequestSize
-    ) -> tuple[Stage, ...]:
+        self, entry: CatalogueEntry, avoid: Collection[NodeId], request: RequestSize, *, is_exact: bool
+    ) -> Assembly:
         """Raises NoPipeline."""
         ...
 
@@ -219,21 +221,20 @@ class PromptRows:
         settings: PipelineSettings,
         requests: OriginRequests,
         attempts: Attempts,
-        stages_for: RouteChooser,
+        assembly_for: RouteChooser,
     ) -> None:
         self._node_id = node_id
         self._pool = pool
         self._settings = settings
         self._requests = requests
         self._attempts = attempts
-        self._stages_for = stages_for
+        self._assembly_for = assembly_for
 
     async def rows(self, request_id: str, tokens: Tensor, entry: CatalogueEntry, sampling: Sampling) -> Rows:
         """f32 [n, n_embd] of i32 [n]. Raises SwarmLLMError."""
 
         async def attempt(avoid: set[NodeId]) -> Rows:
-            assignment = await self._assignment(request_id, tokens, entry, sampling, avoid)
-            request, context = self._request(assignment, tokens, entry, avoid)
+            request, assignment, context = await self._request(request_id, tokens, entry, sampling, avoid)
             with self._requests.under_way(request):
                 if is_local(context):
                     async with aclosing(self._local(context, tokens)) as chunks:
@@ -256,8 +257,9 @@ class PromptRows:
         rows, scored = (tokens[:-1], scored) if scored else (tokens, tuple(tokens.tolist()))
 
         async def attempt(avoid: set[NodeId]) -> ScoredPrompt:
-            assignment = await self._assignment(request_id, rows, entry, sampling, avoid, scored)
-            request, context = self._request(assignment, rows, entry, avoid)
+            request, assignment, context = await self._request(
+                request_id, rows, entry, sampling, avoid, scored
+            )
             if self._settings.local_embedding_privacy and not context.view.is_here(context.view.last):
                 raise InvalidRequest(
                     "cannot be scored: the node of the last layers would have to be told its tokens, and"
@@ -286,9 +288,12 @@ class PromptRows:
         return await with_one_retry(request_id, attempt)
 
     def _local(self, context: RequestContext, tokens: Tensor) -> AsyncGenerator[ForwardResult, None]:
-        return local_chunks(self._pool, context, tokens, self._settings.prefill_chunk_tokens)
+        chunk_tokens = self._settings.prefill_chunk_tokens
+        if context.sampling.exact:
+            chunk_tokens = exact_chunk_tokens(chunk_tokens)
+        return local_chunks(self._pool, context, tokens, chunk_tokens)
 
-    async def _assignment(
+    async def _request(
         self,
         request_id: str,
         tokens: Tensor,
@@ -296,22 +301,24 @@ class PromptRows:
         sampling: Sampling,
         avoid: set[NodeId],
         scored: tuple[int, ...] | UnsetType = UNSET,
-    ) -> PipelineAssignment:
-        return PipelineAssignment(
+    ) -> tuple[OriginRequest, PipelineAssignment, RequestContext]:
+        """With a route, of which nobody has been asked. Raises NoPipeline."""
+        size = RequestSize(len(tokens), 0)
+        assembly = await self._assembly_for(entry, avoid, size, is_exact=sampling.exact)
+        assignment = PipelineAssignment(
             request_id=further_id(request_id),
             model_id=entry.model_id,
             origin=self._node_id,
-            stages=await self._stages_for(entry, avoid, RequestSize(len(tokens), 0)),
+            stages=assembly.stages,
             n_prompt_tokens=len(tokens),
             sampling=sampling,
             wants="normed",
             scored=scored,
         )
-
-    def _request(
-        self, assignment: PipelineAssignment, tokens: Tensor, entry: CatalogueEntry, avoid: set[NodeId]
-    ) -> tuple[OriginRequest, RequestContext]:
         policy = RetryPolicy(0.0, avoid=avoid)
-        request = OriginRequest(assignment.request_id, entry, tokens, assignment.sampling, policy)
+        request = OriginRequest(
+            assignment.request_id, entry, tokens, sampling, policy, is_exact=sampling.exact
+        )
+        request.tried.append(Attempt(assignment.request_id, assembly))
         request.context = context = request_context(assignment, entry, self._node_id)
-        return request, context
+        return request, assignment, context

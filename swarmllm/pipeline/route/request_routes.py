@@ -92,8 +92,19 @@ class RequestRoutes:
         self, entry: CatalogueEntry, avoid: Collection[NodeId] = (), request: RequestSize = DEFAULT_SIZE
     ) -> tuple[Stage, ...]:
         """The route such a request of this node would take now. Raises NoPipeline."""
+        return (await self.assembly_for(entry, avoid, request)).stages
+
+    async def assembly_for(
+        self,
+        entry: CatalogueEntry,
+        avoid: Collection[NodeId],
+        request: RequestSize,
+        *,
+        is_exact: bool = False,
+    ) -> Assembly:
+        """The same with all that is known of the route."""
         load = self._load(entry, request, n_asking=0)
-        return (await self.planner.choose(entry, request, load, avoid)).stages
+        return await self.planner.choose(entry, request, load, avoid, is_exact=is_exact)
 
     async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""

@@ -139,14 +139,17 @@ class Engine:
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
 
-    def set_apart(self, request_id: str, n_rows: int) -> None:
-        """The request is exact: its rows, at most so many, are computed apart from all others. Raises
-        CallError bad_message where it has begun among others."""
+    def set_apart(self, request_id: str, n_rows: int, *, gives_rows: bool = False) -> None:
+        """The request is exact: its rows, at most so many, are computed apart from all others. `gives_rows`:
+        the head is asked about all rows of a piece. Raises CallError bad_message where it has begun in
+        another way."""
         if request_id in self.apart:
+            if gives_rows:
+                self.apart.give_rows(request_id)
             return
         if request_id in self._routes:
             raise CallError("bad_message", "the request has begun, and was not exact then", "exact_rows")
-        self.apart.add(request_id, min(n_rows, self.settings.n_ctx))
+        self.apart.add(request_id, min(n_rows, self.settings.n_ctx), gives_rows=gives_rows)
 
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)

@@ -24,6 +24,8 @@ class _Apart:
 
     n_rows: int
     """At most."""
+    gives_rows: bool
+    """The head is asked about all rows of a piece, and not about one."""
     segments: list[Segment] = field(default_factory=list)
 
     @property
@@ -39,19 +41,27 @@ class SegmentsApart:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request_id: str, n_rows: int) -> None:
+    def add(self, request_id: str, n_rows: int, *, gives_rows: bool) -> None:
         """The request, which has nothing yet, will have at most `n_rows` rows, all apart."""
-        self._requests[request_id] = _Apart(n_rows)
+        self._requests[request_id] = _Apart(n_rows, gives_rows)
+
+    def give_rows(self, request_id: str) -> None:
+        """From now on the head is asked about all rows of a piece. Raises CallError bad_message where it has
+        segments that have no room for these: libllama aborts."""
+        apart = self._requests[request_id]
+        if not apart.gives_rows and any(each.has_head for each in self.of(request_id, [])):
+            raise CallError("bad_message", "the request has begun, and wanted no rows of the head", "want")
+        apart.gives_rows = True
 
     def open(self, request_id: str, path: tuple[Segment, ...], held: Memory) -> tuple[Segment, ...]:
         """The request's own in place of those. Raises CallError out_of_memory where they do not fit beside
         what is `held`."""
         apart = self._requests[request_id]
         ranges = [(segment.start, segment.end) for segment in path]
-        self._footprint.refuse_apart(ranges, apart.n_rows, held)
+        self._footprint.refuse_apart(ranges, apart.n_rows, held, gives_rows=apart.gives_rows)
         n_before = len(apart.segments)
         try:
-            apart.segments.extend(segment.apart(apart.n_rows) for segment in path)
+            apart.segments.extend(segment.apart(apart.n_rows, apart.gives_rows) for segment in path)
         except CallError:
             for segment in apart.segments[n_before:]:
                 segment.close()
@@ -83,5 +93,5 @@ class SegmentsApart:
         """What they take beside the weights, as predicted."""
         memory = Memory()
         for apart in self._requests.values():
-            memory += self._footprint.apart(apart.ranges, apart.n_rows)
+            memory += self._footprint.apart(apart.ranges, apart.n_rows, gives_rows=apart.gives_rows)
         return memory

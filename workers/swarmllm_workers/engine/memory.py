@@ -130,8 +130,11 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has
     n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
     width = 2 * n_ff + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
-    n_vocab = source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
-    return int(n_batch * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * n_vocab * _F32
+    return int(n_batch * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * _n_vocab(source) * _F32
+
+
+def _n_vocab(source: GgufFile) -> int:
+    return source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
 
 
 def _is_fused(settings: EngineSettings, source: GgufFile) -> bool:
@@ -301,19 +304,24 @@ class Footprint:
             mapped_bytes=sum(segment.mapped_bytes for segment in own),
         )
 
-    def apart(self, pieces: Iterable[Range], n_rows: int) -> Memory:
+    def apart(self, pieces: Sequence[Range], n_rows: int, *, gives_rows: bool = False) -> Memory:
         """Of segments of these ranges for one exact request of so many rows, over weights that are there; an
-        estimate, because it begins between two steps."""
+        estimate, because it begins between two steps. `gives_rows`: the head computes all rows of a batch."""
         settings = exact_settings(self._settings, n_rows)
-        memory = estimate(
-            self._source, self._n_layers, pieces, settings, n_batch=rows_of_exact_batch(settings)
-        )
+        n_batch = rows_of_exact_batch(settings)
+        memory = estimate(self._source, self._n_layers, pieces, settings, n_batch=n_batch)
+        if gives_rows and any(end == self._n_layers for _, end in pieces):
+            # Where they are computed, and where they are read.
+            logits_bytes = 2 * n_batch * _n_vocab(self._source) * _F32
+            memory = replace(memory, work_bytes=memory.work_bytes + logits_bytes)
         return replace(memory, weights_bytes=0)
 
-    def refuse_apart(self, pieces: Sequence[Range], n_rows: int, held: Memory) -> None:
+    def refuse_apart(
+        self, pieces: Sequence[Range], n_rows: int, held: Memory, *, gives_rows: bool = False
+    ) -> None:
         """Raises CallError out_of_memory where there is no room for those."""
         what = f"cells for an exact request of {n_rows} rows of {self._name}"
-        apart = self.apart(pieces, n_rows)
+        apart = self.apart(pieces, n_rows, gives_rows=gives_rows)
         refuse_beside(apart, what, held, Memory(), self._settings, self.mapped_beside_bytes)
 
     def refuse(

@@ -206,13 +206,15 @@ class Segment:
         made = context_settings(
             self._settings, is_recurrent=self.is_recurrent, has_head=self.has_head, n_batch=n_batch
         )
+        made = replace(made, n_outputs_max=min(self.n_outputs_max, n_batch))
         if self._tap is not None:
             made = replace(made, eval_callback=self._tap.callback, eval_user_data=self._tap.user_data)
         return Context(self._model, made)
 
-    def apart(self, n_ctx: int) -> Segment:
+    def apart(self, n_ctx: int, gives_rows: bool = False) -> Segment:
         """The same layers for one request, with cells and a work space of its own, so that its rows have the
-        same bits whatever else runs there. Closed by itself, or with this segment. Raises CallError."""
+        same bits whatever else runs there. `gives_rows`: the head has something to give of all rows of a
+        batch. Closed by itself, or with this segment. Raises CallError."""
         other = copy(self)
         other._settings = exact_settings(self._settings, n_ctx)
         other._whole, other.apart_segments = self, []
@@ -222,7 +224,9 @@ class Segment:
         other.lengths = other._cells.lengths
         other._positions = SequencePositions(n_sequences)
         other._tap = other._make_tap(self._architecture)
-        other._context = other._make_context(rows_of_exact_batch(self._settings))
+        n_batch = rows_of_exact_batch(self._settings)
+        other.n_outputs_max = n_batch if gives_rows else n_outputs_of(n_sequences, has_head=self.has_head)
+        other._context = other._make_context(n_batch)
         self.apart_segments.append(other)
         return other
 

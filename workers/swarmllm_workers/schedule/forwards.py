@@ -154,8 +154,6 @@ class Forwards:
                 f"{engine.settings.n_ctx} (n_ctx)",
                 "position",
             )
-        if message.exact_rows and message.want in ("normed", "scores"):
-            raise CallError("bad_message", "exact requests want tokens", "want")
         if message.want == "hidden" and message.end >= engine.n_layers:
             raise CallError("bad_message", "the last layer leads to the head, which gives tokens", "want")
         if message.want not in ("hidden", "none") and message.end != engine.n_layers:

@@ -140,7 +140,8 @@ class ForwardWork:
         self._data = data
         self._engine = engine
         if self.is_exact:
-            engine.set_apart(self.request_id, message.exact_rows)
+            gives_rows = message.want in ("normed", "scores")
+            engine.set_apart(self.request_id, message.exact_rows, gives_rows=gives_rows)
         self._decodings = decodings
         self._send = send
         self._n_done = 0
