@@ -144,7 +144,7 @@ class ApiTable:
     allowed_origins: tuple[str, ...] = _setting(
         (),
         "Origins (https://app.example) of other sites' pages that may use the models from a browser (CORS), "
-        "not administer; * is any page.",
+        "not administer; * is any page, localhost any that a server on the browser's own machine sends.",
     )
     certfile: str = _setting("", "PEM file with the certificate chain; serves HTTPS, needs keyfile.")
     keyfile: str = _setting("", "PEM file with the certificate's private key, not encrypted.")

@@ -57,6 +57,19 @@ class ContextFull(InvalidRequest):
 
     code = "context_length_exceeded"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        n_prompt_tokens: int | None = None,
+        n_ctx: int | None = None,
+    ) -> None:
+        """What is known of the tokens that there are, and of those that there is room for."""
+        super().__init__(message, field=field)
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+
 
 class GrammarTooComplex(InvalidRequest):
     """Following the request's grammar or JSON schema took more than a token may take."""

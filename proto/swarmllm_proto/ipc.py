@@ -26,6 +26,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     GenerateDone,
     GeneratedTokens,
     GuessCount,
+    InfillTokens,
     KernelChoice,
     KernelClass,
     KernelMode,
@@ -344,6 +345,8 @@ class Opened(WorkerMessage, frozen=True, tag=True):
     whole_reason: str = ""
     """Why the model cannot be cut, where cut_alignment is 0."""
     eos_tokens: tuple[TokenId, ...] = ()
+    infill: InfillTokens | None = None
+    """Null: the model fills nothing in."""
     has_chat_template: bool = False
 
 

@@ -186,6 +186,19 @@ Guesser: TypeAlias = Literal["again", "lookup", "draft", "swift", "chain"]
 layers, or, of a model over several nodes, any of these at its last stage."""
 
 
+class InfillTokens(msgspec.Struct, frozen=True, array_like=True):
+    """With which a model is asked for what stands between two texts; travels as an array of its fields in
+    this order."""
+
+    prefix: TokenId
+    suffix: TokenId
+    middle: TokenId
+    repository: TokenId | None = None
+    """Before the name of a repository; null: the model knows of none."""
+    file: TokenId | None = None
+    """Before the name of each file of it."""
+
+
 class GuessCount(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were guessed in one way, and checked; travels as an array of its fields in this order."""
 

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from swarmllm.errors import InvalidRequest, ModelNotFound
 from swarmllm.models.catalogue import Catalogue
+from swarmllm_proto.ipc import Effort
 
 MAX_SYSTEM_CHARACTERS = 64 * 1024
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
@@ -63,6 +64,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     context: Annotated[int, Meta(ge=16, le=2**24)] | None = None
     """KV cells with which the model is loaded under this name."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    reasoning_effort: Effort | None = None
+    """How much the model thinks before it answers, where its chat template can be told; none: not at all."""
     keep_alive_s: Annotated[float, Meta(ge=-1, le=2**31)] | None = None
     """How long the model stays after a request for which it was loaded; -1: for ever."""
     sampling: SamplingDefaults = SamplingDefaults()

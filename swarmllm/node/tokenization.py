@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
+from swarmllm.node.infill import FILE, REPOSITORY, SNIPPET, FileText, InfillTexts, infill_prompt
 from swarmllm.node.model_access import RequestModels
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.pipeline.origin.prompts import Prompts
@@ -72,6 +74,46 @@ class Texts:
     async def end_tokens(self, model: str) -> frozenset[int]:
         """Those that end a text."""
         return await self._pool.end_tokens(_file(await self._models.model_for_texts(model)))
+
+    async def infill(
+        self,
+        model: str,
+        prefix: str,
+        suffix: str,
+        prompt: str,
+        others: Sequence[FileText],
+        *,
+        n_answer: int | None,
+    ) -> list[int]:
+        """Token ids of a prompt for what stands between two texts, `prompt` behind the first. `others`: files
+        of the same repository. `n_answer`: tokens of the context that are left for the answer; None: a
+        quarter. Raises InvalidRequest where the model fills nothing in."""
+        entry = await self._models.model_for_texts(model)
+        file = _file(entry)
+        tokens = await self._pool.infill_tokens(file)
+        if tokens is None:
+            raise InvalidRequest(f"{entry.name} has no tokens for filling in.", field="model")
+
+        async def ids(text: str) -> list[int]:
+            found: list[int] = (await self._pool.tokenize(file, text=text, place="later")).tolist()
+            return found
+
+        first: list[int] = (await self._pool.tokenize(file, text="")).tolist()
+        context: list[int] = []
+        if tokens.repository is not None:
+            context = [tokens.repository, *await ids(REPOSITORY)]
+        for other in others:
+            head = await ids(SNIPPET)
+            if tokens.file is not None:
+                head = [tokens.file, *await ids(f"{other.name}\n")]
+            context += [*head, *await ids(other.text)]
+        if tokens.file is not None:
+            context += [tokens.file, *await ids(FILE)]
+        texts = InfillTexts(await ids(prefix), await ids(suffix), await ids(prompt), context)
+        n_ctx = self._prompts.room_for(entry)
+        n_ctx = min(n_ctx, entry.manifest.context_length or n_ctx)
+        n_left = n_ctx // 4 if n_answer is None else max(1, n_answer)
+        return infill_prompt(tokens, texts, first=first, n_max=n_ctx - n_left)
 
     async def count_tokens(self, model: str, prompt: Prompt) -> int:
         """How many tokens of context the prompt takes."""

@@ -50,6 +50,7 @@ from swarmllm_proto.ipc import (
     Embed,
     Forward,
     Generate,
+    InfillTokens,
     KernelChoice,
     LayerResult,
     Opened,
@@ -255,6 +256,10 @@ class WorkerPool:
     async def end_tokens(self, model: ModelFile) -> frozenset[int]:
         """Those that end a text."""
         return frozenset((await self.info(model)).eos_tokens)
+
+    async def infill_tokens(self, model: ModelFile) -> InfillTokens | None:
+        """None: the model fills nothing in."""
+        return (await self.info(model)).infill
 
     async def embed(self, model: ModelFile, tokens: TokenIds) -> Hidden:
         """i32 [n] -> f32 [n, n_embd]."""

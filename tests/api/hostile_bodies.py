@@ -63,6 +63,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/create": {"model": "x", "from": "guide", "system": "a", "parameters": {"top_k": 1, "stop": ["a"]}},
     "/api/delete": {"model": "guide"},
     "/api/pull": {"model": "guide", "stream": False},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "c", "text": "d"}]},
     "/tokenize": {"model": "guide", "content": "a"},
     "/detokenize": {"model": "guide", "tokens": [72, 73]},
     "/apply-template": {"model": "guide", "messages": USER},

@@ -129,7 +129,7 @@ async def test_a_page_of_a_site_that_is_let_in_may_use_models_and_no_more(
         admin = await stand.http.get("/api/admin/stats", headers=page)
         before_admin = await stand.http.request("OPTIONS", "/api/admin/stats", headers=before)
         other = await stand.http.get("/v1/models", headers={"Origin": "https://evil.com"})
-    assert (asked.status_code, said.status_code) == (204, 400)
+    assert (asked.status_code, said.status_code) == (200, 400)
     assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
     for answer in (asked, said):
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
@@ -338,10 +338,38 @@ async def test_a_page_of_this_machine_is_let_in_by_name(tmp_path: Path) -> None:
     config = Config(api=ApiTable(port=0, allowed_origins=(page,)))
     async with serve_node(tmp_path / "b", config=config) as stand:
         answer = await stand.http.options(CHAT, headers=preflight)
-        assert answer.status_code == 204
+        assert answer.status_code == 200
         assert answer.headers["Access-Control-Allow-Origin"] == page
         assert answer.headers["Access-Control-Allow-Headers"] == "content-type, authorization"
         asked = {"model": "guide", "messages": [{"role": "user", "content": "hi"}], "unknown": 1}
         told = await stand.http.post(CHAT, json=asked, headers={"Origin": page})
         assert (told.status_code, told.headers["x-swarm-ignored"]) == (200, "unknown")
         assert "x-swarm-ignored" in told.headers["Access-Control-Expose-Headers"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_let_in"),
+    [
+        ("http://localhost", True),
+        ("https://localhost:5173", True),
+        ("http://127.0.0.1:3000", True),
+        ("http://[::1]:3000", True),
+        ("http://localhost.evil.com", False),
+        ("http://notlocalhost", False),
+        ("http://evil.com", False),
+        ("http://localhost:3000@evil.com", False),
+        ("http://127.0.0.1.evil.com", False),
+        ("http://[", False),
+    ],
+)
+async def test_pages_of_the_browsers_machine_can_be_let_in_at_every_port(
+    tmp_path: Path, origin: str, is_let_in: bool
+) -> None:
+    config = Config(api=ApiTable(port=0, allowed_origins=("localhost",)))
+    asks = {"Access-Control-Request-Method": "POST", "Origin": origin}
+    async with serve_node(tmp_path, config=config) as stand:
+        answer = await stand.http.options(CHAT, headers=asks)
+        admin = await stand.http.options(ADMIN, headers=asks)
+    assert answer.status_code == (200 if is_let_in else 403)
+    assert answer.headers.get("Access-Control-Allow-Origin") == (origin if is_let_in else None)
+    assert admin.status_code == 403

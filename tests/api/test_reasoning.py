@@ -129,6 +129,15 @@ async def test_how_much_to_think_reaches_the_template(
         assert call.prompt.effort == effort
 
 
+async def test_a_preset_says_how_much_to_think_and_requests_otherwise(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        preset = {"reasoning_effort": "none"}
+        await stand.http.post("/api/admin/models/guide/preset", json=preset)
+        for fields in ({}, {"reasoning_effort": "high"}):
+            await stand.http.post("/v1/chat/completions", json=HELLO | fields)
+        assert [call.prompt.effort for call in stand.pipelines.calls] == ["none", "high"]
+
+
 @pytest.mark.parametrize(
     ("thinking", "field"),
     [

@@ -8,8 +8,9 @@ from pathlib import Path
 import trio
 from api_fakes import Script, Stand, serve_node
 
+from swarmllm.errors import ContextFull
 from swarmllm.models import LayerRange
-from swarmllm_proto.ipc import TokenLogprob
+from swarmllm_proto.ipc import InfillTokens, TokenLogprob
 
 
 async def refusal(stand: Stand, path: str, body: dict[str, object]) -> tuple[int, str]:
@@ -277,6 +278,75 @@ async def test_paths_without_v1_and_requests_without_a_model(tmp_path: Path) -> 
         assert (await stand.http.get("/models")).json() == (await stand.http.get("/v1/models")).json()
 
 
+async def test_what_stands_between_two_texts(tmp_path: Path) -> None:
+    """The pool makes a token of each byte."""
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        body = {"input_prefix": "ab", "input_suffix": "yz", "prompt": "c", "n_predict": 5}
+        assert await refusal(stand, "/infill", body) == (400, "model")
+        stand.pool.infill = InfillTokens(70, 71, 72, None, 74)
+        answer = await stand.http.post("/infill", json=body)
+        assert (answer.status_code, answer.json()["content"]) == (200, "Hello there.")
+        files = [{"filename": "f", "text": "xx"}]
+        await stand.http.post("/infill", json=body | {"input_extra": files})
+        plain, with_files = (list(call.prompt.tokens or ()) for call in stand.pipelines.calls)
+        assert plain == [1, 74, *b"filename\n", 70, *b"abc", 71, *b"yz", 72]
+        assert with_files == [1, 74, *b"f\nxx", 74, *b"filename\n", 70, *b"abc", 71, *b"yz", 72]
+        stand.pool.infill = InfillTokens(70, 71, 72)
+        await stand.http.post("/infill", json=body | {"input_extra": files})
+        without = list(stand.pipelines.calls[-1].prompt.tokens or ())
+        assert without == [1, *b"\n\n--- snippet ---\n\nxx", 70, *b"abc", 71, *b"yz", 72]
+        for extra in ({}, {"filename": "ok"}, {"filename": 1, "text": "a"}, {"filename": "a", "text": 1}):
+            status, _ = await refusal(stand, "/infill", body | {"input_extra": [extra]})
+            assert status == 400
+        assert await refusal(stand, "/infill", body | {"prompt": [1, 2]}) == (400, "prompt")
+
+
+async def test_a_prompt_that_is_too_long_is_told_as_that_server_tells_it(tmp_path: Path) -> None:
+    full = ContextFull("the prompt has 9 tokens", field="prompt", n_prompt_tokens=9, n_ctx=8)
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        stand.pipelines.script = Script(fail_before=full)
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        for path, body, kind in (
+            ("/completion", {"prompt": "hi"}, "exceed_context_size_error"),
+            ("/chat/completions", chat, "exceed_context_size_error"),
+            ("/chat/completions", chat | {"stream": True}, "exceed_context_size_error"),
+            ("/v1/chat/completions", chat, "invalid_request_error"),
+        ):
+            answer = await stand.http.post(path, json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, kind)
+            assert (error["n_prompt_tokens"], error["n_ctx"]) == (9, 8)
+            assert error["code"] == "context_length_exceeded"
+
+
+async def test_n_predict_is_a_word_for_max_tokens(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        await stand.load_guide()
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", chat)):
+            await stand.http.post(path, json=body | {"n_predict": 5})
+            assert stand.pipelines.calls[-1].sampling.max_tokens == 5
+            await stand.http.post(path, json=body | {"n_predict": -1})
+            assert stand.pipelines.calls[-1].sampling.max_tokens > 1000
+            for fields in ({"n_predict": 5, "max_tokens": 6}, {"n_predict": 0}):
+                status, _ = await refusal(stand, path, body | fields)
+                assert status == 400
+
+
+async def test_props_tell_what_a_names_preset_says(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        preset = {"sampling": {"temperature": 0.25, "seed": 42}, "max_tokens": 9}
+        await stand.http.post("/api/admin/models/guide/preset", json=preset)
+        props = (await stand.http.get("/props", params={"model": "guide"})).json()
+        told = props["default_generation_settings"]["params"]
+        assert (told["temperature"], told["seed"], told["n_predict"]) == (0.25, 42, 9)
+        assert props["is_sleeping"] is True
+        await stand.load_guide()
+        assert (await stand.http.get("/props", params={"model": "guide"})).json()["is_sleeping"] is False
+
+
 async def test_answers_have_timings_and_a_fingerprint(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         for path, body in {
@@ -285,7 +355,7 @@ async def test_answers_have_timings_and_a_fingerprint(tmp_path: Path) -> None:
         }.items():
             whole = (await stand.http.post(path, json={"model": "guide"} | body)).json()
             assert whole["system_fingerprint"].startswith("swarmllm-")
-            assert whole["timings"]["predicted_per_second"] == 6.0
+            assert whole["timings"]["predicted_per_second"] == 4.0
             streamed = await stand.http.post(path, json={"model": "guide", "stream": True} | body)
             last = json.loads(streamed.text.split("\n\n")[-3].removeprefix("data: "))
             assert last["timings"] == whole["timings"]

@@ -32,6 +32,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ipc.TokenAgain,
     ipc.KeptRows,
     ipc.GuessCount,
+    ipc.InfillTokens,
     ipc.KernelChoice,
     ipc.PicturePart,
     swarm.PictureRun,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Effort, Sampling
 from swarmllm_proto.text_stream import TextStream
 from swarmllm_workers.decode import template as template_module
 from swarmllm_workers.decode.decoding import Decoding
@@ -176,6 +176,21 @@ def test_templates_learn_how_much_to_think_in_their_own_words(
     source: str, effort: str | None, rendered: str
 ) -> None:
     assert render(source, effort=effort) == rendered
+
+
+@pytest.mark.parametrize(
+    ("effort", "closing"), [(None, ""), ("medium", ""), ("none", "</think>")], ids=["unsaid", "some", "none"]
+)
+def test_a_thought_that_the_template_opens_is_closed_where_none_is_wanted(
+    effort: Effort | None, closing: str
+) -> None:
+    source = (
+        "{{ messages[0].content.split('</think>')[-1] }}{% if add_generation_prompt %}A:<think>\n{% endif %}"
+    )
+    asked = [{"role": "user", "content": "Q"}]
+    template = ChatTemplate(source, bos_text="", eos_text="")
+    assert template.render(asked, None, effort) == f"QA:<think>\n{closing}"
+    assert template.render(asked, None, effort, is_to_answer=False) == "Q"
 
 
 def test_a_template_without_a_word_for_thinking_refuses_to_be_told() -> None:

@@ -22,7 +22,7 @@ import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException
 
-from swarmllm.errors import InvalidRequest, NodeStopping, Overloaded, SwarmLLMError
+from swarmllm.errors import ContextFull, InvalidRequest, NodeStopping, Overloaded, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,12 @@ def _named(text: str) -> InvalidRequest:
 
 
 def error_object(error: SwarmLLMError) -> dict[str, object]:
-    return {"message": error.message, "type": error.error_type, "param": error.field, "code": error.code}
+    told: dict[str, object]
+    told = {"message": error.message, "type": error.error_type, "param": error.field, "code": error.code}
+    if isinstance(error, ContextFull) and error.n_prompt_tokens is not None:
+        # As llama.cpp's server tells them.
+        told |= {"n_prompt_tokens": error.n_prompt_tokens, "n_ctx": error.n_ctx}
+    return told
 
 
 def error_response(error: SwarmLLMError) -> Response:

@@ -20,6 +20,7 @@ from swarmllm.api.anthropic.messages import CountRequest, MessagesRequest
 from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp.completion import NativeCompletion
 from swarmllm.api.llamacpp.endpoints import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from swarmllm.api.llamacpp.infill import InfillRequest
 from swarmllm.api.ollama.endpoints import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate
 from swarmllm.api.ollama.models import OllamaCopy, OllamaCreate, OllamaDelete, OllamaPull, OllamaShow
 from swarmllm.api.openai.completions import CompletionRequest
@@ -98,6 +99,7 @@ OPERATIONS = (
     Operation("get", "/api/version", "The version of Ollama whose API this is"),
     Operation("post", "/completion", "Continue a text (llama.cpp)", NativeCompletion, (JSON, EVENTS)),
     Operation("post", "/completions", "The same", NativeCompletion, (JSON, EVENTS)),
+    Operation("post", "/infill", "What stands between two texts", InfillRequest, (JSON, EVENTS)),
     Operation("post", "/chat/completions", "As with /v1", ChatRequest, (JSON, EVENTS)),
     Operation("post", "/chat/completions/input_tokens", "As with /v1", ChatRequest),
     Operation("get", "/models", "As with /v1"),

@@ -51,7 +51,7 @@ class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
     """POST /completion. None everywhere means what absence means."""
 
     ignored = SamplingFields.ignored | {"user"}
-    refused = (SamplingFields.refused - {"n_predict", "json_schema", "return_tokens"}) | {
+    refused = (SamplingFields.refused - {"json_schema", "return_tokens"}) | {
         *("n_indent", "image_data", "post_sampling_probs", "n_keep", "n_cmpl"),
     }
 

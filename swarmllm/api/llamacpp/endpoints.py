@@ -1,5 +1,5 @@
-"""Serves the endpoints of llama.cpp's server: /completion, /tokenize, /detokenize, /apply-template, /props,
-/slots.
+"""Serves the endpoints of llama.cpp's server: /completion, /infill, /tokenize, /detokenize, /apply-template,
+/props, /slots.
 
 That server has one model; here each takes a `model`, which may be left out while only one can answer.
 """
@@ -13,21 +13,34 @@ from quart import Blueprint, Response, request
 
 from swarmllm import __version__
 from swarmllm.api.http.context import current_config, current_node, model_or_only_one
+from swarmllm.api.http.errors import error_object, failure_response
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp.completion import MEDIA_MARKER, NativeCompletion, read_completion
+from swarmllm.api.llamacpp.infill import InfillRequest, filled_in
+from swarmllm.api.llamacpp.reply import generation_settings
 from swarmllm.api.openai.chat import completions as chat_completions
 from swarmllm.api.openai.chat import input_tokens, models
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.embeddings import embed
 from swarmllm.api.openai.pictures import seen_by
 from swarmllm.api.openai.responses import respond
-from swarmllm.api.openai.schema import Body, ChatRequest, Message, ModelName, TemplateArguments, Text, Tool
+from swarmllm.api.openai.schema import (
+    Body,
+    ChatRequest,
+    Message,
+    ModelName,
+    SamplingFields,
+    TemplateArguments,
+    Text,
+    Tool,
+    sampling_of,
+)
 from swarmllm.api.output.choices import answer_choices
 from swarmllm.api.output.output_parser import effort_told
-from swarmllm.api.output.presets import call_with_preset
-from swarmllm.errors import InvalidRequest, ModelNotFound
-from swarmllm_proto.ipc import Effort, Sampling
+from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_with
+from swarmllm.errors import ContextFull, InvalidRequest, ModelNotFound
+from swarmllm_proto.ipc import Effort
 
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=2**20)]
 
@@ -72,10 +85,24 @@ text_tools.post("/embeddings")(embed)
 text_tools.post("/responses")(respond)
 
 
+@text_tools.errorhandler(ContextFull)
+async def context_full(error: ContextFull) -> Response:
+    """That server's name for it; with /v1 it has OpenAI's."""
+    told = error_object(error) | {"type": "exceed_context_size_error"}
+    return failure_response(error, encode({"error": told}))
+
+
 @text_tools.post("/completion")
 @text_tools.post("/completions")
 async def completion() -> Response:
     body = await read_request(NativeCompletion)
+    asks, replies = await read_completion(body)
+    return await answer_choices(asks, replies, stream=bool(body.stream))
+
+
+@text_tools.post("/infill")
+async def infill() -> Response:
+    body = await filled_in(await read_request(InfillRequest))
     asks, replies = await read_completion(body)
     return await answer_choices(asks, replies, stream=bool(body.stream))
 
@@ -138,22 +165,13 @@ async def props() -> Response:
     view, inference = await current_node().models.get(name), current_config().inference
     if view.entry is None:
         raise ModelNotFound(f"model {name!r} is only on other nodes.", field="model")
-    default = Sampling()
     n_ctx = view.settings.n_ctx if view.settings and view.settings.n_ctx else inference.n_ctx
     n_ctx = min(n_ctx, view.entry.manifest.context_length or n_ctx)
-    parameters = {
-        field: getattr(default, field)
-        for field in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repeat_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "ignore_eos",
-        )
-    }
+    preset = await preset_of(name)
+    sampling = sampling_of(sampling_with(preset, SamplingFields()))
+    parameters = generation_settings(
+        sampling, limit=preset.max_tokens, n_probs=0, end_tokens=(), stream=False
+    )
     return _json(
         {
             "default_generation_settings": {"n_ctx": n_ctx, "params": parameters},
@@ -162,6 +180,8 @@ async def props() -> Response:
             "model_path": str(view.entry.path),
             "modalities": {"vision": view.takes_pictures, "audio": False},
             "build_info": f"swarmllm {__version__}",
+            # It is loaded when a request asks for it.
+            "is_sleeping": not view.complete and current_config().model.on_demand,
         }
     )
 

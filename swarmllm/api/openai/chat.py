@@ -38,11 +38,7 @@ async def completions() -> Response:
     replies: list[ChatReply] = []
     for index, parser in enumerate(parsers):
         head = replies[0].head if replies else None
-        replies.append(
-            ChatReply(
-                call.model, parser, call.include_usage, index=index, head=head, only_calls=call.must_call
-            )
-        )
+        replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
     return await answer_choices([ask], replies, stream=call.stream)
 
 
@@ -99,10 +95,8 @@ class ChatReply:
         *,
         index: int = 0,
         head: Json | None = None,
-        only_calls: bool = False,
     ) -> None:
-        """`head`: of the reply that this one is another choice of. `only_calls`: no text is to come."""
-        self._only_calls = only_calls
+        """`head`: of the reply that this one is another choice of."""
         self.head: Json = head or {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -148,8 +142,8 @@ class ChatReply:
         return WAITING
 
     def first(self, generation: Generation | None) -> bytes:
-        content = None if self._only_calls else ""
-        return self._chunk({"role": "assistant", "content": content, "refusal": None})
+        # Neither an empty content nor null: clients add up what is there.
+        return self._chunk({"role": "assistant", "refusal": None})
 
     def text(self, passage: Passage) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""

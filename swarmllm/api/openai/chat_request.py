@@ -20,6 +20,8 @@ from swarmllm_proto.ipc import Effort, Sampling
 
 Json = dict[str, object]
 PRESET_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingDefaults))
+LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
+"""Names for how many tokens an answer has at most."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "store": (False,),
@@ -94,7 +96,7 @@ def chat_call(body: schema.ChatRequest, pictures: RequestPictures | None = None)
             top_logprobs=body.top_logprobs or 0,
             json_schema=json_schema(_format(body)),
         ),
-        max_tokens=limit_of(body.max_completion_tokens or body.max_tokens),
+        max_tokens=limit_of(body.max_completion_tokens or body.max_tokens or body.n_predict),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         max_tool_calls=max_calls,
@@ -236,13 +238,15 @@ def _refuse_unsupported(body: schema.ChatRequest) -> None:
         raise InvalidRequest("grammar and response_format exclude each other; send one.", field="grammar")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", field="top_logprobs")
-    for field in ("max_tokens", "max_completion_tokens"):
-        if getattr(body, field) == 0:
+    limits = {field: getattr(body, field) for field in LIMITS if getattr(body, field) is not None}
+    for field, limit in limits.items():
+        if limit == 0:
             raise InvalidRequest("has to be 1 or more, or -1 for no limit.", field=field)
+        if limit != next(iter(limits.values())):
+            first = next(iter(limits))
+            raise InvalidRequest(f"{first} and {field} disagree; send one.", field=first)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
-    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest("max_tokens and max_completion_tokens disagree; send one.", field="max_tokens")
 
 
 def json_schema(wanted: schema.ResponseFormat | None) -> str:

@@ -15,11 +15,12 @@ from swarmllm.api.http.context import current_node, session_of
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
-from swarmllm.api.openai.chat_request import refuse_unless_neutral
+from swarmllm.api.openai.chat_request import limit_of, refuse_unless_neutral
 from swarmllm.api.openai.inputs import Inputs, read_inputs
 from swarmllm.api.openai.schema import (
     Choices,
     Json,
+    MaxTokensOrAll,
     ModelName,
     SamplingFields,
     SessionName,
@@ -60,6 +61,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokensOrNone | None = None
     """0: `echo` is all that is asked for."""
+    n_predict: MaxTokensOrAll | None = None
+    """llama.cpp's word for it; -1: until the context is full."""
     echo: bool | None = None
     n: Choices | None = None
     logprobs: TopLogprobs | None = None
@@ -82,8 +85,13 @@ async def complete() -> Response:
     refuse_unless_neutral(body, NEUTRAL)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true.", field="stream_options")
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("0 tokens answer nothing; only with echo that is something.", field="max_tokens")
+    limit, limit_field = body.max_tokens, "max_tokens"
+    if limit is None and body.n_predict is not None:
+        limit, limit_field = body.n_predict, "n_predict"
+    if body.n_predict not in (None, limit):
+        raise InvalidRequest("n_predict and max_tokens disagree; send one.", field="n_predict")
+    if limit == 0 and not body.echo:
+        raise InvalidRequest("0 tokens answer nothing; only with echo that is something.", field=limit_field)
     prompts, n = await prompts_of(body.model, body.prompt), body.n or 1
     if len(prompts) * n > PROMPTS_MAX:
         raise InvalidRequest(
@@ -92,12 +100,12 @@ async def complete() -> Response:
     preset = await preset_of(body.model)
     body = sampling_with(preset, body)
     sampling = sampling_of(body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0)
-    if body.echo and (body.logprobs is not None or body.max_tokens == 0):
+    if body.echo and (body.logprobs is not None or limit == 0):
         # The prompt's own tokens are all that can be told without an answer.
-        n_top, is_answered = body.logprobs or 0, body.max_tokens != 0
+        n_top, is_answered = body.logprobs or 0, limit != 0
         prompts = [replace(prompt, top_logprobs=n_top, is_answered=is_answered) for prompt in prompts]
     session = session_of(body.session_id, body.prompt_cache_key)
-    max_tokens = body.max_tokens or preset.max_tokens or DEFAULT_MAX_TOKENS
+    max_tokens = limit_of(limit or preset.max_tokens or DEFAULT_MAX_TOKENS)
     asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     replies: list[CompletionReply] = []

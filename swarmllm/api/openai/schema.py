@@ -273,7 +273,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
             *("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
             *("use_beam_search", "length_penalty", "include_stop_str_in_output", "prompt_logprobs"),
-            *("chat_template", "documents", "continue_final_message", "images", "models", "n_predict"),
+            *("chat_template", "documents", "continue_final_message", "images", "models"),
             *("truncate_prompt_tokens", "t_max_predict_ms", "json_schema", "best_of", "penalize_nl"),
             *("return_tokens", "return_token_ids", "plugins", "transforms"),
         }
@@ -326,6 +326,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokensOrAll | None = None
     max_completion_tokens: MaxTokensOrAll | None = None
+    n_predict: MaxTokensOrAll | None = None
+    """llama.cpp's word for `max_tokens`."""
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

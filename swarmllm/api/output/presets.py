@@ -30,7 +30,8 @@ def sampling_with(preset: Preset, body: S) -> S:
 
 
 async def call_with_preset(call: ChatCall) -> ChatCall:
-    """Also with the chat template, and with the system message, where the conversation has none."""
+    """Also with the chat template, how much to think, and with the system message, where the conversation has
+    none."""
     preset = await preset_of(call.model)
     if preset == NO_PRESET:
         return call
@@ -47,4 +48,5 @@ async def call_with_preset(call: ChatCall) -> ChatCall:
         sampling=msgspec.structs.replace(call.sampling, **missing),
         max_tokens=preset.max_tokens if call.max_tokens is None else call.max_tokens,
         template=preset.template,
+        effort=preset.reasoning_effort if call.effort is None else call.effort,
     )

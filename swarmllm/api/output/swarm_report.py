@@ -67,18 +67,22 @@ def llamacpp_timings(generation: Generation) -> Json:
     """llama.cpp's `timings`."""
     timings = generation.timings
     n_prompt = generation.n_prompt_tokens - generation.n_cached_tokens
+    # The first token comes out of the prefill, so the decode time is that of the others.
     timed = {
-        "prompt": (n_prompt, timings.prefill_s),
-        "predicted": (generation.n_generated, timings.decode_s),
+        "prompt": (n_prompt, n_prompt, timings.prefill_s),
+        "predicted": (generation.n_generated, max(0, generation.n_generated - 1), timings.decode_s),
     }
     told: Json = {"cache_n": generation.n_cached_tokens}
-    for name, (n_tokens, seconds) in timed.items():
+    for name, (n_tokens, n_timed, seconds) in timed.items():
+        took_ms = milliseconds(seconds)
         told |= {
             f"{name}_n": n_tokens,
-            f"{name}_ms": milliseconds(seconds),
-            f"{name}_per_token_ms": milliseconds(seconds / n_tokens) if n_tokens else 0.0,
-            f"{name}_per_second": round(n_tokens / seconds, 3) if seconds > 0 else 0.0,
+            f"{name}_ms": took_ms,
+            f"{name}_per_token_ms": took_ms / n_timed if n_timed else 0.0,
+            f"{name}_per_second": 1e3 * n_timed / took_ms if took_ms > 0 else 0.0,
         }
+    if generation.guesses.checked:
+        told |= {"draft_n": generation.guesses.checked, "draft_n_accepted": generation.guesses.right}
     return told
 
 

@@ -158,6 +158,8 @@ async def _read(
             raise ContextFull(
                 f"the prompt has {n_tokens} tokens and more; {entry.name} has room for {n_ctx} here",
                 field=prompt.field,
+                n_prompt_tokens=n_tokens,
+                n_ctx=n_ctx,
             )
     if len(laid_out) > PICTURE_RUNS_MAX:
         raise InvalidRequest(

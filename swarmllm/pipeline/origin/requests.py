@@ -224,9 +224,11 @@ def fit(n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, n_ctx: 
     limit = min(n_ctx, entry.manifest.context_length or n_ctx)
     if n_prompt_tokens >= limit:
         raise ContextFull(
-            f"the prompt has {n_prompt_tokens} tokens; {entry.name} has room for {limit} here,"
-            " answer included",
+            f"the prompt is too large: it has {n_prompt_tokens} tokens, which exceeds the available context"
+            f" size; {entry.name} has room for {limit} here, answer included",
             field=field,
+            n_prompt_tokens=n_prompt_tokens,
+            n_ctx=limit,
         )
     # A pipeline that goes on with this request after a failure has to draw the same random numbers.
     seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed

@@ -35,6 +35,8 @@ CHATML: Final = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 """For models without a template."""
+_TAG_MAX: Final = 32
+"""Characters at the end of a prompt that may be a tag which opens reasoning, and lines behind it."""
 NEEDLE: Final = "needle"
 """A content that shows what a template does with it."""
 _PARTS: Final = re.compile(r"""['"]text['"]|\.text\b""")
@@ -142,10 +144,11 @@ class ChatTemplate:
         try:
             with bounded(RENDER_S):
                 try:
-                    return self._rendered(context)
+                    prompt = self._rendered(context)
                 except (jinja2.UndefinedError, TypeError):
                     # What renders without these names is left as transformers renders it.
-                    return self._rendered(context | _further_names(tools or []))
+                    prompt = self._rendered(context | _further_names(tools or []))
+                return prompt + _left_open(prompt) if is_to_answer and effort == "none" else prompt
         except CallError:
             raise
         except Exception as error:  # a template can raise whatever Python can
@@ -174,7 +177,8 @@ class ChatTemplate:
 
     def _thinking(self, effort: Effort | None) -> dict[str, object]:
         """Names by which templates know it: a level (gpt-oss), or only whether (Qwen, DeepSeek, Granite).
-        Of models that always think (DeepSeek R1) they only know where reasoning ends."""
+        Of models that always think (DeepSeek R1) they only know where reasoning ends, and may have opened it
+        (see `_left_open`)."""
         if effort is None:
             return {}
         known: dict[str, object] = {
@@ -190,6 +194,13 @@ class ChatTemplate:
                 "reasoning_effort",
             )
         return read
+
+
+def _left_open(prompt: str) -> str:
+    """What closes the reasoning that the prompt has opened, so that the model has thought its thoughts; ""
+    where it has opened none."""
+    end = prompt[-_TAG_MAX:].rstrip()
+    return next((closing for tag, closing in REASONING_TAGS.items() if end.endswith(tag)), "")
 
 
 def _further_names(tools: list[dict[str, object]]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_proto.ipc import InfillTokens
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
@@ -53,6 +54,22 @@ class Vocabulary:
             for token in special
             if 0 <= token < self.n_vocab and lib.llama_vocab_is_eog(self._vocabulary, token)
         )
+
+    def infill_tokens(self) -> InfillTokens | None:
+        """None where the model lacks one that is needed."""
+        prefix, suffix, middle, repository, file = (
+            token if 0 <= (token := find(self._vocabulary)) < self.n_vocab else None
+            for find in (
+                lib.llama_vocab_fim_pre,
+                lib.llama_vocab_fim_suf,
+                lib.llama_vocab_fim_mid,
+                lib.llama_vocab_fim_rep,
+                lib.llama_vocab_fim_sep,
+            )
+        )
+        if prefix is None or suffix is None or middle is None:
+            return None
+        return InfillTokens(prefix, suffix, middle, repository, file)
 
     def tokenize(self, text: str, *, is_rendered: bool) -> np.ndarray:
         """i32 [n]. A beginning-of-text token is added where the model wants one, except to a rendered

@@ -199,6 +199,7 @@ class Handlers:
                 cut_alignment=engine.rule.cut_alignment,
                 whole_reason=engine.rule.whole_reason,
                 eos_tokens=tuple(sorted(engine.vocabulary.end_tokens)),
+                infill=engine.vocabulary.infill_tokens(),
                 has_chat_template=bool(engine.template_source),
             )
         )
