@@ -120,4 +120,18 @@ async def test_it_is_worked_out_again_and_again(autojump_clock: MockClock, n_rou
     stand.ask("m")
     with trio.move_on_after((n_rounds + 0.5) * EVERY_S):
         await stand.warming.run()
-    assert len(stand.planned) == n_rounds
+    assert len(stand.planned) == 1 + n_rounds
+
+
+async def test_the_first_request_for_a_model_begins_a_round_at_once_and_no_later_one(
+    autojump_clock: MockClock,
+) -> None:
+    stand = Stand()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stand.warming.run)
+        await trio.sleep(1.0)
+        for model_id, expected in (("m", ["m"]), ("m", ["m"]), ("other", ["m", "m", "other"])):
+            stand.ask(model_id, trio.current_time())
+            await trio.sleep(1.0)
+            assert stand.planned == expected
+        nursery.cancel_scope.cancel()

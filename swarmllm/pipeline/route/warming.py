@@ -27,6 +27,7 @@ from swarmllm_proto.identifiers import ModelId, NodeId
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 10.0
+"""Between two rounds. The first request for a model begins one at once: most conversations go on."""
 MODELS_MAX: Final = 8
 ASKED_S: Final = 1800.0
 """For so long after its last request a model's route is kept connected."""
@@ -49,10 +50,12 @@ class RouteWarming:
         self._routes = routes
         self._load = load
         self._asked: dict[ModelId, _Asked] = {}
+        self._asked_anew = trio.Event()
 
     def asked(self, entry: CatalogueEntry, size: RequestSize, now: float) -> None:
         """A request is about to take a route of this model."""
-        self._asked.pop(entry.model_id, None)
+        if self._asked.pop(entry.model_id, None) is None:
+            self._asked_anew.set()
         if len(self._asked) >= MODELS_MAX:
             del self._asked[next(iter(self._asked))]
         self._asked[entry.model_id] = _Asked(entry, size, now)
@@ -60,7 +63,9 @@ class RouteWarming:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await trio.sleep(EVERY_S)
+            with trio.move_on_after(EVERY_S):
+                await self._asked_anew.wait()
+            self._asked_anew = trio.Event()
             await self.warm(trio.current_time())
 
     async def warm(self, now: float) -> None:

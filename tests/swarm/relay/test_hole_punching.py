@@ -155,12 +155,12 @@ async def test_it_is_tried_so_often_and_nothing_is_lost(autojump_clock: MockCloc
         began_s = trio.current_time()
         await a.punching.punch(B)
         assert trio.current_time() - began_s >= SETTLE_S + TRIES * PAUSE_S
-        assert [as_listener for _, _, as_listener in a.dials] == [False, *[True] * TRIES]
+        assert [as_listener for _, _, as_listener in a.dials] == [False, *[True, False] * TRIES]
         assert [address for _, address, _ in b.dials] == [SEEN_AT[A]] * TRIES
         assert (a.turned, b.turned, a.punching.n_punched) == ([], [], 0)
         # And again another time.
         await a.punching.punch(B)
-        assert len(a.dials) == 2 * (1 + TRIES)
+        assert len(a.dials) == 2 * (1 + 2 * TRIES)
 
 
 async def test_one_node_is_dialled_by_one_task(autojump_clock: MockClock) -> None:
@@ -169,7 +169,20 @@ async def test_one_node_is_dialled_by_one_task(autojump_clock: MockClock) -> Non
         async with trio.open_nursery() as both:
             for _ in range(2):
                 both.start_soon(a.punching.punch, B)
-        assert len(a.dials) == 1 + TRIES
+        assert len(a.dials) == 1 + 2 * TRIES
+
+
+async def test_an_end_that_lets_in_everybody_once_it_has_dialled_is_dialled_after_that(
+    autojump_clock: MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        a, b = ends(nursery)
+        # A's router gives each connection another port, so that B's packets go nowhere. Each open a full cone
+        # at B, behind which a listener answers, and so A has to take the dialler's part.
+        a.opens_at = lambda address, _: bool(b.dials) and address == SEEN_AT[B] and not a.dials[-1][2]
+        await a.punching.punch(B)
+        assert [as_listener for _, _, as_listener in a.dials] == [False, True, False]
+        assert (a.turned, a.punching.n_punched) == ([B], 1)
 
 
 async def test_an_end_that_is_gone_or_cannot_be_asked_ends_it(autojump_clock: MockClock) -> None:

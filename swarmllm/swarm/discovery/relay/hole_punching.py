@@ -4,7 +4,8 @@ What stands before a node lets in what looks like an answer. So both ends send t
 each from the port it listens on to the port the other listens on, and each packet opens the way for the
 other's. Who was dialled through the relay begins: it dials the other directly, for that one may be reachable
 after all; if it is not, the two agree on a moment over the relay. The one that began takes the listener's
-part of the handshakes.
+part of the handshakes. Where that fails it dials once more, as anybody would: what stands before the other
+end (a full cone) may let in everybody now, and the other end's listener takes the listener's part.
 
 That works where what stands before a node keeps its port: firewalls, and routers that leave a source port as
 it is while it is free, as Linux does. It is tried TRIES times. Nothing is lost when it fails.
@@ -113,6 +114,9 @@ class Punching:
             await stream.write(framed(encode_punch(Punch("sync"))))
             await trio.sleep(rtt_s / 2 + _LISTENER_WAITS_S)
             await self._dial_all(node_id, answer.addresses, as_listener=True)
+            if not self._host.is_direct(node_id):
+                # The other end's packet may have opened its way for everybody, and then its listener answers.
+                await self._dial_all(node_id, answer.addresses, as_listener=False)
         except (ProtocolError, trio.TooSlowError) as error:
             log.debug("node %s does not agree on a moment: %s", node_id, type(error).__name__)
         except Exception as error:  # libp2p's, of many kinds

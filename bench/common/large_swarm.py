@@ -1,0 +1,503 @@
+"""A swarm of ten thousand nodes that is not there, some of which have all their state.
+
+What is real, of the product's own code: records and loads, their wire format and when nodes tell them; the
+book of what is heard, with its limits; who counts as reachable, dials in vain and what follows from them;
+network coordinates; the plan of who holds what; the choice of a route and what changes it when stages tell
+their load; connections that are kept for probable routes. What is made up: how long layers take, the
+network between regions, and how long it takes to load layers.
+
+Simpler than in life: gossip arrives at once, so that all nodes have heard the same, and one book is
+everybody's. Only `origins` have connections, doubts and opinions of their own, and all requests come from
+them. Of the others what is simulated is what others see of them: record, load, coordinate, death. A node
+plans with all that hold its model, not only with those that it reaches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import trio
+
+from bench.common.simulated_network import Place, random_place
+from bench.common.simulated_swarm import HEARTBEAT_BYTES, LOAD_BYTES_PER_S, N_SLOTS, Figures
+from swarmllm.models import LayerRange, Manifest, merge, subtract
+from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
+from swarmllm.node.placing_plan import next_step, plan_of, shape_of
+from swarmllm.node.record_changes import RecordChanges
+from swarmllm.pipeline.route.assembly import Question
+from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.scheduling.candidates import candidates
+from swarmllm.scheduling.coordinates import Coordinate, SteadyCoordinate, moved
+from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
+from swarmllm.scheduling.placement import Hysteresis, ModelShape
+from swarmllm.scheduling.speeds import Observations
+from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.discovery.addresses import Address
+from swarmllm.swarm.discovery.dialler import PEERS_MAX, Dialler
+from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.peers.reachable import ReachableNodes
+from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm_proto.codec import decode_record, encode_record
+from swarmllm_proto.envelope import Envelope, seal
+from swarmllm_proto.identifiers import ModelId, Multiaddr, NodeId
+from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
+from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
+
+MODELS = ((32, 130, 8), (48, 180, 6), (64, 300, 4), (80, 500, 4), (126, 1900, 1))
+"""(layers, MB of one, how much of the swarm each one of this kind is asked for): 8B to 400B, quantised."""
+N_MODELS = 20
+HARDWARE = ((2, 0.004), (4, 0.002), (8, 0.001), (20, 0.0005), (45, 0.0003))
+"""(GB that fit, seconds for a row of a layer of 500 MB)"""
+SPEAK_S = 1.0
+PLAN_EVERY_S = 15.0
+PLACE_ROUNDS = 12
+"""Of looks at four peers each, before anybody asks."""
+DIAL_RTTS = 5
+"""Of a new connection: TCP, Noise, yamux, and the comparison of records."""
+VANISHED_S = 5.0
+ADDRESS = "/ip4/192.0.2.1/tcp/8810"
+OBSERVER = node_id_named("observer")
+
+
+@lru_cache(maxsize=N_MODELS)
+def _shape(number: int) -> ModelShape:
+    return shape_of(make_model(number))
+
+
+def shape(model: Manifest) -> ModelShape:
+    """Worked out once of each."""
+    return _shape(int(model.name.removeprefix("model")))
+
+
+@lru_cache(maxsize=N_MODELS)
+def _id(number: int) -> ModelId:
+    return make_model(number).model_id
+
+
+def id_of(model: Manifest) -> ModelId:
+    """Its hash is worked out once."""
+    return _id(int(model.name.removeprefix("model")))
+
+
+@lru_cache(maxsize=N_MODELS)
+def make_model(number: int) -> Manifest:
+    n_layers, layer_mb, _ = MODELS[number % len(MODELS)]
+    sizes = {"layer": layer_mb * 10**6, "embedding": layer_mb * 10**6, "head": layer_mb * 10**6}
+    kinds = [("embedding", EMBEDDING_INDEX), *(("layer", i) for i in range(n_layers)), ("head", HEAD_INDEX)]
+    shards = tuple(
+        Shard(index=i, kind=kind, size_bytes=sizes[kind], blake3="0" * 64, tensors=())  # type: ignore[arg-type]
+        for kind, i in kinds
+    )
+    return Manifest(
+        name=f"model{number}",
+        architecture="llama",
+        n_layers=n_layers,
+        n_embd=8192,
+        n_vocab=128256,
+        context_length=8192,
+        cut_alignment=1,
+        whole_reason="",
+        tied_embedding=False,
+        size_bytes=sum(shard.size_bytes for shard in shards),
+        shards=shards,
+    )
+
+
+@dataclass(eq=False)
+class Node:
+    """What there is of a node that asks nobody."""
+
+    node_id: NodeId
+    place: Place
+    model: Manifest
+    budget_bytes: int
+    layer_s: float
+    """What a layer of its model really takes."""
+    guess_bytes_per_s: float
+    held: tuple[LayerRange, ...] = ()
+    loading: tuple[LayerRange, ...] = ()
+    n_active: int = 0
+    alive: bool = True
+    sequence: int = 0
+    is_newcomer: bool = False
+    coordinate: SteadyCoordinate = field(default_factory=SteadyCoordinate)
+    floating: Coordinate = field(default_factory=Coordinate)
+    observations: Observations = field(default_factory=Observations)
+    changes: RecordChanges = field(default_factory=RecordChanges)
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)
+    told: object = None
+
+    @property
+    def lacks(self) -> str:
+        return "no free slot" if self.n_active >= N_SLOTS else ""
+
+    def capability(self) -> NodeCapability:
+        latencies = tuple(
+            ObservedLatency(model_id=model_id, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
+            for model_id, seen in self.observations.latest()
+        )
+        place = self.coordinate.coordinate
+        x_s, y_s, z_s = place.position_s
+        taken_bytes = sum(map(shape(self.model).n_bytes, merge([*self.held, *self.loading])))
+        return NodeCapability(
+            stage_requests=self.n_active,
+            max_requests=N_SLOTS,
+            slots=N_SLOTS,
+            free_slots=max(0, N_SLOTS - self.n_active),
+            free_kv_tokens=8192,
+            memory_bytes_per_s=self.guess_bytes_per_s,
+            flops=self.guess_bytes_per_s * 100,
+            observed_latencies=latencies,
+            coordinate=NetworkCoordinate(
+                position_s=(x_s, y_s, z_s), height_s=place.height_s, error=place.error
+            ),
+            placed_models=(id_of(self.model),),
+            placing_free_bytes=max(0, self.budget_bytes - taken_bytes),
+        )
+
+    def record(self) -> NodeRecord:
+        announced = ShardAnnounce(
+            model_id=id_of(self.model),
+            name=self.model.name,
+            n_layers=self.model.n_layers,
+            ranges=tuple((each.start, each.end) for each in self.held),
+            loading=tuple((each.start, each.end) for each in self.loading),
+        )
+        return NodeRecord(
+            node_id=self.node_id,
+            software="simulated",
+            sequence=self.sequence,
+            models=(announced,) if self.held or self.loading else (),
+            capability=self.capability(),
+        )
+
+
+class Origin:
+    """A node with all that it has itself: connections, and what it thinks of others."""
+
+    def __init__(
+        self, node: Node, book: EnvelopeBook, peers: Sequence[NodeId], uses: Sequence[Manifest], seed: int
+    ) -> None:
+        self.node = node
+        self.uses = uses
+        """The models that its clients ask for."""
+        self.connected: Parts[float] = Parts.alone()
+        self.dialler = Dialler(node.node_id, random.Random(seed), PEERS_MAX)
+        self.reachable = ReachableNodes(book, self.dialler, self.connected, ChangeFeed())
+        self.asked: dict[str, tuple[Manifest, int, int]] = {}
+        self.n_dials = 0
+        self.n_dials_in_vain = 0
+        for peer in peers:
+            self.meets(peer)
+
+    def heard(self, node_ids: Collection[NodeId], now: float) -> None:
+        for node_id in node_ids:
+            self.dialler.suggest(node_id, [Address("192.0.2.1", 8810)], now)
+
+    def meets(self, node_id: NodeId) -> None:
+        self.heard([node_id], trio.current_time())
+        self.connected.put_last(node_id, trio.current_time())
+        self.dialler.dialled(node_id, trio.current_time(), succeeded=True)
+        self.dialler.answered(node_id)
+
+    def loses(self, node_id: NodeId) -> None:
+        self.connected.drop(node_id)
+        self.dialler.lost(node_id, trio.current_time(), on_purpose=False)
+
+
+class LargeSwarm:
+    """Everything there really is."""
+
+    def __init__(self, n_nodes: int, n_origins: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.origins: list[Origin] = []
+        self.models = [make_model(number) for number in range(N_MODELS)]
+        self.weights = [MODELS[number % len(MODELS)][2] / (1 + number) for number in range(N_MODELS)]
+        """How often each model is asked for."""
+        self._sizes = [
+            weight * shape(model).n_bytes(LayerRange(0, model.n_layers))
+            for weight, model in zip(self.weights, self.models, strict=True)
+        ]
+        self.nodes: dict[NodeId, Node] = {}
+        self.holders: dict[ModelId, dict[NodeId, Node]] = {id_of(model): {} for model in self.models}
+        """By model: those that are alive and let it be placed there."""
+        self.figures = Figures()
+        self.first_ratios: list[float] = []
+        """Of each origin's first request for each model it uses; `later_ratios`: of those that follow."""
+        self.later_ratios: list[float] = []
+        self.book = EnvelopeBook(OBSERVER, lambda *_: True)
+        self.n_fetched = 0
+        """Envelopes that were asked for again, because the book had forgotten them."""
+        self.decoded: dict[NodeId, tuple[bytes, bytes, NodeRecord]] = {}
+        self.dirty: dict[NodeId, None] = {}
+        self.n_moved = 0
+        self.settled = False
+        self.died = trio.Event()
+        self.vanished: set[NodeId] = set()
+        """Of the dead: nothing answers in their place."""
+        self._n_born = 0
+        self._changes = ("join", "join", "leave", "kill", "vanish", "slow")
+        for _ in range(n_nodes):
+            self.born()
+        self._find_places()
+        self._place_all()
+        for node in self.nodes.values():
+            self.publish(node)
+        ids = sorted(self.nodes)
+        self.origins = [
+            Origin(
+                self.nodes[node_id],
+                self.book,
+                self.rng.sample(ids, min(PEERS_MAX, n_nodes // 2)),
+                self.rng.choices(self.models, self.weights, k=2),
+                number,
+            )
+            for number, node_id in enumerate(self.rng.sample(ids, n_origins))
+        ]
+
+    def born(self) -> Node:
+        rng = self.rng
+        node_id = node_id_named(f"node{self._n_born:06}")
+        self._n_born += 1
+        # Large models are placed by as many nodes as they need, and popular ones by more.
+        model = rng.choices(self.models, self._sizes)[0]
+        fits_gb, layer_s = rng.choice(HARDWARE)
+        layer_bytes = shape(model).layer_bytes
+        layer_s *= layer_bytes / 500e6 * rng.uniform(0.8, 1.25)
+        node = Node(
+            node_id,
+            random_place(rng),
+            model,
+            max(fits_gb * 10**9, 3 * layer_bytes),
+            layer_s,
+            layer_bytes / (layer_s * rng.uniform(0.6, 1.6)),
+            is_newcomer=self.settled,
+        )
+        self.nodes[node_id] = node
+        self.holders[id_of(model)][node_id] = node
+        return node
+
+    def joins(self) -> None:
+        """A newcomer, with a place and a record."""
+        node = self.born()
+        peers = self.rng.sample(list(self.nodes), min(PEERS_MAX, len(self.nodes)))
+        for _ in range(4):
+            self._look(node, [peer for peer in peers if peer != node.node_id])
+        self.publish(node)
+
+    def dies(self, node: Node, *, vanishes: bool) -> None:
+        node.alive = False
+        if vanishes:
+            self.vanished.add(node.node_id)
+        del self.nodes[node.node_id]
+        del self.holders[id_of(node.model)][node.node_id]
+        self.figures.n_lost_layers += sum(map(len, node.held))
+        for origin in self.origins:
+            if node.node_id in origin.connected:
+                origin.loses(node.node_id)
+        self.died.set()
+        self.died = trio.Event()
+
+    def change(self) -> None:
+        """Something happens to a random node that is nobody's client."""
+        kind = self.rng.choice(self._changes)
+        self.figures.counts[kind] = self.figures.counts.get(kind, 0) + 1
+        if kind == "join":
+            self.joins()
+            return
+        asking = {origin.node.node_id for origin in self.origins}
+        node = next(
+            n
+            for n in iter(lambda: self.nodes[self.rng.choice(list(self.nodes))], None)
+            if n.node_id not in asking
+        )
+        if kind == "slow":
+            node.layer_s *= 4
+        else:
+            self.dies(node, vanishes=kind == "vanish")
+
+    def _look(self, node: Node, peers: Sequence[NodeId]) -> None:
+        at = node.floating
+        for peer in peers:
+            other = self.nodes[peer]
+            rtt_s = node.place.rtt_s(other.place) * self.rng.uniform(0.97, 1.1)
+            at = moved(at, other.coordinate.coordinate, rtt_s, f"{node.node_id} {peer}")
+        node.floating = at
+        node.coordinate.move(at)
+
+    def _find_places(self) -> None:
+        ids = sorted(self.nodes)
+        peers = {node_id: self.rng.sample(ids, min(PEERS_MAX, len(ids) - 1)) for node_id in ids}
+        for _ in range(PLACE_ROUNDS):
+            for node_id in ids:
+                looked_at = self.rng.sample(peers[node_id], min(4, len(peers[node_id])))
+                self._look(self.nodes[node_id], [peer for peer in looked_at if peer != node_id])
+
+    def _place_all(self) -> None:
+        """As after all have followed the plan for as long as it changes."""
+        for model in self.models:
+            nodes = self.holders[id_of(model)]
+            for _ in range(6):
+                plan = plan_of(model, {node_id: node.record() for node_id, node in nodes.items()}, None)
+                changed = False
+                for node_id, node in nodes.items():
+                    target = plan.targets.get(node_id, node.held)
+                    if target != node.held:
+                        node.held, changed = target, True
+                if not changed:
+                    break
+
+    def plan(self, model: Manifest, nursery: trio.Nursery) -> int:
+        """One look of every node that places this model; how many complete pipelines there are."""
+        nodes = self.holders[id_of(model)]
+        records = {node_id: self.decoded[node_id][2] for node_id in nodes if node_id in self.decoded}
+        plan = plan_of(model, records, None)
+        for node_id in [each for each in nodes if each in records]:
+            node = nodes[node_id]
+            target = plan.targets.get(node_id, node.held)
+            if node.loading or subtract(target, node.held) == subtract(node.held, target) == ():
+                node.hysteresis.forget()
+                continue
+            elsewhere = [layers for other in nodes.values() if other is not node for layers in other.held]
+            free = node.capability().placing_free_bytes
+            step = next_step(node.held, target, (), elsewhere, free, shape(model))
+            if step.load is None and step.drop is None:
+                node.hysteresis.forget()
+            elif node.hysteresis.see((target, step)):
+                node.hysteresis.forget()
+                if step.drop is not None:
+                    node.held = subtract(node.held, [step.drop])
+                elif step.load is not None:
+                    node.loading = (step.load,)
+                    nursery.start_soon(self._load, node, step.load)
+                self.dirty[node_id] = None
+        return len(plan.pipelines)
+
+    async def _load(self, node: Node, layers: LayerRange) -> None:
+        await trio.sleep(shape(node.model).n_bytes(layers) / LOAD_BYTES_PER_S)
+        node.held, node.loading = merge([*node.held, layers]), ()
+        self.dirty[node.node_id] = None
+        if node.is_newcomer:
+            self.figures.n_newcomer_layers += len(layers)
+        else:
+            self.figures.n_moved_layers += len(layers)
+
+    def begin_counting(self) -> None:
+        self.figures, self.n_fetched, self.settled = Figures(), 0, True
+        self.first_ratios, self.later_ratios = [], []
+        for origin in self.origins:
+            origin.n_dials = origin.n_dials_in_vain = 0
+
+    def speak(self) -> None:
+        """Those of whom there is news tell it."""
+        dirty, self.dirty = self.dirty, {}
+        for node_id in dirty:
+            if (node := self.nodes.get(node_id)) is not None:
+                self.publish(node)
+
+    def publish(self, node: Node) -> None:
+        capability, told = node.capability(), (node.held, node.loading)
+        means = node.changes.of_all(capability, trio.current_time())
+        if means == "load" and told == node.told:
+            self._publish_load(node, capability)
+        elif means != "nothing" or told != node.told or not node.sequence:
+            node.told = told
+            node.changes.record_told(capability)
+            node.sequence += 1
+            content = encode_record(node.record())
+            self.figures.n_record_bytes += len(content)
+            self.figures.n_records += 1
+            self._take(node, content)
+
+    def _take(self, node: Node, content: bytes) -> None:
+        envelope = Envelope(
+            node_id=node.node_id,
+            started_at_ms=1,
+            sequence=node.sequence,
+            addresses=(Multiaddr(ADDRESS),),
+            record=content,
+        )
+        self.book.take(seal(envelope, lambda _: bytes(64)), trio.current_time())
+        for origin in self.origins:
+            origin.heard([node.node_id], trio.current_time())
+        self.decoded[node.node_id] = (content, b"", decode_record(content))
+
+    def _publish_load(self, node: Node, capability: NodeCapability) -> None:
+        content = encode_load(load_of(capability))
+        node.changes.load_told(capability, trio.current_time())
+        self.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
+        self.figures.n_loads += 1
+        if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
+            # Forgotten: who hears of it asks for the envelope again.
+            self.n_fetched += 1
+            self._take(node, self.decoded[node.node_id][0])
+        record, _, _ = self.decoded[node.node_id]
+        self.decoded[node.node_id] = (record, content, with_load(decode_record(record), decode_load(content)))
+
+    def beat(self) -> None:
+        """A heartbeat of somebody: all together send two in a second."""
+        node = self.nodes[self.rng.choice(list(self.nodes))]
+        if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
+            self.n_fetched += 1
+            self._take(node, self.decoded[node.node_id][0])
+
+    def known(
+        self, origin: Origin, model: Manifest, size: tuple[int, int], told: Mapping[NodeId, int]
+    ) -> Question:
+        """What the planner of this origin would ask about."""
+        now = trio.current_time()
+        reachable = origin.reachable.at(now)
+        held: dict[NodeId, tuple[LayerRange, ...]] = {}
+        said: dict[NodeId, NodeCapability] = {}
+        model_id = id_of(model)
+        for node_id in reachable:
+            record = self.decoded[node_id][2] if node_id in self.decoded else None
+            if record is None or node_id == origin.node.node_id:
+                continue
+            ranges = tuple(LayerRange(*p) for a in record.models if a.model_id == model_id for p in a.ranges)
+            if ranges:
+                held[node_id], said[node_id] = ranges, record.capability
+        held[origin.node.node_id] = origin.node.held if origin.node.model is model else ()
+        rtt_s = {
+            node_id: origin.node.place.rtt_s(self.nodes[node_id].place)
+            for node_id in held
+            if node_id in origin.connected and node_id in self.nodes
+        }
+        holders = candidates(model.n_layers, model.cut_alignment, held, {origin.node.node_id})
+        inputs = route_inputs(
+            origin.node.node_id,
+            model,
+            workload(model, *size),
+            holders,
+            said,
+            Links(rtt_s, coordinate=origin.node.coordinate.coordinate),
+            origin.node.observations,
+            OwnLoad(origin.node.n_active, origin.node.lacks, told=told),
+        )
+        return Question(
+            model.n_layers, model.cut_alignment, holders, reachable, inputs, model_name=model.name
+        )
+
+    def truth(
+        self, origin: Node, model: Manifest, size: tuple[int, int], also: Collection[Node] = ()
+    ) -> tuple[dict[NodeId, list[LayerRange]], RouteInputs]:
+        """What an oracle knows: who holds what at this moment, real speeds, real load, real distances."""
+        nodes = {n.node_id: n for n in self.holders[id_of(model)].values() if n.held} | {
+            n.node_id: n for n in also
+        }
+        scale = 1.0
+        speeds = {
+            node_id: NodeSpeed(n.layer_s * scale, n.layer_s * scale / 8, n.n_active, n.lacks)
+            for node_id, n in nodes.items()
+        }
+        speeds.setdefault(origin.node_id, NodeSpeed(1.0, 1.0))
+        places = {
+            n.node_id: Coordinate((*n.place.point_s, 0.0), n.place.access_s, 0.0)
+            for n in (origin, *nodes.values())
+        }
+        known = RouteInputs(origin.node_id, workload(model, *size), speeds, coordinates=places)
+        return {node_id: list(n.held) for node_id, n in nodes.items()}, known

@@ -1,0 +1,29 @@
+"""A small version of bench.large_swarm: three hundred nodes, of which twenty ask."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from bench.large_swarm import simulate
+from swarmllm.models import LayerRange, covers
+
+
+@pytest.mark.slow
+async def test_origins_of_a_swarm_that_is_no_full_mesh_are_served_over_nodes_that_they_dial(
+    autojump_clock: Any,
+) -> None:
+    swarm = await simulate(300, 60.0, seed=2, n_origins=20, ask_every_s=150.0, settle_s=5.0)
+    figures = swarm.figures
+    assert figures.n_asked >= 60
+    assert figures.n_unserved == 0
+    assert statistics.median(figures.ratios) < 2
+    assert sum(origin.n_dials for origin in swarm.origins) > 0
+    # Far fewer connections than nodes: only those of the start, and those that work needed.
+    assert max(len(origin.connected) for origin in swarm.origins) < len(swarm.nodes) / 2
+    assert sum(figures.counts.values()) > 0
+    for model in swarm.models:
+        held = [layers for node in swarm.nodes.values() if node.model is model for layers in node.held]
+        assert covers(held, LayerRange(0, model.n_layers))
