@@ -352,6 +352,7 @@ def main() -> None:
     parser.add_argument("--origins", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--ask-every-s", type=float, default=500.0, help="of each node")
+    parser.add_argument("--settle-s", type=float, default=30.0, help="before requests count")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
@@ -366,6 +367,7 @@ def main() -> None:
             options.seed,
             min(options.origins, n_nodes // 2),
             options.ask_every_s,
+            settle_s=options.settle_s,
         )
         swarm = trio.run(run, clock=MockClock(autojump_threshold=0))
         swarms[f"{n_nodes} nodes"] = swarm
@@ -379,7 +381,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
-    names = ("origins", "minutes", "ask_every_s", "seed")
+    names = ("origins", "minutes", "ask_every_s", "settle_s", "seed")
     given = " ".join(f"--{name.replace('_', '-')} {getattr(options, name):g}" for name in names)
     command = f"{COMMAND} --nodes {' '.join(map(str, options.nodes))} {given}"
     document = {"command": command, "machine": machine(), "figures": columns}

@@ -64,7 +64,7 @@ class Way:
     def __str__(self) -> str:
         if self.control == "none":
             return "none"
-        said = f"{self.control}, {self.data}" if self.data != "relay" else self.control
+        said = self.control if self.control == self.data else f"{self.control}, {self.data}"
         return said if self.answers else f"{said} (no answer)"
 
 
