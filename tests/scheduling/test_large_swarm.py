@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from bench.large_swarm import simulate
-from swarmllm.models import LayerRange, covers
 
 
 @pytest.mark.slow
@@ -24,6 +23,3 @@ async def test_origins_of_a_swarm_that_is_no_full_mesh_are_served_over_nodes_tha
     # Far fewer connections than nodes: only those of the start, and those that work needed.
     assert max(len(origin.connected) for origin in swarm.origins) < len(swarm.nodes) / 2
     assert sum(figures.counts.values()) > 0
-    for model in swarm.models:
-        held = [layers for node in swarm.nodes.values() if node.model is model for layers in node.held]
-        assert covers(held, LayerRange(0, model.n_layers))
