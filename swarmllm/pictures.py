@@ -3,8 +3,8 @@
 Nothing is decoded here: a decoder that is given hostile bytes runs in the encoder's process. The header tells
 how large the picture would be, so that what would take too much memory is refused before that.
 
-In the text of a prompt a marker stands for each picture. It has a nonce of the request in it, so that nobody
-who writes the text can write a marker.
+In the text of a prompt a marker stands for each picture, and for each sound. It has a nonce of the request in
+it, so that nobody who writes the text can write a marker.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from blake3 import blake3
 
 from swarmllm.errors import InvalidRequest
+from swarmllm.sounds import Sound, parse_sound
+from swarmllm_proto.ipc import PictureKind
 from swarmllm_proto.limits import MIB, PICTURE_BYTES_MAX, PICTURE_PIXELS_MAX, PICTURE_SIDE_MAX
+from swarmllm_proto.sound_headers import looks_like_mp3
 
-PictureKind = Literal["png", "jpeg", "webp", "gif"]
 Size = tuple[int, int]
 """Width and height, in pixels."""
 
 PICTURES_MAX: Final = 64
-"""Of one request, and so of one prompt."""
+"""Pictures and sounds of one request, and so of one prompt."""
 JPEG_SEGMENTS_MAX: Final = 4096
 WEBP_CHUNKS_MAX: Final = 64
 LOOK_BYTES: Final = 256
@@ -73,6 +75,22 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"<Picture {self.kind} {self.width}x{self.height} {len(self.data)} bytes>"
+
+
+Medium: TypeAlias = Picture | Sound
+"""What an encoder makes rows of."""
+MediumName = Literal["picture", "sound"]
+"""As projectors say that they take it."""
+
+
+def name_of(medium: Medium) -> MediumName:
+    return "picture" if isinstance(medium, Picture) else "sound"
+
+
+def parse_medium(data: bytes, field: str) -> Medium:
+    """A picture or a sound, as its first bytes tell. Raises InvalidRequest naming the field."""
+    is_sound = looks_like_mp3(data) or data[:4] == b"fLaC" or (data[:4], data[8:12]) == (b"RIFF", b"WAVE")
+    return parse_sound(data, field) if is_sound else parse_picture(data, field)
 
 
 class _Wrong(Exception):
@@ -204,7 +222,7 @@ def _u24(data: bytes, at: int) -> int:
 
 
 class Marker(str):
-    """Stands for a picture in the text of a prompt."""
+    """Stands for a picture or a sound in the text of a prompt."""
 
     __slots__ = ()
 
@@ -216,7 +234,7 @@ def marker_of(nonce: str, index: int) -> Marker:
 
 
 def joined(parts: Iterable[str | Marker]) -> str:
-    """Parts of a message as its text: a line each, except beside a picture."""
+    """Parts of a message as its text: a line each, except beside a picture or a sound."""
     text = ""
     after_marker = True
     for part in parts:
@@ -228,26 +246,26 @@ def joined(parts: Iterable[str | Marker]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptPictures:
-    """The pictures of one prompt, each by the marker that stands for it in the prompt's text."""
+    """The pictures and sounds of one prompt, each by the marker that stands for it in the prompt's text."""
 
-    by_marker: Mapping[str, Picture]
+    by_marker: Mapping[str, Medium]
     field: str = "messages"
     """What the client's API calls the first of them, for refusals."""
 
     def __bool__(self) -> bool:
         return bool(self.by_marker)
 
-    def split(self, text: str) -> tuple[str | Picture, ...]:
-        """A rendered prompt as pieces of text, none of them empty, and pictures, in their order. Raises
-        InvalidRequest where a picture is not there exactly once: the chat template leaves it out, or repeats
-        it."""
+    def split(self, text: str) -> tuple[str | Medium, ...]:
+        """A rendered prompt as pieces of text, none of them empty, pictures and sounds, in their order.
+        Raises InvalidRequest where one of these is not there exactly once: the chat template leaves it out,
+        or repeats it."""
         if not self.by_marker:
             return (text,) if text else ()
         pieces = re.split("(" + "|".join(map(re.escape, self.by_marker)) + ")", text)
         found = pieces[1::2]
         if sorted(found) != sorted(self.by_marker):
             raise InvalidRequest(
-                "the model's chat template does not show every picture of this conversation once.",
+                "the model's chat template does not show every picture and sound of this conversation once.",
                 field=self.field,
             )
         return tuple(self.by_marker.get(piece, piece) for piece in pieces if piece)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from sound_models import sound_projector, tones, wav_of
 from vision_models import file_of, pixels, projector, text_model
 
 pytestmark = pytest.mark.slow
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.slow
 INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 512}
 N_EMBD = 64
 N_ROWS = 16
+SOUND_ROWS = 13
+"""Of a second."""
 
 
 def lines(node: DaemonProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +90,30 @@ def it_travels(
     # What is here is opened again, and not fetched.
     assert lines(b, "/seer/load", {"layers": "mmproj"})["model"]["projector"] == of_b
     assert told(chat(b, other)) == told(own)
+
+
+def it_hears(node: DaemonProcess, ears: Path) -> None:
+    """With another projector the model, cut over two nodes, takes sounds in the place of pictures."""
+    attached = lines(node, "/seer/projector", {"path": str(ears)})["model"]
+    assert (attached["projector"]["family"], attached["takes"]) == ("qwen3a", ["sound"])
+    (listed,) = (each for each in node.http.get("/v1/models").json()["data"] if each["id"] == "seer")
+    assert listed["architecture"]["input_modalities"] == ["text", "audio"]
+    planned = node.http.get("/api/admin/plan?model=seer").json()
+    assert (planned["takes_pictures"], planned["takes_sounds"]) == (False, True)
+    assert "audio" in node.http.post("/api/show", json={"model": "seer"}).json()["capabilities"]
+
+    def hear(data: bytes) -> dict[str, Any]:
+        audio = {"data": base64.b64encode(data).decode(), "format": "wav"}
+        content = [{"type": "input_audio", "input_audio": audio}, {"type": "text", "text": "what is this?"}]
+        return chat(node, messages=[{"role": "user", "content": content}])
+
+    heard = hear(wav_of(tones(0.5, 1)))
+    (encoded,) = heard["swarm"]["sounds"]
+    assert (encoded["rows"], encoded["kept"], heard["swarm"]["pictures"]) == (SOUND_ROWS, False, [])
+    assert len(heard["swarm"]["route"]) == 2
+    assert told(hear(wav_of(tones(0.5, 1)))) == told(heard) != told(hear(wav_of(tones(0.5, 2))))
+    refused = hear(b"OggS" + bytes(60))
+    assert (refused["status"], refused["error"]["code"]) == (400, "invalid_value")
 
 
 def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_path: Path) -> None:
@@ -164,6 +191,7 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
                 cut = chat(node, shown)
                 assert told(cut) == whole
                 assert len(cut["swarm"]["route"]) == 2
+            it_hears(a, sound_projector(tmp_path / "ears.gguf", "qwen3a", N_EMBD))
         assert lines(a, "/seer/unload", {"progress": True})["type"] == "result"
         assert a.http.delete("/api/admin/models/seer").status_code == 200
         assert mmproj.exists()

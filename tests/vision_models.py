@@ -39,8 +39,9 @@ OTHER_TOKENS = (
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
     *("<|media_start|>", "<|media_begin|>", "<|media_end|>", "<|img|>", "<|endofimg|>"),
     *("<image>", "</image>", "<slice>", "</slice>", "\n"),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_start|>", "<|audio_end|>", "[BEGIN_AUDIO]", "<sound>"),
 )
-"""Special tokens around pictures of the other families."""
+"""Special tokens around pictures of the other families, and around sounds."""
 OWN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>")
 OWN_TEXTS = ("qwen2vl", "gemma3")
 """Text models of which alone the pictures have these tokens around them."""
@@ -62,6 +63,10 @@ TEXTS: Final[dict[str, Spec | Family]] = {
     "qwen2vl": Spec(
         "qwen2vl", qkv_bias=True, keys={"rope.dimension_sections": [4, 2, 2, 0]}, types=(Type.Q8_0,)
     ),
+    **{
+        f"long-{name}": replace(SPECS[name], types=(Type.Q8_0,), context_length=2048)
+        for name in ("llama", "qwen2", "qwen3")
+    },
     "qwen3moe": replace(SPECS["qwen3moe"], n_layers=4),
 }
 """Text models, all of which four nodes can share."""
@@ -98,7 +103,7 @@ def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> Pictur
     return parse_picture(file_of(pixels(width, height, seed), kind), "picture")
 
 
-class _Writer:
+class ProjectorWriter:
     def __init__(self, path: Path, seed: int) -> None:
         self.gguf = GGUFWriter(path, "clip", use_temp_file=False)
         self._rng = np.random.default_rng(seed)
@@ -137,7 +142,7 @@ def projector(
     plain = PLAIN.get(family)
     image = image or (plain.image if plain else 32)
     patch = patch if patch is not None else plain.patch if plain else 8
-    writer = _Writer(path, seed)
+    writer = ProjectorWriter(path, seed)
     gguf = writer.gguf
     if without:
         add = gguf.add_tensor
@@ -255,7 +260,7 @@ class Question(NamedTuple):
     prompt: str
     """With `<__media__>` for each of the images."""
     images: Sequence[np.ndarray]
-    """u8 [height, width, 3]"""
+    """u8 [height, width, 3]; or u8 [n]: a sound's file."""
     n_tokens: int
 
 

@@ -31,14 +31,15 @@ def answer(
     n_batch: int,
     n_threads: int = 1,
     flash_attention: str = "off",
+    n_ctx: int = 1024,
 ) -> None:
-    """`given`: the pictures, `found`: tokens and logits, as .npz."""
+    """`given`: the pictures, and files of sounds, `found`: tokens and logits, as .npz."""
     assert engine_version(), "imported, and so its products are a worker's"
     loading = lib.llama_model_default_params()
     loading.use_extra_bufts = not repacking.keeps_rows([Path(model_path)])
     model = lib.llama_model_load_from_file(model_path.encode(), loading)
     params = lib.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 1024, 512, 512, 1
+    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, 512, 512, 1
     params.n_threads = params.n_threads_batch = n_threads
     params.flash_attn_type = FLASH_ATTENTION[row_attention.chosen(flash_attention, "f16")]
     params.swa_full = True
@@ -51,7 +52,10 @@ def answer(
     with np.load(given) as images:
         for image in (np.ascontiguousarray(images[name]) for name in images.files):
             data = image.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            bitmaps.append(mtmd.mtmd_bitmap_init(image.shape[1], image.shape[0], data))
+            if image.ndim == 1:
+                bitmaps.append(mtmd.mtmd_helper_bitmap_init_from_buf(encoder, data, len(image), False))
+            else:
+                bitmaps.append(mtmd.mtmd_bitmap_init(image.shape[1], image.shape[0], data))
     chunks, text = mtmd.mtmd_input_chunks_init(), mtmd.mtmd_input_text()
     raw = prompt.encode()
     text.text, text.text_len, text.add_special, text.parse_special = raw, len(raw), True, True

@@ -89,6 +89,7 @@ from swarmllm_proto.ipc_texts import (  # noqa: F401
 )
 from swarmllm_proto.ipc_vision import (  # noqa: F401
     EncodePicture,
+    EncodeSound,
     OpenProjector,
     PictureEncoded,
     PictureKind,
@@ -96,6 +97,7 @@ from swarmllm_proto.ipc_vision import (  # noqa: F401
     PictureRecoded,
     ProjectorOpened,
     RecodePicture,
+    SoundKind,
 )
 from swarmllm_proto.picture_runs import PictureRuns
 
@@ -463,6 +465,7 @@ AnyDaemonMessage: TypeAlias = (
     | CheckPrefix
     | OpenProjector
     | EncodePicture
+    | EncodeSound
     | RecodePicture
     | OpenTextEncoder
     | EncodeText

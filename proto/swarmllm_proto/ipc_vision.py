@@ -1,7 +1,8 @@
-"""Messages between the daemon and a worker that encodes pictures (see `ipc`).
+"""Messages between the daemon and a worker that encodes pictures and sounds (see `ipc`).
 
-Such a worker owns one projector: `OpenProjector` names it, each `EncodePicture` brings one picture, and
-`Shutdown` ends it. `RecodePicture` needs none. It runs no layers, and a model worker refuses these messages.
+Such a worker owns one projector: `OpenProjector` names it, each `EncodePicture` brings one picture, each
+`EncodeSound` one sound, and `Shutdown` ends it. `RecodePicture` needs none. It runs no layers, and a model
+worker refuses these messages.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.ipc_base import DaemonMessage, Dimension, Seconds, TokenCount, TokenId, WorkerMessage
 
@@ -17,12 +18,15 @@ PICTURE_PARTS_MAX = 4096
 """A picture of many tiles has tokens before, between and after them."""
 
 PictureKind: TypeAlias = Literal["png", "jpeg", "webp", "gif"]
+MediumWord = Annotated[str, Meta(max_length=16)]
+SoundKind: TypeAlias = Literal["wav", "mp3", "flac"]
 PictureSide = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class OpenProjector(DaemonMessage, frozen=True, tag=True):
     """First message: which projector this worker runs, and for which model, of which it reads metadata and
-    vocabulary only. Answered by ProjectorOpened, after a grey picture has been encoded."""
+    vocabulary only. Answered by ProjectorOpened, after a grey picture, or half a second of silence where it
+    takes sounds, has been encoded."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Of the model's GGUF; of several files, the first."""
@@ -37,7 +41,9 @@ class ProjectorOpened(WorkerMessage, frozen=True, tag=True):
     n_embd: Dimension
     """Width of a picture's rows: the model's."""
     n_rows: TokenCount
-    """That the grey picture became."""
+    """That the grey picture and the silence became."""
+    takes: Annotated[tuple[MediumWord, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
+    """What it encodes: "picture", "sound"; unset: pictures."""
 
 
 class EncodePicture(DaemonMessage, frozen=True, tag=True):
@@ -48,6 +54,13 @@ class EncodePicture(DaemonMessage, frozen=True, tag=True):
     width: PictureSide
     height: PictureSide
     """As its header says; a file that decodes to another size is refused."""
+
+
+class EncodeSound(DaemonMessage, frozen=True, tag=True):
+    """Payload: the file of a sound. Answered by PictureEncoded: its rows are as those of a picture."""
+
+    kind: SoundKind
+    """What the file is; another one is refused, whatever it is."""
 
 
 class RecodePicture(DaemonMessage, frozen=True, tag=True):
@@ -65,8 +78,8 @@ class PictureRecoded(WorkerMessage, frozen=True, tag=True):
 
 
 class PicturePart(msgspec.Struct, frozen=True, array_like=True):
-    """A run of positions that a picture takes in a prompt; travels as an array of its fields in this
-    order."""
+    """A run of positions that a picture or a sound takes in a prompt; travels as an array of its fields in
+    this order."""
 
     tokens: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
     """Of the vocabulary, which mark the picture or a tile of it; none: the positions hold rows."""
@@ -78,7 +91,8 @@ class PicturePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PictureEncoded(WorkerMessage, frozen=True, tag=True):
-    """Answers EncodePicture. Payload: f32 [n, n_embd], the rows of all parts in their order."""
+    """Answers EncodePicture and EncodeSound. Payload: f32 [n, n_embd], the rows of all parts in their
+    order."""
 
     parts: Annotated[tuple[PicturePart, ...], Meta(min_length=1, max_length=PICTURE_PARTS_MAX)]
     compute_s: Seconds = 0.0

@@ -70,6 +70,18 @@ PICTURE_PIXELS_MAX: Final = 2**25
 PICTURE_SIDE_MAX: Final = 16384
 """Pixels on the longer side of a picture."""
 
+SOUND_BYTES_MAX: Final = PICTURE_BYTES_MAX
+"""The file of a sound, likewise: 174 s of a WAV in stereo at 48 kHz."""
+
+SOUND_SECONDS_MAX: Final = 600
+"""Of one sound: 20 windows of half a minute, which encoders take for it, each some hundred rows."""
+
+SOUND_RATE_MIN: Final = 4000
+SOUND_RATE_MAX: Final = 192_000
+"""Samples a second in a sound's file."""
+
+SOUND_CHANNELS_MAX: Final = 8
+
 CHECKED_ROWS_MAX: Final = 3 * MIB
 """Bytes of rows in one response, for a check of what a stage computed: 192 rows of f32 x 4096."""
 

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.frames import Buffer
 from swarmllm_proto.ipc_base import Dimension, RequestId, TokenCount
-from swarmllm_proto.ipc_vision import PICTURE_PARTS_MAX, PicturePart
+from swarmllm_proto.ipc_vision import PICTURE_PARTS_MAX, MediumWord, PicturePart
 from swarmllm_proto.limits import IMAGE_MAX, IMAGE_ROWS_MAX
 from swarmllm_proto.swarm_base import DIGEST_SIZE, WIRE_VERSION, Count, Digest, ModelId
 
@@ -26,7 +26,7 @@ NoRows = Literal["", "VisionEncoderUnavailable", "BadImage", "Busy", "EncoderDie
 
 
 class ProjectorAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
-    """The vision encoder of one model, with which a node encodes pictures for nodes that ask with
+    """The encoder of one model, with which a node encodes pictures, or sounds, for nodes that ask with
     VisionEncodeRequest."""
 
     model_id: ModelId
@@ -38,6 +38,8 @@ class ProjectorAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=
     """Its number among the model's shards: 2^32 - 1, beyond all layers."""
     size_bytes: Count | UnsetType = UNSET
     """Of its file, which the node gives to nodes that ask with FetchPiece; unset: it does not."""
+    takes: Annotated[tuple[MediumWord, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
+    """What it encodes: "picture", "sound"; unset: pictures."""
 
 
 class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -99,6 +99,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"\x89PNG\r\n\x1a\n",
     ),
     ("encode-picture", ipc.EncodePicture(id=2, kind="png", width=640, height=480), b"\x89PNG\r\n\x1a\n"),
+    ("encode-sound", ipc.EncodeSound(id=2, kind="flac"), b"fLaC"),
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),
     ("apply-template", ipc.ApplyTemplate(id=13, messages=MESSAGES, tools=TOOLS, effort="high"), b""),
     ("apply-another-template", ipc.ApplyTemplate(id=14, messages=MESSAGES, template="{{ messages }}"), b""),
@@ -532,6 +533,7 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("text-encoded", ipc.TextEncoded(id=2, n_tokens=4, compute_s=0.5), tensor_bytes(HIDDEN[0])),
     ("projector-opened", ipc.ProjectorOpened(id=1, n_embd=4096, n_rows=576), b""),
+    ("hearing-projector-opened", ipc.ProjectorOpened(id=1, n_embd=4096, n_rows=94, takes=("sound",)), b""),
     (
         "picture-encoded",
         ipc.PictureEncoded(

@@ -296,6 +296,14 @@ SEEING_RECORD = swarm.NodeRecord(
     projectors=(swarm.ProjectorAnnounce(model_id=MODEL_ID, projector="5e" * 32, n_embd=256),),
 )
 
+HEARING_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=17,
+    projectors=(
+        swarm.ProjectorAnnounce(model_id=MODEL_ID, projector="5e" * 32, n_embd=256, takes=("sound",)),
+    ),
+)
+
 GIVING_PROJECTOR_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=16,

@@ -25,6 +25,7 @@ from swarm_samples import (
     ACCEPTING_RECORD,
     CONTROL_FRAMES,
     GIVING_PROJECTOR_RECORD,
+    HEARING_RECORD,
     JOB_MESSAGES,
     KERNEL_CLASS_RECORD,
     KV_TYPE_RECORD,
@@ -99,6 +100,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     yield "record/kernel-class-node-record.bin", encode_record(KERNEL_CLASS_RECORD)
     yield "record/seeing-node-record.bin", encode_record(SEEING_RECORD)
     yield "record/giving-projector-node-record.bin", encode_record(GIVING_PROJECTOR_RECORD)
+    yield "record/hearing-node-record.bin", encode_record(HEARING_RECORD)
     for name, request in REQUESTS:
         yield f"request/{name}.bin", encode_request(request)
     for name, response in RESPONSES:

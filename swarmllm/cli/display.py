@@ -129,15 +129,16 @@ def _guesses(finished: Finished) -> str:
 
 
 def looked(finished: Finished) -> list[str]:
-    """A line for each picture of the conversation: who looked at it."""
+    """A line for each picture and sound of the conversation: who encoded it."""
     return [
-        f"picture {number}: {each['rows']} rows, "
+        f"{name} {number}: {each['rows']} rows, "
         + (
             "encoded for an earlier question"
             if each["kept"]
             else f"encoded by {each['nickname'] or short_id(each['node'])} in {each['encode_ms']:.0f} ms"
         )
-        for number, each in enumerate(finished.swarm.get("pictures", ()), start=1)
+        for name in ("picture", "sound")
+        for number, each in enumerate(finished.swarm.get(f"{name}s", ()), start=1)
     ]
 
 

@@ -107,8 +107,8 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
     their names. A part that is missing is named before anything is read. The model's id is the one that it
     has in one file.
 
-    A projector (mmproj) lets the model take pictures. It is attached to the model and no part of its id;
-    adding the same file again with --mmproj attaches another one.
+    A projector (mmproj) lets the model take pictures, or sounds. It is attached to the model and no part of
+    its id; adding the same file again with --mmproj attaches another one.
     """
     with Client(api_url) as client:
         model = add_file(client, path, name, mmproj, show=not as_json)
@@ -123,7 +123,7 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
     if model["whole_reason"]:
         click.echo(f"It can only be loaded whole: {safe(model['whole_reason'])}.")
     if projector := model["projector"]:
-        click.echo(f"It takes pictures, with {safe(projector['path'])}.")
+        click.echo(f"It takes {taken_words(model)}, with {safe(projector['path'])}.")
     click.echo(f"Load it: swarmllm models load {safe(model['name'])}")
 
 
@@ -274,7 +274,9 @@ def projector(name: str, path: Path, as_json: bool, api_url: str) -> None:
     if as_json:
         print_json(model)
         return
-    click.echo(f"{safe(model['name'])}: it takes pictures, with {safe(model['projector']['path'])}.")
+    click.echo(
+        f"{safe(model['name'])}: it takes {taken_words(model)}, with {safe(model['projector']['path'])}."
+    )
 
 
 @models.command(short_help="Keep a fetched model when room is needed.")
@@ -371,9 +373,9 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "came from", f"other nodes{pinned}" if model["stored"] else "this machine"
         if projector := model["projector"]:
             state = projector["state"].replace("_", " ")
-            yield "takes pictures", f"with {projector['path']} ({projector['family']}, {state})"
+            yield f"takes {taken_words(model)}", f"with {projector['path']} ({projector['family']}, {state})"
         elif model.get("encoders"):
-            yield "takes pictures", "which other nodes encode"
+            yield f"takes {taken_words(model)}", "which other nodes encode"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(_loaded(model)) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"
@@ -473,3 +475,8 @@ def _coverage(model: dict[str, Any]) -> str:
         return "its layers do not join up"
     more = ", ..." if model["n_missing"] > len(model["missing"]) else ""
     return f"layers {', '.join(model['missing'])}{more} missing"
+
+
+def taken_words(model: dict[str, Any]) -> str:
+    """What the model takes besides text. A projector that is unloaded takes nothing now, but could."""
+    return " and ".join(f"{each}s" for each in model.get("takes", ())) or "pictures"

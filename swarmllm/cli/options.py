@@ -42,6 +42,14 @@ def image_option(command: Command) -> Command:
     )
 
 
+def audio_option(command: Command) -> Command:
+    help_text = "A sound that goes with the question (WAV, MP3, FLAC). May be given several times."
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--audio", "sounds", metavar="FILE", multiple=True, type=kind, help=help_text)(
+        command
+    )
+
+
 def data_dir_option(command: Command) -> Command:
     """Of commands that work on the data folder, daemon or not."""
     help_text = "The node's data folder.  [default: as configured]"

@@ -54,8 +54,9 @@ def plan(model: str, prompt_tokens: int, output_tokens: int, as_json: bool, api_
     console.print(table(COLUMNS, [_row(stage) for stage in answer["stages"]], right=NUMBERS))
     if answer["ends_s"]:
         click.echo(f"to the first stage and back from the last: {duration(answer['ends_s'])}")
-    if answer.get("takes_pictures"):
-        click.echo(f"it takes pictures, which {_encoders(answer)} encodes; their rows count as tokens")
+    if taken := [each for each in ("pictures", "sounds") if answer.get(f"takes_{each}")]:
+        words = " and ".join(taken)
+        click.echo(f"it takes {words}, which {_encoders(answer)} encodes; their rows count as tokens")
     if not answer.get("exact", True):
         click.echo("rows are rounded between stages (q8_0): the text is not exactly that of the uncut model")
     for rival in answer["rivals"]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
-from swarmllm.cli.chat.conversation import choose_model, question_message, read_picture
+from swarmllm.cli.chat.conversation import choose_model, question_message, read_media
 from swarmllm.cli.chat.stream import Finished, Message, as_fields, stream_chat
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, WrongUsage
 from swarmllm.cli.display import print_json, safe
-from swarmllm.cli.options import api_option, image_option, json_option
+from swarmllm.cli.options import api_option, audio_option, image_option, json_option
 
 
 @click.command(
@@ -37,11 +37,13 @@ Examples:
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--stop", multiple=True, help="Stop before this text. May be given several times.")
 @image_option
+@audio_option
 @json_option
 @api_option
 def run(
     prompt: tuple[str, ...],
     images: tuple[Path, ...],
+    sounds: tuple[Path, ...],
     model: str | None,
     system: str | None,
     stop: tuple[str, ...],
@@ -53,7 +55,7 @@ def run(
     stdout."""
     text = read_prompt(prompt)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages.append(question_message(text, [read_picture(path) for path in images]))
+    messages.append(question_message(text, read_media(images, sounds)))
     with Client(api_url) as client:
         stream = stream_chat(
             client, choose_model(client, model), messages, stop=list(stop) or None, **sampling

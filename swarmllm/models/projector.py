@@ -1,4 +1,5 @@
-"""Projectors (mmproj): the vision encoder of a model, a GGUF file of its own that is attached to the model.
+"""Projectors (mmproj): the encoder of a model's pictures, or of its sounds, a GGUF file of its own that is
+attached to the model.
 
 A projector is no part of the model's manifest, and the ModelId does not cover it: a model is the same with
 and without one, its layers are interchangeable between nodes that have a projector and nodes that have none,
@@ -19,7 +20,7 @@ import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -66,8 +67,19 @@ _WIDTHS: Final = {
     "qwen2.5vl_merger": ("mm.2.weight", 1),
     "gemma3": ("mm.input_projection.weight", 0),
 }
-"""Supported families: the tensor, and the dimension of it, that has the width of the rows."""
+"""Supported families that see: the tensor, and the dimension of it, that has the width of the rows."""
+_SOUND_WIDTHS: Final = {
+    "ultravox": ("mm.a.mlp.2.weight", 1),
+    "voxtral": ("mm.a.mlp.2.weight", 1),
+    "qwen2a": ("mm.a.fc.weight", 1),
+    "glma": ("mm.a.mlp.2.weight", 1),
+    "musicflamingo": ("mm.a.mlp.2.weight", 1),
+    "qwen3a": ("mm.a.mlp.2.weight", 1),
+}
+"""Those that hear, likewise."""
 FAMILIES: Final = frozenset(_WIDTHS)
+SOUND_FAMILIES: Final = frozenset(_SOUND_WIDTHS)
+Takes: TypeAlias = frozenset[Literal["picture", "sound"]]
 _MINICPMV_VERSIONS: Final = (3, 4, 5, 6, 100045)
 """Of `resampler`: those with one graph and the same tokens around tiles."""
 _SEVERAL_POSITIONS: Final = "its rows have several positions each (M-RoPE)"
@@ -121,6 +133,10 @@ class Projector(msgspec.Struct, frozen=True, kw_only=True):
     n_embd: Count
     """Width of the rows that it makes."""
 
+    @property
+    def takes(self) -> Takes:
+        return frozenset({"sound"}) if self.family in SOUND_FAMILIES else frozenset({"picture"})
+
     def check_file(self) -> None:
         """Raises BadModel where the file is not as it was. Blocking."""
         try:
@@ -167,14 +183,16 @@ def parse_projector(header: GgufHeader) -> tuple[str, int]:
     architecture = header.text("general.architecture")
     if architecture != "clip":
         raise BadModel(f"this is a model of architecture {architecture[:64]!r}, not a projector (clip)")
-    has_vision = header.keys.get("clip.has_vision_encoder")
-    if has_vision is None or has_vision.value is not True:
-        raise BadModel("this projector has no vision encoder")
-    named = [key for key in ("clip.projector_type", "clip.vision.projector_type") if key in header.keys]
+    sees, hears = (_has_encoder(header, kind) for kind in ("vision", "audio"))
+    if not (sees or hears):
+        raise BadModel("this projector encodes neither pictures nor sounds")
+    own_key = f"clip.{'vision' if sees else 'audio'}.projector_type"
+    named = [key for key in ("clip.projector_type", own_key) if key in header.keys]
     family = header.text(named[0] if named else "clip.projector_type")
-    if family not in _WIDTHS:
+    widths = _WIDTHS if sees else _SOUND_WIDTHS
+    if family not in widths:
         reason = _REFUSED.get(family, "nobody has compared it with libmtmd")
-        known = ", ".join(sorted(_WIDTHS))
+        known = ", ".join(sorted(widths))
         raise BadModel(
             f"projectors of the family {family[:64]!r} are not supported: {reason} (known: {known})"
         )
@@ -187,7 +205,12 @@ def parse_projector(header: GgufHeader) -> tuple[str, int]:
             raise BadModel("projectors of MiniCPM-V before 2.6 are not supported: nobody has compared them")
     if family != "mlp" and "clip.vision.image_grid_pinpoints" in header.keys:
         raise BadModel(f"projectors of the family {family!r} that cut pictures into tiles are not supported")
-    return family, _width(tensors, *_WIDTHS[family])
+    return family, _width(tensors, *widths[family])
+
+
+def _has_encoder(header: GgufHeader, kind: str) -> bool:
+    found = header.keys.get(f"clip.has_{kind}_encoder")
+    return found is not None and found.value is True
 
 
 def _width(tensors: dict[str, HeaderTensor], name: str, dimension: int) -> int:

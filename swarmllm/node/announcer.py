@@ -292,6 +292,7 @@ def _projectors(entries: Iterable[CatalogueEntry], gives: bool) -> tuple[Project
                 n_embd=projector.n_embd,
                 shard=MMPROJ_INDEX,
                 size_bytes=projector.size_bytes if gives else UNSET,
+                takes=UNSET if projector.takes == {"picture"} else tuple(sorted(projector.takes)),
             )
         )
     return tuple(found)

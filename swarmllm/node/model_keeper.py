@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, ModelFile, WorkerPool
 from swarmllm.workerpool.cut_check import engine_version
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.swarm import ProjectorAnnounce
 
 log = logging.getLogger("swarmllm.node")
 Progress = Callable[[int, int], None]
@@ -145,8 +146,10 @@ class KeeperNode(Nicknames, Protocol):
         """Tell the swarm what this node holds, if that has changed."""
         ...
 
-    def encoders_of(self, model_id: ModelId, entry: CatalogueEntry | None) -> Iterable[NodeId]:
-        """Other nodes that encode pictures for a model; `entry`: what this node knows of it."""
+    def encoders_of(
+        self, model_id: ModelId, entry: CatalogueEntry | None
+    ) -> Mapping[NodeId, ProjectorAnnounce]:
+        """Other nodes that encode pictures or sounds for a model; `entry`: what this node knows of it."""
         ...
 
 

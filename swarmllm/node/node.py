@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from swarmllm.node.share_book import ShareBook
 from swarmllm.node.sharing import Sharing
 from swarmllm.node.tokenization import Texts
 from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
+from swarmllm.pictures import MediumName
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.route.route_planner import RequestSize
@@ -76,7 +77,7 @@ from swarmllm.transfer import ModelTransfer, TransferStatistics
 from swarmllm.workerpool import LoadOptions, WorkerPool, WorkerStatistics
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import NodeCapability
+from swarmllm_proto.swarm import NodeCapability, ProjectorAnnounce
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -336,11 +337,12 @@ class Node:
                     self.requests.first_token(request, generation)
                     yield generation
 
-    async def require_sight(self, model: str, field: str) -> None:
-        """For a request with a picture at `field`. Raises ModelNotFound, InvalidRequest where the model takes
-        no pictures, and VisionEncoderUnavailable where no projector for it can be used now."""
+    async def require_encoder(self, model: str, field: str, needs: Collection[MediumName]) -> None:
+        """For a request with pictures or sounds, the first of them at `field`. Raises ModelNotFound,
+        InvalidRequest where the model does not take them, and VisionEncoderUnavailable where no projector for
+        it can be used now."""
         entry = await self.models.find(model)
-        await self._pipelines.encoders.require(entry, field)
+        await self._pipelines.encoders.require(entry, field, needs)
 
     @asynccontextmanager
     async def loaded(
@@ -422,8 +424,10 @@ class Node:
         """For the pool: layers came or went, perhaps long after the request for it has ended."""
         self._announcer.look()
 
-    def encoders_of(self, model_id: ModelId, entry: CatalogueEntry | None) -> Iterable[NodeId]:
-        """Other nodes that encode pictures for a model; `entry`: what this node knows of it."""
+    def encoders_of(
+        self, model_id: ModelId, entry: CatalogueEntry | None
+    ) -> Mapping[NodeId, ProjectorAnnounce]:
+        """Other nodes that encode pictures or sounds for a model; `entry`: what this node knows of it."""
         return self._pipelines.encoders.elsewhere(model_id, entry)
 
     async def publish(self) -> None:

@@ -19,12 +19,13 @@ from swarmllm.scheduling.route import is_complete, missing_layers
 from swarmllm.swarm.peers.trust import Deed, Explanation
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.departures import Departed
+from swarmllm.swarm.records.projector_index import taken
 from swarmllm.swarm.records.registry import Registry, SwarmModel
 from swarmllm.swarm.router import PeerInfo, Router
 from swarmllm.transfer.model_transfer import announcement
 from swarmllm.workerpool.settings import LoadOptions, ModelMemory
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import FileAnnounce, NodeRecord
+from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ProjectorAnnounce
 
 Ranges = tuple[LayerRange, ...]
 ID_END_MIN = 6
@@ -71,15 +72,20 @@ class ModelView:
     is_projector_open: bool = False
     """A process of this node has it open."""
     encoders: tuple[NodeId, ...] = ()
-    """Other connected nodes that encode pictures for it, sorted."""
+    """Other connected nodes that encode pictures or sounds for it, sorted."""
+    takes: frozenset[str] = frozenset()
+    """What a request to this node may have besides text: "picture", "sound"."""
     waiting: WaitingView | None = None
     """Only some layers of a file are here, and it is not known yet which model they are of; then there is no
     `model_id`."""
 
     @property
     def takes_pictures(self) -> bool:
-        """A request to this node may have some."""
-        return bool(self.encoders) or (self.entry is not None and self.entry.projector is not None)
+        return "picture" in self.takes
+
+    @property
+    def takes_sounds(self) -> bool:
+        return "sound" in self.takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +229,7 @@ def view_model(
     loaded: tuple[LayerRange, ...],
     memory: ModelMemory,
     settings: LoadOptions | None,
-    encoders: Iterable[NodeId] = (),
+    encoders: Mapping[NodeId, ProjectorAnnounce] | None = None,
     is_projector_open: bool = False,
 ) -> ModelView:
     """`loaded` as `Coverages.of` has it."""
@@ -245,8 +251,14 @@ def view_model(
         missing=coverage.missing,
         complete=coverage.complete,
         is_projector_open=is_projector_open,
-        encoders=tuple(sorted(encoders)),
+        encoders=tuple(sorted(encoders or ())),
+        takes=_takes(entry, encoders or {}),
     )
+
+
+def _takes(entry: CatalogueEntry | None, encoders: Mapping[NodeId, ProjectorAnnounce]) -> frozenset[str]:
+    elsewhere = frozenset[str](each for said in encoders.values() for each in taken(said))
+    return elsewhere | (entry.projector.takes if entry is not None and entry.projector is not None else set())
 
 
 def view_waiting(waiting: WaitingView) -> ModelView:

@@ -1,8 +1,8 @@
-"""Encodes pictures in worker processes of their own kind, one for each projector that is in use.
+"""Encodes pictures and sounds in worker processes of their own kind, one for each projector that is in use.
 
-A picture or a projector that is damaged ends such a process and nothing else. Its pictures are encoded one
-after the other, each with a deadline, at which the process is killed. What a picture became is kept, so that
-the next turn of a conversation does not encode it again.
+What is said of pictures holds for sounds. A picture or a projector that is damaged ends such a process and
+nothing else. Its pictures are encoded one after the other, each with a deadline, at which the process is
+killed. What a picture became is kept, so that the next turn of a conversation does not encode it again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import InvalidRequest, WorkerError
 from swarmllm.models.projector import Projector
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium, Picture
 from swarmllm.workerpool.encoder_workers import EncoderWorker, EncoderWorkers
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
 from swarmllm.workerpool.hosted_models import Hosts
@@ -27,6 +28,7 @@ from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import (
     EncodePicture,
+    EncodeSound,
     OpenProjector,
     PictureEncoded,
     PicturePart,
@@ -119,11 +121,11 @@ class PictureEncoders:
         return 0 if is_open else opened.n_rows
 
     async def encode_picture(
-        self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
+        self, model: ModelFile, projector: Projector, picture: Medium, *, is_kept: bool = True
     ) -> EncodedPicture:
         """`is_kept`: for the next time; not for other nodes, whose pictures would push out those of this
-        one's users. Raises InvalidRequest for a picture that cannot be decoded, BadModel, WorkerDied (also at
-        the deadline), WorkerError, Overloaded."""
+        one's users. Raises InvalidRequest for a picture or sound that cannot be decoded, BadModel, WorkerDied
+        (also at the deadline), WorkerError, Overloaded."""
         if len(picture.data) > PICTURE_BYTES_MAX:
             raise InvalidRequest(f"a picture has {PICTURE_BYTES_MAX} bytes at most", field="messages")
         key = model.model_id, projector.blake3, picture.digest
@@ -133,11 +135,11 @@ class PictureEncoders:
             if is_kept and (kept := self.kept.get(key)) is not None:
                 return kept
             worker, _ = await self._open(encoder, model, projector)
-            message = EncodePicture(
-                id=worker.new_id(), kind=picture.kind, width=picture.width, height=picture.height
-            )
             told, payload = await worker.call(
-                message, PictureEncoded, payload=picture.data, timeout_s=PICTURE_TIMEOUT_S
+                _encode_message(worker.new_id(), picture),
+                PictureEncoded,
+                payload=picture.data,
+                timeout_s=PICTURE_TIMEOUT_S,
             )
             encoded = checked_picture(told, payload, projector.n_embd)
         self.n_encoded += 1
@@ -196,9 +198,18 @@ class PictureEncoders:
         def check(opened: ProjectorOpened) -> None:
             if opened.n_embd != projector.n_embd:
                 raise WorkerError(f"the projector makes rows of {opened.n_embd}, not {projector.n_embd}")
+            takes = ("picture",) if opened.takes is UNSET else opened.takes
+            if not projector.takes.issubset(takes):
+                raise WorkerError(f"the projector takes {takes}, not {sorted(projector.takes)}")
 
         await trio.to_thread.run_sync(projector.check_file)
         return await self._workers.open(encoder, model.model_id, (model, projector), message, check)
+
+
+def _encode_message(call_id: int, medium: Medium) -> EncodePicture | EncodeSound:
+    if isinstance(medium, Picture):
+        return EncodePicture(id=call_id, kind=medium.kind, width=medium.width, height=medium.height)
+    return EncodeSound(id=call_id, kind=medium.kind)
 
 
 class RowsNotFinite(ValueError):

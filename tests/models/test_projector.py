@@ -55,7 +55,7 @@ def test_its_header_tells_family_and_width(tmp_path: Path) -> None:
         ({"family": "resampler"}, "MiniCPM-V before 2.6"),
         ({"family": ""}, "clip.projector_type is missing"),
         ({"architecture": "llama"}, "a model of architecture 'llama', not a projector"),
-        ({"has_vision": False}, "no vision encoder"),
+        ({"has_vision": False}, "encodes neither pictures nor sounds"),
         ({"tensor": "mm.0.weight"}, "tensor mm.2.weight is missing"),
         ({"family": "pixtral", "tiles": True}, "that cut pictures into tiles are not supported"),
     ],

@@ -24,7 +24,7 @@ SIZE = 70, 50
 
 
 def rounded_weights(kind: str) -> Any:
-    plain = vision_models._Writer.matrix
+    plain = vision_models.ProjectorWriter.matrix
 
     def matrix(self: Any, name: str, *shape: int, scale: float | None = None) -> None:
         add = self.gguf.add_tensor
@@ -54,7 +54,7 @@ async def test_the_limit_lies_between_roundings_and_other_pictures(
     roundings: dict[str, CatalogueEntry] = {}
     for kind in ("f16", "eight bits"):
         with monkeypatch.context() as patch:
-            patch.setattr(vision_models._Writer, "matrix", rounded_weights(kind))
+            patch.setattr(vision_models.ProjectorWriter, "matrix", rounded_weights(kind))
             roundings[kind] = entry_of(tmp_path / kind, family, "llama", **deep)
     image, rng = pixels(*SIZE, 1), np.random.default_rng(1)
     others = {

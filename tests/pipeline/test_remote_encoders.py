@@ -510,17 +510,17 @@ async def test_a_picture_that_two_encoders_refuse_is_the_clients_fault() -> None
 async def test_no_encoder_is_told_apart_from_none_that_can_be_reached() -> None:
     async with seeing(B) as swarm:
         encoders = swarm[A].pipelines.encoders
-        await encoders.require(BLIND, "f")
+        await encoders.require(BLIND, "f", {"picture"})
         await swarm[B].announce_projectors(announced(n_embd=N_EMBD + 1))
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(VisionEncoderUnavailable):
-            await encoders.require(BLIND, "f")
+            await encoders.require(BLIND, "f", {"picture"})
         swarm.kill(B)
         await known(swarm, set())
         with pytest.raises(VisionEncoderUnavailable, match=r"no node that encodes pictures .* is connected"):
             await read(swarm, BLIND)
     async with seeing() as swarm:
-        for call in (swarm[A].pipelines.encoders.require(BLIND, "f"), read(swarm, BLIND)):
+        for call in (swarm[A].pipelines.encoders.require(BLIND, "f", {"picture"}), read(swarm, BLIND)):
             with pytest.raises(InvalidRequest, match="takes no pictures; send text only"):
                 await call
 

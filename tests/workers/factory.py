@@ -87,6 +87,7 @@ class Spec:
     """Metadata without the architecture's prefix."""
     plain_keys: dict[str, int] = field(default_factory=dict)
     """Metadata by full name."""
+    context_length: int = 512
     template: str = ""
     extra_tokens: tuple[str, ...] = ()
     """Of the vocabulary, behind SPECIAL_TOKENS."""
@@ -219,7 +220,7 @@ def _add_metadata(writer: GGUFWriter, spec: Spec) -> None:
     prefix = spec.architecture
     writer.add_name("random model")
     writer.add_block_count(spec.n_layers)
-    writer.add_context_length(512)
+    writer.add_context_length(spec.context_length)
     writer.add_embedding_length(spec.n_embd)
     # An array where one number would do: per-layer arrays must survive the cut.
     writer.add_feed_forward_length([spec.n_ff] * spec.n_layers)

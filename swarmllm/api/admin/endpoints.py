@@ -162,6 +162,7 @@ async def plan() -> Response:
     encoders = [] if has_own else view.encoders[:HOLDERS_SHOWN]
     takes = {
         "takes_pictures": view.takes_pictures,
+        "takes_sounds": view.takes_sounds,
         "encoders": [
             {"node_id": each, "nickname": node.nickname_of(each), "shard": MMPROJ_INDEX} for each in encoders
         ],

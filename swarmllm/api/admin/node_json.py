@@ -165,6 +165,7 @@ def model_json(view: ModelView) -> Json:
         "pinned": entry.pinned if entry else False,
         "projector": _projector(view),
         "encoders": view.encoders[:HOLDERS_SHOWN],
+        "takes": sorted(view.takes),
         "files": _files(view.files) if view.files else None,
         "sources": view.sources[:HOLDERS_SHOWN],
         "n_sources": len(view.sources),

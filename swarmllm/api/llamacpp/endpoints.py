@@ -178,7 +178,7 @@ async def props() -> Response:
             "total_slots": current_node().admission.max_running,
             "model_alias": view.name,
             "model_path": str(view.entry.path),
-            "modalities": {"vision": view.takes_pictures, "audio": False},
+            "modalities": {"vision": view.takes_pictures, "audio": view.takes_sounds},
             "build_info": f"swarmllm {__version__}",
             # It is loaded when a request asks for it.
             "is_sleeping": not view.complete and current_config().model.on_demand,

@@ -135,6 +135,7 @@ async def show() -> Response:
             "capabilities": [
                 *("completion", "tools", "embedding"),
                 *(["vision"] if view.takes_pictures else []),
+                *(["audio"] if view.takes_sounds else []),
             ],
             "modified_at": modified(view),
         }

@@ -73,7 +73,11 @@ def _model(view: ModelView) -> dict[str, object]:
         "ready": view.complete,
         # As OpenRouter says it.
         "architecture": {
-            "input_modalities": ["text", "image"] if view.takes_pictures else ["text"],
+            "input_modalities": [
+                "text",
+                *(["image"] if view.takes_pictures else []),
+                *(["audio"] if view.takes_sounds else []),
+            ],
             "output_modalities": ["text"],
         },
     }

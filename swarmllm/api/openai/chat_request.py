@@ -339,7 +339,9 @@ def _text(
             texts.append(pictures.add_url(part.image_url.url, f"{field}.image_url.url"))
             if part.image_url.detail not in (None, "auto"):
                 note_ignored("messages[].content[].image_url.detail")
+        elif isinstance(part, schema.AudioPart) and pictures is not None:
+            texts.append(pictures.add_base64(part.input_audio.data, f"{field}.input_audio.data", "sound"))
         else:
-            kinds = "text parts" if pictures is None else "text and pictures"
+            kinds = "text parts" if pictures is None else "text, pictures and sounds"
             raise InvalidRequest(f"{field}.type: only {kinds} are supported here.", field=f"{field}.type")
     return joined(texts)

@@ -1,4 +1,5 @@
-"""Collects the pictures of one request, of whatever dialect, and parses them away from the event loop.
+"""Collects the pictures and sounds of one request, of whatever dialect, and parses them away from the event
+loop.
 
 A dialect hands over what stands in its body, and puts the marker that it gets into the text of the message.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 import trio
@@ -22,27 +23,41 @@ from swarmllm.pictures import (
     NO_PICTURES,
     PICTURES_MAX,
     Marker,
-    Picture,
+    Medium,
+    MediumName,
     PromptPictures,
     marker_of,
+    name_of,
     parse_picture,
 )
-from swarmllm_proto.limits import MIB, PICTURE_BYTES_MAX
+from swarmllm.sounds import parse_sound
+from swarmllm_proto.limits import MIB, PICTURE_BYTES_MAX, SOUND_BYTES_MAX
 
 FETCHER = "swarmllm.fetcher"
 SEND_IT = "Send the picture itself as a data URL (data:image/png;base64,...)."
-BASE64_MAX = (PICTURE_BYTES_MAX + 2) // 3 * 4
+BYTES_MAX: Mapping[MediumName, int] = {"picture": PICTURE_BYTES_MAX, "sound": SOUND_BYTES_MAX}
+PARSERS: Mapping[MediumName, Callable[[bytes, str], Medium]] = {
+    "picture": parse_picture,
+    "sound": parse_sound,
+}
 PIECE = 2**18
 """Characters, a multiple of 4."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    data: str | bytes
+    """Base64, or what was fetched."""
+    field: str
+    medium: MediumName
+
+
 class RequestPictures:
-    def __init__(self, earlier: Mapping[str, Picture] | None = None) -> None:
-        """`earlier`: pictures of earlier turns, whose markers stand in the messages already."""
+    def __init__(self, earlier: Mapping[str, Medium] | None = None) -> None:
+        """`earlier`: pictures and sounds of earlier turns, whose markers stand in the messages already."""
         self._nonce = secrets.token_hex(16)
         self._earlier = dict(earlier or {})
-        self._asked: dict[Marker, tuple[str | bytes, str]] = {}
-        """(base64 or what was fetched, field)"""
+        self._asked: dict[Marker, _Asked] = {}
         self._remote: dict[Marker, tuple[str, str]] = {}
         """(https address, field) of those that are not fetched yet; they are in `_asked`, too."""
 
@@ -51,8 +66,14 @@ class RequestPictures:
 
     @property
     def field(self) -> str:
-        """Of the first picture that is new."""
-        return next((field for _, field in self._asked.values()), "messages")
+        """Of the first one that is new."""
+        return next((asked.field for asked in self._asked.values()), "messages")
+
+    @property
+    def needs(self) -> frozenset[MediumName]:
+        """What the model has to take."""
+        earlier = {name_of(each) for each in self._earlier.values()}
+        return frozenset(earlier | {asked.medium for asked in self._asked.values()})
 
     def add_url(self, url: str, field: str) -> Marker:
         """A data URL, or an address. Raises InvalidRequest for what is neither."""
@@ -68,15 +89,17 @@ class RequestPictures:
             raise InvalidRequest("a data URL with a picture has to be in base64.", field=field)
         return self.add_base64(data, field)
 
-    def add_base64(self, data: str, field: str) -> Marker:
-        """Raises InvalidRequest for one picture too many."""
-        return self._add(data, field)
+    def add_base64(self, data: str, field: str, medium: MediumName = "picture") -> Marker:
+        """Raises InvalidRequest for one too many."""
+        return self._add(data, field, medium)
 
-    def _add(self, data: str | bytes, field: str) -> Marker:
+    def _add(self, data: str | bytes, field: str, medium: MediumName = "picture") -> Marker:
         if len(self._earlier) + len(self._asked) >= PICTURES_MAX:
-            raise InvalidRequest(f"at most {PICTURES_MAX} pictures are taken at once.", field=field)
+            raise InvalidRequest(
+                f"at most {PICTURES_MAX} pictures and sounds are taken at once.", field=field
+            )
         marker = marker_of(self._nonce, len(self._asked))
-        self._asked[marker] = data, field
+        self._asked[marker] = _Asked(data, field, medium)
         return marker
 
     async def fetch(self, fetcher: PictureFetcher | None, charge: Charge) -> None:
@@ -90,37 +113,39 @@ class RequestPictures:
             raise InvalidRequest(f"this node fetches no pictures (api.fetch_images). {SEND_IT}", field=field)
         fetched = await fetcher.fetch_all(list(remote.values()), charge)
         for (marker, (_, field)), data in zip(remote.items(), fetched, strict=True):
-            self._asked[marker] = data, field
+            self._asked[marker] = _Asked(data, field, "picture")
 
     def parse(self) -> PromptPictures:
         """After `fetch`. Raises InvalidRequest. Takes some milliseconds per megabyte."""
-        pictures = dict(self._earlier)
-        for marker, (data, field) in self._asked.items():
-            picture = data if isinstance(data, bytes) else _decode(data, field)
-            pictures[marker] = parse_picture(picture, field)
-        return PromptPictures(pictures, self.field)
+        found = dict(self._earlier)
+        for marker, asked in self._asked.items():
+            data = asked.data if isinstance(asked.data, bytes) else _decode(asked.data, asked)
+            found[marker] = PARSERS[asked.medium](data, asked.field)
+        return PromptPictures(found, self.field)
 
 
-def _decode(text: str, field: str) -> bytes:
+def _decode(text: str, asked: _Asked) -> bytes:
     """Line breaks in base64 are allowed, as in mail. Raises InvalidRequest."""
     if "\n" in text:
         text = text.replace("\r", "").replace("\n", "")
-    if len(text) > BASE64_MAX:
-        raise InvalidRequest(f"the picture is larger than {PICTURE_BYTES_MAX // MIB} MiB.", field=field)
+    n_max = BYTES_MAX[asked.medium]
+    if len(text) > (n_max + 2) // 3 * 4:
+        raise InvalidRequest(f"the {asked.medium} is larger than {n_max // MIB} MiB.", field=asked.field)
     try:
         # In pieces, each of which holds up other threads for about a millisecond.
         pieces = range(0, len(text), PIECE)
         return b"".join(base64.b64decode(text[at : at + PIECE], validate=True) for at in pieces)
     except (binascii.Error, ValueError):
-        raise InvalidRequest("this is not base64.", field=field) from None
+        raise InvalidRequest("this is not base64.", field=asked.field) from None
 
 
 async def seen_by(model: str, asked: RequestPictures, field: str) -> PromptPictures:
-    """The request's pictures, parsed. `field`: what the API calls the conversation. Raises ModelNotFound, and
-    InvalidRequest where the model takes no pictures, or one of them is none or cannot be fetched."""
+    """The request's pictures and sounds, parsed. `field`: what the API calls the conversation. Raises
+    ModelNotFound, and InvalidRequest where the model does not take them, or one of them is none or cannot be
+    fetched."""
     if not asked:
         return NO_PICTURES
-    await current_node().require_sight(model, asked.field)
+    await current_node().require_encoder(model, asked.field, asked.needs)
     fetcher = cast(PictureFetcher, current_app.extensions[FETCHER])
     await asked.fetch(fetcher if current_config().api.fetch_images else None, current_charge())
     return replace(await trio.to_thread.run_sync(asked.parse), field=field)

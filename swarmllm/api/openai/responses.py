@@ -39,7 +39,7 @@ from swarmllm.api.output.response import EVENT_STREAM, WAITING, answer
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
 from swarmllm.errors import InvalidRequest, SwarmLLMError
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium
 from swarmllm.pipeline.origin.generation import Generation
 
 RESPONSES_MAX = 1024
@@ -66,7 +66,7 @@ class Stored:
     n_bytes: int
     items: list[Json]
     """What the request said, as OpenAI's items."""
-    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    pictures: Mapping[str, Medium] = field(default_factory=dict)
     """Of the whole conversation, by their markers in its messages."""
 
 
@@ -86,7 +86,7 @@ class ResponseStore:
         messages: list[Message],
         owner: str,
         items: list[Json] | None = None,
-        pictures: Mapping[str, Picture] | None = None,
+        pictures: Mapping[str, Medium] | None = None,
     ) -> None:
         pictures = pictures or {}
         n_bytes = len(msgspec.json.encode([response, messages, items]))

@@ -19,6 +19,7 @@ from swarmllm.api.openai.pictures import RequestPictures
 from swarmllm.api.openai.schema import (
     Body,
     Detail,
+    InputAudio,
     Json,
     MaxTokens,
     ModelName,
@@ -52,14 +53,15 @@ is asked for by clients that never look at it; there is none."""
 
 
 class TextItem(msgspec.Struct, frozen=True):
-    """A part of a message: `input_text`, `output_text`, `input_image` and others, echoed with more than is
-    needed."""
+    """A part of a message: `input_text`, `output_text`, `input_image`, `input_audio` and others, echoed with
+    more than is needed."""
 
     type: Name
     text: Text | None = None
     refusal: Text | None = None
     image_url: Annotated[str, Meta(max_length=64 * 2**20)] | None = None
     detail: Detail | None = None
+    input_audio: InputAudio | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True):
@@ -306,6 +308,9 @@ def _text(content: str | list[TextItem] | None, path: str, pictures: RequestPict
             texts.append(pictures.add_url(_due(part.image_url, f"{field}.image_url"), f"{field}.image_url"))
             if part.detail not in (None, "auto"):
                 note_ignored("input[].content[].detail")
+        elif part.type == "input_audio" and pictures is not None:
+            audio = _due(part.input_audio, f"{field}.input_audio")
+            texts.append(pictures.add_base64(audio.data, f"{field}.input_audio.data", "sound"))
         else:
             raise InvalidRequest(f"{part.type[:80]} is not supported here.", field=f"{field}.type")
     return joined(texts)

@@ -58,8 +58,17 @@ class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl
 
 
-class AudioPart(msgspec.Struct, frozen=True, tag_field="type", tag="input_audio"):
-    """Known so that it can be refused by name."""
+class InputAudio(Body, frozen=True):
+    data: Annotated[str, Meta(max_length=64 * 2**20)]
+    """Base64."""
+    format: Literal["wav", "mp3", "flac"]
+    """The bytes tell what it is, whatever this says."""
+
+
+class AudioPart(Body, frozen=True, tag_field="type", tag="input_audio"):
+    ignored = frozenset({"cache_control"})
+
+    input_audio: InputAudio
 
 
 class FilePart(msgspec.Struct, frozen=True, tag_field="type", tag="file"):

@@ -14,12 +14,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from swarmllm.cli.chat.conversation import Conversation, choose_model, question_message, read_picture
+from swarmllm.cli.chat.conversation import Conversation, choose_model, question_message, read_media
 from swarmllm.cli.chat.session import ChatSession, history_file, line_editing, show_answer
 from swarmllm.cli.chat.stream import Message, as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, WrongUsage
 from swarmllm.cli.display import looked, make_console, route_table, safe, summary
-from swarmllm.cli.options import api_option, image_option, json_option
+from swarmllm.cli.options import api_option, audio_option, image_option, json_option
 
 
 @click.command(
@@ -48,11 +48,13 @@ Examples:
     " ~/.local/state/swarmllm/chat_history (XDG_STATE_HOME).  [default: history]",
 )
 @image_option
+@audio_option
 @json_option
 @api_option
 def chat(
     question: tuple[str, ...],
     images: tuple[Path, ...],
+    sounds: tuple[Path, ...],
     model: str | None,
     system: str | None,
     show_route: bool,
@@ -68,15 +70,15 @@ def chat(
     if not text and (as_json or not sys.stdin.isatty()):
         raise WrongUsage('Ask something: swarmllm chat "What is a pipeline?"')
     console = make_console()
-    pictures = [read_picture(path) for path in images]
+    media = read_media(images, sounds)
     with Client(api_url) as client:
         conversation = Conversation(client, choose_model(client, model), sampling, system)
         if not text:
             with line_editing(history_file(os.environ) if history else None):
-                ChatSession(conversation, console, pictures=pictures).run()
+                ChatSession(conversation, console, media=media).run()
             return
         try:
-            asked = question_message(text, pictures)
+            asked = question_message(text, media)
             answer_once(conversation, asked, console, show_route=show_route, as_json_object=as_json)
         except KeyboardInterrupt:
             raise SystemExit(EXIT_INTERRUPTED) from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -18,8 +18,11 @@ from swarmllm.cli.client import Client, CommandFailed, WrongUsage
 from swarmllm.cli.display import safe
 from swarmllm.errors import InvalidRequest, reason_of
 from swarmllm.pictures import MEDIA_TYPES, parse_picture
-from swarmllm_proto.limits import PICTURE_BYTES_MAX
+from swarmllm.sounds import parse_sound
+from swarmllm_proto.ipc import SoundKind
+from swarmllm_proto.limits import PICTURE_BYTES_MAX, SOUND_BYTES_MAX
 
+Parsed = TypeVar("Parsed")
 FILE_MAX_BYTES: Final = 64 * 2**20
 
 
@@ -38,9 +41,21 @@ class SavedPicture(
     image_url: SavedUrl
 
 
+class SavedAudio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    data: str
+    """Base64."""
+    format: Literal["wav", "mp3", "flac"]
+
+
+class SavedSound(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_audio"
+):
+    input_audio: SavedAudio
+
+
 class SavedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant"]
-    content: str | tuple[SavedText | SavedPicture, ...]
+    content: str | tuple[SavedText | SavedPicture | SavedSound, ...]
 
 
 class SavedConversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,24 +129,69 @@ class PictureFile:
     width: int
     height: int
 
+    @property
+    def size(self) -> str:
+        return f"{self.width} x {self.height}"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Of a message."""
+        return {"type": "image_url", "image_url": {"url": self.url}}
+
+
+@dataclass(frozen=True, slots=True)
+class SoundFile:
+    """A sound that goes with a question."""
+
+    name: str
+    data: str
+    """Base64."""
+    kind: SoundKind
+    seconds: float | None
+    """None: its file does not say it."""
+
+    @property
+    def size(self) -> str:
+        return self.kind if self.seconds is None else f"{self.seconds:.1f} s"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Of a message."""
+        return {"type": "input_audio", "input_audio": {"data": self.data, "format": self.kind}}
+
+
+def read_media(images: Sequence[Path], sounds: Sequence[Path]) -> list[PictureFile | SoundFile]:
+    """Raises CommandFailed where one of them is none that a node would take."""
+    return [*map(read_picture, images), *map(read_sound, sounds)]
+
 
 def read_picture(path: Path) -> PictureFile:
     """Raises CommandFailed where there is none that a node would take."""
-    try:
-        with path.open("rb") as file:
-            picture = parse_picture(file.read(PICTURE_BYTES_MAX + 1), str(path))
-    except OSError as error:
-        raise CommandFailed(f"{path} cannot be read: {reason_of(error)}.") from None
-    except InvalidRequest as error:
-        raise CommandFailed(f"{path}: {error.message}") from None
+    picture = _parsed(path, parse_picture, PICTURE_BYTES_MAX)
     data = base64.b64encode(picture.data).decode()
     url = f"data:{MEDIA_TYPES[picture.kind]};base64,{data}"
     return PictureFile(path.name, url, picture.width, picture.height)
 
 
-def question_message(text: str, pictures: Sequence[PictureFile] = ()) -> Message:
-    """Pictures first, as models were trained."""
-    shown = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in pictures]
+def read_sound(path: Path) -> SoundFile:
+    """Raises CommandFailed where there is none that a node would take."""
+    sound = _parsed(path, parse_sound, SOUND_BYTES_MAX)
+    return SoundFile(path.name, base64.b64encode(sound.data).decode(), sound.kind, sound.seconds)
+
+
+def _parsed(path: Path, parse: Callable[[bytes, str], Parsed], bytes_max: int) -> Parsed:
+    try:
+        with path.open("rb") as file:
+            return parse(file.read(bytes_max + 1), str(path))
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be read: {reason_of(error)}.") from None
+    except InvalidRequest as error:
+        raise CommandFailed(f"{path}: {error.message}") from None
+
+
+def question_message(text: str, media: Sequence[PictureFile | SoundFile] = ()) -> Message:
+    """Pictures and sounds first, as models were trained."""
+    shown = [each.part for each in media]
     return {"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}
 
 

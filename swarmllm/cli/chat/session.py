@@ -20,10 +20,12 @@ from swarmllm.cli.chat.conversation import (
     PARAMETERS,
     Conversation,
     PictureFile,
+    SoundFile,
     parameter_named,
     question_message,
     read_parameter,
     read_picture,
+    read_sound,
 )
 from swarmllm.cli.chat.stream import Message
 from swarmllm.cli.client import CommandFailed
@@ -64,7 +66,7 @@ class ChatSession:
     console: Console
     read_line: Callable[[str], str] = input
     """Shows the prompt that it is given. Raises EOFError at the end."""
-    pictures: list[PictureFile] = field(default_factory=list)
+    media: list[PictureFile | SoundFile] = field(default_factory=list)
     """They go with the next question."""
     _file: Path | None = field(default=None, init=False)
     """That was saved or loaded last, and may be written over."""
@@ -118,8 +120,8 @@ class ChatSession:
         self.console.print(safe(text, newlines=True), markup=False, highlight=False)
 
     def _ask(self, text: str) -> None:
-        if self._answer(question_message(text, self.pictures)):
-            self.pictures.clear()
+        if self._answer(question_message(text, self.media)):
+            self.media.clear()
 
     def _answer(self, question: Message) -> bool:
         """False: it failed."""
@@ -144,7 +146,7 @@ class ChatSession:
 
     def new(self, argument: str) -> None:
         self.conversation.forget()
-        self.pictures.clear()
+        self.media.clear()
         self._file = None
         self._say("A new conversation.")
 
@@ -185,12 +187,18 @@ class ChatSession:
             self._say(f"{name:12} {'default' if value is None else value:10} ({parameter.meaning})")
 
     def image(self, argument: str) -> None:
+        self._attach(argument, read_picture, "no picture")
+
+    def audio(self, argument: str) -> None:
+        self._attach(argument, read_sound, "no sound")
+
+    def _attach(self, argument: str, read: Callable[[Path], PictureFile | SoundFile], none: str) -> None:
         if argument == "off":
-            self.pictures.clear()
+            self.media.clear()
         elif argument:
-            self.pictures.append(read_picture(_path(argument)))
-        shown = [f"{each.name} ({each.width} x {each.height})" for each in self.pictures]
-        self._say(f"With the next question: {', '.join(shown) or 'no picture'}.")
+            self.media.append(read(_path(argument)))
+        shown = [f"{each.name} ({each.size})" for each in self.media]
+        self._say(f"With the next question: {', '.join(shown) or none}.")
 
     def save(self, argument: str) -> None:
         path = _path(argument) if argument else self._file
@@ -225,6 +233,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "/system": Command("[TEXT]", "show or change the system message (off: none)", ChatSession.system),
     "/set": Command("[NAME VALUE]", "show or change how is sampled (default: as usual)", ChatSession.set),
     "/image": Command("[FILE]", "show a picture with the next question (off: none)", ChatSession.image),
+    "/audio": Command("[FILE]", "send a sound with the next question (off: none)", ChatSession.audio),
     "/retry": Command("", "ask the last question again", ChatSession.retry),
     "/route": Command("", "which node ran which layers for the last answer, and its time", ChatSession.route),
     "/save": Command("[FILE]", "keep the conversation in a file", ChatSession.save),

@@ -1,6 +1,8 @@
-"""Pictures in a prompt: what they become, and what stands for them where a prompt is a list of tokens.
+"""Pictures and sounds in a prompt: what they become, and what stands for them where a prompt is a list of
+tokens.
 
-The encoder turns a picture into rows, as wide as the model's hidden states, and some tokens around them. The
+The encoder turns a picture or a sound into rows, as wide as the model's hidden states, and some tokens around
+them; what is said of pictures here holds for sounds. The
 origin embeds prompts anyway, and hidden states enter the first stage like those of any other stage; so a
 picture's rows take the place of embedding rows there, and no stage knows that there was a picture, unless its
 rows stand on a grid or see each other.
@@ -19,6 +21,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from swarmllm.pictures import MediumName
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
@@ -32,7 +35,7 @@ ROW_IDS: Final = b"rows of a picture".ljust(32)
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Who looked at one picture, for people."""
+    """Who encoded one picture or sound, for people."""
 
     node_id: NodeId
     nickname: str
@@ -42,6 +45,7 @@ class Looked:
     """It was there from an earlier prompt; `node_id` is this node."""
     is_rounded: bool = False
     """Its rows were rounded on their way from another node."""
+    medium: MediumName = "picture"
 
 
 class PictureMark(NamedTuple):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium
 from swarmllm.pipeline.origin.generation import Prompt, token_ids
 from swarmllm.pipeline.origin.pictures import (
     FIRST_ROW_ID,
@@ -100,17 +100,17 @@ async def rendered(compute: Compute, model: ModelFile, prompt: Prompt) -> str:
 async def read_pictures(
     compute: Compute, encoders: Encoders, entry: CatalogueEntry, prompt: Prompt, n_ctx: int
 ) -> tuple[Tensor, PictureRows]:
-    """Tokenise the text of a prompt between its pictures, and encode these, one after the other: i32 [n] with
-    ids of rows in it, and the rows. Raises InvalidRequest where the model takes no pictures or one cannot be
-    decoded, VisionEncoderUnavailable where nobody can look at them now, ContextFull as soon as they are too
-    many, and what workers raise."""
+    """Tokenise the text of a prompt between its pictures and sounds, and encode these, one after the other:
+    i32 [n] with ids of rows in it, and the rows. Raises InvalidRequest where the model does not take them or
+    one cannot be decoded, VisionEncoderUnavailable where nobody can encode them now, ContextFull as soon as
+    they are too many, and what workers raise."""
     model, text = ModelFile.of(entry), prompt.text
     if text is None:
         text = await rendered(compute, model, prompt)
     parts = prompt.pictures.split(text)
     if parts and not isinstance(parts[0], str):
         parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.
-    pictures = [part for part in parts if isinstance(part, Picture)]
+    pictures = [part for part in parts if not isinstance(part, str)]
     gone: EncodersGone | None = None
     for encoder in await encoders.by_projector(entry, pictures, prompt.field):
         try:
@@ -126,7 +126,7 @@ async def _read(
     encoder: ProjectorEncoders,
     entry: CatalogueEntry,
     prompt: Prompt,
-    parts: Sequence[str | Picture],
+    parts: Sequence[str | Medium],
     n_ctx: int,
 ) -> tuple[Tensor, PictureRows]:
     """With one projector. Raises EncodersGone, and as `read_pictures` does."""

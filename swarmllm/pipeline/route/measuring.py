@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, Literal, Unpack
 
 from swarmllm.models.projector import Projector
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium, Picture
 from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import (
@@ -75,7 +75,7 @@ class ObservedCompute:
         return await self._compute.apply_template(model, messages, tools, effort, template)
 
     async def encode_picture(
-        self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
+        self, model: ModelFile, projector: Projector, picture: Medium, *, is_kept: bool = True
     ) -> EncodedPicture:
         return await self._compute.encode_picture(model, projector, picture, is_kept=is_kept)
 

@@ -14,7 +14,7 @@ from msgspec import UnsetType
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.projector import Projector
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium, Picture
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.forward_result import Want
 from swarmllm.workerpool.ring import RingHint
@@ -142,7 +142,7 @@ class Compute(Protocol):
     ) -> str: ...
 
     async def encode_picture(
-        self, model: ModelFile, projector: Projector, picture: Picture, *, is_kept: bool = True
+        self, model: ModelFile, projector: Projector, picture: Medium, *, is_kept: bool = True
     ) -> EncodedPicture: ...
 
     async def recode_picture(self, picture: Picture) -> bytes: ...

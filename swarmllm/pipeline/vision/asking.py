@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pictures import Picture
+from swarmllm.pictures import Medium
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, require_places, rows_of
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
@@ -54,7 +54,7 @@ class NoAnswer(Exception):
 class PictureQuestion:
     entry: CatalogueEntry
     projector: Digest
-    picture: Picture
+    picture: Medium
     may_round: bool = False
     """Its rows may come rounded to f16."""
     original: str = ""
@@ -214,9 +214,9 @@ class _Asking:
             case "Busy":
                 raise NoAnswer("busy", "it is busy")
             case "BadImage":
-                raise NoAnswer("bad picture", "it cannot decode the picture")
+                raise NoAnswer("bad picture", "it cannot decode it")
             case "EncoderDied":
-                raise NoAnswer("died", "the picture ended its encoder")
+                raise NoAnswer("died", "it ended its encoder")
             case "VisionEncoderUnavailable":
                 raise NoAnswer("absent", "it has not the encoder that it announced")
         n_embd = self.question.entry.manifest.n_embd

@@ -17,6 +17,7 @@ from typing import Final
 import trio
 
 from swarmllm.errors import SwarmLLMError
+from swarmllm.pictures import MediumName, name_of
 from swarmllm.pipeline.check.checker import IDLE_WAIT_S, LOOK_S, NodeLoad
 from swarmllm.pipeline.check.sampling import Chance, rate
 from swarmllm.pipeline.check.verdict import Match
@@ -113,7 +114,7 @@ class PictureChecker:
         question, node_id = pending.question, pending.node_id
         own = await self._own(question)
         if own is not None:
-            self._charge(pending, await _similarity(own, pending.encoded))
+            self._charge(pending, await _similarity(own, pending.encoded, name_of(question.picture)))
             return
         against: list[tuple[NodeId, EncodedPicture]] = []
         for other in pending.others:
@@ -122,14 +123,14 @@ class PictureChecker:
             except NoAnswer as error:
                 log.info("%s does not encode what a check asks for: %s", other, error)
                 continue
-            match = await _similarity(again, pending.encoded)
+            match = await _similarity(again, pending.encoded, name_of(question.picture))
             if match is not Match.WRONG:
                 self._charge(pending, match)
                 for liar, _ in against:
                     self._wrong(liar, "a picture: two others encoded it otherwise")
                 return
             for _, earlier in against:
-                if await _similarity(again, earlier) is not Match.WRONG:
+                if await _similarity(again, earlier, name_of(question.picture)) is not Match.WRONG:
                     self._charge(pending, Match.WRONG)
                     return
             against.append((other, again))
@@ -181,6 +182,6 @@ class PictureChecker:
             self.kept.drop(key)
 
 
-async def _similarity(one: EncodedPicture, other: EncodedPicture) -> Match:
+async def _similarity(one: EncodedPicture, other: EncodedPicture, medium: MediumName) -> Match:
     """It takes a while for megabytes."""
-    return await trio.to_thread.run_sync(similarity, one, other)
+    return await trio.to_thread.run_sync(similarity, one, other, medium)

@@ -1,14 +1,14 @@
 """The encoders of a model as an origin finds them: this node's own, or those of other nodes.
 
-All pictures of one prompt are encoded with one projector. Where this node has one for the model, it is that
-one, also while its file is gone; where it has none, the one of the node that is asked first. What pictures
-become on other nodes is kept as what they become here is.
+All pictures and sounds of one prompt are encoded with one projector. Where this node has one for the model,
+it is that one, also while its file is gone; where it has none, the one of the node that is asked first. What
+pictures become on other nodes is kept as what they become here is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -22,7 +22,7 @@ from swarmllm.errors import (
     VisionEncoderUnavailable,
 )
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pictures import Picture, parse_picture
+from swarmllm.pictures import Medium, MediumName, Picture, name_of, parse_picture
 from swarmllm.pipeline.origin.pictures import Looked
 from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
@@ -35,6 +35,7 @@ from swarmllm.pipeline.vision.compression import measured_half, recodes_picture,
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone, HappyEyeballs
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
+from swarmllm.swarm.records.projector_index import taken
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import EncodedPicture, KeptPictures
@@ -59,7 +60,7 @@ class ProjectorEncoders:
     looked: list[Looked] = field(default_factory=list)
     """One for each picture, in their order."""
 
-    async def encode(self, picture: Picture, field: str) -> EncodedPicture:
+    async def encode(self, picture: Medium, field: str) -> EncodedPicture:
         """Raises InvalidRequest naming the field, EncodersGone, and what this node's encoder raises."""
         began_s = trio.current_time()
         encoded, node_id, is_kept = await self._encoders.encode(
@@ -74,6 +75,7 @@ class ProjectorEncoders:
                 took_s,
                 is_kept,
                 encoded.is_rounded,
+                name_of(picture),
             )
         )
         return encoded
@@ -108,12 +110,13 @@ class Encoders:
         self._elsewhere = HappyEyeballs(router, counts, trust, budget)
 
     def elsewhere(
-        self, model_id: ModelId, entry: CatalogueEntry | None
+        self, model_id: ModelId, entry: CatalogueEntry | None, needs: Collection[MediumName] = ()
     ) -> Mapping[NodeId, ProjectorAnnounce]:
-        """Other nodes that may be shown a picture for this model. `entry`: what this node knows of it."""
+        """Other nodes that may be shown a picture or given a sound for this model, whose projectors take all
+        that is in `needs`. `entry`: what this node knows of it."""
         if entry is not None and self._is_private(entry.name):
             return {}
-        found = self._registry.encoders(model_id)
+        found = _takers(self._registry.encoders(model_id), needs)
         if entry is None:
             return {} if self._is_private("") else found
         own = entry.projector
@@ -132,55 +135,63 @@ class Encoders:
         text = f"no node encodes pictures for {entry.name} now: {gone}"
         return VisionEncoderUnavailable(text, field=field)
 
-    def missing(self, entry: CatalogueEntry, field: str) -> VisionEncoderUnavailable | InvalidRequest:
-        """Why a model takes no pictures where there is no encoder for it."""
-        name = entry.name
-        if entry.projector is not None:
-            return VisionEncoderUnavailable(
-                f"the projector of {name} cannot be used here, and no connected node encodes with it.",
-                field=field,
-            )
-        if entry.unloaded_projector is not None:
+    def missing(
+        self, entry: CatalogueEntry, field: str, needs: Collection[MediumName]
+    ) -> VisionEncoderUnavailable | InvalidRequest:
+        """Why a model does not take all that is in `needs` where there is no encoder for it."""
+        name, own = entry.name, entry.attached_projector
+        words = " and ".join(f"{each}s" for each in sorted(needs))
+        if own is not None and own.takes.issuperset(needs):
+            if entry.projector is not None:
+                return VisionEncoderUnavailable(
+                    f"the projector of {name} cannot be used here, and no connected node encodes with it.",
+                    field=field,
+                )
             return VisionEncoderUnavailable(
                 f"the projector of {name} is unloaded here, and no connected node encodes with one; load it:"
                 f" swarmllm models load {name} --layers mmproj",
                 field=field,
             )
-        if not self._is_private(name) and self._registry.had_encoders(entry.model_id):
-            return VisionEncoderUnavailable(
-                f"no node that encodes pictures for {name} is connected now.", field=field
-            )
-        if self._is_private(name) and self._registry.encoders(entry.model_id):
+        is_private, model_id = self._is_private(name), entry.model_id
+        if is_private and _takers(self._registry.encoders(model_id), needs):
             return InvalidRequest(
-                f"{name} takes no pictures here: other nodes have its projector, but its prompts may not"
+                f"{name} takes no {words} here: other nodes have its projector, but its prompts may not"
                 " leave this node.",
                 field=field,
             )
-        return InvalidRequest(f"{name} takes no pictures; send text only.", field=field)
+        lacking = [each for each in sorted(needs) if not self._registry.had_encoders(model_id, each)]
+        if not (is_private or lacking):
+            return VisionEncoderUnavailable(
+                f"no node that encodes {words} for {name} is connected now.", field=field
+            )
+        lacking = [each for each in lacking if own is None or each not in own.takes]
+        words = f"{lacking[0]}s" if lacking else words
+        return InvalidRequest(f"{name} takes no {words}; send text only.", field=field)
 
-    async def require(self, entry: CatalogueEntry, field: str) -> None:
-        """That there is an encoder for the model now. Raises InvalidRequest where it takes no pictures,
-        VisionEncoderUnavailable."""
-        if self.elsewhere(entry.model_id, entry) or await self._has_own(entry):
+    async def require(self, entry: CatalogueEntry, field: str, needs: Collection[MediumName]) -> None:
+        """That there is an encoder for the model now. Raises InvalidRequest where it does not take what is in
+        `needs`, VisionEncoderUnavailable."""
+        if self.elsewhere(entry.model_id, entry, needs) or await self._has_own(entry, needs):
             return
-        raise self.missing(entry, field)
+        raise self.missing(entry, field, needs)
 
     async def by_projector(
-        self, entry: CatalogueEntry, pictures: Sequence[Picture], field: str
+        self, entry: CatalogueEntry, pictures: Sequence[Medium], field: str
     ) -> list[ProjectorEncoders]:
-        """Each projector with which these pictures may be encoded, and who has it. Raises as `require`
-        does."""
-        ordered = await self._in_order(entry, sum(len(each.data) for each in pictures))
+        """Each projector with which these pictures and sounds may be encoded, and who has it. Raises as
+        `require` does."""
+        needs = {name_of(each) for each in pictures}
+        ordered = await self._in_order(entry, needs, sum(len(each.data) for each in pictures))
         known = dict.fromkeys(
             each.projector
             for each in ordered
             if any(self._kept.get((entry.model_id, each.projector, p.digest)) for p in pictures)
         )
         found = dict(by_projector(ordered, known))
-        if entry.projector is not None:
+        if entry.projector is not None and entry.projector.takes.issuperset(needs):
             found.setdefault(Digest(entry.projector.blake3), [])
         if not found:
-            raise self.missing(entry, field)
+            raise self.missing(entry, field, needs)
         return [ProjectorEncoders(self, entry, projector, holders) for projector, holders in found.items()]
 
     async def encode(
@@ -188,11 +199,11 @@ class Encoders:
         entry: CatalogueEntry,
         projector: Digest,
         holders: Sequence[Encoder],
-        picture: Picture,
+        picture: Medium,
         field: str,
     ) -> tuple[EncodedPicture, NodeId, bool]:
-        """The encoded picture, its node, and whether it was kept. Raises as `ProjectorEncoders.encode`
-        does."""
+        """The encoded picture or sound, its node, and whether it was kept. Raises as
+        `ProjectorEncoders.encode` does."""
         key = entry.model_id, projector, picture.digest
         here = self._router.node_id
         if (kept := self._kept.get(key)) is not None:
@@ -220,15 +231,19 @@ class Encoders:
             self._checker.came(question, encoded, node_id, holders)
         return encoded, node_id, False
 
-    async def _as_sent(self, picture: Picture, holders: Sequence[Encoder]) -> Picture:
-        """As a JPEG where the line gains by it and that is smaller; else as it is."""
+    async def _as_sent(self, picture: Medium, holders: Sequence[Encoder]) -> Medium:
+        """A picture as a JPEG where the line gains by it and that is smaller; else as it is."""
         settings = self._settings
-        if settings.picture_compression == "off" or not recodes_picture(
-            settings.picture_compression,
-            picture,
-            holders[0].path.bytes_per_s if holders else None,
-            can_now=self._compute.can_recode_now(),
-            is_exact=settings.exact,
+        if (
+            not isinstance(picture, Picture)
+            or settings.picture_compression == "off"
+            or not recodes_picture(
+                settings.picture_compression,
+                picture,
+                holders[0].path.bytes_per_s if holders else None,
+                can_now=self._compute.can_recode_now(),
+                is_exact=settings.exact,
+            )
         ):
             return picture
         try:
@@ -250,8 +265,10 @@ class Encoders:
             is_exact=settings.exact,
         )
 
-    async def _in_order(self, entry: CatalogueEntry, picture_bytes: int) -> list[Encoder]:
-        said = self.elsewhere(entry.model_id, entry)
+    async def _in_order(
+        self, entry: CatalogueEntry, needs: Collection[MediumName], picture_bytes: int
+    ) -> list[Encoder]:
+        said = self.elsewhere(entry.model_id, entry, needs)
         if not said:
             return []
         now_s = trio.current_time()
@@ -278,8 +295,8 @@ class Encoders:
             )
         return in_order(encoders, picture_bytes, entry.manifest.n_embd)
 
-    async def _has_own(self, entry: CatalogueEntry) -> bool:
-        if entry.projector is None:
+    async def _has_own(self, entry: CatalogueEntry, needs: Collection[MediumName]) -> bool:
+        if entry.projector is None or not entry.projector.takes.issuperset(needs):
             return False
         try:
             await trio.to_thread.run_sync(entry.projector.check_file)
@@ -296,3 +313,10 @@ class Encoders:
         constraints = self._settings.constraints
         is_private = constraints.is_private or self._settings.local_embedding_privacy
         return is_private or name in constraints.private_models
+
+
+def _takers(
+    said: Mapping[NodeId, ProjectorAnnounce], needs: Collection[MediumName]
+) -> dict[NodeId, ProjectorAnnounce]:
+    """Whose projectors take all that is in `needs`."""
+    return {node_id: each for node_id, each in said.items() if set(needs).issubset(taken(each))}

@@ -14,6 +14,7 @@ import trio
 
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm.log_filter import provoked_by
+from swarmllm.pictures import MediumName, name_of
 from swarmllm.pipeline.prefix.choice import Resting
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
@@ -77,7 +78,7 @@ class HappyEyeballs:
         if isinstance(found, EncodersGone):
             raise found
         if isinstance(found, list):
-            raise _refused(found, field)
+            raise _refused(found, field, name_of(question.picture))
         self._counts.pictures_fetched += 1
         return found
 
@@ -151,7 +152,9 @@ class HappyEyeballs:
             self._trust.note(node_id, error.deed, f"a picture: {error}")
 
 
-def _refused(refusals: Sequence[NoAnswer], field: str) -> InvalidRequest | VisionEncoderUnavailable:
+def _refused(
+    refusals: Sequence[NoAnswer], field: str, medium: MediumName
+) -> InvalidRequest | VisionEncoderUnavailable:
     if all(each.why == "bad picture" for each in refusals):
-        return InvalidRequest("the picture is damaged: its encoder cannot decode it", field=field)
-    return VisionEncoderUnavailable("the picture ended the encoders that were to look at it", field=field)
+        return InvalidRequest(f"the {medium} is damaged: its encoder cannot decode it", field=field)
+    return VisionEncoderUnavailable(f"the {medium} ended the encoders that were to encode it", field=field)

@@ -1,4 +1,4 @@
-"""Encodes pictures for other nodes.
+"""Encodes pictures and sounds for other nodes; what is said of pictures here holds for sounds.
 
 A picture takes one place from its first slice to its last row. Places are shared among the asking nodes as
 those for requests are, and pictures of others are encoded one at a time: one of this node's users waits for
@@ -21,7 +21,7 @@ from msgspec import UNSET
 from swarmllm.errors import InvalidRequest, Overloaded, SwarmLLMError, WorkerDied
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.projector import Projector
-from swarmllm.pictures import parse_picture
+from swarmllm.pictures import name_of, parse_medium
 from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.prefix.choice import Resting
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
@@ -319,7 +319,9 @@ class PictureServing:
             if await trio.to_thread.run_sync(lambda: blake3(data).hexdigest()) != encoding.digest:
                 self._trust.note(sender, Deed.DAMAGED, "a picture")
                 raise NotEncoded("VisionEncoderUnavailable", "it came damaged")
-            picture = parse_picture(data, "image")
+            picture = parse_medium(data, "image")
+            if name_of(picture) not in encoding.projector.takes:
+                raise NotEncoded("VisionEncoderUnavailable", f"its projector takes no {name_of(picture)}s")
             async with self._turn:
                 encoded = await self._compute.encode_picture(
                     encoding.model, encoding.projector, picture, is_kept=False

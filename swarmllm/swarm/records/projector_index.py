@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from msgspec import UNSET
+
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import ProjectorAnnounce
@@ -27,7 +29,7 @@ class ProjectorIndex:
         self._nodes_max = nodes_max
         self._by_node: Parts[Projectors] = Parts.alone() if peers is None else peers
         self._nodes_of: dict[ModelId, set[NodeId]] = {}
-        self._remembered: OrderedDict[ModelId, None] = OrderedDict()
+        self._remembered: OrderedDict[ModelId, frozenset[str]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._by_node.values()))
@@ -56,12 +58,18 @@ class ProjectorIndex:
         said = {n: self._by_node.get(n) for n in sorted(self._nodes_of.get(model_id, ())) if counts(n)}
         found = {node_id: each[model_id] for node_id, each in said.items() if each is not None}
         if found:
-            self._remembered[model_id] = None
+            said_now = (each for announced in found.values() for each in taken(announced))
+            self._remembered[model_id] = self._remembered.get(model_id, frozenset()).union(said_now)
             self._remembered.move_to_end(model_id)
             while len(self._remembered) > REMEMBERED_MAX:
                 self._remembered.popitem(last=False)
         return found
 
-    def had_holders(self, model_id: ModelId) -> bool:
-        """Whether `holders` has found some, now or earlier."""
-        return model_id in self._remembered
+    def had_holders(self, model_id: ModelId, medium: str) -> bool:
+        """Whether `holders` has found some that take this medium, now or earlier."""
+        return medium in self._remembered.get(model_id, ())
+
+
+def taken(announced: ProjectorAnnounce) -> tuple[str, ...]:
+    """What a projector encodes; one that says nothing of it takes pictures."""
+    return ("picture",) if announced.takes is UNSET else announced.takes

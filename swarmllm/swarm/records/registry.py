@@ -302,9 +302,10 @@ class Registry:
         """Which other reachable nodes that may work encode pictures for a model, and with what."""
         return self._projectors.holders(model_id, self._counts_of_others)
 
-    def had_encoders(self, model_id: ModelId) -> bool:
-        """Whether there have been some since the start, as far as `encoders` was asked."""
-        return self._projectors.had_holders(model_id)
+    def had_encoders(self, model_id: ModelId, medium: str) -> bool:
+        """Whether there have been some that take this medium since the start, as far as `encoders` was
+        asked."""
+        return self._projectors.had_holders(model_id, medium)
 
     def _counts_of_others(self, node_id: NodeId) -> bool:
         return node_id != self._node_id and self._counts(node_id)

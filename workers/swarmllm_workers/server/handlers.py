@@ -91,6 +91,7 @@ class Handlers:
             ipc.Shutdown: self._shutdown,
             ipc.OpenProjector: _refuse_pictures,
             ipc.EncodePicture: _refuse_pictures,
+            ipc.EncodeSound: _refuse_pictures,
             **TextHandlers(self.state).by_type,
             **self.grammars.by_type,
             **PrefixHandlers(self.state).by_type,
@@ -303,4 +304,4 @@ def _log_failure(error: Exception) -> None:
 
 
 def _refuse_pictures(_message: object, _payload: memoryview) -> None:
-    raise CallError("bad_message", "this worker runs layers and encodes no pictures", "type")
+    raise CallError("bad_message", "this worker runs layers and encodes no pictures or sounds", "type")

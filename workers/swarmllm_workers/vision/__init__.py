@@ -1,1 +1,1 @@
-"""The worker that encodes pictures: it decodes a picture's file and runs a projector (mmproj) over it."""
+"""The worker that encodes pictures and sounds: it decodes a file and runs a projector (mmproj) over it."""

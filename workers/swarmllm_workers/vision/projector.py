@@ -19,12 +19,16 @@ from llama_cpp import llama_cpp as lib
 from llama_cpp import mtmd_cpp as mtmd
 
 from swarmllm_proto.errors import without_folders
+from swarmllm_proto.ipc import EncodeSound
 from swarmllm_proto.picture_runs import WHOLE_RUN_ROWS_MAX
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.vision.sounds import samples_of
 
 PROBE_SIZE: Final = 48
 """Pixels on each side of the grey picture."""
+PROBE_S: Final = 0.5
+"""Of silence."""
 _ERROR_LEVEL: Final = 4
 
 _complaints: list[str] = []
@@ -81,27 +85,50 @@ class Projector:
         self._context = mtmd.mtmd_init_from_file(os.fsencode(projector), self._model, settings)
         if not self._context:
             raise _complaint(f"{projector.name} cannot be used with {model.name}", "projector")
-        if not mtmd.mtmd_support_vision(self._context):
-            raise CallError("bad_model", f"{projector.name} has no vision encoder", "projector")
+        sees, hears = mtmd.mtmd_support_vision(self._context), mtmd.mtmd_support_audio(self._context)
+        if not (sees or hears):
+            raise CallError("bad_model", f"{projector.name} encodes neither pictures nor sounds", "projector")
+        self.takes = ("picture",) * sees + ("sound",) * hears
 
     def probe(self) -> int:
-        """Encode a grey picture; how many rows it became. Raises CallError."""
-        grey = np.full((PROBE_SIZE, PROBE_SIZE, 3), 127, np.uint8)
-        return sum(len(part.rows) for part in self.encode(grey) if part.rows is not None)
+        """Encode a grey picture, and silence, as the projector takes them; how many rows they became. Raises
+        CallError."""
+        parts: list[EncodedPart] = []
+        if "picture" in self.takes:
+            parts += self.encode(np.full((PROBE_SIZE, PROBE_SIZE, 3), 127, np.uint8))
+        if "sound" in self.takes:
+            n_samples = int(PROBE_S * mtmd.mtmd_get_audio_sample_rate(self._context))
+            parts += self.encode_sound(np.zeros(n_samples, np.float32))
+        return sum(len(part.rows) for part in parts if part.rows is not None)
 
     def encode(self, pixels: np.ndarray) -> list[EncodedPart]:
         """Of u8 [height, width, 3]. Raises CallError bad_picture, bad_model, engine."""
-        with self._chunks(pixels) as chunks:
+        height, width, _ = pixels.shape
+        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return self._parts(mtmd.mtmd_bitmap_init(width, height, data))
+
+    def decode_sound(self, message: EncodeSound, data: memoryview) -> np.ndarray:
+        """f32 [n] as `encode_sound` takes it. Raises CallError bad_picture, also where this projector takes
+        no sounds."""
+        if "sound" not in self.takes:
+            raise CallError("bad_picture", "this projector encodes no sounds", "kind")
+        return samples_of(self._context, message, data)
+
+    def encode_sound(self, samples: np.ndarray) -> list[EncodedPart]:
+        """Of f32 [n], at the projector's rate. Raises as `encode` does."""
+        data = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        return self._parts(mtmd.mtmd_bitmap_init_from_audio(len(samples), data))
+
+    def _parts(self, bitmap: Any) -> list[EncodedPart]:
+        """Of a bitmap, which is freed."""
+        with self._chunks(bitmap) as chunks:
             parts = [self._part(chunk) for chunk in chunks]
         if not any(part.rows is not None for part in parts):
             raise CallError("engine", "the projector gives no rows")
         return parts
 
     @contextmanager
-    def _chunks(self, pixels: np.ndarray) -> Iterator[list[Any]]:
-        height, width, _ = pixels.shape
-        data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        bitmap = mtmd.mtmd_bitmap_init(width, height, data)
+    def _chunks(self, bitmap: Any) -> Iterator[list[Any]]:
         chunks = mtmd.mtmd_input_chunks_init()
         try:
             part = mtmd.mtmd_input_part()
@@ -109,7 +136,7 @@ class Projector:
             parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
             failed = mtmd.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if failed:
-                raise CallError("bad_picture", f"libmtmd does not take this picture ({failed})", "payload")
+                raise CallError("bad_picture", f"libmtmd does not take this ({failed})", "payload")
             n = mtmd.mtmd_input_chunks_size(chunks)
             yield [mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n)]
         finally:
@@ -125,11 +152,11 @@ class Projector:
             if not all(0 <= token < self.n_vocab for token in tokens):
                 raise CallError("bad_model", "the vocabulary lacks the projector's special tokens", "path")
             return EncodedPart(tokens, None)
-        if kind != mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-            raise CallError(
-                "bad_model", "the projector gives neither rows of a picture nor tokens", "projector"
-            )
-        grid_width = self._grid_width(chunk, n)
+        grid_width = 0
+        if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+            grid_width = self._grid_width(chunk, n)
+        elif kind != mtmd.MTMD_INPUT_CHUNK_TYPE_AUDIO:
+            raise CallError("bad_model", "the projector gives neither rows nor tokens", "projector")
         is_causal = not mtmd.mtmd_decode_use_non_causal(self._context, chunk)
         if not is_causal and n > WHOLE_RUN_ROWS_MAX:
             raise CallError(
@@ -138,7 +165,7 @@ class Projector:
                 "payload",
             )
         if failed := mtmd.mtmd_encode_chunk(self._context, chunk):
-            raise CallError("engine", f"libmtmd cannot encode the picture ({failed})")
+            raise CallError("engine", f"libmtmd cannot encode this ({failed})")
         output = mtmd.mtmd_get_output_embd(self._context)
         rows = np.ctypeslib.as_array(output, (n, self.n_embd)).copy()
         if not np.isfinite(rows).all():

@@ -1,7 +1,8 @@
-"""The loop of a worker that encodes pictures: one message after the other, each answered before the next.
+"""The loop of a worker that encodes pictures and sounds: one message after the other, each answered before
+the next.
 
-A picture or a projector can end this process (libmtmd aborts where it should refuse), and nothing else lives
-in it. The daemon bounds the time of each picture by ending it, too.
+A picture, a sound or a projector can end this process (libmtmd aborts where it should refuse), and nothing
+else lives in it. The daemon bounds the time of each by ending it, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import llama_cpp
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import call_id_of, decode_daemon_message, encode_ipc
@@ -25,7 +27,7 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers import __version__
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.vision.decoding import jpeg_of, pixels_of
-from swarmllm_workers.vision.projector import Projector
+from swarmllm_workers.vision.projector import EncodedPart, Projector
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class EncoderServer:
         self._handlers: dict[type, Callable[[Any, memoryview], None]] = {
             ipc.OpenProjector: self._open,
             ipc.EncodePicture: self._encode,
+            ipc.EncodeSound: self._encode_sound,
             ipc.RecodePicture: self._recode,
             ipc.Shutdown: self._shutdown,
         }
@@ -78,7 +81,9 @@ class EncoderServer:
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
-                raise CallError("bad_message", "this worker encodes pictures and nothing else", "type")
+                raise CallError(
+                    "bad_message", "this worker encodes pictures and sounds, and nothing else", "type"
+                )
             handler(message, frame.payload)
         except CallError as error:
             self._fail(message.id, error)
@@ -94,13 +99,31 @@ class EncoderServer:
         projector = Projector(Path(message.path), Path(message.projector), message.n_threads)
         n_rows = projector.probe()
         self._projector = projector
-        self._send(ipc.ProjectorOpened(id=message.id, n_embd=projector.n_embd, n_rows=n_rows))
+        self._send(
+            ipc.ProjectorOpened(
+                id=message.id,
+                n_embd=projector.n_embd,
+                n_rows=n_rows,
+                takes=UNSET if projector.takes == ("picture",) else projector.takes,
+            )
+        )
 
-    def _encode(self, message: ipc.EncodePicture, payload: memoryview) -> None:
+    def _opened(self) -> Projector:
         if self._projector is None:
             raise CallError("bad_message", "no projector is open: OpenProjector comes first", "type")
-        started = time.perf_counter()
-        parts = self._projector.encode(pixels_of(message, payload))
+        return self._projector
+
+    def _encode(self, message: ipc.EncodePicture, payload: memoryview) -> None:
+        projector, started = self._opened(), time.perf_counter()
+        if "picture" not in projector.takes:
+            raise CallError("bad_picture", "this projector encodes no pictures", "kind")
+        self._tell(message.id, projector.encode(pixels_of(message, payload)), started)
+
+    def _encode_sound(self, message: ipc.EncodeSound, payload: memoryview) -> None:
+        projector, started = self._opened(), time.perf_counter()
+        self._tell(message.id, projector.encode_sound(projector.decode_sound(message, payload)), started)
+
+    def _tell(self, call_id: int, parts: list[EncodedPart], started: float) -> None:
         rows = np.concatenate([part.rows for part in parts if part.rows is not None])
         told = tuple(
             ipc.PicturePart(
@@ -109,7 +132,7 @@ class EncoderServer:
             for part in parts
         )
         compute_s = time.perf_counter() - started
-        self._send(ipc.PictureEncoded(id=message.id, parts=told, compute_s=compute_s), encode_tensor(rows))
+        self._send(ipc.PictureEncoded(id=call_id, parts=told, compute_s=compute_s), encode_tensor(rows))
 
     def _recode(self, message: ipc.RecodePicture, payload: memoryview) -> None:
         self._send(ipc.PictureRecoded(id=message.id), jpeg_of(pixels_of(message, payload)))
