@@ -27,6 +27,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     GeneratedTokens,
     GuessCount,
     InfillTokens,
+    JobNumber,
     KernelChoice,
     KernelClass,
     KernelMode,
@@ -51,6 +52,7 @@ from swarmllm_proto.ipc_base import (  # noqa: F401
     TokensAgain,
     UseThreads,
     WorkerMessage,
+    require_job_number,
     require_layer_range,
 )
 from swarmllm_proto.ipc_kv import (  # noqa: F401
@@ -286,9 +288,15 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     picture_runs: PictureRuns = ()
     """Rows of the request that stand on a grid or see each other; every forward of it says so."""
     owner: Owner | UnsetType = UNSET
+    number: JobNumber | UnsetType = UNSET
+    """With `seat`: as in `LayerForward`. Such a job is answered with Done when it has its place in the order;
+    what comes of it leaves by a link or a Relay."""
+    fresh: JobNumber | UnsetType = UNSET
+    """As in `LayerForward`."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
+        require_job_number(self.number, self.fresh)
 
 
 class Generate(DaemonMessage, frozen=True, tag=True):
@@ -416,7 +424,8 @@ class Token(WorkerMessage, frozen=True, tag=True):
 
 class Done(WorkerMessage, frozen=True, tag=True):
     """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat, TakePrompt, Cut
-    and UseThreads; and a Forward that was `resent` and had come before."""
+    and UseThreads; and of Forwards with a seat those that were `resent` and had come before, those with a
+    number, and windows at the last stage."""
 
 
 class Error(WorkerMessage, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.limits import LAYERS_MAX
 
@@ -14,6 +14,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
 LayerIndex = Annotated[int, Meta(ge=0, le=LAYERS_MAX)]
 Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+JobNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Owner = Annotated[str, Meta(max_length=256)]
 """For whom work is: nodes that share a worker's time as one have one; none: the node's own users."""
 SizeBytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -54,6 +55,14 @@ def require_layer_range(start: int, end: int) -> None:
     """Raises ValueError naming `end`; msgspec turns it into a validation error with the message's path."""
     if end <= start:
         raise ValueError(f"field `end`: {end} must be above start {start}")
+
+
+def require_job_number(number: int | UnsetType, fresh: int | UnsetType) -> None:
+    """Raises ValueError naming `fresh`."""
+    if (number is UNSET) is not (fresh is UNSET):
+        raise ValueError("field `fresh`: it comes with `number`, and not without")
+    if number is not UNSET and fresh is not UNSET and fresh > number:
+        raise ValueError(f"field `fresh`: {fresh} must not be above number {number}")
 
 
 class StageTiming(msgspec.Struct, frozen=True, array_like=True):

@@ -105,6 +105,8 @@ class Turned(WorkerMessage, frozen=True, tag=True):
     """Of the jobs, those with several rows: a token and guesses."""
     n_window_rows: TokenCount | UnsetType = UNSET
     """Of all of these, also of guesses that were wrong."""
+    n_numbered: TokenCount | UnsetType = UNSET
+    """Of the jobs, those beside which others were under way: all of their rows may have been refused."""
 
 
 class LinkLost(WorkerMessage, frozen=True, tag=True):

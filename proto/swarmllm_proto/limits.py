@@ -34,6 +34,9 @@ WINDOW_ROWS_MAX: Final = 16
 GUESSES_MAX: Final = WINDOW_ROWS_MAX - 1
 """Behind the token of one decode job."""
 
+JOBS_UNDER_WAY_MAX: Final = 16
+"""Decode jobs of one request that are on their way at once. 112 rows, with the seven of a batch."""
+
 REQUEST_MAX: Final = 4 * MIB
 """Body of a request or response between nodes: py-libp2p's reads stop short above 4 MB."""
 

@@ -20,6 +20,7 @@ from swarmllm_proto.ipc import (
     Fingerprint,
     FinishReason,
     GeneratedTokens,
+    JobNumber,
     KernelClass,
     LayerIndex,
     Logprobs,
@@ -31,6 +32,7 @@ from swarmllm_proto.ipc import (
     StopIndex,
     TokenCount,
     TokenId,
+    require_job_number,
     require_layer_range,
 )
 from swarmllm_proto.ipc import StageTiming as StageTiming
@@ -390,9 +392,18 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     window_rows: Annotated[int, Meta(ge=2, le=255)] | UnsetType = UNSET
     """So many rows may come in one decode job, as far as the stages that the job has passed are concerned.
     Unset: one; a stage that does not know the field leaves it out."""
+    jobs_max: Annotated[int, Meta(ge=2, le=255)] | UnsetType = UNSET
+    """So many decode jobs of the request may be under way at once, as far as the stages that the job has
+    passed are concerned. Unset: one; a stage that does not know the field leaves it out."""
+    number: JobNumber | UnsetType = UNSET
+    """Of a decode job beside which others of the request may be under way: stages run these jobs in the order
+    of their numbers, each once. Unset: no other one is under way."""
+    fresh: JobNumber | UnsetType = UNSET
+    """With `number`: jobs with numbers below this begin with guesses that were refused, and are not run."""
     digest: Annotated[bytes, Meta(max_length=32)] = b""
 
     def __post_init__(self) -> None:
+        require_job_number(self.number, self.fresh)
         if self.guesses is not UNSET and (self.step != "embed" or self.n_tokens != 1 + len(self.guesses)):
             raise ValueError(f"field `guesses`: {len(self.guesses)} in a job of {self.n_tokens} rows")
 

@@ -80,6 +80,21 @@ JOB_MESSAGES: list[tuple[str, swarm.JobMessage, bytes]] = [
         tensor_bytes(HIDDEN),
     ),
     (
+        "layer-forward-numbered",
+        swarm.LayerForward(
+            request_id=REQUEST_ID,
+            step="layer",
+            stage=1,
+            position=130,
+            n_tokens=2,
+            window_rows=16,
+            jobs_max=16,
+            number=12,
+            fresh=9,
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
         "streaming-token",
         swarm.StreamingToken(request_id=REQUEST_ID, index=0, token=15043, timings=TIMINGS, logprobs=LOGPROBS),
         "é".encode(),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+from msgspec import UNSET, UnsetType
+
 from swarmllm.models.layers import LayerRange
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import FinishReason, Scores, Token
@@ -63,6 +65,9 @@ class Job:
     """Of its rows, where the request wants those; set by the last stage's forward."""
     resent: bool = False
     """A link broke behind it: it may have been here before."""
+    number: int | UnsetType = UNSET
+    """As in `LayerForward`: others of the request may be under way beside it."""
+    fresh: int | UnsetType = UNSET
     until: int | None = None
     """The last stage that computes its rows; None: the pipeline's last. Only of rows that are no token's:
     they build stages of a broken pipeline again."""

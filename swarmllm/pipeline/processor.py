@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
+from msgspec import UNSET
+
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.job import ComputeStep, Job, RequestView
 from swarmllm.state_table import UnknownTransition
@@ -155,6 +157,7 @@ def advance(job: Job, state: JobState, outcome: JobOutcome, view: RequestView) -
         job.stage = 0
         job.position += job.n_tokens
         job.n_tokens, job.guesses = 1, ()
+        job.number = job.fresh = UNSET
         job.tensor = None
         job.timings = ()
     return after

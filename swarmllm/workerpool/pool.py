@@ -317,6 +317,8 @@ class WorkerPool:
             timings=ring.timings,
             waited_s=ring.waited_s,
             resent=ring.resent,
+            number=ring.number,
+            fresh=ring.fresh,
             rounded=rounded,
             exact_rows=exact_rows,
             picture_runs=picture_runs,
@@ -325,7 +327,7 @@ class WorkerPool:
         expects = Token if want == "token" else LayerResult
         result, payload = await worker.call(
             message,
-            (expects, Done) if ring.resent else (expects,),
+            (expects, Done) if ring.seat is not None else (expects,),
             payload=encode_tensor(tensor),
             timeout_s=self._settings.call_timeout_s,
         )

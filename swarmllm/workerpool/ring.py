@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -35,6 +35,9 @@ class RingHint:
     """Since the job came to this node."""
     resent: bool = False
     """It may have come by a link before."""
+    number: int | UnsetType = UNSET
+    """As in `LayerForward`, as the next one."""
+    fresh: int | UnsetType = UNSET
 
 
 NO_RING: Final = RingHint()

@@ -79,17 +79,21 @@ class Worker:
 
     def receive_any(self) -> Answer:
         while not self._answers:
-            data = self.socket.recv(262144)
-            if not data:
-                raise EOFError("the worker closed the socket")
-            for frame in self._decoder.feed(data):
-                message = decode_worker_message(frame)
-                if isinstance(message, ipc.AtWork):
-                    # Said unasked, and of interest to one test only.
-                    self.at_work.append(message.is_at_work)
-                else:
-                    self._answers.append(Answer(message, frame.payload))
+            self.read()
         return self._answers.popleft()
+
+    def read(self) -> None:
+        """What there is, or comes next. It need not be an answer."""
+        data = self.socket.recv(262144)
+        if not data:
+            raise EOFError("the worker closed the socket")
+        for frame in self._decoder.feed(data):
+            message = decode_worker_message(frame)
+            if isinstance(message, ipc.AtWork):
+                # Said unasked, and of interest to one test only.
+                self.at_work.append(message.is_at_work)
+            else:
+                self._answers.append(Answer(message, frame.payload))
 
     @property
     def has_unread(self) -> bool:

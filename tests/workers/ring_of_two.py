@@ -144,6 +144,8 @@ class RingOfTwo:
             seat=None if is_chunk and not stage else stage,
             timings=job.timings,
             resent=job.resent,
+            number=job.number,
+            fresh=job.fresh,
             rounded=not stage and self._row_format == "q8_0",
         )
         self._calls[stage, call_id] = (stage, job)
@@ -158,7 +160,8 @@ class RingOfTwo:
             if ready:
                 # One at a time, the first node's before the last one's: what was said first is heard first.
                 stage = min(sockets[each] for each in ready)
-                self._hear(stage, self.workers[stage].receive_any())
+                # Not until there is an answer: the other worker may be the one that has something to say.
+                self.workers[stage].read()
                 while self.workers[stage].has_unread:
                     self._hear(stage, self.workers[stage].receive_any())
 

@@ -260,7 +260,8 @@ class LinkNotices:
             return
         n_alone = max(0, message.n_jobs - (message.n_windows or 0))
         n_rows = n_alone + (message.n_window_rows or 0)
-        session.turned(message.stage, message.n_jobs, n_rows, running=message.running)
+        n_sure = max(0, message.n_jobs - (message.n_numbered or 0))
+        session.turned(message.stage, message.n_jobs, n_rows, n_sure=n_sure, running=message.running)
         if not n_alone:
             return
         self.observations.observe(

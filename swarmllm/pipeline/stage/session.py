@@ -266,12 +266,15 @@ class Session:
         """Something came from another node. False: it comes too late, and has no effect."""
         return self._passes(SessionEvent.JOB) and self._state in AT_WORK
 
-    def turned(self, stage: int, n_jobs: int, n_rows: int, *, running: bool) -> None:
-        """Jobs of so many rows went through this node's worker by links, and one may be there still."""
+    def turned(
+        self, stage: int, n_jobs: int, n_rows: int, *, n_sure: int | None = None, running: bool
+    ) -> None:
+        """Jobs of so many rows went through this node's worker by links, and one may be there still.
+        `n_sure`: those of which a row at least was no guess; None: all."""
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._computed(stage, n_rows)
-            self.notary.turned(stage, n_jobs)
+            self.notary.turned(stage, n_jobs if n_sure is None else n_sure)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:

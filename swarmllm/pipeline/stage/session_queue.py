@@ -88,6 +88,8 @@ def read_job(
         timings=message.timings,
         since_s=now_s,
         resent=message.resent,
+        number=message.number,
+        fresh=message.fresh,
         until=message.until,
     )
     if message.until is not None and (message.until < message.stage or not message.prefill_left):

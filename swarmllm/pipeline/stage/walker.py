@@ -315,7 +315,7 @@ class Walker:
         if not samples and job.position < self._context.n_given_tokens:
             return NO_RING
         waited_s = max(0.0, trio.current_time() - job.since_s)
-        return RingHint(job.stage, job.timings, waited_s, job.resent)
+        return RingHint(job.stage, job.timings, waited_s, job.resent, job.number, job.fresh)
 
     async def _send(self, job: Job) -> JobState:
         after = self._advance(job, JobState.SEND, JobOutcome.SENT)
@@ -334,6 +334,8 @@ class Walker:
             token=0 if embedded or job.token is None else job.token,
             timings=job.timings,
             until=job.until,
+            number=job.number,
+            fresh=job.fresh,
         )
         payload = await self._packed(job.tensor, job.stage) if embedded and job.tensor is not None else b""
         await self._send_to(receiver, forward, payload)

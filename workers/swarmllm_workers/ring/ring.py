@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import NO_DIGEST, decode_job, encode_job_frame
@@ -34,8 +34,9 @@ from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
-from swarmllm_workers.ring.seat import Seat
+from swarmllm_workers.ring.seat import Messages, Seat
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
+from swarmllm_workers.speculation.flights import Launch
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +136,9 @@ class Ring:
             self._close_receiving(seat.message.before)
         return seat
 
-    def turn(self, seat: Seat, compute_s: float, n_rows: int = 1) -> None:
+    def turn(self, seat: Seat, compute_s: float, n_rows: int = 1, *, is_numbered: bool = False) -> None:
         """A job that came by a link has been run: tell the daemon now and then."""
-        seat.turned(compute_s, n_rows)
+        seat.turned(compute_s, n_rows, is_numbered=is_numbered)
         self._tell_turned(seat, time.monotonic())
 
     def send_reports(self) -> int | None:
@@ -165,6 +166,8 @@ class Ring:
         timings: tuple[StageTiming, ...],
         *,
         may_relay: bool,
+        number: int | UnsetType = UNSET,
+        fresh: int | UnsetType = UNSET,
     ) -> bool:
         """Send rows, which `payload` is, on to the next stage. False: there is no link, and it `may_relay`
         not either."""
@@ -176,6 +179,9 @@ class Ring:
             n_tokens=n_rows,
             timings=timings,
             window_rows=seat.window_rows,
+            jobs_max=seat.jobs_max,
+            number=number,
+            fresh=fresh,
             digest=NO_DIGEST,
         )
         return self._pass_on(seat, ((message, payload),), may_relay)
@@ -183,16 +189,16 @@ class Ring:
     def pass_token(
         self,
         seat: Seat,
-        position: int,
         decoded: Decoded,
         timings: tuple[StageTiming, ...],
         *,
+        launched: Sequence[Launch],
         may_relay: bool,
         before: Sequence[Decoded] = (),
-        guesses: tuple[int, ...] = (),
     ) -> bool:
-        """Send a token to the first stage, where it stands at `position`, unless it is the last one, and
-        `guesses` behind it. `before`: tokens of the same job that nobody has been told of.
+        """Tell the origin of a token, and send what was `launched` to the first stage: the token, unless it
+        is the last one or on its way, and guesses. `before`: tokens of the same job that nobody has been
+        told of.
 
         An origin that runs the first stage is told by the same link, which wakes the fewest processes,
         unless a core is spare: then its daemon hears of the token from this one's, and the first worker
@@ -201,17 +207,7 @@ class Ring:
         """
         its = seat.message
         told = _told(its.request_id, (*before, decoded), timings, seat.guesser)
-        job = LayerForward(
-            request_id=its.request_id,
-            step="embed",
-            stage=0,
-            position=position,
-            n_tokens=1 + len(guesses),
-            token=decoded.token,
-            guesses=guesses or UNSET,
-            digest=NO_DIGEST,
-        )
-        jobs: tuple[tuple[JobMessage, bytes], ...] = ((job, b""),) if decoded.finish_reason is None else ()
+        jobs = tuple((_embedded(its.request_id, each), b"") for each in launched)
         if its.origin == its.after and not (may_relay and self.has_spare_core):
             return self._pass_on(seat, (*told, *jobs), may_relay)
         is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
@@ -283,7 +279,7 @@ class Ring:
             raise LinkClosed(
                 f"broke the protocol (more than {len(seat.waiting)} jobs wait for request {job.request_id})"
             )
-        seat.expected, seat.rows_max_before = job.position + 1, job.window_rows or 0
+        seat.came(job, job.window_rows or 0, job.jobs_max or 0)
         seat.is_running = True
         self._tell_turned(seat, time.monotonic())
         try:
@@ -303,17 +299,17 @@ class Ring:
     def _hand_up(self, peer: NodeId, frame: Frame) -> None:
         self._send(ipc.Arrived(sender=peer), _frame(frame.header, frame.payload))
 
-    def _pass_on(self, seat: Seat, jobs: tuple[tuple[JobMessage, bytes], ...], may_relay: bool) -> bool:
+    def _pass_on(self, seat: Seat, jobs: Messages, may_relay: bool) -> bool:
         after = seat.message.after
         link = self._sending.get(after)
         if link is not None:
-            seat.unsure = jobs
+            seat.sent(jobs)
             if self._corked is not None:
                 self._corked.setdefault(after, []).append(_frames(jobs))
             else:
                 self._write(after, link, _frames(jobs))
             return True
-        seat.unsure = ()
+        seat.unsure.clear()
         if may_relay:
             for message, payload in jobs:
                 self._relay(seat.message.request_id, after, message, payload)
@@ -349,7 +345,8 @@ class Ring:
             self._send(ipc.LinkLost(peer=peer, direction="sending", reason=reason))
 
     def _send_again(self, seat: Seat) -> None:
-        unsure, seat.unsure = seat.unsure, ()
+        unsure = [each for messages in seat.unsure for each in messages]
+        seat.unsure.clear()
         for message, payload in unsure:
             if isinstance(message, LayerForward):
                 message = msgspec.structs.replace(message, resent=True)
@@ -364,6 +361,22 @@ class Ring:
         self._watch(connection.fileno(), 0)
         self._peers.pop(connection.fileno(), None)
         connection.close()
+
+
+def _embedded(request_id: str, launch: Launch) -> LayerForward:
+    token, *guesses = launch.tokens
+    return LayerForward(
+        request_id=request_id,
+        step="embed",
+        stage=0,
+        position=launch.position,
+        n_tokens=len(launch.tokens),
+        token=token,
+        guesses=tuple(guesses) or UNSET,
+        number=launch.number or UNSET,
+        fresh=launch.fresh or UNSET,
+        digest=NO_DIGEST,
+    )
 
 
 def _told(

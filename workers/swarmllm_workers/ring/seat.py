@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from swarmllm_proto import ipc
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX
 from swarmllm_proto.swarm import JobMessage, LayerForward
+from swarmllm_workers.ring.job_order import JobOrder
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 
 SEAT_JOBS_MAX: Final = 256
 """Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
 SEAT_BYTES_MAX: Final = 32 * 2**20
 """Of their payloads."""
+_UNSURE_MAX: Final = 2 * JOBS_UNDER_WAY_MAX
+"""So many jobs ago nothing that left can still be in a link: each is judged before so many more leave."""
+
+Messages = tuple[tuple[JobMessage, bytes | memoryview], ...]
+
+
+class NumberedJob(Protocol):
+    def drop(self) -> None:
+        """It is not to be run: what it begins with was refused."""
 
 
 @dataclass(slots=True)
@@ -27,9 +38,12 @@ class Seat:
     forward: ipc.Forward
     """What each job that comes by a link asks for, at its own position."""
     expected: int = 0
-    """A job that was taken stood right before this position; none stood at it or beyond."""
-    unsure: tuple[tuple[JobMessage, bytes | memoryview], ...] = ()
-    """What left last by the link, and may be in it still."""
+    """A job that was taken stood right before this position; none stood at it or beyond, unless it was
+    numbered and may be refused."""
+    order: JobOrder[NumberedJob] = field(default_factory=JobOrder)
+    """Of the jobs that are numbered."""
+    unsure: deque[Messages] = field(default_factory=lambda: deque(maxlen=_UNSURE_MAX))
+    """What left last by the link, and may be in it still; oldest first."""
     n_turned: int = 0
     """Jobs since the daemon was last told."""
     compute_s: float = 0.0
@@ -37,6 +51,8 @@ class Seat:
     n_windows: int = 0
     """Of the jobs, those with several rows."""
     n_window_rows: int = 0
+    n_numbered: int = 0
+    """Of the jobs, those beside which others were under way."""
     is_running: bool = False
     """A job that came by a link is here."""
     is_told_running: bool = False
@@ -49,12 +65,13 @@ class Seat:
     """That this stage takes in one decode job."""
     rows_max_before: int = 0
     """That the stages before take, by the newest job; 0: not all of them say that they take several."""
+    jobs_max_before: int = 0
+    """Jobs that the stages before let be under way at once, by the newest one; 0: not all of them say that
+    several may."""
+    rows_at_once: int = 0
+    """Of one batch, with the bits of single ones; 0: that is not known yet."""
     guesser: ChainGuesser | None = None
     """Of the last stage, where it guesses."""
-    guesses: tuple[int, ...] = ()
-    """What left last behind a token."""
-    guessed_at: int = 0
-    """The position of that token."""
 
     @classmethod
     def of(cls, its: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None) -> Seat:
@@ -80,6 +97,33 @@ class Seat:
         n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
         return n_rows if n_rows > 1 else UNSET
 
+    @property
+    def jobs_max(self) -> int | UnsetType:
+        """The same of jobs under way."""
+        if self.rows_max == 1:
+            return UNSET
+        n_jobs = JOBS_UNDER_WAY_MAX if self.message.stage == 0 else self.jobs_max_before
+        return min(n_jobs, JOBS_UNDER_WAY_MAX) if n_jobs > 1 else UNSET
+
+    def came(
+        self, job: LayerForward | ipc.Forward, rows_max_before: int = 0, jobs_max_before: int = 0
+    ) -> None:
+        """A job is taken."""
+        if job.number is UNSET or job.number == job.fresh:
+            # Of the others, all rows may be refused: the next job may stand before them.
+            self.expected = job.position + 1
+        self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
+
+    def sent(self, messages: Messages) -> None:
+        """They left by a link."""
+        jobs = [each for each, _ in messages if isinstance(each, LayerForward)]
+        n_others = self.guesser.flights.n_under_way if self.guesser is not None and not jobs else 0
+        if not n_others and all(each.number is UNSET for each in jobs):
+            # No other job is under way, so what left up to the last one has come.
+            while any(_has_job(each) for each in self.unsure):
+                self.unsure.popleft()
+        self.unsure.append(messages)
+
     def enter(self, n_bytes: int) -> bool:
         """A job comes. False: there is no room for it."""
         if len(self.waiting) >= SEAT_JOBS_MAX or self.n_bytes_waiting + n_bytes > SEAT_BYTES_MAX:
@@ -93,10 +137,11 @@ class Seat:
         if self.waiting:
             self.n_bytes_waiting -= self.waiting.popleft()
 
-    def turned(self, compute_s: float, n_rows: int) -> None:
+    def turned(self, compute_s: float, n_rows: int, *, is_numbered: bool = False) -> None:
         """The job that came first has been run: `n_rows` in so many seconds."""
         self.exit()
         self.n_turned += 1
+        self.n_numbered += is_numbered
         if n_rows > 1:
             self.n_windows += 1
             self.n_window_rows += n_rows
@@ -118,9 +163,10 @@ class Seat:
             running=self.is_running,
             n_windows=self.n_windows or UNSET,
             n_window_rows=self.n_window_rows or UNSET,
+            n_numbered=self.n_numbered or UNSET,
         )
         self.n_turned, self.compute_s, self.is_told_running = 0, 0.0, self.is_running
-        self.n_windows = self.n_window_rows = 0
+        self.n_windows = self.n_window_rows = self.n_numbered = 0
         return report
 
     def takes(self, sender: NodeId, job: LayerForward) -> bool:
@@ -133,3 +179,7 @@ class Seat:
             and job.position >= self.message.n_prompt_tokens
             and len(job.timings) <= job.stage
         )
+
+
+def _has_job(messages: Messages) -> bool:
+    return any(isinstance(each, LayerForward) for each, _ in messages)

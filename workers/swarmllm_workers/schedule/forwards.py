@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm_proto import ipc
 from swarmllm_proto.picture_runs import require_order
@@ -17,7 +18,7 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.payloads import check_hidden, check_tokens, read_as, read_tensor
 from swarmllm_workers.ring.ring import Ring
-from swarmllm_workers.ring.seat import Seat
+from swarmllm_workers.ring.seat import NumberedJob, Seat
 from swarmllm_workers.schedule.again_work import AgainWork
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.lone_steps import LoneSteps
@@ -60,7 +61,7 @@ class Forwards:
         self._scheduler = scheduler
         self._ring = ring
         self._lone_steps = LoneSteps(engine, self._decodings, ring, cohorts)
-        self._windows = WindowRows(engine)
+        self._windows = WindowRows(engine, self._drop_refused)
 
     def add(self, message: ipc.Forward, payload: memoryview, arrived_at: float) -> None:
         """Of the daemon. Raises CallError."""
@@ -70,12 +71,19 @@ class Forwards:
         if seat is None:
             make = AgainWork if message.want == "again" else ForwardWork
             work = make(message, message.position, data, self._engine, self._decodings, self._send)
-        elif message.resent and message.position < seat.expected:
+        elif message.resent and message.number is UNSET and message.position < seat.expected:
             self._send(ipc.Done(id=message.id))
             return
         else:
-            seat.expected, seat.rows_max_before = message.position + 1, 0
+            seat.came(message)
             since = arrived_at - message.waited_s
+            if message.number is not UNSET:
+                if not seat.enter(data.nbytes):
+                    raise CallError("no_room", f"{len(seat.waiting)} jobs wait for the request", "seat")
+                self._take_in_turn(message, message.position, data, seat, since, message.timings)
+                self._send(ipc.Done(id=message.id))
+                return
+            self._drop(seat.order.came_alone())
             work = self._ring_work(message, message.position, data, seat, since, message.timings)
         self._scheduler.add(work)
 
@@ -83,6 +91,12 @@ class Forwards:
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
     ) -> None:
         """By a link. `is_alone`: nothing else has come with it. Raises CallError."""
+        if job.number is not UNSET:
+            data = self._link_data(seat, job, payload)
+            self._take_in_turn(job, job.position, data, seat, came_at, job.timings)
+            return
+        if seat.order.fresh:
+            self._drop(seat.order.came_alone())
         is_idle = came_at - self.polled_at_s > SLEPT_S
         run_alone = partial(self._run_alone, seat, job, payload, came_at, is_idle) if is_alone else None
         self._scheduler.take(
@@ -103,7 +117,52 @@ class Forwards:
             self._thread_use.stepped()
         return has_run
 
+    def _take_in_turn(
+        self,
+        job: ipc.Forward | LayerForward,
+        position: int,
+        data: np.ndarray,
+        seat: Seat,
+        since: float,
+        timings: tuple[ipc.StageTiming, ...],
+    ) -> None:
+        """A job beside which others of the request may be under way. It has entered its seat."""
+        assert job.number is not UNSET
+        assert job.fresh is not UNSET
+        of = (seat.forward, position, data, self._engine, self._decodings, self._send, self._ring)
+        work = WindowWork(
+            self._windows, *of, seat, since, timings, by_link=True, number=job.number, fresh=job.fresh
+        )
+        fresh = job.fresh
+        if seat.message.sampling is not None:
+            # The last stage knows what it has sent, and believes nothing else.
+            flights = seat.guesser.flights if seat.guesser is not None else None
+            launch = flights.find(position, len(data), job.number) if flights is not None else None
+            if launch is None:
+                work.drop()
+                return
+            fresh = launch.fresh
+        ready, dropped = seat.order.take(job.number, fresh, work)
+        self._drop(dropped)
+        self._drop_refused(seat)
+        for each in ready:
+            assert isinstance(each, WindowWork)
+            self._scheduler.add(each)
+
+    def _drop(self, works: Iterable[NumberedJob]) -> None:
+        for work in works:
+            work.drop()
+
+    def _drop_refused(self, seat: Seat) -> None:
+        for work in self._scheduler.of_request(seat.message.request_id):
+            if isinstance(work, WindowWork) and work.is_at(seat) and work.is_refused:
+                work.drop()
+
     def _link_work(self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float) -> Work:
+        data = self._link_data(seat, job, payload)
+        return self._ring_work(seat.forward, job.position, data, seat, came_at, job.timings, by_link=True)
+
+    def _link_data(self, seat: Seat, job: LayerForward, payload: memoryview) -> np.ndarray:
         if job.step == "embed":
             data = np.array([job.token, *(job.guesses or ())], np.int32)
         else:
@@ -112,7 +171,7 @@ class Forwards:
         self._check(seat.forward, job.position, data)
         if len(data) != job.n_tokens:
             raise CallError("bad_tensor", f"{len(data)} rows where {job.n_tokens} are due", "n_tokens")
-        return self._ring_work(seat.forward, job.position, data, seat, came_at, job.timings, by_link=True)
+        return data
 
     def _ring_work(
         self,

@@ -17,6 +17,7 @@ from struct import Struct
 from typing import Any, Final
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.ipc import StageTiming
@@ -30,7 +31,7 @@ from swarmllm_workers.kernels.row_codec import RowTaker, pack, round_and_pack
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
-from swarmllm_workers.schedule.ring_work import next_guesses
+from swarmllm_workers.schedule.ring_work import land, next_jobs
 
 _HEAD: Final = Struct("<4I")
 _F32: Final = np.dtype("<f4")
@@ -94,10 +95,9 @@ class LoneSteps:
             decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
             compute_s = time.perf_counter() - started
             timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
-            guesses = next_guesses(self._ring, seat, decoding, decoded, position + 1)
-            self._ring.pass_token(
-                seat, position + 1, decoded, (*job.timings, timing), may_relay=True, guesses=guesses
-            )
+            land(seat, position, 1)
+            launched = next_jobs(self._ring, seat, decoding, decoded)
+            self._ring.pass_token(seat, decoded, (*job.timings, timing), launched=launched, may_relay=True)
         if job.step == "layer":
             came = bytes(payload) if len(payload) == self._n_bytes else b"".join((self._head, fed.data))
             engine.received.append(its.request_id, its.start, position, came, len(self._head))
@@ -110,7 +110,7 @@ class LoneSteps:
 
     def _row(self, job: LayerForward, payload: memoryview) -> np.ndarray | None:
         """i32 [1] or finite f32 [1, n_embd]; None for everything else, also a token that there is not."""
-        if job.n_tokens != 1:
+        if job.n_tokens != 1 or job.number is not UNSET:
             return None
         if job.step == "embed":
             return np.array((job.token,), np.int32) if job.token < self._engine.n_vocab else None

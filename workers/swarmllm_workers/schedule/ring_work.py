@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from swarmllm_proto.ipc import Forward, LayerResult, StageTiming
+from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.engine.engine import Engine
@@ -14,6 +16,8 @@ from swarmllm_workers.kernels.row_codec import pack
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
+from swarmllm_workers.speculation.chain_guesser import Room
+from swarmllm_workers.speculation.flights import Launch
 
 
 class RingWork(ForwardWork):
@@ -43,6 +47,8 @@ class RingWork(ForwardWork):
         self._since = self.arrived_at = since
         self._timings_before = timings
         self._by_link = by_link
+        self._number: int | UnsetType = UNSET
+        self._fresh: int | UnsetType = UNSET
 
     @property
     def goes_around(self) -> bool:
@@ -62,9 +68,12 @@ class RingWork(ForwardWork):
             pack(hidden, self._seat.message.row_format),
             self._timings(),
             may_relay=self._by_link,
+            number=self._number,
+            fresh=self._fresh,
         )
         if self._by_link:
-            self._ring.turn(self._seat, self._compute_s, len(hidden))
+            is_numbered = self._number is not UNSET
+            self._ring.turn(self._seat, self._compute_s, len(hidden), is_numbered=is_numbered)
             return
         answer = LayerResult(
             id=message.id, request_id=message.request_id, compute_s=self._compute_s, onward=onward
@@ -75,11 +84,10 @@ class RingWork(ForwardWork):
         message = self._message
         onward = self._ring.pass_token(
             self._seat,
-            self._position + len(self._data),
             decoded,
             self._timings(),
+            launched=self._next_jobs(decoded, self._position, len(self._data)),
             may_relay=self._by_link,
-            guesses=self._next_guesses(decoded),
         )
         if self._by_link:
             self._ring.turn(self._seat, self._compute_s)
@@ -89,32 +97,36 @@ class RingWork(ForwardWork):
             decoded.text,
         )
 
-    def _next_guesses(self, decoded: Decoded) -> tuple[int, ...]:
-        decoding = self._decodings[self.request_id]
-        position = decoded.index + self._seat.message.n_prompt_tokens
-        return next_guesses(self._ring, self._seat, decoding, decoded, position)
+    def _next_jobs(self, decoded: Decoded, landed_at: int, n_rows: int) -> tuple[Launch, ...]:
+        land(self._seat, landed_at, n_rows)
+        return next_jobs(self._ring, self._seat, self._decodings[self.request_id], decoded)
 
     def _timings(self) -> tuple[StageTiming, ...]:
         busy_s = max(0.0, time.perf_counter() - self._since)
         return (*self._timings_before, StageTiming(self._seat.message.stage, self._compute_s, busy_s))
 
 
-def next_guesses(
-    ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded, position: int
-) -> tuple[int, ...]:
-    """What leaves behind a token that will stand at `position`, the newest of `decoding`."""
-    guesser = seat.guesser
+def land(seat: Seat, position: int, n_rows: int) -> None:
+    """A job without a number is back at the last stage."""
+    if seat.guesser is not None and seat.guesser.flights.land(position, n_rows) is None:
+        seat.guesser.flights.refuse()  # A token was repeated.
+
+
+def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> tuple[Launch, ...]:
+    """What leaves now that `decoded`, the newest token of `decoding`, is there. The job in which it was
+    sampled has landed."""
+    guesser, position = seat.guesser, decoded.index + seat.message.n_prompt_tokens
+    is_over = decoded.finish_reason is not None
     if guesser is None:
+        return () if is_over else (Launch(position, (decoded.token,)),)
+    now, is_alone = time.perf_counter(), ring.n_requests == 1
+    if is_over:
+        guesser.answered(decoding.tokens, now, is_alone=is_alone)
         return ()
-    guesses = guesser.guess(
-        decoding.tokens,
-        min(seat.rows_max, seat.rows_max_before),
+    room = Room(
         decoding.sampling.max_tokens - decoding.n_generated,
-        time.perf_counter(),
-        is_alone=ring.n_requests == 1,
+        min(seat.rows_max, seat.rows_max_before),
+        min(JOBS_UNDER_WAY_MAX, seat.jobs_max_before),
+        seat.rows_at_once,
     )
-    seat.guesses, seat.guessed_at = guesses, position
-    if decoded.finish_reason is None:
-        return guesses
-    guesser.answered(decoding.tokens)
-    return ()
+    return guesser.next_jobs(decoding.tokens, position, room, now, is_alone=is_alone)

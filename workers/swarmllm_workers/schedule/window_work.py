@@ -5,18 +5,23 @@ where that is not known of the layers that it holds, or not so: a trip is saved 
 tried with the first window that comes, after that has left. The head samples row by row, as it would without
 guesses, and goes on while the guess was what it has sampled; what comes after a wrong one counts for nothing.
 The next job stands right behind the last token that counts, and so makes every stage forget the refused rows.
+
+Several jobs may be under way, which are numbered then (`speculation/flights.py`). The last row of one is to
+give the first token of the next. Stages drop those that wait for them when they hear that they were refused,
+and the head drops those that still come.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
-from swarmllm_proto.ipc import LayerResult
+from swarmllm_proto.ipc import Done
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_workers.decode.decoding import Decoded, Decoding
 from swarmllm_workers.decode.grammar import NotYet
@@ -26,7 +31,7 @@ from swarmllm_workers.engine.segment import Segment, Span, Want
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.seat import Seat
-from swarmllm_workers.schedule.ring_work import RingWork
+from swarmllm_workers.schedule.ring_work import RingWork, next_jobs
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +42,9 @@ _TRIED_ROWS: Final = (ROWS_MAX, 3)
 class WindowRows:
     """Of one worker: how many rows of a window run in one batch."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, drop_refused: Callable[[Seat], None] = lambda seat: None) -> None:
+        """`drop_refused`: jobs of a seat that wait here and were refused are not to be run."""
+        self.drop_refused = drop_refused
         self._engine = engine
         self._n_exact: dict[tuple[Segment, ...], int] = {}
 
@@ -85,7 +92,9 @@ def is_window(seat: Seat, position: int, n_rows: int) -> bool:
     it is the last stage's, which knows what it has guessed itself."""
     if not 1 < n_rows <= WINDOW_ROWS_MAX or position < seat.message.n_prompt_tokens:
         return False
-    return seat.message.sampling is None or (position, n_rows) == (seat.guessed_at, 1 + len(seat.guesses))
+    if seat.message.sampling is None:
+        return True
+    return seat.guesser is not None and seat.guesser.flights.find(position, n_rows) is not None
 
 
 def judge(
@@ -96,8 +105,9 @@ def judge(
     decoded: list[Decoded],
 ) -> bool:
     """Sample the rows of a window, f32 [n, n_vocab], which follow those that gave `decoded`, and add to that.
-    `n_before`: tokens that were generated before the window; `guesses`: its own. Whether it is over: with its
-    last row, the end of the answer, or a guess that was wrong. Raises NotYet, as `Decoding.decode` does."""
+    `n_before`: tokens that were generated before the window; `guesses`: its own, and the first token of the
+    window behind it. Whether it is over: with a row that nothing was guessed to follow, the end of the
+    answer, or a guess that was wrong. Raises NotYet, as `Decoding.decode` does."""
     for row in logits:
         at = len(decoded)
         one = decoding.decode(row, n_before + at)
@@ -108,13 +118,34 @@ def judge(
 
 
 class WindowWork(RingWork):
-    def __init__(self, windows: WindowRows, *arguments: Any, **named: Any) -> None:
-        """As RingWork."""
+    def __init__(
+        self,
+        windows: WindowRows,
+        *arguments: Any,
+        number: int | UnsetType = UNSET,
+        fresh: int | UnsetType = UNSET,
+        **named: Any,
+    ) -> None:
+        """As RingWork. `number`, `fresh`: as in LayerForward."""
         super().__init__(*arguments, **named)
         self._windows = windows
-        self._guesses = self._seat.guesses
-        """At the last stage."""
+        self._number, self._fresh = number, fresh
+        self._guesses: tuple[int, ...] | None = None
+        """At the last stage, once it has rows to judge: what is to follow each of them."""
         self._decoded: list[Decoded] = []
+
+    @property
+    def is_refused(self) -> bool:
+        return self._number is not UNSET and self._number < self._seat.order.fresh
+
+    def is_at(self, seat: Seat) -> bool:
+        return self._seat is seat
+
+    def drop(self) -> None:
+        """It is not to be run: what it begins with was refused."""
+        if not self.is_finished:
+            self.is_finished = True
+            self._seat.exit()
 
     @property
     def goes_around(self) -> bool:
@@ -179,34 +210,45 @@ class WindowWork(RingWork):
         decoding = self._decodings.get(message.request_id)
         if decoding is None:
             raise CallError("position_gap", "nothing has been sampled before this window", "position")
-        return judge(
+        if self._guesses is None:
+            self._guesses = self._land()
+        is_over = judge(
             decoding,
             self._position + 1 - message.n_prompt_tokens,
             logits[len(self._decoded) - (self._n_done - self._n_running) :],
             self._guesses,
             self._decoded,
         )
+        return is_over or len(self._decoded) == len(self._data)
+
+    def _land(self) -> tuple[int, ...]:
+        guesser = self._seat.guesser
+        if guesser is None:
+            raise CallError("position_gap", "nobody guesses here", "position")
+        launch = guesser.flights.land(self._position, len(self._data), self._number or 0)
+        if launch is None:
+            raise CallError("position_gap", "no such job is under way", "position")
+        following = guesser.flights.next_token
+        return launch.tokens[1:] if following is None else (*launch.tokens[1:], following)
 
     def _deliver_window(self) -> None:
         *before, last = self._decoded
-        engine, position = self._engine, self._position + len(self._decoded)
-        self._ring.pass_token(
-            self._seat,
-            position,
-            last,
-            self._timings(),
-            may_relay=True,
-            before=before,
-            guesses=self._next_guesses(last),
-        )
-        engine.empty(self.request_id, position)
+        engine, seat = self._engine, self._seat
+        route = engine.known_route(self.request_id, *self.layers)
+        seat.rows_at_once = (route and self._windows.n_exact(route)) or 0
+        launched = next_jobs(self._ring, seat, self._decodings[self.request_id], last)
+        self._ring.pass_token(seat, last, self._timings(), launched=launched, may_relay=True, before=before)
+        if len(self._decoded) < len(self._data):
+            engine.empty(self.request_id, self._position + len(self._decoded))
         if self._by_link:
-            self._ring.turn(self._seat, self._compute_s, self._n_done)
-            return
-        answer = LayerResult(
-            id=self.call_id, request_id=self.request_id, compute_s=self._compute_s, onward=True
-        )
-        self._send(answer, b"")
+            is_numbered = self._number is not UNSET
+            self._ring.turn(seat, self._compute_s, self._n_done, is_numbered=is_numbered)
+        else:
+            self._send(Done(id=self.call_id))
+        if seat.guesser is not None and seat.guesser.flights.fresh > seat.order.fresh:
+            for each in seat.order.refuse(seat.guesser.flights.fresh):
+                each.drop()
+            self._windows.drop_refused(seat)
 
     def _try_out(self) -> None:
         """After the send: nobody waits for this but the next job, once."""

@@ -1,22 +1,58 @@
-"""Guesses at the head of a cut model, checked by the whole pipeline in one trip: pure, with `now` passed in.
+"""Guesses at the head of a cut model, checked by the whole pipeline on the way: pure, with `now` passed in.
 
 The head hears every token first, so the guesses leave with the token and no hop is added. A trip with guesses
 is compared with one without, as a step of one worker is (`cost_gate`): what a trip takes has the ways
 between the nodes, every stage's computing and the waiting in it, so the number of guesses follows all of
 them. The head knows what was generated, and the prompt only where it is told.
+
+Guesses leave in jobs of as many rows as a stage computes at once, so that stages compute different ones at
+the same time. Where guesses of a kind are right so often that guesses at what comes behind them pay too, more
+jobs follow before the first is back, and one more for each that comes back right (`_more`): until the odds
+that everything before a job is right are no longer worth what a refused job costs the next one
+(`CostGate.n_ahead`). Their number begins small, grows with each job that is right, and falls by half with a
+refusal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from swarmllm_proto.limits import GUESSES_MAX, JOBS_UNDER_WAY_MAX
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Drafter
+from swarmllm_workers.speculation.flights import Flights, Launch
 
+AHEAD_MAX: Final = JOBS_UNDER_WAY_MAX * ROWS_MAX - 1
+"""Guesses under way."""
+ROWS_ONE_BY_ONE: Final = 4
+"""Of a job, where stages compute its rows one by one."""
 _ROOM: Final = 256
+
+
+class Room(NamedTuple):
+    """For what leaves the head."""
+
+    n_left: int
+    """Tokens that may still come."""
+    n_rows: int = 1
+    """Of one job."""
+    n_jobs: int = 1
+    """Under way at once."""
+    n_at_once: int = 0
+    """Rows that a stage computes in one batch; 0: not known yet."""
+
+    @property
+    def has_several(self) -> bool:
+        return self.n_jobs > 1 and self.n_at_once > 0
+
+    @property
+    def n_piece(self) -> int:
+        """Rows of each of several jobs."""
+        return min(self.n_rows, self.n_at_once if self.n_at_once > 1 else ROWS_ONE_BY_ONE)
 
 
 class ChainGuesser:
@@ -30,8 +66,9 @@ class ChainGuesser:
         where that is not known), as soon as there may be guesses; `answered` hears a prompt that is known
         with the whole answer."""
         self.gate = gate
+        self.flights = Flights()
         self.n_guessed = 0
-        """Guesses that were checked."""
+        """Guesses that left and are over."""
         self.n_right = 0
         """Of these."""
         self._begin = begin
@@ -42,9 +79,18 @@ class ChainGuesser:
         self._n_known = 0
         """Generated tokens in it."""
         self._left_at: float | None = None
+        """When the newest fresh token left; None: not to be measured."""
         self._once_s = 0.0
         self._kind = ""
-        self._n_on_way = 0
+        self._n_first = 0
+        """Guesses behind the fresh token that are compared with a trip without; others may be behind them."""
+        self._n_sent = 0
+        """All guesses behind the fresh token."""
+        self._n_true = 0
+        """Of these, right so far."""
+        self._is_judged = True
+        """The first ones are."""
+        self._n_ahead_max = GUESSES_MAX
         self._is_over = False
         self._was_tried = self._is_after_trial = False
 
@@ -57,46 +103,29 @@ class ChainGuesser:
         self._n_prompt = len(prompt)
         self._end_drafts()
 
-    def guess(
-        self, tokens: Sequence[int], n_rows_max: int, n_left: int, now: float, *, is_alone: bool = True
-    ) -> tuple[int, ...]:
-        """The last of `tokens`, all that were generated, leaves now, and these leave with it: with it at most
-        `n_rows_max`, and no more than the `n_left` tokens that may still come. `is_alone`: no other request
-        is here, whose rows would fill a batch with certainties."""
-        n_new = len(tokens) - self._n_known
-        if self._is_over or n_new < 1:  # a token was repeated: others come now than were learnt
-            self._is_over = True
-            return ()
-        if self._left_at is not None:
-            n_right = min(n_new - 1, self._n_on_way)
-            self.n_guessed += self._n_on_way
-            self.n_right += n_right
-            if is_alone and not self._is_trial():
-                trip_s = now - self._left_at - self._once_s
-                self.gate.judged(self._kind, self._n_on_way, n_right, trip_s, self._once_s)
-        self._learn(tokens)
-        self._left_at, self._n_on_way, self._once_s = None, 0, 0.0
-        if not is_alone:
-            return ()
-        self._left_at = now
-        n_max = min(n_rows_max, n_left) - 1
-        if n_max < 1:
-            return ()
-        if self._drafters is None:
-            self._drafters = self._begin(self._history[: self._n_prompt])
-        history = self._history[: self._n_prompt + self._n_known]
-        for drafter in self._drafters:
-            draft = drafter.draft(
-                history, lambda kind, once_s: self.gate.n_worth(kind, n_max, n_left, once_s)
-            )
-            if draft is not None:
-                guesses = draft.tokens[:n_max]
-                self._kind, self._n_on_way, self._once_s = draft.kind, len(guesses), draft.once_s
-                return guesses
-        return ()
+    def next_jobs(
+        self, tokens: Sequence[int], position: int, room: Room, now: float, *, is_alone: bool = True
+    ) -> tuple[Launch, ...]:
+        """What leaves when the last of `tokens`, all that were generated, has been sampled; it stands at
+        `position`. Nothing, where it is on its way as a guess that was right, and no more are to follow.
+        `is_alone`: no other request is here, whose rows would fill a batch with certainties."""
+        flights, is_on = self.flights, self._take(tokens, position, now, is_alone=is_alone)
+        if is_on:
+            more = self._more(room) if is_alone and not self._is_over else []
+            return flights.launch(position, more, are_numbered=True)
+        guesses = self._first(room) if is_alone and not self._is_over else ()
+        rows = (tokens[-1], *guesses)
+        n_piece = room.n_piece if room.has_several else len(rows)
+        jobs = _pieces(rows, n_piece, max(1, flights.n_spare))
+        self._n_sent = sum(map(len, jobs)) - 1
+        self._n_first = min(self._n_first, self._n_sent)
+        are_numbered = flights.n_under_way > 0 or (room.n_jobs > 1 and self._n_sent > 0)
+        return flights.launch(position, jobs, are_numbered=are_numbered)
 
-    def answered(self, tokens: Sequence[int]) -> None:
+    def answered(self, tokens: Sequence[int], now: float, *, is_alone: bool = True) -> None:
         """The last token has been sampled; `tokens` are all that were generated."""
+        self.flights.refuse()
+        self._take(tokens, 0, now, is_alone=is_alone)
         if self._n_prompt:
             self._tell_answered(self._history[: self._n_prompt], tokens)
 
@@ -110,10 +139,101 @@ class ChainGuesser:
             drafter.close()
         self._drafters = None
 
+    def _take(self, tokens: Sequence[int], position: int, now: float, *, is_alone: bool) -> bool:
+        """Learn the new tokens, and judge what left before them. Whether the last one is on its way."""
+        n_new = len(tokens) - self._n_known
+        if self._is_over or n_new < 1:  # a token was repeated: others come now than were learnt
+            self._is_over = True
+            self.flights.refuse()
+            return False
+        is_on = self.flights.brings(tokens[-1], position)
+        self._judge(n_new if is_on else n_new - 1, now, is_on=is_on, is_alone=is_alone)
+        self._learn(tokens)
+        if not is_on:
+            self.flights.refuse()
+            self._left_at = now if is_alone else None
+            self._once_s, self._n_first, self._n_sent, self._n_true = 0.0, 0, 0, 0
+            self._is_judged = False
+        return is_on
+
+    def _judge(self, n_right: int, now: float, *, is_on: bool, is_alone: bool) -> None:
+        """So many guesses more were right. Unless it `is_on`, there was no other one or it was wrong."""
+        n_before, n_first = self._n_true, self._n_first
+        self._n_true = n_true = min(n_before + n_right, self._n_sent)
+        is_refused = not is_on and n_true < self._n_sent
+        if not self._is_judged and (not is_on or n_true >= n_first):
+            self._is_judged = True
+            if self._left_at is not None and is_alone and not self._is_trial():
+                trip_s = now - self._left_at - self._once_s
+                self.gate.judged(self._kind, n_first, min(n_true, n_first), trip_s, self._once_s)
+        if n_true > n_first or (is_refused and n_true == n_first):
+            self.gate.saw(self._kind, n_true - max(n_before, n_first), is_refused=is_refused)
+        if is_on:
+            self._n_ahead_max = min(self._n_ahead_max + n_right, AHEAD_MAX)
+            return
+        if is_refused:
+            n_half = (self._n_ahead_max + min(n_true, self._n_ahead_max)) // 2
+            self._n_ahead_max = max(n_half, GUESSES_MAX)
+        self.n_guessed += self._n_sent
+        self.n_right += n_true
+
+    def _first(self, room: Room) -> tuple[int, ...]:
+        """Guesses behind a fresh token."""
+        n_max = min(AHEAD_MAX if room.has_several else room.n_rows - 1, room.n_left - 1)
+        n_first_max = min(n_max, room.n_rows - 1, GUESSES_MAX)
+        if n_first_max < 1:
+            return ()
+        if self._drafters is None:
+            self._drafters = self._begin(self._history[: self._n_prompt])
+
+        def worth(kind: str, once_s: float) -> int:
+            self._n_first = n = self.gate.n_worth(kind, n_first_max, room.n_left, once_s)
+            return min(max(n, self._n_ahead(kind, room)), n_max) if n and room.has_several else n
+
+        history = self._history[: self._n_prompt + self._n_known]
+        for drafter in self._drafters:
+            draft = drafter.draft(history, worth)
+            if draft is not None:
+                self._kind, self._once_s = draft.kind, draft.once_s
+                return draft.tokens[:n_max]
+        self._n_first = 0
+        return ()
+
+    def _more(self, room: Room) -> list[tuple[int, ...]]:
+        """Guesses behind those that are under way, in pieces: none where another drafter than before, or
+        the same one by now, guesses otherwise."""
+        _, *ahead = self.flights.ahead
+        n_spare, n_piece = self.flights.n_spare, room.n_piece
+        n_end = room.n_left - 1 - len(ahead)
+        """More than that cannot come true."""
+        if not room.has_several or not n_spare or n_end < 1:
+            return []
+
+        def worth(kind: str, once_s: float) -> int:
+            n_more = min(self._n_ahead(kind, room) - len(ahead), n_end)
+            return 0 if once_s or n_more < min(n_piece, n_end) else len(ahead) + n_more
+
+        history = self._history[: self._n_prompt + self._n_known]
+        for drafter in self._drafters or ():
+            draft = drafter.draft(history, worth)
+            if draft is None:
+                continue
+            if list(draft.tokens[: len(ahead)]) != ahead:
+                return []
+            more = draft.tokens[len(ahead) :]
+            n_whole = len(more) if len(more) == n_end else len(more) // n_piece * n_piece
+            pieces = _pieces(more[:n_whole], n_piece, n_spare)
+            self._n_sent += sum(map(len, pieces))
+            return pieces
+        return []
+
+    def _n_ahead(self, kind: str, room: Room) -> int:
+        return min(self.gate.n_ahead(kind, room.n_piece), self._n_ahead_max)
+
     def _is_trial(self) -> bool:
         """Whether the trip that ends is the first with guesses, or the one after it: stages try then how
         many rows they can compute at once, so how long it takes says nothing."""
-        if self._n_on_way and not self._was_tried:
+        if self._n_first and not self._was_tried:
             self._was_tried, self._is_after_trial = True, True
             return not self.gate.has_measured(self._kind)
         is_after, self._is_after_trial = self._is_after_trial, False
@@ -125,3 +245,8 @@ class ChainGuesser:
             self._history = np.concatenate((self._history, np.empty_like(self._history)))
         self._history[n_before:n_after] = tokens[self._n_known :]
         self._n_known = len(tokens)
+
+
+def _pieces(tokens: Sequence[int], n_piece: int, n_pieces_max: int) -> list[tuple[int, ...]]:
+    starts = range(0, len(tokens), n_piece)[:n_pieces_max]
+    return [tuple(tokens[start : start + n_piece]) for start in starts]

@@ -13,6 +13,7 @@ most, whatever the text, the model and the machine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +46,8 @@ N_MAX: Final = 16
 """Guesses per step that are thought about."""
 N_ASKED: Final = 64
 """Questions that are answered from one estimate: it takes as long as a tenth of a small model's step."""
+RATE_MAX: Final = 0.995
+"""What is seen of a kind is never enough to take more than that for right."""
 
 
 @dataclass
@@ -121,6 +124,26 @@ class CostGate:
             if self._cost(kind, n) - 1.0 + start_steps <= self.spare_steps:
                 return n
         return 0
+
+    def n_ahead(self, kind: str, n_piece: int) -> int:
+        """How many guesses of a kind may be under way at once, in jobs of `n_piece` rows: so many that the
+        last ones are still right with odds that pay for a job. A job that was refused keeps a stage from
+        the next one for as long as that stage takes for it, which is half at most of what it adds to a trip.
+        0: guesses of the kind are not known to pay."""
+        record = self._record(kind)
+        if record.n_tried < SURE or not self.plain_s or max(self._gains(kind, record.rate)) < GAIN_MIN:
+            return 0
+        price = max(self._cost(kind, n_piece) - 1.0, 0.0) / 2 + 0.01
+        return int(math.log(price / (1.0 + price)) / math.log(min(record.rate, RATE_MAX)))
+
+    def saw(self, kind: str, n_right: int, *, is_refused: bool) -> None:
+        """Guesses that nobody timed were right, and the one behind them was wrong if it `is_refused`."""
+        record = self._record(kind)
+        for _ in range(n_right):
+            record.saw(True)
+        if is_refused:
+            record.saw(False)
+        record.gains = []
 
     def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float, start_s: float = 0.0) -> None:
         """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""

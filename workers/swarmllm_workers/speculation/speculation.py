@@ -40,6 +40,7 @@ from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation import draft_model, swift
+from swarmllm_workers.speculation.chain_guesser import AHEAD_MAX
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.draft_model import DraftModel, ModelDrafter
 from swarmllm_workers.speculation.drafting import AGAIN, Continuations, Drafter, NgramLookup, Remembered
@@ -124,7 +125,7 @@ class Speculation:
         if settings.ngram_size_max:
             if is_known:
                 drafters.append(Remembered(len(prompt), self.continuations.recall(prompt, time.monotonic())))
-            drafters.append(NgramLookup(settings.ngram_size_max, max(settings.ngram_tokens_max, GUESSES_MAX)))
+            drafters.append(NgramLookup(settings.ngram_size_max, AHEAD_MAX))
         if self._draft_model is not None and is_known and slot is not None:
             n_tokens = max(settings.draft_tokens_max, GUESSES_MAX)
             drafters.append(ModelDrafter(self._draft_model, slot, n_tokens))

@@ -1,0 +1,352 @@
+"""Several decode jobs of a request under way: whatever links do, the text is the one without guesses."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmllm_proto.limits import GUESSES_MAX, JOBS_UNDER_WAY_MAX, WINDOW_ROWS_MAX
+from swarmllm_workers.kernels.small_batches import ROWS_MAX
+from swarmllm_workers.ring.job_order import JobOrder
+from swarmllm_workers.speculation.chain_guesser import AHEAD_MAX, ChainGuesser, Room
+from swarmllm_workers.speculation.cost_gate import CostGate
+from swarmllm_workers.speculation.drafting import Draft, Worth
+from swarmllm_workers.speculation.flights import Flights, Launch
+
+N_TOKENS = 100
+
+
+class Oracle:
+    """Guesses what follows in `text`, each token wrongly at some `odds`."""
+
+    def __init__(self, text: Sequence[int], odds: float, seed: int = 0) -> None:
+        self._text = text
+        rng = random.Random(seed)
+        self._guesses = [token if rng.random() >= odds else token + 1 for token in text]
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        n = worth("oracle", 0.0)
+        guesses = self._guesses[len(history) : len(history) + n]
+        return Draft(tuple(guesses), "oracle") if guesses else None
+
+    def close(self) -> None:
+        pass
+
+
+Way: TypeAlias = deque[tuple[Launch, bool]]
+
+
+@dataclass
+class Stage:
+    """Tokens stand for the rows that they become."""
+
+    order: JobOrder[Launch] = field(default_factory=JobOrder)
+    kv: list[int] = field(default_factory=list)
+    waiting: deque[Launch] = field(default_factory=deque)
+    ways: tuple[Way, Way] = field(default_factory=lambda: (deque(), deque()))
+    """By which jobs come here: the link and the daemons, each in order. Of each job whether it is resent."""
+    expected: int = 0
+    """As of a seat."""
+    way: int = 0
+    unsure: deque[Launch] = field(default_factory=lambda: deque(maxlen=2 * JOBS_UNDER_WAY_MAX))
+    """What came by the present way."""
+
+
+class Chain:
+    """A pipeline in which the next thing that happens is drawn."""
+
+    def __init__(self, text: Sequence[int], odds: float, rng: random.Random, n_stages: int = 3) -> None:
+        self.text, self._odds, self._rng = text, odds, rng
+        self.said = [text[0]]
+        self.stages = [Stage() for _ in range(n_stages)]
+        self.gate = CostGate()
+        self.now = 0.0
+        self.n_computed = self.n_jobs = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.guesser = ChainGuesser(self.gate, lambda prompt: [Oracle(self.text, self._odds)])
+        self._launch()
+
+    def _launch(self) -> None:
+        room = Room(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
+        launched = self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now)
+        assert self.guesser.flights.n_under_way <= JOBS_UNDER_WAY_MAX + 1
+        self.n_jobs += len(launched)
+        for job in launched:
+            self._send(0, job)
+
+    def _send(self, index: int, job: Launch) -> None:
+        stage = self.stages[index]
+        if not job.number:
+            stage.unsure.clear()
+        if not stage.way:
+            stage.unsure.append(job)
+        stage.ways[stage.way].append((job, False))
+
+    def switch(self, index: int) -> None:
+        """The link to a stage is lost with some of what is in it, and all that may be is sent again by the
+        daemons; or there is a new link, while jobs are still on their way by the daemons."""
+        stage = self.stages[index]
+        if stage.way:
+            stage.way = 0
+            return
+        for _ in range(self._rng.randint(0, len(stage.ways[0]))):
+            stage.ways[0].pop()
+        stage.way = 1
+        stage.ways[1].extend((job, True) for job in stage.unsure)
+        stage.unsure.clear()
+
+    def step(self) -> None:
+        """Something happens. Fails where nothing can."""
+        possible = [(self._arrive, i, way) for i, each in enumerate(self.stages) for way in each.ways if way]
+        possible += [(self._run, i, None) for i, each in enumerate(self.stages) if each.waiting]  # type: ignore[misc]
+        assert possible, f"all wait for {self.guesser.flights}"
+        happens, index, way = self._rng.choice(possible)
+        self.now += self._rng.random() / 50
+        happens(index, way)
+
+    def _arrive(self, index: int, way: Way) -> None:
+        stage, (job, is_resent) = self.stages[index], way.popleft()
+        if is_resent:
+            # The worker closes the link that it came by before; a new one would be lost with that.
+            stage.ways[0].clear()
+            if not stage.way:
+                self.switch(index)
+        if not job.number and is_resent and job.position < stage.expected:
+            return
+        if not job.number or job.number == job.fresh:
+            stage.expected = job.position + 1
+        if not job.number:
+            stage.order.came_alone()
+            stage.waiting.append(job)
+            return
+        if index == len(self.stages) - 1:
+            known = self.guesser.flights.find(job.position, len(job.tokens), job.number)
+            if known is None:
+                return
+        ready, _ = stage.order.take(job.number, job.fresh, job)
+        stage.waiting.extend(ready)
+        self._drop(stage)
+
+    def _drop(self, stage: Stage) -> None:
+        stage.waiting = deque(each for each in stage.waiting if not 0 < each.number < stage.order.fresh)
+
+    def _run(self, index: int, _way: None) -> None:
+        stage = self.stages[index]
+        job = stage.waiting.popleft()
+        assert job.position <= len(stage.kv), "rows before it are missing"
+        stage.kv[job.position :] = job.tokens
+        self.n_computed += len(job.tokens)
+        if index < len(self.stages) - 1:
+            self._send(index + 1, job)
+            return
+        flights = self.guesser.flights
+        assert flights.land(job.position, len(job.tokens), job.number) is not None
+        expected = (*job.tokens[1:], flights.next_token)
+        for at, guess in enumerate(expected):
+            row = job.position + at
+            assert stage.kv[: row + 1] == list(self.text[: row + 1]), "a row follows a guess that was wrong"
+            self.said.append(self.text[row + 1])
+            if len(self.said) == len(self.text):
+                return
+            if guess != self.said[-1]:
+                break
+        del stage.kv[job.position + at + 1 :]
+        self._launch()
+        stage.order.refuse(flights.fresh)
+        self._drop(stage)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.said) == len(self.text)
+
+    def lose(self, index: int) -> None:
+        """A stage dies, with all that is under way; another one takes its place, and computes again what the
+        origin has heard of."""
+        n_rows = len(self.said) - 1
+        for stage in self.stages:
+            assert index == self.stages.index(stage) or stage.kv[:n_rows] == list(self.text[:n_rows])
+        self.stages = [Stage(kv=list(self.text[:n_rows])) for _ in self.stages]
+        self.begin()
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+ODDS = st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0])
+
+
+MANY = settings(max_examples=30)
+
+
+def a_text(rng: random.Random) -> list[int]:
+    return [2 * rng.randrange(1000) for _ in range(N_TOKENS)]
+
+
+@MANY
+@given(SEEDS, ODDS, st.integers(1, 4))
+def test_the_text_is_right_however_jobs_are_held_up(seed: int, odds: float, n_stages: int) -> None:
+    rng = random.Random(seed)
+    chain = Chain(a_text(rng), odds, rng, n_stages)
+    while not chain.is_over:
+        chain.step()
+    assert chain.said == list(chain.text)
+
+
+@MANY
+@given(SEEDS, ODDS)
+def test_the_text_is_right_though_links_break_and_jobs_come_twice_or_overtake_each_other(
+    seed: int, odds: float
+) -> None:
+    rng = random.Random(seed)
+    chain = Chain(a_text(rng), odds, rng)
+    while not chain.is_over:
+        chain.step()
+        if rng.random() < 0.03:
+            chain.switch(rng.randrange(3))
+    assert chain.said == list(chain.text)
+
+
+@MANY
+@given(SEEDS, ODDS)
+def test_the_text_is_right_though_stages_are_lost(seed: int, odds: float) -> None:
+    rng = random.Random(seed)
+    chain = Chain(a_text(rng), odds, rng)
+    while not chain.is_over:
+        chain.step()
+        if rng.random() < 0.01:
+            chain.lose(rng.randrange(3))
+    assert chain.said == list(chain.text)
+
+
+def test_refused_jobs_that_wait_are_not_computed() -> None:
+    rng = random.Random(3)
+    chain = Chain(a_text(rng), 0.1, rng)
+    while not chain.is_over:
+        chain.step()
+    assert chain.guesser.n_right > N_TOKENS / 2
+    # All stages would compute each row that left.
+    n_left = 3 * (chain.guesser.n_guessed + chain.n_jobs)
+    assert chain.n_computed < n_left
+
+
+class Line:
+    """A pipeline over a line: a job is back after a while, and some time after the one before it, which is
+    longer the more rows it has."""
+
+    def __init__(
+        self, text: Sequence[int], oracle: Oracle, trip_s: float = 0.2, row_s: float = 0.004
+    ) -> None:
+        self._text, self._trip_s, self._row_s = text, trip_s, row_s
+        self.guesser = ChainGuesser(CostGate(), lambda prompt: [oracle])
+        self.said, self.now = [text[0]], 0.0
+        self._back: deque[tuple[float, Launch]] = deque()
+        self.counts: list[int] = []
+        """Guesses under way, at each token or window."""
+
+    def run(self, n_tokens: int) -> None:
+        """Until so many are there."""
+        flights = self.guesser.flights
+        while len(self.said) < n_tokens:
+            room = Room(len(self._text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
+            for job in self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now):
+                took_s = self._row_s * len(job.tokens)
+                before_s = self._back[-1][0] if self._back else 0.0
+                self._back.append((max(self.now + self._trip_s, before_s) + took_s, job))
+            self.counts.append(max(0, len(flights.ahead) - 1))
+            counts = None
+            while counts is None:
+                self.now, job = self._back.popleft()
+                counts = flights.land(job.position, len(job.tokens), job.number)
+            for at, guess in enumerate((*job.tokens[1:], flights.next_token)):
+                self.said.append(self._text[job.position + at + 1])
+                if guess != self.said[-1] or len(self.said) == n_tokens:
+                    break
+
+
+TEXT = list(range(0, 1000, 2))
+
+
+def test_more_jobs_follow_where_guesses_are_right() -> None:
+    line = Line(TEXT, Oracle(TEXT, 0.0))
+    line.run(len(TEXT))
+    assert max(line.counts) > 5 * GUESSES_MAX
+    assert max(line.counts) <= AHEAD_MAX
+    # The line's own limit, but for its length and a slow start.
+    assert line.now < 500 * 0.004 + 20 * 0.2
+
+
+def test_hardly_anything_is_guessed_where_guesses_are_wrong() -> None:
+    line = Line(TEXT, Oracle(TEXT, 1.0))
+    line.run(len(TEXT))
+    assert max(line.counts) <= GUESSES_MAX
+    assert line.now < len(TEXT) * 0.204 * 1.01 + 1
+
+
+def test_no_more_than_a_window_is_under_way_eight_tokens_after_guesses_turn_wrong() -> None:
+    oracle = Oracle(TEXT, 0.0)
+    oracle._guesses[400:] = [token + 1 for token in TEXT[400:]]
+    line = Line(TEXT, oracle)
+    line.run(401)
+    assert line.counts[-1] > 5 * GUESSES_MAX
+    line.run(408)
+    assert line.counts[-1] <= GUESSES_MAX
+
+
+@pytest.mark.parametrize("n_jobs", [0, 1])
+def test_a_stage_that_takes_one_job_gets_one(n_jobs: int) -> None:
+    guesser = ChainGuesser(CostGate(), lambda prompt: [Oracle(range(200), 0.0)])
+    for n in range(1, 40):
+        room = Room(100, WINDOW_ROWS_MAX, n_jobs, ROWS_MAX)
+        jobs = guesser.next_jobs(range(n), n - 1, room, n * 0.1)
+        assert len(jobs) == 1
+        assert not jobs[0].number
+        assert guesser.flights.land(n - 1, len(jobs[0].tokens)) is not None
+
+
+NUMBERS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=60)
+
+
+@given(NUMBERS, st.permutations(range(12)))
+def test_jobs_have_their_turn_once_and_in_order(again: list[tuple[int, bool]], order: list[int]) -> None:
+    jobs = JobOrder[int]()
+    ran: list[int] = []
+    for number in [*(each + 1 for each in order), *(number for number, _ in again)]:
+        ready, _ = jobs.take(number, 1, number)
+        ran += ready
+    assert ran == list(range(1, 13))
+
+
+def test_a_fresh_job_waits_for_none_of_those_before_it() -> None:
+    jobs = JobOrder[str]()
+    assert jobs.take(1, 1, "one") == (["one"], [])
+    assert jobs.take(3, 1, "three") == ([], [])
+    assert jobs.take(5, 4, "five") == ([], ["three"])
+    assert jobs.take(2, 1, "two") == ([], ["two"])
+    assert jobs.take(4, 4, "four") == (["four", "five"], [])
+    assert jobs.came_alone() == []
+    assert jobs.take(6, 4, "late") == ([], ["late"])
+    assert jobs.take(7, 7, "seven") == (["seven"], [])
+
+
+def test_what_left_before_a_refusal_counts_for_nothing() -> None:
+    flights = Flights()
+    first, second = flights.launch(5, [(1, 2), (3, 4)], are_numbered=True)
+    assert (first, second) == (Launch(5, (1, 2), 1, 1), Launch(7, (3, 4), 2, 1))
+    assert flights.land(5, 2, 1) == first
+    assert flights.next_token == 3
+    flights.refuse()
+    assert flights.next_token is None
+    (third,) = flights.launch(7, [(9, 8)], are_numbered=True)
+    assert third == Launch(7, (9, 8), 3, 3)
+    assert flights.n_under_way == 2
+    assert flights.land(7, 2, 2) is None
+    assert flights.land(7, 2, 3) == third
+    assert flights.n_under_way == 0
