@@ -355,8 +355,8 @@ class Opened(WorkerMessage, frozen=True, tag=True):
     whole_reason: str = ""
     """Why the model cannot be cut, where cut_alignment is 0."""
     eos_tokens: tuple[TokenId, ...] = ()
-    infill: InfillTokens | None = None
-    """Null: the model fills nothing in."""
+    infill: InfillTokens | UnsetType = UNSET
+    """Unset: the model fills nothing in."""
     has_chat_template: bool = False
 
 

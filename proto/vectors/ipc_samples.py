@@ -371,6 +371,21 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         b"",
     ),
+    (
+        "opened-infill",
+        ipc.Opened(
+            id=1,
+            architecture="qwen2",
+            name="coder",
+            n_layers=12,
+            n_embd=256,
+            n_vocab=4096,
+            context_length=2048,
+            cut_alignment=1,
+            infill=ipc.InfillTokens(70, 71, 72, None, 74),
+        ),
+        b"",
+    ),
     ("progress", ipc.Progress(id=2, done_bytes=1_000_000, total_bytes=5_000_000_000), b""),
     (
         "loaded",

@@ -259,7 +259,7 @@ class WorkerPool:
 
     async def infill_tokens(self, model: ModelFile) -> InfillTokens | None:
         """None: the model fills nothing in."""
-        return (await self.info(model)).infill
+        return (await self.info(model)).infill or None
 
     async def embed(self, model: ModelFile, tokens: TokenIds) -> Hidden:
         """i32 [n] -> f32 [n, n_embd]."""

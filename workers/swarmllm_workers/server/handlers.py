@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from swarmllm_proto import ipc
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_workers.cache.manifest import PrefixManifest
@@ -200,7 +202,7 @@ class Handlers:
                 cut_alignment=engine.rule.cut_alignment,
                 whole_reason=engine.rule.whole_reason,
                 eos_tokens=tuple(sorted(engine.vocabulary.end_tokens)),
-                infill=engine.vocabulary.infill_tokens(),
+                infill=engine.vocabulary.infill_tokens() or UNSET,
                 has_chat_template=bool(engine.template_source),
             )
         )
