@@ -65,9 +65,11 @@ def it_travels(
     """B gets the projector of A's from A, by its BLAKE3, keeps it open, and lets it go again."""
 
     def encodes(node: DaemonProcess) -> bool:
-        """As the other one, its only peer, knows."""
+        """As the other one, its only peer, knows. The guide's projector everybody has."""
         (peer,) = (b if node is a else a).http.get("/api/admin/peers").json()["peers"]
-        return [each["shard"] for each in peer["projectors"]] == [2**32 - 1]
+        return [each["shard"] for each in peer["projectors"] if each["model_id"] == seer] == [2**32 - 1]
+
+    seer = a.http.get("/api/admin/models/seer/status").json()["model_id"]
 
     taken = lines(b, "/seer/load", {"layers": "mmproj"})["model"]
     of_b = taken["projector"]
@@ -162,7 +164,10 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
             assert lines(b, "/seer/load", {"layers": "2:4"})["model"]["stored"]
             # So its pictures are encoded by the other node, which the answer names.
             listed = b.http.get("/v1/models").json()["data"]
-            assert [m["id"] for m in listed if "image" in m["architecture"]["input_modalities"]] == ["seer"]
+            assert [m["id"] for m in listed if "image" in m["architecture"]["input_modalities"]] == [
+                "guide",
+                "seer",
+            ]
             planned = b.http.get("/api/admin/plan?model=seer").json()
             assert planned["takes_pictures"]
             assert len(planned["encoders"]) == 1

@@ -1,5 +1,5 @@
 """`swarmllm demo`: three nodes on this machine, a third of the bundled model on each, one conversation
-through them.
+through them, and one question about a picture, at which another node looks than the one that is asked.
 
 What is shown is what happens: separate daemons, libp2p over TCP between them, the question sent to the
 first node's OpenAI endpoint, the route read from the answer. At the end everything is stopped, and checked
@@ -35,11 +35,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from swarmllm.cli.chat.conversation import Conversation
+from swarmllm.cli import demo_picture
+from swarmllm.cli.chat.conversation import Conversation, question_message
 from swarmllm.cli.chat.session import show_answer
 from swarmllm.cli.chat.stream import as_fields
 from swarmllm.cli.client import EXIT_INTERRUPTED, Client, CommandFailed
-from swarmllm.cli.display import make_console, route_table, short_id, summary
+from swarmllm.cli.display import looked, make_console, route_table, safe, short_id, summary
 from swarmllm.cli.options import json_option
 from swarmllm.operating_system import ProcessMark, family, is_alive, signal_at_parents_end
 
@@ -202,6 +203,8 @@ def as_toml(value: object) -> str:
 MODEL = "guide"
 PARTS = {"node-1": "0:4", "node-2": "4:8", "node-3": "8:12"}
 """Which node gets which layers; together all of the bundled model's."""
+SEER = "node-3"
+"""Which node looks at pictures; the others have let go of the projector."""
 QUESTIONS = ("What is SwarmLLM?", "What is a pipeline?", "Why is that useful?")
 START_TIMEOUT_S = 120.0
 MAX_TOKENS = 200
@@ -320,6 +323,44 @@ def converse(api_url: str, questions: tuple[str, ...], console: Console) -> list
     return answers
 
 
+def leave_seeing_to_one(nodes: DemoNodes) -> None:
+    """Every node has the guide's projector. Unload it but on one, and wait until the first node knows of that
+    one. Raises CommandFailed."""
+    urls = {node.name: str((node.announcement() or {})["api_url"]) for node in nodes.nodes}
+    for name, api_url in urls.items():
+        if name != SEER:
+            with Client(api_url) as client:
+                client.post(f"/api/admin/models/{MODEL}/unload", {"layers": "mmproj"})
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    with Client(urls["node-1"]) as client:
+        while len(client.get(f"/api/admin/models/{MODEL}/status")["encoders"]) != 1:
+            if time.monotonic() > deadline_s:
+                raise CommandFailed(
+                    f"node-1 did not learn within {START_TIMEOUT_S:.0f} s who encodes pictures."
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+
+def show_picture(api_url: str, console: Console) -> dict[str, object]:
+    """Ask about a picture, and show who looked at it. Returns question and answer, for programs."""
+    image = demo_picture.picture()
+    question = demo_picture.QUESTION
+    console.print(f"\nA picture; only {SEER} has the projector loaded, node-1 is asked:\n", style="bold")
+    console.print(demo_picture.shown(image, console))
+    console.print(Text.assemble(("\n› ", "bold cyan"), (question, "bold")))
+    with Client(api_url) as client:
+        conversation = Conversation(client, MODEL, {"temperature": 0, "max_tokens": MAX_TOKENS})
+        show_answer(conversation, question_message(question, [demo_picture.as_file(image)]), console)
+    finished = conversation.last
+    if finished is None:
+        return {"question": question}
+    console.print(summary(finished), style="dim")
+    for line in looked(finished):
+        console.print(safe(line), style="dim")
+    answer = conversation.messages[-1]["content"]
+    return {"question": question, "picture": demo_picture.IN_WORDS} | as_fields(answer, finished)
+
+
 def clean_up(nodes: DemoNodes, console: Console, *, keep_folder: bool) -> None:
     """Stop everything, check that it is gone. Raises CommandFailed where something is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave anything behind
@@ -375,8 +416,9 @@ def demo(questions: tuple[str, ...], as_json: bool) -> None:
     """Start three nodes on this machine, each with a third of the bundled model, and ask it something.
 
     The QUESTIONS are asked in one conversation, through the OpenAI endpoint of the first node; the answers
-    and the route they took are shown, then everything is stopped and removed. Nothing of yours is touched:
-    the nodes have their own folders and ports.
+    and the route they took are shown. Without QUESTIONS there are three, and then one about a picture, which
+    the third node encodes. At the end everything is stopped and removed. Nothing of yours is touched: the
+    nodes have their own folders and ports.
     """
     console = make_console(stderr=as_json)
     console.print(
@@ -389,6 +431,9 @@ def demo(questions: tuple[str, ...], as_json: bool) -> None:
             api_url = start_nodes(nodes, console)
             console.print(f"\nnode-1 sees all layers. Its OpenAI endpoint: {api_url}/v1", style="dim")
             answers = converse(api_url, questions or QUESTIONS, console)
+            if not questions:
+                leave_seeing_to_one(nodes)
+                answers.append(show_picture(api_url, console))
             failed = False
             if as_json:
                 click.echo(json.dumps(answers, ensure_ascii=False))

@@ -57,7 +57,15 @@ class Muon:
     needs far fewer tokens than AdamW alone, which still trains the embedding, the head and the norms.
     """
 
-    def __init__(self, weights: Iterable[Tensor], momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        momentum: float = 0.95,
+        decay: float = 0.01,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """`dtype`: of the Newton-Schulz steps. A CPU without bfloat16 takes ten times as long with it."""
+        self.dtype = dtype
         self.momentum = momentum
         self.decay = decay
         self.groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
@@ -74,7 +82,7 @@ class Muon:
             gradient = torch.stack([weight.grad for weight in group if weight.grad is not None])
             velocity = self.velocity[shape]
             velocity.mul_(self.momentum).add_(gradient)
-            update = orthogonalise(gradient.add(velocity, alpha=self.momentum).bfloat16()).float()
+            update = orthogonalise(gradient.add(velocity, alpha=self.momentum).to(self.dtype)).float()
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
             for weight, change in zip(group, update, strict=True):
                 weight.mul_(1 - rate * self.decay).sub_(change, alpha=rate * scale)

@@ -10,9 +10,10 @@ from typing import TypeVar
 import trio
 
 from swarmllm.errors import ConfigError, StoreLocked
-from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
-from swarmllm.models import Catalogue, Store
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE, PROJECTOR_PATH
+from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.presets import Preset, Presets, SamplingDefaults
+from swarmllm.models.projector import read_projector
 from swarmllm.models.segment_copies import SEGMENTS
 
 log = logging.getLogger(__name__)
@@ -47,15 +48,26 @@ def prepare_data_dir(data_dir: Path) -> Path:
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:
-    """The models of this node; the bundled guide is always among them. When it is new here it gets a preset,
-    which is the user's from then on."""
+    """The models of this node; the bundled guide is always among them, with its projector. When it is new
+    here it gets a preset, which is the user's from then on."""
     catalogue = Catalogue(data_dir / "catalogue.sqlite")
     is_new = all(entry.name != GUIDE_NAME for entry in catalogue.list())
-    catalogue.ensure(GUIDE_PATH, GUIDE_NAME)
+    _attach_projector(catalogue, catalogue.ensure(GUIDE_PATH, GUIDE_NAME))
     if is_new:
         preset = Preset(sampling=SamplingDefaults(temperature=GUIDE_TEMPERATURE))
         Presets(catalogue).put(GUIDE_NAME, preset)
     return catalogue
+
+
+def _attach_projector(catalogue: Catalogue, guide: CatalogueEntry) -> None:
+    """Unless the user has given the guide another projector. What was loaded or unloaded stays so, but for a
+    file of another version. Nothing is tried: the file has tests of its own."""
+    known = guide.attached_projector
+    if known is not None and known.path != str(PROJECTOR_PATH.absolute()):
+        return
+    projector = read_projector(PROJECTOR_PATH.absolute())
+    if known != projector:
+        catalogue.attach(guide.model_id, projector)
 
 
 def open_store(data_dir: Path, catalogue: Catalogue, quota_gib: float) -> Store:

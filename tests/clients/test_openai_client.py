@@ -172,9 +172,9 @@ def test_errors_are_of_the_clients_own_kinds(
         assert caught.value.request_id
 
 
-def test_a_picture_for_a_model_that_takes_none_is_the_clients_mistake(ai: openai.OpenAI) -> None:
+def test_a_picture_that_is_none_is_the_clients_mistake(ai: openai.OpenAI) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-    with pytest.raises(openai.BadRequestError, match="guide takes no pictures") as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(ai, messages=[{"role": "user", "content": [picture]}])
     assert caught.value.param == "messages[0].content[0].image_url.url"
 

@@ -66,6 +66,7 @@ def give(page: WebDriver, selector: str, kind: str, name: str, data: bytes, medi
 def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     page: WebDriver, node: DaemonProcess, tmp_path: Path
 ) -> None:
+    node.http.post("/api/admin/models/guide/unload", json={"layers": "mmproj"}).raise_for_status()
     go(page, node, "chat")
     wait_for(lambda: not find(page, "#model").get_attribute("disabled"), PATIENCE_S, "the model")
     assert not page.find_elements(By.CSS_SELECTOR, "#pictures")
@@ -129,7 +130,7 @@ def test_the_strips_show_who_has_the_projector(page: WebDriver, node: DaemonProc
         def loads() -> bool:
             return '"result"' in study.http.post("/api/admin/models/guide/load", json=body).text
 
-        wait_for(loads, PATIENCE_S, "the projector to come from the other node")
+        wait_for(loads, PATIENCE_S, "the projector to be open")
         go(page, node)
         wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 2, PATIENCE_S, "two cells")
         assert texts(page, ".strip .label .cut") == ["kitchen", "study"]

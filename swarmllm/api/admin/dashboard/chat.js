@@ -85,7 +85,7 @@ async function refresh(root, state) {
 export function renderChat(root, state) {
   if (state.models) {
     names = state.models.models.filter((model) => model.complete).map((model) => model.name);
-    seeing = new Set(state.models.models.filter((model) => model.projector || model.encoders.length).map((model) => model.name));
+    seeing = new Set(state.models.models.filter((model) => (model.projector && model.projector.state !== "unloaded") || model.encoders.length).map((model) => model.name));
   } else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
   const ready = names || [];
   if (!conversation.fixed && !ready.includes(conversation.model)) conversation.model = ready[0] || null;

@@ -1,0 +1,91 @@
+"""Learns the rows that the projector is to write.
+
+These are the rows behind a caption, with which the guide repeats it whatever is asked, and stops; and small
+changes to the rows of the captions' tokens, with which it repeats words that it would not repeat else.
+
+The guide is frozen; only these rows are learned, from the captions of random scenes. No picture is drawn.
+Noise on all rows makes up for what the projector will write only nearly right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding
+
+from ..data import IGNORED
+from ..template import ANSWER_PREFIX, IM_END, IM_START
+from .captions import N_CAPTION, N_ENDING, N_ROWS, caption, token_rows
+from .frozen import FrozenGuide
+from .questions import ask_about
+from .scenes import BARS, NUMBER, SHAPES, STRIPS, scene
+
+NOISE: Final = 0.15
+"""Standard deviation of the noise, as a share of that of the rows of tokens."""
+
+
+LEARNED_KINDS: Final = (NUMBER, SHAPES, BARS, STRIPS, BARS, SHAPES, BARS, STRIPS)
+"""The guide repeats short numbers at once; words, and many digits of which some are alike, take longer."""
+
+
+class PictureWords(nn.Module):  # type: ignore[misc]
+    """`ending`: f32 [N_ENDING, n_embd]; `changes`: f32 [n_vocab, n_embd], to the rows of captions' tokens."""
+
+    def __init__(self, guide: FrozenGuide, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._guide, self._tokenizer = guide, tokenizer
+        embed = guide.model.token_embd
+        self.padding = tokenizer.encode(IM_END).ids[0]
+        filler = token_rows(tokenizer, "")[-1]
+        start = embed.weight[filler] + 0.3 * embed.weight.std() * torch.randn(N_ENDING, embed.embedding_dim)
+        self.ending = nn.Parameter(start.clone())
+        self.changes = nn.Parameter(torch.zeros_like(embed.weight))
+        self._n_kept = N_ROWS - N_ENDING - N_CAPTION
+        before = torch.tensor(
+            tokenizer.encode(f"{IM_START}user\n").ids + token_rows(tokenizer, "")[: self._n_kept]
+        )
+        guide.begin(embed(before))
+
+    def batch(
+        self, n: int, rng: random.Random, *, heldout: bool, kinds: Sequence[str] = LEARNED_KINDS
+    ) -> list[tuple[str, str, str]]:
+        """(kind, question, caption) of n scenes."""
+        found = []
+        for number in range(n):
+            shown = scene(kinds[number % len(kinds)], rng, heldout=heldout)
+            found.append((shown.kind, ask_about(shown, rng, heldout=heldout), caption(shown)))
+        return found
+
+    def loss(self, asked: list[tuple[str, str, str]], rng: random.Random | None) -> tuple[Tensor, Tensor]:
+        """Mean loss of the answers' tokens, and which answers are right as a whole, bool [batch]. `rng`: for
+        the noise, without which there is none."""
+        shown, texts, answers = [], [], []
+        for _, question, answer in asked:
+            shown.append(token_rows(self._tokenizer, answer)[self._n_kept :])
+            texts.append(self._tokenizer.encode(f"{question}{IM_END}\n{ANSWER_PREFIX}").ids)
+            answers.append(self._tokenizer.encode(f"{answer}{IM_END}").ids)
+        width = max(len(text) + len(answer) for text, answer in zip(texts, answers, strict=True)) - 1
+        ids = torch.full((len(asked), width), self.padding)
+        targets = torch.full((len(asked), width), IGNORED)
+        for row, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+            whole = (text + answer)[:-1]
+            ids[row, : len(whole)] = torch.tensor(whole)
+            targets[row, len(text) - 1 : len(whole)] = torch.tensor(answer)
+        embed = self._guide.model.token_embd
+        numbers = torch.tensor(shown)
+        tokens = embed(numbers) + embedding(numbers, self.changes)
+        rows = torch.cat((tokens, self.ending.expand(len(asked), -1, -1)), 1)
+        if rng is not None:
+            generator = torch.Generator().manual_seed(rng.randrange(2**62))
+            rows = rows + NOISE * embed.weight.std() * torch.randn(rows.shape, generator=generator)
+        hidden = self._guide.hidden(torch.cat((rows, embed(ids)), 1))[:, rows.shape[1] :]
+        learned = targets != IGNORED
+        logits = self._guide.model.output(hidden[learned])
+        wrong = torch.zeros(targets.shape, dtype=torch.bool)
+        wrong[learned] = logits.argmax(-1) != targets[learned]
+        return cross_entropy(logits, targets[learned]), ~wrong.any(1)
