@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from bench.common.q4_k_m import THIRTY_BILLION_EXPERTS, write_q4_k_m
-from swarmllm_proto.ipc_base import KernelMode
+from swarmllm_proto.ipc.base import KernelMode
 from swarmllm_workers.engine.arranged_weights import arranged
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span

@@ -49,7 +49,7 @@ from swarmllm.pipeline.check.sampling import (
     draw_tokens,
     rate,
 )
-from swarmllm.pipeline.check.tallies import CERTAIN, ODDS, Leaning, observations
+from swarmllm.pipeline.check.tallies import CERTAIN, ODDS, Bias, observations
 from swarmllm.pipeline.check.thresholds import (
     LOGITS_OTHER_KV,
     LOGITS_SAME_KV,
@@ -152,7 +152,7 @@ class Seen:
     """What a check of some tokens of an answer says."""
 
     is_wrong: bool
-    moves: Mapping[Leaning, tuple[float, float]]
+    moves: Mapping[Bias, tuple[float, float]]
     """By what a sum of `Tallies` changes, and the most that it has at the end from any token on."""
 
 
@@ -196,10 +196,10 @@ class TokenChecks:
             apart_max=apart_max(stated, IMPOSSIBLE),
         )
         far = partial(is_far, sampling=stated, n_vocab=self._n_vocab)
-        moves = dict.fromkeys(Leaning, (0.0, 0.0))
-        for leaning, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=far):
-            step, (total, most) = ODDS[leaning].step(against=against), moves[leaning]
-            moves[leaning] = total + step, max(0.0, most + step)
+        moves = dict.fromkeys(Bias, (0.0, 0.0))
+        for bias, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=far):
+            step, (total, most) = ODDS[bias].step(against=against), moves[bias]
+            moves[bias] = total + step, max(0.0, most + step)
         return Seen(not possible or verdict is Verdict.WRONG, moves)
 
 
@@ -207,12 +207,12 @@ def of_tokens(cheating: TokenChecks, honest: TokenChecks) -> Callable[[], Check]
     """`honest`: of the requests in which it does not cheat."""
 
     def make() -> Check:
-        sums = dict.fromkeys(Leaning, 0.0)
+        sums = dict.fromkeys(Bias, 0.0)
 
         def check(generator: random.Random, cheats: bool) -> bool:
             seen = (cheating if cheats else honest).draw(generator)
-            for leaning, (total, most) in seen.moves.items():
-                sums[leaning] = max(sums[leaning] + total, most)
+            for bias, (total, most) in seen.moves.items():
+                sums[bias] = max(sums[bias] + total, most)
             return seen.is_wrong or max(sums.values()) >= CERTAIN
 
         return check

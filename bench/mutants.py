@@ -47,7 +47,12 @@ ROOMS = {
     "pipeline/vision": ["swarmllm/pipeline/vision/*.py"],
     "node": [
         f"swarmllm/node/{x}.py"
-        for x in ("record_changes", "damping", "remembered_loads", "share_book", "accepted_shares")
+        for x in (
+            "announcing/record_changes",
+            "placing/accepted_shares",
+            "placing/share_book",
+            "remembered_loads",
+        )
     ],
     "log_limit": ["swarmllm/log_limit.py"],
     "supervision": ["swarmllm/supervision/*.py"],

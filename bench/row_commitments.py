@@ -19,7 +19,7 @@ from bench.common.figures import Figure, table, write
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.hashing import build_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.stage.notary import digests_of
+from swarmllm.pipeline.stage.row_committer import digests_of
 from swarmllm.swarm.membership.signer import open_signer
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.codec import decode_job, encode_job

@@ -44,7 +44,7 @@ class Outcome:
     """What each node trusts the other one with, in the beginning."""
     lowest: list[float] = field(default_factory=list)
     last: list[float] = field(default_factory=list)
-    deeds: list[dict[str, int]] = field(default_factory=list)
+    events: list[dict[str, int]] = field(default_factory=list)
     took_s: float = 0.0
 
     @property
@@ -118,7 +118,7 @@ def run(n_requests: int, n_at_once: int, n_loops: int) -> Outcome:
                 outcome.lowest = [min(pair) for pair in zip(outcome.lowest, scores(), strict=True)]
         outcome.took_s = time.monotonic() - start_s
         outcome.last = scores()
-        outcome.deeds = [dict(each["counts"]) for each in trust()]  # type: ignore[call-overload]
+        outcome.events = [dict(each["counts"]) for each in trust()]  # type: ignore[call-overload]
     return outcome
 
 
@@ -138,12 +138,12 @@ def main() -> None:
         f"HTTP statuses: {dict(outcome.statuses)}; texts per prompt: "
         f"{[len(texts) for texts in outcome.texts.values()]}"
     )
-    for name, first, lowest, last, deeds in zip(
-        HOLDINGS, outcome.first, outcome.lowest, outcome.last, outcome.deeds, strict=True
+    for name, first, lowest, last, events in zip(
+        HOLDINGS, outcome.first, outcome.lowest, outcome.last, outcome.events, strict=True
     ):
         print(
             f"{name} trusts the other one: {first:.3f} at first, {lowest:.3f} at least, {last:.3f} at last; "
-            f"{deeds}"
+            f"{events}"
         )
     sys.exit(not outcome.keeps_trust)
 

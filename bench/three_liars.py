@@ -41,7 +41,7 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.in_memory.signer import in_memory_signer
-from swarmllm.swarm.peers.trust import WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import WORK_MIN, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -280,7 +280,7 @@ async def main(n_requests: int) -> None:
                     "checks_disputed": counts.checks_disputed,
                     "least_trust_of_honest": min(origin.trust.score(each) for each in honest),
                     "honest_accused": sum(
-                        origin.trust.explain(each).counts.get(Deed.WRONG_RESULT, 0) for each in honest
+                        origin.trust.explain(each).counts.get(TrustEvent.WRONG_RESULT, 0) for each in honest
                     ),
                 }
     print(json.dumps(figures, indent=1))

@@ -50,8 +50,8 @@ from swarmllm.node.data_dir import (
     prepare_data_dir,
     when_free,
 )
+from swarmllm.node.placing.share_book import open_share_book
 from swarmllm.node.remembered_loads import open_remembered_loads
-from swarmllm.node.share_book import open_share_book
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup

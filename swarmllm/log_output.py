@@ -1,6 +1,6 @@
 """Formats the lines of the daemon's log and writes them to stderr and a file.
 
-Text and JSON come from the same `Facts` of a record. The event is the line's template in one word, for
+Text and JSON come from the same `LogFields` of a record. The event is the line's template in one word, for
 example `request_failed_here` for "request %s failed here: %s": all lines that one place writes have the same,
 whatever they are about. Libraries may put anything into a template, so their event is their logger's name.
 """
@@ -41,7 +41,7 @@ _OURS = ("swarmllm", "swarmllm_workers")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class LogFields:
     time: str
     """ISO 8601, in UTC, to the millisecond."""
     level: str
@@ -67,34 +67,34 @@ class LineFormatter(logging.Formatter):
         """Both are set once nodes and models are known. Called in whichever thread writes a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = facts_of(record, self._names.nickname_of, self._names.model_name_of)
+        fields = fields_of(record, self._names.nickname_of, self._names.model_name_of)
         traceback = super().formatException(record.exc_info) if record.exc_info else ""
         if self._form == "json":
             told = {
-                "time": facts.time,
-                "level": facts.level.lower(),
-                "logger": facts.logger,
-                "event": facts.event,
-                "message": facts.message,
-                "request_id": facts.request_id,
-                "nodes": list(facts.nodes),
-                "models": list(facts.models),
+                "time": fields.time,
+                "level": fields.level.lower(),
+                "logger": fields.logger,
+                "event": fields.event,
+                "message": fields.message,
+                "request_id": fields.request_id,
+                "nodes": list(fields.nodes),
+                "models": list(fields.models),
                 "traceback": traceback,
             }
             return json.dumps({name: value for name, value in told.items() if value})
-        text = facts.message
-        if facts.request_id and facts.request_id not in text:
-            text = f"{text} [{facts.request_id}]"
+        text = fields.message
+        if fields.request_id and fields.request_id not in text:
+            text = f"{text} [{fields.request_id}]"
         if traceback:
             text = f"{text}\n{traceback}"
         if self._form == "journal":
-            return f"{facts.logger}: {text}"
-        return f"{facts.time} {facts.level:<7} {facts.logger}: {text}"
+            return f"{fields.logger}: {text}"
+        return f"{fields.time} {fields.level:<7} {fields.logger}: {text}"
 
 
-def facts_of(
+def fields_of(
     record: logging.LogRecord, nickname_of: Callable[[str], str], model_name_of: Callable[[str], str]
-) -> Facts:
+) -> LogFields:
     """Only what `model_name_of` knows is a model: other hashes are as long as their ids."""
     try:
         message = record.getMessage()
@@ -105,7 +105,7 @@ def facts_of(
     models = tuple(each for each, name in names.items() if name)
     found = _REQUEST.search(message)
     written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    return Facts(
+    return LogFields(
         time=written.replace("+00:00", "Z"),
         level=record.levelname,
         logger=record.name,

@@ -41,7 +41,7 @@ from bench.lying.untruths import (
     wire_values,
 )
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto import swarm as messages
 from swarmllm_proto.swarm import ObservedLatency
 
@@ -126,7 +126,7 @@ def _other_text(opened: LyingSwarm) -> None:
 
 
 def _distrust(opened: LyingSwarm) -> None:
-    opened.nodes[0].trust.note(opened.nodes[1].router.node_id, Deed.FAILED)
+    opened.nodes[0].trust.note(opened.nodes[1].router.node_id, TrustEvent.FAILED)
 
 
 def _traceback(opened: LyingSwarm) -> None:

@@ -15,7 +15,7 @@ import swarmllm.database
 from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue
 from swarmllm.swarm.peers.store import FILE_NAME, KnownPeers, PeerStore
-from swarmllm.swarm.peers.trust import Deed, Reputation
+from swarmllm.swarm.peers.trust import Reputation, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm_proto.identifiers import NodeId
 
@@ -73,7 +73,7 @@ def test_a_damaged_peer_database_is_still_put_aside(tmp_path: Path) -> None:
 async def test_trust_that_could_not_be_saved_is_saved_later(tmp_path: Path) -> None:
     trust = Trust(store=PeerStore(tmp_path), clock=lambda: 1.0)
     await trust.load()
-    trust.note(NODE, Deed.BROKE_PROTOCOL, "test")
+    trust.note(NODE, TrustEvent.BROKE_PROTOCOL, "test")
     with locked(tmp_path / FILE_NAME):
         await trust.save()
     await trust.save()
@@ -86,12 +86,12 @@ async def test_trust_that_is_locked_at_the_start_is_loaded_later_and_never_overw
     before = Trust(store=PeerStore(tmp_path), clock=lambda: 1.0)
     await before.load()
     for _ in range(5):
-        before.note(NODE, Deed.BROKE_PROTOCOL, "test")
+        before.note(NODE, TrustEvent.BROKE_PROTOCOL, "test")
     await before.save()
     trust = Trust(store=PeerStore(tmp_path), clock=lambda: 1.0)
     with locked(tmp_path / FILE_NAME):
         await trust.load()
-        trust.note(NODE, Deed.SERVED)
+        trust.note(NODE, TrustEvent.SERVED)
         await trust.save()
     assert trust.score(NODE) > before.score(NODE)
     await trust.save()
@@ -105,7 +105,7 @@ async def test_trust_that_was_never_loaded_is_not_saved_over_what_is_stored(tmp_
 
     trust = Trust(store=Unreadable(tmp_path), clock=lambda: 1.0)
     await trust.load()
-    trust.note(NODE, Deed.SERVED)
+    trust.note(NODE, TrustEvent.SERVED)
     await trust.save()
     assert PeerStore(tmp_path).reputations() == []
 

@@ -22,7 +22,7 @@ from swarmllm.cli.main import main
 from swarmllm.config import Config, LogTable, NodeTable
 from swarmllm.errors import ConfigError
 from swarmllm.log_filter import provoked_by
-from swarmllm.log_output import REQUEST_ID, LineFormatter, event_of, facts_of, set_up_logging
+from swarmllm.log_output import REQUEST_ID, LineFormatter, event_of, fields_of, set_up_logging
 
 REQUEST = "req_" + "ab" * 12
 ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
@@ -55,16 +55,16 @@ def no_models(model_id: str) -> str:
 
 def test_models_have_their_names() -> None:
     model, other = "ab" * 32, "cd" * 32
-    facts = facts_of(record("worker %d serves model %s, %s", 7, model, other), names, {model: "guide"}.get)
-    assert facts.message == f"worker 7 serves model guide, {other}"
-    assert (facts.models, facts.event) == ((model,), "worker_serves_model")
+    fields = fields_of(record("worker %d serves model %s, %s", 7, model, other), names, {model: "guide"}.get)
+    assert fields.message == f"worker 7 serves model guide, {other}"
+    assert (fields.models, fields.event) == ((model,), "worker_serves_model")
 
 
 def test_nodes_have_their_nicknames_and_requests_their_ids() -> None:
-    facts = facts_of(record("request %s of %s, then %s: %d", REQUEST, NODE_A, NODE_B, 3), names, no_models)
-    assert facts.message == f"request {REQUEST} of attic (…{NODE_A[-8:]}), then a??b (…{NODE_B[-8:]}): 3"
-    assert (facts.request_id, facts.nodes) == (REQUEST, (NODE_A, NODE_B))
-    assert facts.event == "request_of_then"
+    fields = fields_of(record("request %s of %s, then %s: %d", REQUEST, NODE_A, NODE_B, 3), names, no_models)
+    assert fields.message == f"request {REQUEST} of attic (…{NODE_A[-8:]}), then a??b (…{NODE_B[-8:]}): 3"
+    assert (fields.request_id, fields.nodes) == (REQUEST, (NODE_A, NODE_B))
+    assert fields.event == "request_of_then"
 
 
 def test_a_line_without_an_id_has_that_of_the_task() -> None:

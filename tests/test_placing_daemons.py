@@ -11,7 +11,7 @@ from daemon_process import DaemonProcess, running_daemon, wait_for
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest
-from swarmllm.node.placing_plan import shape_of
+from swarmllm.node.placing.plan import shape_of
 
 pytestmark = pytest.mark.slow
 

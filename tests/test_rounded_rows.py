@@ -9,10 +9,16 @@ import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
 
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 
 N_TOKENS = 60
-BLAME = (Deed.WRONG_RESULT, Deed.DISPUTED, Deed.BROKE_PROTOCOL, Deed.BAD_NUMBERS, Deed.DAMAGED)
+BLAME = (
+    TrustEvent.WRONG_RESULT,
+    TrustEvent.DISPUTED,
+    TrustEvent.BROKE_PROTOCOL,
+    TrustEvent.BAD_NUMBERS,
+    TrustEvent.DAMAGED,
+)
 
 
 def answer(node: DaemonProcess) -> dict[str, Any]:
@@ -51,4 +57,4 @@ def test_the_node_that_is_asked_decides_whether_rows_are_rounded(tmp_path: Path)
         assert all(node.stats()["pipelines"]["jobs_by_link"] for node in (exact, other))
         for node, seen in ((exact, other), (other, exact)):
             counts = node.http.get(f"/api/admin/peers/{seen.node_id}").json()["trust"]["counts"]
-            assert not {deed.value for deed in BLAME} & counts.keys()
+            assert not {event.value for event in BLAME} & counts.keys()

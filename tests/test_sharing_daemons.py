@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from daemon_process import DaemonProcess, clean_environment, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from faulty_server import open_shelf
 from other_guide import other_guide
-from shelf import open_shelf
 from split_gguf import split_gguf
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import build_manifest
-from swarmllm.node.placing_plan import shape_of
+from swarmllm.node.placing.plan import shape_of
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 
 pytestmark = pytest.mark.slow

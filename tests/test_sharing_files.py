@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
+from faulty_server import FaultyServer, open_shelf
 from other_guide import other_guide
-from shelf import Shelf, open_shelf
 from split_gguf import split_gguf
 from test_sharing_daemons import command, held, private_nodes, shares
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 MODEL = other_guide("T")
 
 
-def publish(hub: Shelf, folder: Path) -> str:
+def publish(hub: FaultyServer, folder: Path) -> str:
     """The model in four parts as org/repo; the name of the first."""
     folder.mkdir()
     (folder / "whole.bin").write_bytes(MODEL)

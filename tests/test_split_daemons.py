@@ -10,8 +10,8 @@ import httpx
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from faulty_server import open_shelf
 from other_guide import other_guide
-from shelf import open_shelf
 from split_gguf import split_gguf
 
 from swarmllm.models import build_manifest

@@ -7,7 +7,7 @@ their load; connections that are kept for probable routes. What is made up: how 
 network between regions, and how long it takes to load layers.
 
 Simpler than in life: gossip arrives at once, so that all nodes have heard the same, and one book is
-everybody's. Only `origins` have connections, doubts and opinions of their own, and all requests come from
+everybody's. Only `origins` have connections, doubts and fake_trust of their own, and all requests come from
 them. Of the others what is simulated is what others see of them: record, load, coordinate, death. A node
 plans with all that hold its model, not only with those that it reaches.
 """
@@ -25,8 +25,8 @@ from bench.common.simulated_network import Place, random_place
 from bench.common.simulated_swarm import HEARTBEAT_BYTES, LOAD_BYTES_PER_S, N_SLOTS, Figures
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.placing_plan import next_step, plan_of, shape_of
-from swarmllm.node.record_changes import RecordChanges
+from swarmllm.node.announcing.record_changes import RecordChanges
+from swarmllm.node.placing.plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.assembly import Question
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.candidates import candidates

@@ -21,8 +21,8 @@ import trio
 from bench.common.simulated_network import Place, SimulatedNetwork, random_place
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.placing_plan import next_step, plan_of, shape_of
-from swarmllm.node.record_changes import RecordChanges
+from swarmllm.node.announcing.record_changes import RecordChanges
+from swarmllm.node.placing.plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs

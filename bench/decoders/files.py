@@ -25,12 +25,12 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.store import Store
-from swarmllm.node.capability import _read as read_speed
+from swarmllm.node.announcing.capability import _read as read_speed
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.membership.identity import KEY_NAME, load_or_create_identity
 from swarmllm.swarm.membership.network_key import NetworkFile, private_network
 from swarmllm.swarm.peers.store import FILE_NAME, PeerStore
-from swarmllm.swarm.peers.trust import Deed, TrustBook
+from swarmllm.swarm.peers.trust import TrustBook, TrustEvent
 from swarmllm.transfer.piece_client import fetch_container
 from swarmllm_proto.swarm import Outline
 
@@ -107,7 +107,7 @@ def _file(
 
 def _peer_store(folder: Path) -> Path:
     store, book = PeerStore(_new(folder)), TrustBook()
-    book.note(NODE_ID, Deed.SERVED, 1.0, "layers 0:4")
+    book.note(NODE_ID, TrustEvent.SERVED, 1.0, "layers 0:4")
     known = book.reputation(NODE_ID)
     assert known is not None
     store.keep_reputations({NODE_ID: known})

@@ -168,7 +168,7 @@ def _bulk_connection(data: bytes) -> None:
 
 def _say_how(connection: Connection) -> None:
     is_fine = connection.ending in ("ended by the peer", "goodbye", "became a link", "no longer needed")
-    if connection.deed is not None or not is_fine:
+    if connection.trust_event is not None or not is_fine:
         raise Ended(connection.ending)
 
 

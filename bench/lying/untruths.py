@@ -29,9 +29,9 @@ from swarmllm_proto import (
     file_digests,
     frames,
     swarm,
-    swarm_base,
 )
 from swarmllm_proto import router_messages as neighbours
+from swarmllm_proto.swarm import base as swarm_base
 from swarmllm_proto.tensors import encode_tensor
 
 Draw: TypeAlias = Callable[[st.SearchStrategy[Any]], Any]

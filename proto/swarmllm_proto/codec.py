@@ -22,9 +22,9 @@ from swarmllm_proto.errors import BadMessage, DamagedJob, FrameTooLarge, Unsuppo
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse
 from swarmllm_proto.frames import Buffer, Frame, Payload, Pieces, as_pieces, encode_frame
 from swarmllm_proto.identifiers import MEANINGS
-from swarmllm_proto.ipc import AnyDaemonMessage, AnyWorkerMessage, CallId, Scores, TokensAgain
+from swarmllm_proto.ipc.messages import AnyDaemonMessage, AnyWorkerMessage, CallId, Scores, TokensAgain
 from swarmllm_proto.limits import RECORD_MAX, REQUEST_MAX, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
-from swarmllm_proto.swarm import (
+from swarmllm_proto.swarm.messages import (
     DIGEST_SIZE,
     WIRE_VERSION,
     JobMessage,

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.swarm import (
+from swarmllm_proto.swarm.messages import (
     DIGEST_SIZE,
     WIRE_VERSION,
     Count,

@@ -10,8 +10,8 @@ from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Buffer
 from swarmllm_proto.limits import LOAD_MAX
-from swarmllm_proto.swarm import NodeCapability, NodeRecord
-from swarmllm_proto.swarm_base import Count
+from swarmllm_proto.swarm.base import Count
+from swarmllm_proto.swarm.messages import NodeCapability, NodeRecord
 
 
 class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc_base import Position, TokenCount
+from swarmllm_proto.ipc.base import Position, TokenCount
 
 PICTURE_RUNS_MAX: Final = 1024
 """In one prompt."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 from swarmllm_proto.codec import field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, parse_ip, require_multiaddrs
-from swarmllm_proto.swarm_base import WIRE_VERSION
+from swarmllm_proto.swarm.base import WIRE_VERSION
 
 PEERS_MAX: Final = 64
 """Nodes in one answer: enough to find any swarm, little enough that a liar cannot fill a book."""

@@ -15,8 +15,8 @@ from blake3 import blake3
 from msgspec import Meta
 
 from swarmllm_proto.identifiers import ModelId, NodeId, Sign, Verify
-from swarmllm_proto.ipc_base import Position, RequestId, StageIndex
-from swarmllm_proto.swarm_base import DIGEST_SIZE, WIRE_VERSION
+from swarmllm_proto.ipc.base import Position, RequestId, StageIndex
+from swarmllm_proto.swarm.base import DIGEST_SIZE, WIRE_VERSION
 
 STRETCH_ROWS: Final = 32
 """Rows of one digest. Stretches begin at multiples of it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from swarmllm_proto.frames import Buffer
-from swarmllm_proto.ipc_vision import SoundKind
+from swarmllm_proto.ipc.vision import SoundKind
 from swarmllm_proto.limits import SOUND_CHANNELS_MAX, SOUND_RATE_MAX, SOUND_RATE_MIN, SOUND_SECONDS_MAX
 
 SOUND_NAMES: Final = "WAV, MP3 and FLAC"

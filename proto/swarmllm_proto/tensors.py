@@ -30,7 +30,7 @@ import numpy.typing as npt
 from swarmllm_proto.byte_planes import pack_planes, unpack_planes
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.frames import Buffer, Pieces
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.limits import PACKED_ROWS_MAX, TENSOR_MAX_ELEMENTS, TENSOR_MAX_NDIM
 
 Tensor: TypeAlias = npt.NDArray[Any]

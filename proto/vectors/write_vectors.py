@@ -48,7 +48,7 @@ from swarmllm_proto.blocks import extend_block_hashes, root_hash
 from swarmllm_proto.codec import encode_ipc, encode_job, encode_record, encode_request, encode_response
 from swarmllm_proto.envelope import seal
 from swarmllm_proto.frames import FrameKind, encode_frame
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 from swarmllm_proto.router_messages import encode_neighbour
 from swarmllm_proto.tensors import Tensor, pack_rows, rounded, tensor_bytes

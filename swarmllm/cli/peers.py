@@ -98,10 +98,10 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     verdict = "may take part in pipelines and give bytes" if trust["may_work"] else "gets no work"
     yield "", f"{verdict}: {trust['work_min']:.2f} is needed"
     outcomes = {"right": "checked", "wrong": "wrong result", "disputed": "disputed"}
-    said = [f"{n} {name}" for name, deed in outcomes.items() if (n := trust["counts"].get(deed, 0))]
+    said = [f"{n} {name}" for name, event in outcomes.items() if (n := trust["counts"].get(event, 0))]
     yield "checks", ", ".join(said) or "none of its results has been computed again"
-    for deed, n_times in trust["counts"].items():
-        yield "", f"{n_times} x {deed}"
+    for event, n_times in trust["counts"].items():
+        yield "", f"{n_times} x {event}"
 
 
 def _row(peer: dict[str, Any], node_id: str) -> dict[str, str]:

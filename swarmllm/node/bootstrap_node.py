@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.node import metric_definitions as metric
-from swarmllm.node.announcer import SOFTWARE
+from swarmllm.node.announcing.announcer import SOFTWARE
 from swarmllm.node.metrics import dht_families, family, process_families
 from swarmllm.node.views import Readiness
 from swarmllm.supervision import current as current_supervision

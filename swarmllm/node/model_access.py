@@ -54,7 +54,7 @@ class PlacesModels(LoadsModels, Protocol):
         ...
 
 
-class BringsModels(PlacesModels, Protocol):
+class ProvisionsModels(PlacesModels, Protocol):
     def is_complete(self, entry: CatalogueEntry) -> bool:
         """Whether connected nodes, this one among them, hold every layer."""
         ...

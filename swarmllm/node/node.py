@@ -38,26 +38,26 @@ from swarmllm.models.manifest import is_text_encoder
 from swarmllm.models.projector_store import ProjectorStore
 from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
 from swarmllm.node.admission import Admission
-from swarmllm.node.announcer import Announcer
-from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.bringing import Bringer
-from swarmllm.node.capability import describe
+from swarmllm.node.announcing.announcer import Announcer
+from swarmllm.node.announcing.capability import describe
 from swarmllm.node.data_dir import DOWNLOADS, PROJECTORS
 from swarmllm.node.embeddings import Embeddings
-from swarmllm.node.file_followers import Followers
-from swarmllm.node.file_shares import FileShares
 from swarmllm.node.joining import Joining
 from swarmllm.node.metrics import Metrics
 from swarmllm.node.model_access import unseen
 from swarmllm.node.model_keeper import ModelKeeper
 from swarmllm.node.on_demand import FOREVER_S, OnDemand
-from swarmllm.node.placing_disk import PlacingDisk, disk_budget_bytes
-from swarmllm.node.placing_projectors import ProjectorPlacing
+from swarmllm.node.placing.auto_shard import AutoShardManager
+from swarmllm.node.placing.disk import PlacingDisk, disk_budget_bytes
+from swarmllm.node.placing.projectors import ProjectorPlacing
+from swarmllm.node.placing.share_book import ShareBook
 from swarmllm.node.projectors import ProjectorKeeper
+from swarmllm.node.provisioning import ModelProvisioner
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
 from swarmllm.node.requests import UserRequests
-from swarmllm.node.share_book import ShareBook
-from swarmllm.node.sharing import Sharing
+from swarmllm.node.sharing.file_followers import Followers
+from swarmllm.node.sharing.file_shares import FileShares
+from swarmllm.node.sharing.sharing import Sharing
 from swarmllm.node.tokenization import Texts
 from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
 from swarmllm.pictures import MediumName
@@ -181,7 +181,7 @@ class Node:
         )
         joining = Joining(router, registry, meets_others=self._meets_others)
         self.sharing = Sharing(self.placing, registry, router.node_id, models=self.models, joining=joining)
-        self.bringer = Bringer(self.models, pool, self.sharing)
+        self.provisioner = ModelProvisioner(self.models, pool, self.sharing)
         self.on_demand = OnDemand(_DemandedModels(self))
         self.file_shares = FileShares(
             router.node_id,
@@ -516,25 +516,25 @@ class _DemandedModels:
         return self._pool.loaded(model_id)
 
     def can_bring(self, entry: CatalogueEntry) -> bool:
-        return self._node.bringer.can_bring(entry)
+        return self._node.provisioner.can_bring(entry)
 
     def lacks_room(self, entry: CatalogueEntry) -> bool:
-        return self._node.bringer.lacks_room(entry)
+        return self._node.provisioner.lacks_room(entry)
 
     async def fetch(self, entry: CatalogueEntry) -> None:
-        await self._node.bringer.fetch(entry)
+        await self._node.provisioner.fetch(entry)
 
     async def load_whole(self, entry: CatalogueEntry, options: LoadOptions) -> None:
-        await self._node.bringer.load(entry, options)
+        await self._node.provisioner.load(entry, options)
 
     async def spread_out(self, entry: CatalogueEntry) -> bool:
-        return await self._node.bringer.spread_out(entry)
+        return await self._node.provisioner.spread_out(entry)
 
     def is_spread(self, model_id: ModelId) -> bool:
-        return model_id in self._node.bringer.spread
+        return model_id in self._node.provisioner.spread
 
     async def drop_whole(self, entry: CatalogueEntry) -> None:
-        await self._node.bringer.let_go(entry)
+        await self._node.provisioner.let_go(entry)
 
     def is_complete(self, entry: CatalogueEntry) -> bool:
         return self._keeper.is_complete(entry)

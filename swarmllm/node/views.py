@@ -16,7 +16,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.route import is_complete, missing_layers
-from swarmllm.swarm.peers.trust import Deed, Explanation
+from swarmllm.swarm.peers.trust import Explanation, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.departures import Departed
 from swarmllm.swarm.records.projector_index import taken
@@ -294,7 +294,7 @@ class PeerLookup:
                 info,
                 self._registry.node(info.node_id),
                 self._trust.score(info.node_id),
-                self._trust.count(info.node_id, Deed.DAMAGED),
+                self._trust.count(info.node_id, TrustEvent.DAMAGED),
                 self._registry.n_prefixes(info.node_id),
             )
             for info in self._router.peers()

@@ -66,7 +66,7 @@ class Answers:
             session = self.sessions.session_for(sender, request.request_id)
             if refused is not None or session is None:
                 return refused or RowsPiece(request_id=request.request_id, known=False)
-            return await answer(self.compute, session.context, request, session.notary)
+            return await answer(self.compute, session.context, request, session.row_committer)
         if isinstance(request, PrefixKvFetch):
             nothing = PrefixKv(status="absent")
             return await self.prefixes.answer(sender, request) if self.prefixes else nothing

@@ -50,7 +50,7 @@ from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
-from swarmllm.pipeline.stage.notary import Notaries
+from swarmllm.pipeline.stage.row_committer import RowCommitters
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -61,7 +61,7 @@ from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.membership.signer import RowSigner
-from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import KeptPictures
@@ -119,7 +119,7 @@ class Pipelines:
             settings.activation_compression,
             prefers_signed_rows=signer is not None,
         )
-        self._trust = trust = trust or NoOpinion()
+        self._trust = trust = trust or NeutralTrust()
         self._node_id = node_id
         self._settings = settings
         self._nursery: trio.Nursery | None = None
@@ -154,7 +154,9 @@ class Pipelines:
         commitments = self._checker.commitments
         self.commits = signer is not None
         if signer is not None:
-            self._sessions.notary_of = Notaries(pool, router, signer, self._start_soon, commitments.own)
+            self._sessions.row_committer_of = RowCommitters(
+                pool, router, signer, self._start_soon, commitments.own
+            )
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
         own_models = OwnModels(catalogue)

@@ -19,7 +19,7 @@ from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import (

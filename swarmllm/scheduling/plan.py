@@ -21,7 +21,7 @@ from swarmllm.scheduling.constraints import Refusal
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.route import RouteStage, choose_route
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 
 MAX_ALTERNATIVES = 4
 """Per stage, with its cuts, and as many with others; the cheapest are shown."""

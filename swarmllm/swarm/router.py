@@ -125,7 +125,7 @@ class DhtStatistics:
     n_lookups: int
 
 
-class Seeker(Protocol):
+class ModelDiscovery(Protocol):
     """What a router can do that looks beyond the connected nodes."""
 
     def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:

@@ -30,7 +30,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, Store, TensorEntry
 from swarmllm.models.hashing import CHUNK_BYTES, chunk_list_bytes, digest_of
 from swarmllm.models.tensor_writer import TensorWriter
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
 from swarmllm.transfer.piece_client import HolderBusy, Lie, PieceAbsent, PieceClient
@@ -113,7 +113,7 @@ class Fetch:
         holders: Sequence[NodeId],
         settings: TransferSettings,
         progress: Progress,
-        note: Note = unnoted,
+        note: Note = ignored_event,
         published: Sequence[PublishedFile] = (),
     ) -> None:
         """`published`: the first of them that has the model's bytes gives some of them."""
@@ -324,7 +324,7 @@ class Fetch:
         else:
             self.plan.arrived(task)
             for source in task.sources:
-                self._note(source, Deed.GAVE_BYTES)
+                self._note(source, TrustEvent.GAVE_BYTES)
 
     async def _chunk_list(self, asking: PieceClient, node_id: NodeId, tensor: TensorEntry) -> bytes:
         catalogue, model_id = self._store.catalogue, self._entry.model_id

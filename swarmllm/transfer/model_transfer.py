@@ -32,9 +32,9 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry, LayerRange, Store, TensorEntry, merge, needed_tensors
 from swarmllm.models.hashing import Progress
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.router import DhtStatistics, Router, Seeker
+from swarmllm.swarm.router import DhtStatistics, ModelDiscovery, Router
 from swarmllm.transfer.fetch import Fetch, PublishedFile
 from swarmllm.transfer.piece_client import PieceClient, fetch_container
 from swarmllm.transfer.projector_fetch import ProjectorFetch, most_given
@@ -73,8 +73,8 @@ class ModelTransfer:
         *,
         in_use: Callable[[], Collection[str]],
         on_change: Callable[[], None],
-        note: Note = unnoted,
-        seeker: Seeker | None = None,
+        note: Note = ignored_event,
+        seeker: ModelDiscovery | None = None,
     ) -> None:
         """`in_use`: ids of the models that must stay; `on_change` is called when there is more or less to
         give."""
@@ -362,7 +362,7 @@ class ModelTransfer:
 
     def _blame(self, node_ids: Collection[NodeId]) -> None:
         for node_id in node_ids:
-            self._note(node_id, Deed.WRONG_BYTES)
+            self._note(node_id, TrustEvent.WRONG_BYTES)
         self._statistics.liars += sorted(set(node_ids) - set(self._statistics.liars))
 
     def _changed(self, entry: CatalogueEntry) -> None:

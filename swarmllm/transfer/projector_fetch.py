@@ -25,7 +25,7 @@ from msgspec import UnsetType
 from swarmllm.errors import BadModel, DeadlineExceeded, NodeUnreachable, RemoteError, StoreFull, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.manifest import TensorEntry
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Note, TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch import run_lanes
 from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
@@ -197,7 +197,7 @@ class ProjectorFetch:
 
     def _praise(self) -> None:
         for node_id in self._sources:
-            self._note(node_id, Deed.GAVE_BYTES)
+            self._note(node_id, TrustEvent.GAVE_BYTES)
 
     def _blame(self, node_ids: Iterable[NodeId]) -> None:
         for node_id in node_ids:

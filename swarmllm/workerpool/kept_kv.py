@@ -34,8 +34,8 @@ from swarmllm_proto.ipc import (
     Resumed,
     ResumeRequest,
 )
-from swarmllm_proto.ipc_kv import CheckOutcome, split_names
-from swarmllm_proto.swarm_base import KeptPrefix
+from swarmllm_proto.ipc.kv import CheckOutcome, split_names
+from swarmllm_proto.swarm.base import KeptPrefix
 from swarmllm_proto.tensors import Tensor, encode_tensor
 
 CANCEL_S = 1.0

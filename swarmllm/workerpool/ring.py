@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from swarmllm.workerpool.hosted_models import Hosts
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakePrompt, TakeSeat
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 

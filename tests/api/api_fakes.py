@@ -50,7 +50,7 @@ from swarmllm.scheduling.plan import Plan, make_plan
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
-from swarmllm.swarm.peers.trust import NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
@@ -135,7 +135,7 @@ class FakePipelines:
             registry,
             settings,
             counts,
-            NoOpinion(),
+            NeutralTrust(),
             ByteBudget(),
             frozenset,
             self.first_stage,

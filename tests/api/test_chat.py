@@ -13,7 +13,7 @@ from node_ids import NODE_A
 
 from swarmllm.api.output import response as answering
 from swarmllm.errors import ContextFull, NoPipeline, RemoteError
-from swarmllm.node.bringing import Bringer, Bringing
+from swarmllm.node.provisioning import ModelProvisioner, Provisioning
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ async def test_a_stream_says_how_far_the_model_is_that_is_loaded_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "PROGRESS_EVERY_S", 0.01)
-    monkeypatch.setattr(Bringer, "of", lambda self, model: Bringing(model, "fetching", 31, 100))
+    monkeypatch.setattr(ModelProvisioner, "of", lambda self, model: Provisioning(model, "fetching", 31, 100))
     gate = trio.Event()
     async with serve_node(tmp_path) as stand:
         stand.pipelines.script = Script(texts=["late"], between=gate.wait)

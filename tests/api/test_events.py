@@ -20,7 +20,7 @@ from deadlines import PATIENCE_S
 from node_ids import NODE_A, node_id_named
 
 from swarmllm.api.admin import events
-from swarmllm.api.admin.events import Pulse
+from swarmllm.api.admin.events import NodeSections
 from swarmllm.api.http import app
 from swarmllm.api.http.endpoint import open_api
 from swarmllm.api.http.limits import HttpLimits
@@ -82,15 +82,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pulses(monkeypatch: pytest.MonkeyPatch) -> list[Pulse]:
-    """The pulse of every application that is made."""
-    made: list[Pulse] = []
+def made_sections(monkeypatch: pytest.MonkeyPatch) -> list[NodeSections]:
+    """The sections of every application that is made."""
+    made: list[NodeSections] = []
 
-    def make(*parts: Any) -> Pulse:
-        made.append(Pulse(*parts))
+    def make(*parts: Any) -> NodeSections:
+        made.append(NodeSections(*parts))
         return made[-1]
 
-    monkeypatch.setattr(app, "Pulse", make)
+    monkeypatch.setattr(app, "NodeSections", make)
     return made
 
 
@@ -204,7 +204,7 @@ async def test_a_peer_that_left_is_recent_for_a_while(
 
 
 async def test_only_so_many_may_read_and_a_place_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pulses: list[Pulse]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_sections: list[NodeSections]
 ) -> None:
     monkeypatch.setattr(events, "MAX_READERS", 1)
     async with serve_node(tmp_path) as stand:
@@ -212,16 +212,16 @@ async def test_only_so_many_may_read_and_a_place_is_given_back(
             await reader.read_until(lambda state: True)
             async with reading(stand) as refused:
                 assert refused.status == 429
-        (pulse,) = pulses
+        (node_sections,) = made_sections
         with trio.fail_after(PATIENCE_S):
-            while pulse.n_readers:
+            while node_sections.n_readers:
                 await trio.lowlevel.checkpoint()
         async with reading(stand) as reader:
             assert reader.status == 200
 
 
 async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pulses: list[Pulse]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_sections: list[NodeSections]
 ) -> None:
     monkeypatch.setattr(events, "INTERVAL_S", 0.001)
     ticks = itertools.count()
@@ -236,11 +236,11 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         await client.connect((host, int(port)))
         await client.send(f"GET /api/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
-        (pulse,) = pulses
+        (node_sections,) = made_sections
         with trio.fail_after(PATIENCE_S):
-            while not pulse.n_readers:
+            while not node_sections.n_readers:
                 await trio.lowlevel.checkpoint()
-            while pulse.n_readers:
+            while node_sections.n_readers:
                 await trio.lowlevel.checkpoint()
         client.close()
 

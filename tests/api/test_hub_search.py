@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 from api_fakes import serve_node
-from shelf import Shelf, open_shelf
+from faulty_server import FaultyServer, open_shelf
 from split_gguf import split_gguf
 from trio.testing import MockClock
 
@@ -25,7 +25,7 @@ GUIDE_DATA = GUIDE_PATH.read_bytes()
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
+def web_server() -> Iterator[FaultyServer]:
     with open_shelf() as server:
         yield server
 
@@ -34,9 +34,9 @@ def repository(name: str, *files: str, **more: Any) -> dict[str, Any]:
     return {"id": name, "siblings": [{"rfilename": file} for file in files], **more}
 
 
-def answers(shelf: Shelf, *repositories: dict[str, Any], term: str = "guide") -> None:
-    path = search_url(shelf.url, term, READS_MAX).removeprefix(shelf.url)
-    shelf.files[path] = json.dumps(repositories).encode()
+def answers(web_server: FaultyServer, *repositories: dict[str, Any], term: str = "guide") -> None:
+    path = search_url(web_server.url, term, READS_MAX).removeprefix(web_server.url)
+    web_server.files[path] = json.dumps(repositories).encode()
 
 
 def found(*repositories: object) -> list[FoundModel]:
@@ -72,21 +72,21 @@ def test_an_answer_that_is_no_list_of_repositories_is_refused(answer: bytes) -> 
 
 
 async def test_the_api_tells_sizes_and_whether_it_fits_from_headers_alone(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
     (tmp_path / "parts").mkdir()
     parts = split_gguf(GUIDE_PATH, tmp_path / "parts", [0, 23, 41], stem="Guide-Q8_0")
     for part in parts:
-        shelf.files[f"/org/parts/resolve/main/{part.name}"] = part.read_bytes()
-    shelf.files["/org/cut/resolve/main/cut.gguf"] = GUIDE_DATA[:5000]
+        web_server.files[f"/org/parts/resolve/main/{part.name}"] = part.read_bytes()
+    web_server.files["/org/cut/resolve/main/cut.gguf"] = GUIDE_DATA[:5000]
     answers(
-        shelf,
+        web_server,
         repository("org/parts", *(part.name for part in parts), downloads=7),
         repository("org/cut", "cut.gguf"),
         repository("org/gone", "gone.gguf"),
     )
     async with serve_node(tmp_path / "node") as stand:
-        body = {"term": "guide", "hf_endpoint": shelf.url}
+        body = {"term": "guide", "hf_endpoint": web_server.url}
         answer = await stand.http.post("/api/admin/models/search", json=body)
         assert answer.status_code == 200, answer.text
         whole, cut, gone = answer.json()["models"]
@@ -98,13 +98,13 @@ async def test_the_api_tells_sizes_and_whether_it_fits_from_headers_alone(
         assert (cut["fits"], gone["fits"], gone["size_bytes"]) == (None, None, None)
         assert cut["problem"]
         assert "no such file" in gone["problem"]
-        assert parse_header(GUIDE_DATA, len(GUIDE_DATA)).end_offset < shelf.n_bytes < len(GUIDE_DATA) / 2
+        assert parse_header(GUIDE_DATA, len(GUIDE_DATA)).end_offset < web_server.n_bytes < len(GUIDE_DATA) / 2
         stand.node.placing._budget_bytes = 0
         assert not (await stand.http.post("/api/admin/models/search", json=body)).json()["models"][0]["fits"]
 
 
 async def test_headers_that_do_not_come_in_time_are_told(
-    tmp_path: Path, shelf: Shelf, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web_server: FaultyServer, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: object) -> None:
         await trio.sleep_forever()
@@ -124,9 +124,9 @@ async def test_headers_that_do_not_come_in_time_are_told(
         await hub_search.search_hub("x", DownloadSettings(), trio.CapacityLimiter(1))
 
 
-async def test_a_node_that_is_offline_searches_nothing(tmp_path: Path, shelf: Shelf) -> None:
+async def test_a_node_that_is_offline_searches_nothing(tmp_path: Path, web_server: FaultyServer) -> None:
     async with serve_node(tmp_path) as stand:
         stand.node.downloads.configure(DownloadSettings(offline=True))
         with pytest.raises(Offline):
-            await stand.node.downloads.search("guide", endpoint=shelf.url)
-    assert shelf.asked == []
+            await stand.node.downloads.search("guide", endpoint=web_server.url)
+    assert web_server.asked == []

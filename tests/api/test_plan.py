@@ -15,7 +15,7 @@ from node_ids import NODE_A, A, B, C, D, O
 from swarmllm.errors import NoPipeline
 from swarmllm.models import CatalogueEntry
 from swarmllm.node.admission import Admission
-from swarmllm.node.capability import (
+from swarmllm.node.announcing.capability import (
     MAX_LINKS,
     _best_s,
     describe,

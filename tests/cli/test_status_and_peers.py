@@ -67,7 +67,7 @@ DETAILS: dict[str, Any] = {
         "listed": "",
         "counts": {"wrong bytes": 1, "checked": 4, "disputed": 2},
         "recent": [
-            {"at": 0.0, "deed": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
+            {"at": 0.0, "event": "wrong bytes", "meaning": "it lied", "detail": "blk.0", "score": 0.225}
         ],
     },
 }

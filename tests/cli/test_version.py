@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from shelf import Handler, Shelf, open_shelf
+from faulty_server import FaultyServer, Handler, open_shelf
 
 from swarmllm import __version__
 from swarmllm.cli import version as version_module
@@ -21,27 +21,27 @@ PAGE = "/simple/swarmllm/"
 
 
 @pytest.fixture
-def index() -> Iterator[Shelf]:
-    with open_shelf() as shelf:
-        yield shelf
+def index() -> Iterator[FaultyServer]:
+    with open_shelf() as web_server:
+        yield web_server
 
 
 def wheel(version: str, **fields: Any) -> dict[str, Any]:
     return {"filename": f"swarmllm-{version}-py3-none-any.whl", "url": "x", "hashes": {}} | fields
 
 
-def put(index: Shelf, *files: dict[str, Any]) -> None:
+def put(index: FaultyServer, *files: dict[str, Any]) -> None:
     page = {"meta": {"api-version": "1.1"}, "name": "swarmllm", "files": files}
     index.files[PAGE] = json.dumps(page).encode()
 
 
-def ask(index: Shelf | None, *arguments: str, **env: str) -> Result:
+def ask(index: FaultyServer | None, *arguments: str, **env: str) -> Result:
     said = ["--index", f"{index.url}/simple"] if index else []
     unset = dict.fromkeys((*INDEX_VARIABLES, "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"))
     return CliRunner().invoke(main, ["version", *said, *arguments], env=unset | env)
 
 
-def test_nothing_is_asked_without_check(index: Shelf) -> None:
+def test_nothing_is_asked_without_check(index: FaultyServer) -> None:
     result = ask(index)
     assert result.exit_code == 0
     assert result.output.startswith(f"SwarmLLM {__version__}, Python 3.")
@@ -56,7 +56,7 @@ def test_no_index_is_built_in() -> None:
 
 
 @pytest.mark.parametrize("variable", INDEX_VARIABLES)
-def test_the_index_that_pip_and_uv_are_told_of_is_asked(index: Shelf, variable: str) -> None:
+def test_the_index_that_pip_and_uv_are_told_of_is_asked(index: FaultyServer, variable: str) -> None:
     put(index, wheel(__version__))
     result = ask(None, "--check", **{variable: f"{index.url}/simple/"})
     assert (result.exit_code, result.output) == (
@@ -66,7 +66,7 @@ def test_the_index_that_pip_and_uv_are_told_of_is_asked(index: Shelf, variable: 
     assert [asked.path for asked in index.asked] == [PAGE]
 
 
-def test_json_is_asked_for_uncompressed(index: Shelf) -> None:
+def test_json_is_asked_for_uncompressed(index: FaultyServer) -> None:
     put(index, wheel("0.0.1"))
     asked: list[tuple[str, str]] = []
 
@@ -79,7 +79,7 @@ def test_json_is_asked_for_uncompressed(index: Shelf) -> None:
     assert asked == [("application/vnd.pypi.simple.v1+json", "identity")]
 
 
-def test_a_newer_version_is_exit_code_5(index: Shelf) -> None:
+def test_a_newer_version_is_exit_code_5(index: FaultyServer) -> None:
     put(index, wheel("9.10.0"), wheel("9.9.1"), wheel("0.0.1"))
     result = ask(index, "--check")
     assert result.exit_code == EXIT_OUTDATED
@@ -90,7 +90,7 @@ def test_a_newer_version_is_exit_code_5(index: Shelf) -> None:
     assert (shown["newest"], shown["is_newest"]) == ("9.10.0", False)
 
 
-def test_what_pip_would_not_choose_does_not_count(index: Shelf) -> None:
+def test_what_pip_would_not_choose_does_not_count(index: FaultyServer) -> None:
     put(
         index,
         wheel("0.0.1"),
@@ -106,7 +106,7 @@ def test_what_pip_would_not_choose_does_not_count(index: Shelf) -> None:
     assert (result.exit_code, "the index has 0.0.2." in result.output) == (0, True)
 
 
-def test_an_earlier_version_on_the_index_is_no_reason_to_change(index: Shelf) -> None:
+def test_an_earlier_version_on_the_index_is_no_reason_to_change(index: FaultyServer) -> None:
     put(index, wheel("0.0.1"))
     result = ask(index, "--check")
     assert (result.exit_code, "is the newest: the index has 0.0.1" in result.output) == (0, True)
@@ -124,7 +124,7 @@ def test_an_earlier_version_on_the_index_is_no_reason_to_change(index: Shelf) ->
         b"\xff\xfe",
     ],
 )
-def test_another_answer_is_told_from_an_index(index: Shelf, page: bytes) -> None:
+def test_another_answer_is_told_from_an_index(index: FaultyServer, page: bytes) -> None:
     index.files[PAGE] = page
     result = ask(index, "--check")
     assert result.exit_code == EXIT_FAILED
@@ -132,14 +132,14 @@ def test_another_answer_is_told_from_an_index(index: Shelf, page: bytes) -> None
     assert "did not answer as an index does" in result.output
 
 
-def test_an_index_without_the_project_says_so(index: Shelf) -> None:
+def test_an_index_without_the_project_says_so(index: FaultyServer) -> None:
     assert "has no project called swarmllm" in ask(index, "--check").output
     put(index, wheel("9.0.0", yanked=True))
     result = ask(index, "--check")
     assert (result.exit_code, "has no version of swarmllm for Python" in result.output) == (EXIT_FAILED, True)
 
 
-def test_a_redirect_is_not_followed(index: Shelf) -> None:
+def test_a_redirect_is_not_followed(index: FaultyServer) -> None:
     index.redirects[PAGE] = "/elsewhere/"
     put(index, wheel("9.0.0"))
     result = ask(index, "--check")
@@ -147,7 +147,7 @@ def test_a_redirect_is_not_followed(index: Shelf) -> None:
     assert [asked.path for asked in index.asked] == [PAGE]
 
 
-def test_the_answer_may_not_be_large(index: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_may_not_be_large(index: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_module, "ANSWER_MAX_BYTES", 2**20)
     index.files[PAGE] = b" " * (2**20 + 1)
     result = ask(index, "--check")
@@ -156,7 +156,7 @@ def test_the_answer_may_not_be_large(index: Shelf, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_an_index_that_stalls_is_given_up(
-    index: Shelf, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+    index: FaultyServer, monkeypatch: pytest.MonkeyPatch, has_begun: bool
 ) -> None:
     monkeypatch.setattr(version_module, "DEADLINE_S", 0.2)
     put(index, wheel("9.0.0"))
@@ -175,7 +175,7 @@ def test_an_index_that_stalls_is_given_up(
     assert (result.exit_code, "did not answer within 0.2 s" in result.output) == (EXIT_FAILED, True)
 
 
-def test_faults_of_the_index_are_told_in_a_sentence(index: Shelf) -> None:
+def test_faults_of_the_index_are_told_in_a_sentence(index: FaultyServer) -> None:
     put(index, wheel("9.0.0"))
     index.faults.append(lambda handler, _: handler.reply(503, b"busy"))
     assert "answered with status 503" in ask(index, "--check").output
@@ -190,7 +190,7 @@ def test_an_address_that_is_none_is_wrong_usage(url: str) -> None:
     assert (result.exit_code, "an address like https://" in result.output) == (EXIT_USAGE, True)
 
 
-def test_a_password_in_the_address_is_used_and_not_shown(index: Shelf) -> None:
+def test_a_password_in_the_address_is_used_and_not_shown(index: FaultyServer) -> None:
     index.url = index.url.replace("//", "//me:secret@")
     index.files[PAGE] = b""
     result = ask(index, "--check")

@@ -9,7 +9,7 @@ from typing import Any
 import ollama
 import pytest
 from daemon_process import DaemonProcess
-from shelf import open_shelf
+from faulty_server import open_shelf
 
 from swarmllm.api.ollama.endpoints import API_VERSION
 from swarmllm.api.ollama.models import hub_source

@@ -30,7 +30,7 @@ NOISE_AND_YAMUX = {"encryption": "/noise", "muxer": "/yamux/1.0.0"}
 
 
 class ForeignPeer:
-    """A Node.js process that runs js-libp2p and does one deed after the other."""
+    """A Node.js process that runs js-libp2p and does one command after the other."""
 
     def __init__(self, process: trio.Process) -> None:
         self._process = process
@@ -38,21 +38,21 @@ class ForeignPeer:
         self.id = ""
         self.address = ""
 
-    async def do(self, deed: str, **what: str) -> Any:
-        answer = await self._ask(deed, what)
+    async def do(self, command: str, **what: str) -> Any:
+        answer = await self._ask(command, what)
         assert "ok" in answer, answer
         return answer["ok"]
 
-    async def fail(self, deed: str, **what: str) -> str:
-        answer = await self._ask(deed, what)
+    async def fail(self, command: str, **what: str) -> str:
+        answer = await self._ask(command, what)
         assert "error" in answer, answer
         return str(answer["error"])
 
-    async def _ask(self, deed: str, what: dict[str, str]) -> dict[str, Any]:
+    async def _ask(self, command: str, what: dict[str, str]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with trio.fail_after(PATIENCE_S):
-            await self._process.stdin.send_all(json.dumps({"deed": deed} | what).encode() + b"\n")
+            await self._process.stdin.send_all(json.dumps({"command": command} | what).encode() + b"\n")
             while b"\n" not in self._unread:
                 data = await self._process.stdout.receive_some()
                 assert data, "the foreign peer ended"

@@ -10,11 +10,11 @@ import pytest
 from browser_page import find, go, picture, seen, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from faulty_server import open_shelf
 from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from shelf import open_shelf
 
 from swarmllm.downloads.hub_search import READS_MAX
 from swarmllm.downloads.source import search_url

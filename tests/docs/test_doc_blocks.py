@@ -17,8 +17,8 @@ import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
 from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks
+from faulty_server import open_shelf
 from other_guide import other_guide
-from shelf import open_shelf
 
 pytestmark = pytest.mark.slow
 

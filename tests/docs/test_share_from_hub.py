@@ -19,9 +19,9 @@ import pytest
 from daemon_process import wait_for
 from deadlines import PATIENCE_S
 from doc_blocks import PAGES, blocks
+from faulty_server import FaultyServer, open_shelf
 from namespace_machines import NamespaceMachine, namespace_machines
 from other_guide import other_guide
-from shelf import Shelf, open_shelf
 from split_gguf import split_gguf
 
 QUICKSTART: Final = next(page for page in PAGES if page.name == "quickstart.md")
@@ -32,7 +32,7 @@ MODEL: Final = other_guide("P")
 pytestmark = pytest.mark.slow
 
 
-def publish(hub: Shelf, folder: Path) -> str:
+def publish(hub: FaultyServer, folder: Path) -> str:
     """The name of the first of four parts, on the hub in ORG/REPO."""
     (folder / "whole.bin").write_bytes(MODEL)
     parts = split_gguf(folder / "whole.bin", folder, [0, 30, 71], stem="FILE-Q8_0")
@@ -44,7 +44,7 @@ def publish(hub: Shelf, folder: Path) -> str:
     return parts[0].name
 
 
-def mirror(hub: Shelf, machine: NamespaceMachine, stack: ExitStack) -> Shelf:
+def mirror(hub: FaultyServer, machine: NamespaceMachine, stack: ExitStack) -> FaultyServer:
     """The same hub, as another machine reaches it."""
     with machine.inside():
         again = stack.enter_context(open_shelf())

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from download_stand import DATA, GUIDE, GUIDE_DATA, MODEL
-from shelf import Shelf, open_shelf
+from faulty_server import FaultyServer, open_shelf
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
+def web_server() -> Iterator[FaultyServer]:
     with open_shelf() as server:
         server.files[MODEL] = DATA
         server.files[GUIDE] = GUIDE_DATA

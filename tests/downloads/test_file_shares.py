@@ -16,17 +16,17 @@ import trio
 from blake3 import blake3
 from deadlines import PATIENCE_S
 from download_stand import GUIDE_DATA, SETTINGS, Stand, guide, open_stand
-from shelf import Shelf
+from faulty_server import FaultyServer
 
 from swarmllm.downloads import PublishedModel
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
-from swarmllm.node.file_followers import KEPT_S, Followers, HubAccess
-from swarmllm.node.file_shares import GONE_S, OUTDATED_S, SILENT_S, FileShares
-from swarmllm.node.placing_disk import PlacingDisk
-from swarmllm.node.share_book import ShareBook, open_share_book
-from swarmllm.node.share_plan import SharePart, SharePlan
-from swarmllm.node.sharing import Sharing
+from swarmllm.node.placing.disk import PlacingDisk
+from swarmllm.node.placing.share_book import ShareBook, open_share_book
+from swarmllm.node.sharing.file_followers import KEPT_S, Followers, HubAccess
+from swarmllm.node.sharing.file_shares import GONE_S, OUTDATED_S, SILENT_S, FileShares
+from swarmllm.node.sharing.share_plan import SharePart, SharePlan
+from swarmllm.node.sharing.sharing import Sharing
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.codec import encode_record
@@ -172,18 +172,18 @@ def writer(*files: SharedFile) -> NodeRecord:
 
 
 async def test_nodes_that_fetch_a_third_each_share_the_model_that_it_turns_out_to_be(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
-    shelf.files[PATH] = GUIDE_DATA
+    web_server.files[PATH] = GUIDE_DATA
     async with InMemoryNetwork() as network, AsyncExitStack() as stack:
         a, b, c = [
-            await stack.enter_async_context(member(tmp_path, network, each, shelf.url)) for each in "abc"
+            await stack.enter_async_context(member(tmp_path, network, each, web_server.url)) for each in "abc"
         ]
         await gossip(a, b, c)
         view = await a.files.share(SOURCE, "big", HubAccess())
         assert (view.model, view.model_id, view.n_layers) == ("big", "", 12)
         assert open_share_book(tmp_path / "a").files == a.book.files
-        shelf.asked.clear()
+        web_server.asked.clear()
         await settle(a, b, c)
         assert a.usual.shared == [(guide().model_id, SOURCE)]
         assert (b.usual.shared, c.usual.shared) == ([], [])
@@ -198,48 +198,50 @@ async def test_nodes_that_fetch_a_third_each_share_the_model_that_it_turns_out_t
         assert set(b.book.fetched) == {guide().model_id}, "it may go when its room is needed"
         assert a.book.fetched == {}, "the user of the first wanted it"
         last = len(GUIDE_DATA) - 1
-        assert sum(span[1] >= last for span in shelf.spans(PATH)) == 1, "the end was fetched once"
-        tokens = {asked.authorization for asked in shelf.asked}
+        assert sum(span[1] >= last for span in web_server.spans(PATH)) == 1, "the end was fetched once"
+        tokens = {asked.authorization for asked in web_server.asked}
         assert tokens == {"Bearer secret", None}, "only the first used its token"
 
 
-async def test_a_node_without_room_says_so_and_fetches_no_layers(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "b", shelf.url, 1000) as b:
+async def test_a_node_without_room_says_so_and_fetches_no_layers(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "b", web_server.url, 1000) as b:
         await settle(b, others=(writer(offer((B, 0, 8), (C, 8, 12))),))
         (said,) = b.files.fetched or ()
         assert (said.state, said.layers) == ("failed", ())
         assert "auto_manage.max_disk_gib" in said.problem
-        assert shelf.n_bytes < ALL_BYTES / 4
+        assert web_server.n_bytes < ALL_BYTES / 4
         assert b.disk.free_bytes == 1000
         await settle(b, others=(writer(),), now_s=KEPT_S + 1)
         assert b.stand.parts == []
         assert b.files.fetched == ()
 
 
-async def test_a_file_with_another_header_is_not_fetched(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "b", shelf.url) as b:
+async def test_a_file_with_another_header_is_not_fetched(tmp_path: Path, web_server: FaultyServer) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "b", web_server.url) as b:
         await settle(b, others=(writer(offer((B, 0, 8), header="ab" * 32)),))
         (said,) = b.files.fetched or ()
         assert "another header" in said.problem
-        assert shelf.n_bytes < ALL_BYTES / 4
+        assert web_server.n_bytes < ALL_BYTES / 4
         assert b.stand.parts == []
 
 
 async def test_layers_that_never_become_a_model_go_some_time_after_the_share(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
-    shelf.files[PATH] = GUIDE_DATA
+    web_server.files[PATH] = GUIDE_DATA
     async with InMemoryNetwork() as network:
-        async with member(tmp_path, network, "b", shelf.url) as b:
+        async with member(tmp_path, network, "b", web_server.url) as b:
             await settle(b, others=(writer(offer((B, 0, 4), (C, 4, 12))),))
             (said,) = b.files.fetched or ()
             assert (said.state, said.layers) == ("done", ((0, 4),))
             assert b.disk.free_bytes < 2**40, "what waits takes room"
             assert b.files.view("big") is not None
         # It is known after a restart too that they are here for another node's sake.
-        async with member(tmp_path, network, "b", shelf.url) as b:
+        async with member(tmp_path, network, "b", web_server.url) as b:
             await settle(b, others=(writer(),), now_s=0.0)
             await settle(b, others=(writer(),), now_s=KEPT_S - 1)
             assert b.stand.parts
@@ -248,20 +250,20 @@ async def test_layers_that_never_become_a_model_go_some_time_after_the_share(
             assert (b.book.followed, b.followers.files, b.disk.free_bytes) == ({}, {}, 2**40)
 
 
-async def test_nobody_is_followed_who_is_not_accepted(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "b", shelf.url) as b:
+async def test_nobody_is_followed_who_is_not_accepted(tmp_path: Path, web_server: FaultyServer) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "b", web_server.url) as b:
         b.files._accept = (A,)
         await settle(b, others=(writer(offer((B, 0, 8))),))
         assert b.followers.files == {}
-        assert shelf.n_bytes == 0
+        assert web_server.n_bytes == 0
 
 
-async def test_a_model_of_the_same_name_keeps_it(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    shelf.files["/big.gguf"] = shelf.files["/models/tiny-q8_0.gguf"]
-    async with InMemoryNetwork() as network, member(tmp_path, network, "b", shelf.url) as b:
-        await b.stand.fetch(f"{shelf.url}/big.gguf")
+async def test_a_model_of_the_same_name_keeps_it(tmp_path: Path, web_server: FaultyServer) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    web_server.files["/big.gguf"] = web_server.files["/models/tiny-q8_0.gguf"]
+    async with InMemoryNetwork() as network, member(tmp_path, network, "b", web_server.url) as b:
+        await b.stand.fetch(f"{web_server.url}/big.gguf")
         await settle(b, others=(writer(offer((B, 0, 4))),))
         (view,) = b.stand.gathering.views()
         assert view.name == f"big-{HEADER[:8]}"
@@ -274,10 +276,10 @@ def says(node_id: NodeId, state: str, problem: str = "") -> NodeRecord:
 
 
 async def test_the_layers_of_nodes_that_fail_are_silent_or_gone_go_to_another(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "a", shelf.url) as a:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "a", web_server.url) as a:
         both = (says(B, "fetching"), says(C, "fetching"))
         await gossip(a, others=both)
         await a.files.share(SOURCE, "big", HubAccess())
@@ -300,12 +302,12 @@ async def test_the_layers_of_nodes_that_fail_are_silent_or_gone_go_to_another(
         assert a.usual.shared == [(guide().model_id, SOURCE)], "the first fetched everything in the end"
 
 
-async def test_a_share_that_nobody_can_carry_out_says_why(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "a", shelf.url) as a:
+async def test_a_share_that_nobody_can_carry_out_says_why(tmp_path: Path, web_server: FaultyServer) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "a", web_server.url) as a:
         await gossip(a, others=(says(B, "fetching"), says(C, "fetching")))
         await a.files.share(SOURCE, "big", HubAccess())
-        shelf.files.clear()
+        web_server.files.clear()
         others = (says(B, "failed", "no room"), says(C, "fetching"))
         await settle(a, others=others)
         view = a.files.view("big")
@@ -319,10 +321,10 @@ async def test_a_share_that_nobody_can_carry_out_says_why(tmp_path: Path, shelf:
 
 
 async def test_a_known_model_is_shared_again_later_where_there_was_no_room(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "a", shelf.url) as a:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "a", web_server.url) as a:
         a.usual.plan = thirds((A, 0, 11), (B, 11, 12))
         await gossip(a, others=(says(B, "fetching"),))
         await a.files.share(SOURCE, "big", HubAccess())
@@ -340,9 +342,9 @@ async def test_a_known_model_is_shared_again_later_where_there_was_no_room(
         assert a.usual.shared == [(guide().model_id, SOURCE)]
 
 
-async def test_what_cannot_be_spread_is_refused(tmp_path: Path, shelf: Shelf) -> None:
-    shelf.files[PATH] = GUIDE_DATA
-    async with InMemoryNetwork() as network, member(tmp_path, network, "a", shelf.url) as a:
+async def test_what_cannot_be_spread_is_refused(tmp_path: Path, web_server: FaultyServer) -> None:
+    web_server.files[PATH] = GUIDE_DATA
+    async with InMemoryNetwork() as network, member(tmp_path, network, "a", web_server.url) as a:
         found = await a.stand.downloads.published(SOURCE)
         assert isinstance(found, PublishedModel)
         assert (found.header, found.source) == (HEADER, SOURCE)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import PATIENCE_S
+from faulty_server import FaultyServer
 from other_guide import other_guide
-from shelf import Shelf
 
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
 
@@ -61,9 +61,11 @@ def ask(node: DaemonProcess, model: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def test_three_nodes_pull_a_third_each_and_answer(tmp_path: Path, shelf: Shelf, model_file: Path) -> None:
-    shelf.files["/stranger.gguf"] = model_file.read_bytes()
-    source = shelf.url + "/stranger.gguf"
+def test_three_nodes_pull_a_third_each_and_answer(
+    tmp_path: Path, web_server: FaultyServer, model_file: Path
+) -> None:
+    web_server.files["/stranger.gguf"] = model_file.read_bytes()
+    source = web_server.url + "/stranger.gguf"
     manifest = build_manifest(model_file)
     header_bytes = min(tensor.offset for tensor in manifest.tensors)
 
@@ -75,7 +77,7 @@ def test_three_nodes_pull_a_third_each_and_answer(tmp_path: Path, shelf: Shelf, 
     with running_daemon(tmp_path, "b", load=[], inference=INFERENCE) as b:
         with running_daemon(tmp_path, "a", load=[], inference=INFERENCE, bootstrap=b.addresses) as a:
             assert pull(a, source, "0:4")["waits_for"] == "the hashes of layers 4:12, head"
-            assert shelf.n_bytes <= allowed_bytes("0:4") < manifest.size_bytes
+            assert web_server.n_bytes <= allowed_bytes("0:4") < manifest.size_bytes
             listed = a.http.get("/api/admin/models").json()["models"]
             assert [model["name"] for model in listed] == ["guide", NAME]
             assert NAME not in a.http.get("/v1/models").text
@@ -98,13 +100,13 @@ def test_three_nodes_pull_a_third_each_and_answer(tmp_path: Path, shelf: Shelf, 
             refused = a.http.post(f"/api/admin/models/{NAME}/load", json={"layers": "0:4"})
             assert refused.status_code == 409
             assert "it waits for the hashes of layers 4:12, head" in refused.json()["error"]["message"]
-            before = shelf.n_bytes
+            before = web_server.n_bytes
             pull(c, source, "8:12")
-            assert shelf.n_bytes - before <= allowed_bytes("8:12")
-            before = shelf.n_bytes
+            assert web_server.n_bytes - before <= allowed_bytes("8:12")
+            before = web_server.n_bytes
             pull(b, source, "4:8")
-            assert shelf.n_bytes - before <= allowed_bytes("4:8")
-            shelf.files.clear()
+            assert web_server.n_bytes - before <= allowed_bytes("4:8")
+            web_server.files.clear()
 
             nodes = {"0:4": a, "4:8": b, "8:12": c}
             for layers, node in nodes.items():

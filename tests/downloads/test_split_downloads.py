@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import trio
 from download_stand import PIECE_BYTES, SETTINGS, Stand, guide, open_stand
+from faulty_server import FAULTS, FaultyServer, status, well
 from guide_layers import check_is_the_guide, eventually, open_node
-from shelf import FAULTS, Shelf, status, well
 from split_gguf import split_gguf
 
 from swarmllm.downloads import DownloadRequest
@@ -35,13 +35,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 @pytest.fixture
-def hub(shelf: Shelf, parts: list[bytes]) -> Shelf:
+def hub(web_server: FaultyServer, parts: list[bytes]) -> FaultyServer:
     for name, data in zip(NAMES, parts, strict=True):
-        shelf.files[FOLDER + name] = data
-    return shelf
+        web_server.files[FOLDER + name] = data
+    return web_server
 
 
-def address(hub: Shelf, number: int = 1) -> str:
+def address(hub: FaultyServer, number: int = 1) -> str:
     return f"{hub.url}{FOLDER}{NAMES[number - 1]}"
 
 
@@ -56,7 +56,7 @@ def check_whole(stand: Stand, name: str = NAME) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3])
-async def test_all_parts_come_by_the_name_of_any(tmp_path: Path, hub: Shelf, number: int) -> None:
+async def test_all_parts_come_by_the_name_of_any(tmp_path: Path, hub: FaultyServer, number: int) -> None:
     async with open_stand(tmp_path) as stand:
         download = await stand.fetch(address(hub, number))
         assert (download.state, download.error, download.model) == ("done", "", NAME)
@@ -66,7 +66,7 @@ async def test_all_parts_come_by_the_name_of_any(tmp_path: Path, hub: Shelf, num
     assert fetched < tensor_bytes + 8 * PIECE_BYTES
 
 
-async def test_a_repository_of_parts_is_one_model(tmp_path: Path, hub: Shelf) -> None:
+async def test_a_repository_of_parts_is_one_model(tmp_path: Path, hub: FaultyServer) -> None:
     def listing(names: list[str]) -> bytes:
         return msgspec.json.encode({"siblings": [{"rfilename": f"Q8_0/{name}"} for name in names]})
 
@@ -82,7 +82,7 @@ async def test_a_repository_of_parts_is_one_model(tmp_path: Path, hub: Shelf) ->
 
 
 @pytest.mark.parametrize("fault", ["reset in the middle", "too short", "no range", "503"])
-async def test_faults_cost_attempts_and_nothing_else(tmp_path: Path, hub: Shelf, fault: str) -> None:
+async def test_faults_cost_attempts_and_nothing_else(tmp_path: Path, hub: FaultyServer, fault: str) -> None:
     async with open_stand(tmp_path) as stand:
         # Of a server that has no ranges at the first word, parts are not asked for.
         begin = well if fault == "no range" else FAULTS[fault]
@@ -92,7 +92,7 @@ async def test_faults_cost_attempts_and_nothing_else(tmp_path: Path, hub: Shelf,
         check_whole(stand)
 
 
-async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, hub: Shelf) -> None:
+async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, hub: FaultyServer) -> None:
     hold = trio.Event()
     token = trio.lowlevel.current_trio_token()
     hub.on_request = lambda: token.run_sync_soon(hold.set) if len(hub.asked) == 30 else None
@@ -113,7 +113,9 @@ async def test_what_was_interrupted_goes_on_where_it_was(tmp_path: Path, hub: Sh
     assert fetched < guide().size_bytes - done + 8 * PIECE_BYTES
 
 
-async def test_a_part_that_changes_meanwhile_begins_the_download_anew(tmp_path: Path, hub: Shelf) -> None:
+async def test_a_part_that_changes_meanwhile_begins_the_download_anew(
+    tmp_path: Path, hub: FaultyServer
+) -> None:
     right = hub.files[FOLDER + NAMES[2]]
     hub.files[FOLDER + NAMES[2]] = right[:-64] + bytes(64)
 
@@ -129,7 +131,7 @@ async def test_a_part_that_changes_meanwhile_begins_the_download_anew(tmp_path: 
 
 
 async def test_a_part_with_wrong_bytes_is_fetched_again_and_the_others_are_kept(
-    tmp_path: Path, hub: Shelf, parts: list[bytes]
+    tmp_path: Path, hub: FaultyServer, parts: list[bytes]
 ) -> None:
     """As Hugging Face does: a redirect that tells the SHA-256."""
     hub.headers = {}
@@ -154,7 +156,9 @@ async def test_a_part_with_wrong_bytes_is_fetched_again_and_the_others_are_kept(
     assert n_bytes(hub.spans("/cdn/2")) > len(parts[2]) * 0.9
 
 
-async def test_only_the_bytes_of_the_layers_are_fetched_across_parts(tmp_path: Path, hub: Shelf) -> None:
+async def test_only_the_bytes_of_the_layers_are_fetched_across_parts(
+    tmp_path: Path, hub: FaultyServer
+) -> None:
     """Two nodes fetch their layers of a file that neither knows, and work out together which model it is."""
     async with (
         InMemoryNetwork() as network,
@@ -175,7 +179,7 @@ async def test_only_the_bytes_of_the_layers_are_fetched_across_parts(tmp_path: P
 
 
 async def test_layers_of_a_model_that_is_known_in_parts_come_checked_from_the_server(
-    tmp_path: Path, hub: Shelf
+    tmp_path: Path, hub: FaultyServer
 ) -> None:
     paths = split_gguf(GUIDE_PATH, tmp_path, BOUNDARIES, stem="Guide-Q8_0")
     async with open_stand(tmp_path) as stand:
@@ -188,7 +192,7 @@ async def test_layers_of_a_model_that_is_known_in_parts_come_checked_from_the_se
 
 
 async def test_wrong_parts_are_refused_before_megabytes(
-    tmp_path: Path, hub: Shelf, parts: list[bytes]
+    tmp_path: Path, hub: FaultyServer, parts: list[bytes]
 ) -> None:
     async with open_stand(tmp_path) as stand:
 
@@ -211,7 +215,9 @@ async def test_wrong_parts_are_refused_before_megabytes(
         assert f"part 3 of 4 ({NAMES[2]}): GGUF key split.tensors.count is 7" in await refused()
 
 
-async def test_a_header_that_never_ends_is_left_soon(tmp_path: Path, hub: Shelf, parts: list[bytes]) -> None:
+async def test_a_header_that_never_ends_is_left_soon(
+    tmp_path: Path, hub: FaultyServer, parts: list[bytes]
+) -> None:
     """A later part whose only key is an array of 100 MB."""
     size = 100 * 2**20
     header = b"GGUF" + b"\3\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\1" + bytes(7) + b"k"
@@ -223,7 +229,9 @@ async def test_a_header_that_never_ends_is_left_soon(tmp_path: Path, hub: Shelf,
     assert hub.n_bytes < 24 * 2**20
 
 
-async def test_a_server_without_ranges_and_a_sha256_for_all_are_refused(tmp_path: Path, hub: Shelf) -> None:
+async def test_a_server_without_ranges_and_a_sha256_for_all_are_refused(
+    tmp_path: Path, hub: FaultyServer
+) -> None:
     async with open_stand(tmp_path) as stand:
         download = await stand.fetch(address(hub), sha256="ab" * 32)
         assert "A model in parts has a SHA-256 for each" in download.error
@@ -232,14 +240,16 @@ async def test_a_server_without_ranges_and_a_sha256_for_all_are_refused(tmp_path
         assert "swarmllm models add FOLDER" in download.error
 
 
-async def test_more_parts_than_anybody_makes_are_not_asked_for(tmp_path: Path, hub: Shelf) -> None:
+async def test_more_parts_than_anybody_makes_are_not_asked_for(tmp_path: Path, hub: FaultyServer) -> None:
     async with open_stand(tmp_path) as stand:
         download = await stand.fetch(f"{hub.url}/x-00001-of-99999.gguf")
         assert "99999 parts" in download.error
     assert hub.asked == []
 
 
-async def test_a_server_that_is_busy_between_the_headers_is_asked_again(tmp_path: Path, hub: Shelf) -> None:
+async def test_a_server_that_is_busy_between_the_headers_is_asked_again(
+    tmp_path: Path, hub: FaultyServer
+) -> None:
     async with open_stand(tmp_path) as stand:
         hub.faults.extend([well] * 5 + [status(503)] + [well] * 2 + [status(503)] * 2)
         download = await stand.fetch(address(hub))

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from opinions import Opinions
+from fake_trust import FakeTrust
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import Shard
 from swarmllm.models.model_files import FileState
-from swarmllm.node.auto_shard import AutoShardManager
 from swarmllm.node.model_access import Progress, Sources
+from swarmllm.node.placing.auto_shard import AutoShardManager
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import decode_record, encode_record
@@ -87,7 +87,7 @@ class Member:
         may_work: Callable[[str], bool] = lambda node_id: True,
     ) -> None:
         self.node_id, self.pool = node_id, MemoryPool()
-        self.registry = Registry(node_id, Opinions(may_work))
+        self.registry = Registry(node_id, FakeTrust(may_work))
         self.acts: list[str] = []
         self.failure: NodeUnreachable | None = None
         self.manager = AutoShardManager(

@@ -25,8 +25,8 @@ from placing_members import (
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import LayerRange, covers
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
-from swarmllm.node.auto_shard import RETRY_S
-from swarmllm.node.placing_plan import HELD_MAX, Step, next_step, plan_of, shape_of
+from swarmllm.node.placing.auto_shard import RETRY_S
+from swarmllm.node.placing.plan import HELD_MAX, Step, next_step, plan_of, shape_of
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape, Placement, PlacementNode
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
@@ -214,7 +214,7 @@ def test_of_what_others_say_they_hold_a_plan_counts_a_bounded_part() -> None:
         return Placement()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmllm.node.placing_plan.place", look)
+        patch.setattr("swarmllm.node.placing.plan.place", look)
         plan_of(ENTRY.manifest, records, None)
     assert sum(len(node.held) for node in seen) <= HELD_MAX
     by_id = {node.node_id: node for node in seen}

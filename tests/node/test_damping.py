@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.node.damping import FIRST_S, LONGEST_S, Damping
+from swarmllm.node.announcing.record_changes import FIRST_S, LONGEST_S, Damping
 
 LOOK_S = 5.0
 

@@ -9,8 +9,8 @@ from node_ids import A, B, C, D
 from placing_members import ENTRY
 
 from swarmllm.models import LayerRange, covers, merge
-from swarmllm.node.file_parts import first_parts, hand_over, layers_of
-from swarmllm.node.share_plan import SharePart, SharePlan
+from swarmllm.node.sharing.file_parts import first_parts, hand_over, layers_of
+from swarmllm.node.sharing.share_plan import SharePart, SharePlan
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import FilePart
 

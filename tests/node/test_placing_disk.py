@@ -11,8 +11,8 @@ from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import CatalogueEntry, LayerRange, build_manifest, needed_tensors
 from swarmllm.models.model_files import FileState
-from swarmllm.node.placing_disk import PlacingDisk, missing_bytes, stored_bytes
-from swarmllm.node.share_book import ShareBook
+from swarmllm.node.placing.disk import PlacingDisk, missing_bytes, stored_bytes
+from swarmllm.node.placing.share_book import ShareBook
 from swarmllm_proto.identifiers import ModelId
 
 MANIFEST = build_manifest(GUIDE_PATH)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarmllm.models.layers import LayerRange, covers, merge, subtract
-from swarmllm.node.placing_plan import next_step
+from swarmllm.node.placing.plan import next_step
 from swarmllm.scheduling.placement import Hysteresis, ModelShape, PlacementNode, place
 
 SHAPE = ModelShape(12, 1, 100, embedding_bytes=90, head_bytes=90)

@@ -13,8 +13,8 @@ from placing_members import ENTRY, LAYER_BYTES, WHOLE, Member, live
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import CatalogueEntry
-from swarmllm.node.auto_shard import AutoShardManager
-from swarmllm.node.placing_projectors import RETRY_S, ProjectorPlacing
+from swarmllm.node.placing.auto_shard import AutoShardManager
+from swarmllm.node.placing.projectors import RETRY_S, ProjectorPlacing
 from swarmllm.scheduling.placement import CONSISTENT_TICKS
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import decode_record, encode_record

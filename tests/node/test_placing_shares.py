@@ -26,9 +26,9 @@ from placing_members import (
 
 from swarmllm.errors import Conflict
 from swarmllm.models import CatalogueEntry, LayerRange, merge
-from swarmllm.node.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
 from swarmllm.node.model_access import Progress, Sources
-from swarmllm.node.sharing import Sharing
+from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm.node.sharing.sharing import Sharing
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedModel

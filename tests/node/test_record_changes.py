@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmllm.node.record_changes import SETTLED_S, RecordChanges
+from swarmllm.node.announcing.record_changes import SETTLED_S, RecordChanges
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
 
 MODEL_ID = "a" * 64

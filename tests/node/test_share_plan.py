@@ -8,9 +8,9 @@ from node_ids import A, B, C
 from placing_members import ENTRY, LAYER_BYTES
 
 from swarmllm.models import LayerRange, covers
-from swarmllm.node.placing_plan import plan_of
-from swarmllm.node.share_plan import SharePlan, plan_share
-from swarmllm.node.sharing import no_room
+from swarmllm.node.placing.plan import plan_of
+from swarmllm.node.sharing.share_plan import SharePlan, plan_share
+from swarmllm.node.sharing.sharing import no_room
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     FileAnnounce,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, B, C, D
 
-from swarmllm.node.accepted_shares import (
+from swarmllm.node.placing.accepted_shares import (
     ACCEPTED_MAX,
     ALLOWANCE,
     ALLOWANCE_PER_S,
@@ -20,7 +20,7 @@ from swarmllm.node.accepted_shares import (
     accepted_writers,
     accepts,
 )
-from swarmllm.node.share_book import FETCHED_MAX, FILE_NAME, ShareBook, open_share_book
+from swarmllm.node.placing.share_book import FETCHED_MAX, FILE_NAME, ShareBook, open_share_book
 from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedModel
 

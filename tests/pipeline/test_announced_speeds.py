@@ -12,7 +12,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.retry_policy import SLOW_TOKEN_S
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, computes, open_swarm
@@ -72,7 +72,7 @@ async def test_a_boaster_without_a_rival_earns_less_and_stays_in_work(patient_cl
         for _ in range(12):
             await ask(swarm)
         trust = swarm[A].trust
-        assert trust.count(LIAR, Deed.OVERSTATED) == 4
+        assert trust.count(LIAR, TrustEvent.OVERSTATED) == 4
         assert NEUTRAL <= trust.score(LIAR) < NEUTRAL + 0.02
 
 
@@ -96,7 +96,7 @@ async def test_a_busy_machine_that_says_so_loses_nothing(alone: bool, patient_cl
         for _ in range(10):
             await ask(swarm)
         for node_id in pools.keys() - {A}:
-            assert swarm[A].trust.count(node_id, Deed.OVERSTATED) == 0
+            assert swarm[A].trust.count(node_id, TrustEvent.OVERSTATED) == 0
             assert swarm[A].trust.score(node_id) > NEUTRAL
 
 

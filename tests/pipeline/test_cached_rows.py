@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opinions import Opinions
+from fake_trust import FakeTrust
 
 from swarmllm.pipeline.prefix.cached_rows import CachedRows
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
@@ -29,7 +29,7 @@ ME, NEAR, FAR, LIAR = (node_id_named(name) for name in ("me", "near", "far", "li
 def known(n_here: int = 0, *, sends_tokens: bool = True, **n_said: int) -> dict[str, int]:
     """Rows by name of the node; `n_said`: blocks that each announces."""
     ids = {"me": ME, "near": NEAR, "far": FAR, "liar": LIAR}
-    registry = Registry(ME, Opinions(lambda node_id: node_id != LIAR, 0.5), share_min=1.0)
+    registry = Registry(ME, FakeTrust(lambda node_id: node_id != LIAR, 0.5), share_min=1.0)
     for name, n in n_said.items():
         said = PrefixCacheAnnounce(
             model_id=ENTRY.model_id, prefixes=tuple(KeptPrefix(HASHES[i - 1], i) for i in {1, n})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarmllm.pipeline.check.likelihood import FAR, between, comparable, is_far, is_plain
 from swarmllm.pipeline.check.sampling import DRAWN_TOKENS
-from swarmllm.pipeline.check.tallies import Leaning, Tallies
+from swarmllm.pipeline.check.tallies import Bias, Tallies
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm_proto.ipc import Sampling
 
@@ -106,7 +106,7 @@ def test_a_stage_with_another_seed_is_certain_soon_and_a_greedy_one_with_other_r
             evidence = TokenEvidence(NO_ROWS, 0, (), tuple(told), True)
             far = partial(is_far, sampling=sampling, n_vocab=N_VOCAB)
             certain = certain or tallies.add(B, A, evidence, again, is_greedy=sampling is GREEDY, is_far=far)
-        assert certain is Leaning.FAR
+        assert certain is Bias.FAR
 
 
 @given(

@@ -13,10 +13,10 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import PRIME, FakePool
 from swarmllm.pipeline.check.sampling import DRAWN_TOKENS
-from swarmllm.pipeline.check.tallies import TALLIES_MAX, Leaning, Tallies
+from swarmllm.pipeline.check.tallies import TALLIES_MAX, Bias, Tallies
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.ipc import FinishReason, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
@@ -70,14 +70,14 @@ def test_the_likeliest_instead_of_a_drawn_token_is_certain_soon(spread: float, n
     tallies = Tallies()
     greedy = checks(spread, noise, lambda logits, _: int(logits.argmax()))
     found = [tallies.add(B, A, *check) for check in itertools.islice(greedy, 5)]
-    assert [leaning for leaning in found if leaning][:1] == [Leaning.LIKELIER]
+    assert [bias for bias in found if bias][:1] == [Bias.LIKELIER]
 
 
 def test_a_flatter_distribution_is_certain_soon() -> None:
     tallies = Tallies()
     flat = checks(3.0, 0.0, lambda logits, uniform: inverse(logits, uniform, 4.0))
     found = [tallies.add(B, A, *check) for check in itertools.islice(flat, 10)]
-    assert Leaning.UNLIKELIER in found
+    assert Bias.UNLIKELIER in found
 
 
 def test_earlier_merit_does_not_outweigh_what_is_seen_now() -> None:
@@ -94,7 +94,7 @@ def ended(told: int, again: Sampled) -> tuple[TokenEvidence, list[Sampled]]:
 
 def test_ends_that_no_seed_gives_are_certain_after_four() -> None:
     tallies, unlike = Tallies(), Sampled(3, ((3, -0.1), (4, -3.0)))
-    assert [tallies.add(B, A, *ended(9, unlike)) for _ in range(4)] == [None] * 3 + [Leaning.ENDS_EARLY]
+    assert [tallies.add(B, A, *ended(9, unlike)) for _ in range(4)] == [None] * 3 + [Bias.ENDS_EARLY]
     for _ in range(100):
         assert tallies.add(C, A, *ended(4, unlike)) is None  # It was likely.
         assert tallies.add(C, A, *ended(9, Sampled(9, ((3, -0.1),), is_end=True))) is None
@@ -188,7 +188,7 @@ async def test_a_last_stage_that_does_not_draw_or_ends_early_is_out_of_all_route
         swarm[A].pipelines._observations.observe(swarm.entry.model_id, "decode", 100.0, 1, 1)
         assert await out_after(swarm, 60) is not None
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
         await swarm.quiet()
 

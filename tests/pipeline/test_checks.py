@@ -23,7 +23,7 @@ from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.codec import decode_job, decode_request, decode_response, encode_job, encode_request
 from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import FetchRows, LayerForward, RowsPiece, StreamingToken
@@ -135,8 +135,8 @@ async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
     await swarm.tell(A, said)
 
 
-def count(swarm: Swarm, node_id: str, deed: Deed) -> int:
-    return swarm[A].trust.count(node_id, deed)
+def count(swarm: Swarm, node_id: str, event: TrustEvent) -> int:
+    return swarm[A].trust.count(node_id, event)
 
 
 def five(liar: FakePool) -> dict[str, FakePool]:
@@ -155,7 +155,7 @@ async def test_a_stage_that_sends_other_rows_is_out_of_all_routes(
         await prefer(swarm, LIAR, M, N)
         await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert trust.score(LIAR) < WORK_MIN
         for _ in range(5):
             assert await ask(swarm)
@@ -171,7 +171,7 @@ async def test_noise_within_the_tolerance_is_seen_and_not_charged(patient_clock:
     async with open_swarm(five(liar), settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M, N)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.CHECKED) == 1
+        assert count(swarm, LIAR, TrustEvent.CHECKED) == 1
         details = [entry.detail for entry in swarm[A].trust.explain(LIAR).recent]
         assert "within tolerance" in details
 
@@ -186,7 +186,9 @@ async def test_honest_nodes_are_right_with_equal_bits(patient_clock: MockClock) 
         assert counts.checks_wrong == counts.checks_disputed == counts.checks_dropped == 0
         explained = trust.explain(LIAR)
         assert explained.counts == {"served": 5, "checked": 5}
-        assert {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED} == {"equal bits"}
+        assert {entry.detail for entry in explained.recent if entry.trust_event is TrustEvent.CHECKED} == {
+            "equal bits"
+        }
         # Who computed for a check was asked as for any request, and knows of none.
         assert all(swarm[A].trust.explain(node_id).counts.keys() <= {"served"} for node_id in (M, N, H))
         await swarm.quiet()
@@ -198,7 +200,7 @@ async def test_the_origin_computes_by_itself_what_it_can(patient_clock: MockCloc
         swarm[A].pipelines._observations.observe(swarm.entry.model_id, "decode", 100.0, 1, 1)
         await prefer(swarm, LIAR)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert await ask(swarm)
         await swarm.quiet()
 
@@ -235,7 +237,7 @@ async def test_what_the_origin_itself_got_is_no_matter_of_opinion(patient_clock:
         await prefer(swarm, LIAR, M, N)
         send_other_rows(swarm, LIAR, TWISTS["zeros"])
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert await ask(swarm)
 
 
@@ -247,11 +249,11 @@ async def test_where_two_neighbours_contradict_each_other_the_next_route_separat
         send_other_rows(swarm, LIAR, TWISTS["zeros"])
         await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.DISPUTED) == count(swarm, H, Deed.DISPUTED) == 1
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) == count(swarm, H, TrustEvent.DISPUTED) == 1
         for _ in range(20):
             assert await ask(swarm)
         assert trust.score(H) > NEUTRAL >= trust.score(LIAR)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == count(swarm, H, Deed.WRONG_RESULT) == 0
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == count(swarm, H, TrustEvent.WRONG_RESULT) == 0
 
 
 def deny(swarm: Swarm, node_id: str, change: Callable[[FetchRows, RowsPiece], RowsPiece]) -> None:
@@ -290,9 +292,9 @@ async def test_a_stage_that_denies_what_it_got_gains_nothing(
         for _ in range(20):
             assert await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.DISPUTED) >= 1
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) >= 1
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (M, N, C, H))
-        assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in (M, N, C, H))
+        assert all(count(swarm, node_id, TrustEvent.WRONG_RESULT) == 0 for node_id in (M, N, C, H))
 
 
 async def test_a_stage_that_withholds_its_record_is_judged_by_what_the_next_one_got(
@@ -303,7 +305,7 @@ async def test_a_stage_that_withholds_its_record_is_judged_by_what_the_next_one_
         await prefer(swarm, LIAR, M, N)
         deny(swarm, LIAR, withheld)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.DISPUTED) == count(swarm, H, Deed.DISPUTED) == 1
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) == count(swarm, H, TrustEvent.DISPUTED) == 1
         assert await ask(swarm)
 
 
@@ -319,19 +321,19 @@ async def test_with_one_other_holder_it_cannot_be_known_which_of_the_two_is_wron
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 0
-        assert count(swarm, LIAR, Deed.DISPUTED) == count(swarm, M, Deed.DISPUTED) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 0
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) == count(swarm, M, TrustEvent.DISPUTED) == 1
 
 
 async def test_a_holder_that_computes_wrong_rows_for_a_check_is_outvoted(patient_clock: MockClock) -> None:
     pools = five(LyingPool("4:8", TWISTS["zeros"]))
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         # The most trusted holder is asked first.
-        swarm[A].trust.note(LIAR, Deed.SERVED)
+        swarm[A].trust.note(LIAR, TrustEvent.SERVED)
         await prefer(swarm, M, LIAR, N)
         assert await asked_and_checked(swarm)
-        assert count(swarm, M, Deed.CHECKED) == 1
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, M, TrustEvent.CHECKED) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(M) > NEUTRAL
 
 
@@ -345,7 +347,7 @@ async def test_the_second_of_two_stages_elsewhere_is_checked_against_what_it_say
             await prefer(swarm, LIAR, M, N)
             await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N, H))
 
 
@@ -360,8 +362,8 @@ async def test_a_stage_that_denies_what_came_to_it_charges_nobody_with_wrong_res
         for _ in range(10):
             assert await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.DISPUTED) + count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
-        assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in (B, C, M, N, H))
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) + count(swarm, LIAR, TrustEvent.WRONG_RESULT) >= 1
+        assert all(count(swarm, node_id, TrustEvent.WRONG_RESULT) == 0 for node_id in (B, C, M, N, H))
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, C, M, N, H))
 
 
@@ -389,7 +391,7 @@ async def test_a_token_that_the_origin_was_not_told_accuses_no_first_stage(
         router.send = lie  # type: ignore[method-assign]
         for _ in range(10):
             await asked_and_checked(swarm)
-        assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in (B, C, M))
+        assert all(count(swarm, node_id, TrustEvent.WRONG_RESULT) == 0 for node_id in (B, C, M))
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, C, M))
 
 
@@ -429,7 +431,7 @@ async def test_a_last_stage_that_gives_other_tokens_is_out_of_all_routes(
             await prefer(swarm, LIAR, M, N)
             await asked_and_checked(swarm)
         trust = swarm[A].trust
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) >= 1
         for _ in range(5):
             assert await ask(swarm)
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
@@ -443,7 +445,7 @@ async def test_the_origin_samples_by_itself_what_it_can(patient_clock: MockClock
         await prefer(swarm, LIAR)
         for _ in range(8):
             await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) >= 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) >= 1
         assert swarm[A].trust.score(B) >= NEUTRAL
         await swarm.quiet()
 
@@ -497,10 +499,10 @@ async def test_rows_after_a_beginning_that_was_kept_are_checked_too(patient_cloc
 
         await again(0)
         await again(1)
-        assert count(swarm, LIAR, Deed.CHECKED) == 2
+        assert count(swarm, LIAR, TrustEvent.CHECKED) == 2
         liar.twist = TWISTS["zeros"]
         await again(2)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
 
 
 async def test_nothing_is_held_where_nothing_is_checked() -> None:

@@ -25,7 +25,7 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check import checker
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -81,13 +81,13 @@ async def guide_swarm(
 
 @dataclass
 class Trusting:
-    """Notes deeds in a book, and has every node but one checked as seldom as can be."""
+    """Notes events in a book, and has every node but one checked as seldom as can be."""
 
     book: Trust
     checked: str
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
-        self.book.note(node_id, deed, detail)
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
+        self.book.note(node_id, event, detail)
 
     def score(self, node_id: NodeId) -> float:
         return -1e9 if node_id == self.checked else 1e9
@@ -126,18 +126,18 @@ async def test_honest_workers_are_right_to_the_bit(
         for node_id in (B, C):
             explained = swarm[A].trust.explain(node_id)
             assert explained.counts == {"served": 6, "checked": 3}
-            details = {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED}
+            details = {entry.detail for entry in explained.recent if entry.trust_event is TrustEvent.CHECKED}
             assert details == {"equal bits"}
         await swarm.quiet()
 
 
 @pytest.mark.parametrize(
-    ("victim", "asked", "deed"),
-    [(B, M, Deed.CHECKED), (B, C, None), (C, D, Deed.CHECKED)],
+    ("victim", "asked", "event"),
+    [(B, M, TrustEvent.CHECKED), (B, C, None), (C, D, TrustEvent.CHECKED)],
     ids=["in its place", "after it", "the last one"],
 )
 async def test_what_was_computed_again_for_a_broken_pipeline_is_right(
-    victim: NodeId, asked: NodeId, deed: Deed | None, tmp_path: Path, entry: CatalogueEntry
+    victim: NodeId, asked: NodeId, event: TrustEvent | None, tmp_path: Path, entry: CatalogueEntry
 ) -> None:
     """B, which dies, sent rows of other weights to C: neither C nor who takes B's place answers for them."""
     weights = quantised(tmp_path, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0) if victim == B else entry.path
@@ -158,9 +158,9 @@ async def test_what_was_computed_again_for_a_broken_pipeline_is_right(
             while not counts.checked + counts.checks_dropped:
                 await trio.sleep(0.05)
                 counts = swarm[A].pipelines.statistics()
-        assert (counts.checked, counts.checks_dropped) == ((1, 0) if deed else (0, 1))
+        assert (counts.checked, counts.checks_dropped) == ((1, 0) if event else (0, 1))
         assert (counts.checks_wrong, counts.checks_disputed) == (0, 0)
-        assert deed is None or swarm[A].trust.count(asked, deed) == 1
+        assert event is None or swarm[A].trust.count(asked, event) == 1
         assert all(swarm[A].trust.score(each) >= NEUTRAL for each in HOLDINGS if each not in (A, victim))
         await swarm.quiet()
 
@@ -191,9 +191,9 @@ async def test_coarser_weights_of_the_same_model_are_wrong(
         await announced(swarm, {B: "q8_0", M: "f16", N: "f16"})
         for _ in range(1 if name == "Q4_0" else 8):
             await ask(swarm, question, B)
-            if swarm[A].trust.count(B, Deed.WRONG_RESULT):
+            if swarm[A].trust.count(B, TrustEvent.WRONG_RESULT):
                 break
-        assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
+        assert swarm[A].trust.count(B, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
 
 
@@ -219,9 +219,9 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
         # (Of a question that was asked before, its rows are kept and not there to be shown.)
         for turn in range(6):
             await ask(swarm, f"{turn} {question}", C, temperature)
-            if swarm[A].trust.count(C, Deed.WRONG_RESULT):
+            if swarm[A].trust.count(C, TrustEvent.WRONG_RESULT):
                 break
-        assert swarm[A].trust.count(C, Deed.WRONG_RESULT) == 1
+        assert swarm[A].trust.count(C, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, D, M, N))
 
 
@@ -246,24 +246,26 @@ async def test_coarser_weights_of_a_whole_model_elsewhere_are_wrong_by_two_other
         await announced(swarm, {B: "f16", C: "f16", D: "f16"})
         for question in QUESTIONS * 2:
             await ask(swarm, question, B, route=[B])
-            if swarm[A].trust.count(B, Deed.WRONG_RESULT):
+            if swarm[A].trust.count(B, TrustEvent.WRONG_RESULT):
                 break
-        assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
+        assert swarm[A].trust.count(B, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, D))
 
 
 @pytest.mark.parametrize(
-    ("announces", "deed"), [("f16", Deed.WRONG_RESULT), ("q8_0", Deed.CHECKED)], ids=["like them", "unlike"]
+    ("announces", "event"),
+    [("f16", TrustEvent.WRONG_RESULT), ("q8_0", TrustEvent.CHECKED)],
+    ids=["like them", "unlike"],
 )
 async def test_noise_of_one_percent_is_wrong_by_the_limit_of_one_class(
-    announces: str, deed: Deed, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+    announces: str, event: TrustEvent, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that compute it again announce f16. Honest rows beside other requests are off by half as much."""
     monkeypatch.setattr(checker, "TOLD_S", 0.0)
     async with guide_swarm(tmp_path, entry, entry.path, 0.01) as swarm:
         await announced(swarm, {B: announces, M: "f16", N: "f16"})
         await ask(swarm, LONG_QUESTION, B)
-        assert swarm[A].trust.count(B, deed) == 1
+        assert swarm[A].trust.count(B, event) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
 
 

@@ -23,9 +23,9 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.notary import Notary
+from swarmllm.pipeline.stage.row_committer import RowCommitter
 from swarmllm.swarm.in_memory.signer import in_memory_signature
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.codec import decode_job, decode_request, decode_response, encode_job
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.row_commitments import signed
@@ -64,15 +64,15 @@ async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
     await swarm.tell(A, said)
 
 
-def count(swarm: Swarm, node_id: str, deed: Deed) -> int:
-    return swarm[A].trust.count(node_id, deed)
+def count(swarm: Swarm, node_id: str, event: TrustEvent) -> int:
+    return swarm[A].trust.count(node_id, event)
 
 
 def earn(swarm: Swarm, *node_ids: str) -> None:
     """Eleven answers ago they were strangers."""
     for _ in range(12):
         for node_id in node_ids:
-            swarm[A].trust.note(node_id, Deed.SERVED)
+            swarm[A].trust.note(node_id, TrustEvent.SERVED)
 
 
 def pipelines_with(swarm: Swarm, node_id: str) -> Counter[str]:
@@ -91,7 +91,7 @@ def pipelines_with(swarm: Swarm, node_id: str) -> Counter[str]:
 
 def pipeline_of(swarm: Swarm, node_id: str, request_id: str) -> bytes:
     session: Any = swarm[node_id].pipelines._sessions.by_request[request_id]
-    pipeline: bytes = session.notary._pipeline
+    pipeline: bytes = session.row_committer._pipeline
     return pipeline
 
 
@@ -161,7 +161,7 @@ async def twenty(swarm: Swarm, *honest: str) -> Counter[str]:
             assert turn < 10, "only the first ones may fail"
         await trio.sleep(2)
     assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in honest)
-    assert all(count(swarm, node_id, Deed.WRONG_RESULT) == 0 for node_id in honest)
+    assert all(count(swarm, node_id, TrustEvent.WRONG_RESULT) == 0 for node_id in honest)
     assert seen["all"] >= 10
     return seen
 
@@ -172,13 +172,13 @@ async def test_honest_stages_sign_for_every_row_and_nobody_loses_anything(
 ) -> None:
     """Each says of the rows between two stages what the other says, in the prompt and in the answer.
     `by_links`: their daemons do not see the rows of the answer, and the workers tell of none."""
-    computed = Notary.computed
+    computed = RowCommitter.computed
 
-    def seen(notary: Notary, stage: int, position: int, n_rows: int) -> None:
-        if position < notary._context.n_prompt_tokens or not by_links:
-            computed(notary, stage, position, n_rows)
+    def seen(row_committer: RowCommitter, stage: int, position: int, n_rows: int) -> None:
+        if position < row_committer._context.n_prompt_tokens or not by_links:
+            computed(row_committer, stage, position, n_rows)
 
-    monkeypatch.setattr(Notary, "computed", seen)
+    monkeypatch.setattr(RowCommitter, "computed", seen)
     async with open_swarm(pools() | tails(H), settings=UNCHECKED, committing=None) as swarm:
         commitments = swarm[A].pipelines._checker.commitments
         for turn in range(20):
@@ -227,8 +227,8 @@ async def test_who_signs_for_one_thing_here_and_another_there_is_out_after_one_r
         say(swarm, LIAR, lambda receiver, true: true if receiver == A else as_zeros(true))
         send(swarm, LIAR, zeros)
         seen = await twenty(swarm, M, N, H)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
-        assert count(swarm, H, Deed.DISPUTED) == 0
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
+        assert count(swarm, H, TrustEvent.DISPUTED) == 0
         assert swarm[A].trust.score(LIAR) < WORK_MIN
         assert seen["with it"] == 0
         swarm.kill(LIAR)
@@ -237,7 +237,7 @@ async def test_who_signs_for_one_thing_here_and_another_there_is_out_after_one_r
 
 
 def as_zeros(true: RowsCommitment) -> RowsCommitment:
-    from swarmllm.pipeline.stage.notary import digests_of
+    from swarmllm.pipeline.stage.row_committer import digests_of
 
     return msgspec.structs.replace(true, sent=digests_of(np.zeros((true.n_rows, N_EMBD), np.float32)))
 
@@ -254,7 +254,7 @@ async def test_who_shows_the_truth_to_the_origin_and_other_rows_to_its_neighbour
             await prefer(swarm, LIAR, M, N)
             swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
             await ask(swarm, turn) if swarm[A].trust.score(LIAR) < WORK_MIN else await tolerate(swarm, turn)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
         seen = await twenty(swarm, M, N, *last)
         assert seen["with it"] == 0
@@ -279,7 +279,7 @@ async def test_the_same_among_strangers_costs_no_honest_node_and_routes_do_witho
         await prefer(swarm, LIAR, M, N)
         send(swarm, LIAR, zeros)
         seen = await twenty(swarm, M, N, H, I)
-        assert count(swarm, LIAR, Deed.DISPUTED) >= 1
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) >= 1
         assert seen["with it"] == 0
         swarm.kill(LIAR)
         await ask(swarm, 99)
@@ -298,7 +298,7 @@ async def test_who_says_that_it_got_other_rows_gains_nothing(patient_clock: Mock
             await prefer(swarm, LIAR, J, B)
             swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
             await tolerate(swarm, turn)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
         seen = await twenty(swarm, *first, J, B)
         assert seen["with it"] == 0
@@ -316,8 +316,8 @@ async def test_new_identities_cannot_outvote_a_node(patient_clock: MockClock) ->
         for turn in range(10):
             swarm[A].pipelines._suspects._doubts.pop(M, None)
             await tolerate(swarm, turn)
-        assert count(swarm, M, Deed.DISPUTED) >= 3
-        assert count(swarm, M, Deed.WRONG_RESULT) == 0
+        assert count(swarm, M, TrustEvent.DISPUTED) >= 3
+        assert count(swarm, M, TrustEvent.WRONG_RESULT) == 0
         assert swarm[A].trust.score(M) >= NEUTRAL
 
 
@@ -327,7 +327,7 @@ async def test_what_the_origin_itself_gets_is_compared_with_the_signature(patien
         await prefer(swarm, LIAR, M)
         send(swarm, LIAR, zeros)
         await twenty(swarm, M)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
 
 
@@ -363,14 +363,14 @@ async def test_who_shows_other_rows_than_it_has_signed_for_is_wrong_at_once(
         await prefer(swarm, LIAR, *((M, N) if layers == "4:8" else (H, I)))
         deny(swarm, LIAR, zeroed)
         for turn in range(6):
-            if count(swarm, LIAR, Deed.WRONG_RESULT):
+            if count(swarm, LIAR, TrustEvent.WRONG_RESULT):
                 break
             await ask(swarm, turn)
             await trio.sleep(40)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         honest = [node_id for node_id in nodes if node_id not in (A, LIAR)]
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in honest)
-        assert all(count(swarm, node_id, Deed.DISPUTED) == 0 for node_id in honest)
+        assert all(count(swarm, node_id, TrustEvent.DISPUTED) == 0 for node_id in honest)
 
 
 async def test_who_signs_for_nothing_is_left(patient_clock: MockClock) -> None:
@@ -379,7 +379,7 @@ async def test_who_signs_for_nothing_is_left(patient_clock: MockClock) -> None:
         await prefer(swarm, LIAR, M, N)
         say(swarm, LIAR, lambda receiver, true: None)
         seen = await twenty(swarm, M, N, H)
-        assert count(swarm, LIAR, Deed.DISPUTED) >= 1
+        assert count(swarm, LIAR, TrustEvent.DISPUTED) >= 1
         assert seen["with it"] == 0
 
 
@@ -416,8 +416,8 @@ async def test_the_sender_of_rows_that_are_no_numbers_is_charged(says: str, pati
         if says != "nothing":
             assert swarm[A].trust.score(LIAR) < WORK_MIN
         if says == "the truth of what it sent":
-            assert count(swarm, LIAR, Deed.BAD_NUMBERS) >= 1
-            assert all(count(swarm, node_id, Deed.DISPUTED) == 0 for node_id in last)
+            assert count(swarm, LIAR, TrustEvent.BAD_NUMBERS) >= 1
+            assert all(count(swarm, node_id, TrustEvent.DISPUTED) == 0 for node_id in last)
         seen = await twenty(swarm, M, N, *last)
         assert seen["with it"] <= 1
         swarm.kill(LIAR)
@@ -447,7 +447,7 @@ def remember_rows(swarm: Swarm, node_id: str) -> dict[int, np.ndarray]:
 
 
 def with_last_row_broken(true: RowsCommitment) -> RowsCommitment:
-    from swarmllm.pipeline.stage.notary import digests_of
+    from swarmllm.pipeline.stage.row_committer import digests_of
 
     rows_at = BROKEN[0]
     rows = [rows_at.get(at) for at in range(true.position, true.position + true.n_rows)]
@@ -515,7 +515,7 @@ async def test_what_nobody_honest_says_is_charged_to_its_sender(
         for turn in range(20):
             await ask(swarm, turn)
             await trio.sleep(4)
-        assert count(swarm, LIAR, Deed.BROKE_PROTOCOL) >= 2
+        assert count(swarm, LIAR, TrustEvent.BROKE_PROTOCOL) >= 2
         assert swarm[A].trust.score(LIAR) < WORK_MIN
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N, H))
         assert swarm[H].trust.score(LIAR) < NEUTRAL
@@ -538,7 +538,7 @@ async def test_what_was_signed_for_another_request_is_charged_to_its_sender(
         for turn in range(3):
             await ask(swarm, turn)
             await trio.sleep(4)
-        assert count(swarm, LIAR, Deed.BROKE_PROTOCOL) >= 1
+        assert count(swarm, LIAR, TrustEvent.BROKE_PROTOCOL) >= 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N, H))
 
 

@@ -15,7 +15,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.equal_bits import are_equal, draw_piece, exact_batches, judge_bits
 from swarmllm.pipeline.check.verdict import Evidence, Match, Sampled, TokenEvidence, Verdict
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.tensors import Tensor
@@ -60,14 +60,14 @@ async def asked_and_checked(swarm: Swarm, before_check: Callable[[], object] = l
 def said_of(swarm: Swarm, node_id: NodeId) -> list[str]:
     """Of its results that were right."""
     recent = swarm[A].trust.explain(node_id).recent
-    return [each.detail for each in recent if each.deed is Deed.CHECKED]
+    return [each.detail for each in recent if each.trust_event is TrustEvent.CHECKED]
 
 
 async def test_the_slightest_noise_is_charged_when_two_others_agree(patient_clock: MockClock) -> None:
     async with open_swarm(five(LyingPool("4:8", noisy(SLIGHT))), settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M, N)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N, H))
         await prefer(swarm, M, N)
@@ -93,7 +93,7 @@ async def test_this_node_charges_on_its_own_word_when_it_computes_the_same_twice
     pools = {A: here, LIAR: LyingPool("4:8", noisy(SLIGHT)), H: FakePool("8:12")}
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await asked_and_checked(swarm, here.come)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
 
 
 async def test_a_node_that_computes_other_bits_each_time_charges_nobody(patient_clock: MockClock) -> None:
@@ -101,7 +101,7 @@ async def test_a_node_that_computes_other_bits_each_time_charges_nobody(patient_
     pools = {A: here, LIAR: FakePool("4:8"), H: FakePool("8:12")}
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await asked_and_checked(swarm, here.come)
-        assert count(swarm, LIAR, Deed.CHECKED) == 1
+        assert count(swarm, LIAR, TrustEvent.CHECKED) == 1
         assert said_of(swarm, LIAR) == ["within tolerance"]
 
 
@@ -111,8 +111,8 @@ async def test_on_the_word_of_one_other_node_both_lose_a_little(patient_clock: M
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M)
         await asked_and_checked(swarm)
-        assert (count(swarm, LIAR, Deed.DISPUTED), count(swarm, M, Deed.DISPUTED)) == (1, 1)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 0
+        assert (count(swarm, LIAR, TrustEvent.DISPUTED), count(swarm, M, TrustEvent.DISPUTED)) == (1, 1)
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 0
 
 
 async def test_who_announces_a_class_that_is_not_its_own_harms_no_honest_node(
@@ -124,10 +124,10 @@ async def test_who_announces_a_class_that_is_not_its_own_harms_no_honest_node(
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await prefer(swarm, M, B, N)
         for _ in range(3):
-            swarm[A].trust.note(B, Deed.SERVED)
+            swarm[A].trust.note(B, TrustEvent.SERVED)
         await asked_and_checked(swarm)
-        assert count(swarm, M, Deed.CHECKED) == 1
-        assert count(swarm, B, Deed.WRONG_RESULT) == 1
+        assert count(swarm, M, TrustEvent.CHECKED) == 1
+        assert count(swarm, B, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N, H))
 
 
@@ -140,7 +140,7 @@ async def test_kernels_of_another_class_tolerate_what_honest_rows_differ_by(pati
     async with open_swarm(pools, settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M, N)
         await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.CHECKED) == 1
+        assert count(swarm, LIAR, TrustEvent.CHECKED) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (LIAR, M, N, H))
 
 

@@ -19,7 +19,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import KvType, Sampling
@@ -130,7 +130,7 @@ async def test_honest_nodes_have_equal_bits_beside_other_requests(
             await ask(swarm, TEXT * length, checked, sampling)
         nursery.cancel_scope.cancel()
         explained = swarm[A].trust.explain(checked)
-        details = [each.detail for each in explained.recent if each.deed is Deed.CHECKED]
+        details = [each.detail for each in explained.recent if each.trust_event is TrustEvent.CHECKED]
         assert details == ["equal bits"] * 2
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in held)
 
@@ -144,5 +144,5 @@ async def test_noise_of_a_thousandth_is_wrong(
         sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True, exact=True)
         loads = "4:8" if held == KNOWING else ""
         assert B in await ask(swarm, TEXT * 3, B, sampling, loads=loads)
-        assert swarm[A].trust.count(B, Deed.WRONG_RESULT) == 1
+        assert swarm[A].trust.count(B, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in held if node_id != B)

@@ -33,7 +33,7 @@ from swarmllm.pipeline.check.verdict import (
 )
 from swarmllm.pipeline.origin.output import BrokenPromise
 from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.fingerprints import N_DRAWN, N_VALUES, drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import Sampling, Token
 from swarmllm_proto.swarm import PipelineAssignment, StreamingToken
@@ -103,7 +103,7 @@ async def test_a_stage_with_other_logits_is_out_of_all_routes_at_once(
             assert await requests_until_out(swarm) == 1
             for _ in range(20):
                 assert await ask(swarm)
-            assert count(swarm, LIAR, Deed.SERVED) == 1
+            assert count(swarm, LIAR, TrustEvent.SERVED) == 1
             assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N))
             swarm.kill(LIAR)
             assert await ask(swarm)
@@ -140,7 +140,7 @@ async def test_who_tells_some_of_them_broke_the_protocol(patient_clock: MockCloc
     async with open_swarm(heads(Forgetful("8:12")), settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M, N)
         assert await ask(swarm)
-        assert count(swarm, LIAR, Deed.FAILED) == 1
+        assert count(swarm, LIAR, TrustEvent.FAILED) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
         await swarm.quiet()
 
@@ -154,7 +154,7 @@ async def test_who_announces_that_it_tells_them_and_does_not_broke_the_protocol(
     async with open_swarm(pools, settings=ALWAYS, committing=None) as swarm:
         await prefer(swarm, LIAR, M, N)
         assert await ask(swarm)
-        assert count(swarm, LIAR, Deed.FAILED) == 1
+        assert count(swarm, LIAR, TrustEvent.FAILED) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in pools if node_id not in (A, LIAR))
         await swarm.quiet()
 
@@ -349,8 +349,8 @@ async def test_drawn_answers_with_fingerprints_are_right(patient_clock: MockCloc
         for _ in range(6):
             await prefer(swarm, LIAR)
             await asked_and_checked(swarm)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 0
-        assert count(swarm, LIAR, Deed.CHECKED) == 6
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 0
+        assert count(swarm, LIAR, TrustEvent.CHECKED) == 6
         await swarm.quiet()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmllm.pipeline.check.contradictions import CERTAIN, NODES_MAX, Contradictions
+from swarmllm.pipeline.check.charges import CERTAIN, NODES_MAX, Contradictions
 from swarmllm.pipeline.check.ledger import Disagreement, Impossible, Ledger, spans
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.identifiers import NodeId

@@ -13,7 +13,7 @@ from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.measuring import measure, travel_s
 from swarmllm.scheduling.speeds import LEAST_TOKENS, PeerSpeeds
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.identifiers import NodeId
 
 A, B, C = (node_id_named(name) for name in "abc")
@@ -42,7 +42,7 @@ def learnt(route: tuple[StageReport, ...], token_s: float, **known: Any) -> dict
             "m",
             A,
             lambda node_id: 0.001,
-            lambda node_id, deed, detail="": noted.append((node_id, deed)),
+            lambda node_id, event, detail="": noted.append((node_id, event)),
             0.0,
         )
     assert noted == known.get("noted", [])
@@ -68,7 +68,7 @@ def test_too_few_tokens_and_pipelines_at_home_teach_nothing() -> None:
 
 def test_only_who_was_alone_is_held_to_what_it_announced() -> None:
     alone, beside = (stage(B, "4:12"),), (stage(B, "4:8"), stage(C, "8:12"))
-    learnt(alone, 0.4, times=3, noted=[(B, Deed.OVERSTATED)])
+    learnt(alone, 0.4, times=3, noted=[(B, TrustEvent.OVERSTATED)])
     learnt(beside, 0.4, times=30)
 
 

@@ -17,7 +17,7 @@ from swarmllm.errors import BadModel
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.checking import PENDING_MAX
 from swarmllm.swarm.in_memory.link import LinkQuality
-from swarmllm.swarm.peers.trust import EFFECTS, NEUTRAL, Deed, after
+from swarmllm.swarm.peers.trust import EFFECTS, NEUTRAL, TrustEvent, after
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
 
 from .fakes import Swarm
@@ -35,8 +35,8 @@ from .test_remote_encoders import (
 )
 
 OTHER = picture(31, 31)
-WRONG = after(NEUTRAL, Deed.WRONG_RESULT)
-CHECKED = after(NEUTRAL, Deed.CHECKED)
+WRONG = after(NEUTRAL, TrustEvent.WRONG_RESULT)
+CHECKED = after(NEUTRAL, TrustEvent.CHECKED)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ async def test_one_liar_against_one_honest_node_is_a_dispute_and_accuses_nobody(
             counts = await until(swarm, lambda counts: counts.checked == 1)
             assert (counts.checks_wrong, counts.checks_disputed) == (0, 1)
             for node_id in (B, C):
-                assert swarm[A].trust.score(node_id) == NEUTRAL == EFFECTS[Deed.DISPUTED].floor
+                assert swarm[A].trust.score(node_id) == NEUTRAL == EFFECTS[TrustEvent.DISPUTED].floor
             assert swarm[A].pipelines._suspects.now(trio.current_time()) == {B, C}
             assert not (await look(swarm))[1].is_kept, "nor are the rows believed"
 

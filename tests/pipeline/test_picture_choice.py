@@ -47,12 +47,12 @@ from swarmllm.pipeline.vision.slices import (
     require_places,
     rows_each,
 )
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.workerpool.encoders import EncodedPicture, encoded_picture
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.limits import IMAGE_MAX, IMAGE_ROWS_MAX, MIB
-from swarmllm_proto.swarm_vision import bound_digest
+from swarmllm_proto.swarm.vision import bound_digest
 
 N_EMBD = 4
 
@@ -261,28 +261,28 @@ ROWS = np.ones((2, N_EMBD), "<f4").tobytes()
 
 
 @pytest.mark.parametrize(
-    ("parts", "rows", "digest", "deed"),
+    ("parts", "rows", "digest", "event"),
     [
-        ((PicturePart((), 2),), ROWS, b"another", Deed.DAMAGED),
-        ((PicturePart((100,)), PicturePart((), 2)), ROWS, None, Deed.BROKE_PROTOCOL),
+        ((PicturePart((), 2),), ROWS, b"another", TrustEvent.DAMAGED),
+        ((PicturePart((100,)), PicturePart((), 2)), ROWS, None, TrustEvent.BROKE_PROTOCOL),
         (
             (PicturePart((1,) * PICTURE_TOKENS_MAX), PicturePart((1,)), PicturePart((), 2)),
             ROWS,
             None,
-            Deed.BROKE_PROTOCOL,
+            TrustEvent.BROKE_PROTOCOL,
         ),
-        ((PicturePart((), 3),), ROWS, None, Deed.BROKE_PROTOCOL),
-        ((PicturePart((), 2),), ROWS[:-1], None, Deed.BROKE_PROTOCOL),
-        ((PicturePart((), 2),), np.full((2, N_EMBD), np.nan, "<f4").tobytes(), None, Deed.BAD_NUMBERS),
+        ((PicturePart((), 3),), ROWS, None, TrustEvent.BROKE_PROTOCOL),
+        ((PicturePart((), 2),), ROWS[:-1], None, TrustEvent.BROKE_PROTOCOL),
+        ((PicturePart((), 2),), np.full((2, N_EMBD), np.nan, "<f4").tobytes(), None, TrustEvent.BAD_NUMBERS),
     ],
     ids=["digest", "vocabulary", "tokens", "rows", "bytes", "numbers"],
 )
 def test_what_a_picture_cannot_be_says_what_its_sender_did(
-    parts: tuple[PicturePart, ...], rows: bytes, digest: bytes | None, deed: Deed
+    parts: tuple[PicturePart, ...], rows: bytes, digest: bytes | None, event: TrustEvent
 ) -> None:
     with pytest.raises(WrongPicture) as raised:
         put_together(parts, rows, digest)
-    assert raised.value.deed is deed
+    assert raised.value.trust_event is event
 
 
 def test_the_largest_token_and_the_most_tokens_are_taken() -> None:
@@ -337,7 +337,7 @@ def test_rows_at_other_places_or_with_other_tokens_are_of_another_picture() -> N
 
 def test_the_reason_is_the_text_of_the_error() -> None:
     error = WrongPicture("why")
-    assert (str(error), error.deed) == ("why", Deed.BROKE_PROTOCOL)
+    assert (str(error), error.trust_event) == ("why", TrustEvent.BROKE_PROTOCOL)
 
 
 def test_the_token_nought_is_a_token() -> None:

@@ -28,7 +28,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
@@ -83,7 +83,7 @@ async def read(prompt: Prompt, n_ctx: int = 100) -> tuple[np.ndarray, PictureRow
         Registry(A),
         PipelineSettings(),
         PipelineStatistics(),
-        NoOpinion(),
+        NeutralTrust(),
         ByteBudget(),
         frozenset,
         nobody,

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import trio
 from blake3 import blake3
+from fake_trust import FakeTrust
 from hypothesis import given
 from hypothesis import strategies as st
-from opinions import Opinions
 from trio.testing import MockClock
 
 from swarmllm.errors import WorkerError
@@ -25,10 +25,10 @@ from swarmllm.pipeline.prefix.choice import (
     LANES,
     REST_S,
     WORTH,
+    AvoidedPeers,
     FetchClock,
     HolderPath,
     PrefixFetchSettings,
-    Resting,
     Slices,
     choose,
     draw_blocks,
@@ -41,7 +41,7 @@ from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.in_memory.router import InMemoryRouter
-from swarmllm.swarm.peers.trust import Deed, NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
@@ -189,14 +189,14 @@ def test_a_fetch_goes_on_while_it_brings_more_than_computing_would() -> None:
 
 
 def test_a_peer_rests_for_a_while() -> None:
-    resting = Resting()
-    resting.add(NEAR, 5.0)
-    assert resting.has(NEAR, 5.0 + REST_S - 1)
-    assert not resting.has(NEAR, 5.0 + REST_S)
-    assert not resting.has(FAR, 5.0)
-    resting.add(FAR, 5.0, 0.03)
-    assert resting.has(FAR, 5.0 + 2.9)
-    assert not resting.has(FAR, 5.0 + 3.1), "it was only slow for a moment"
+    avoided = AvoidedPeers()
+    avoided.add(NEAR, 5.0)
+    assert avoided.has(NEAR, 5.0 + REST_S - 1)
+    assert not avoided.has(NEAR, 5.0 + REST_S)
+    assert not avoided.has(FAR, 5.0)
+    avoided.add(FAR, 5.0, 0.03)
+    assert avoided.has(FAR, 5.0 + 2.9)
+    assert not avoided.has(FAR, 5.0 + 3.1), "it was only slow for a moment"
 
 
 @given(st.integers(1, 50), st.floats(0, 1, exclude_max=True))
@@ -290,12 +290,12 @@ def rows(first: int, n_rows: int) -> bytes:
     return np.repeat(np.arange(first, first + n_rows, dtype="<u4"), 4).tobytes()
 
 
-class Deeds(NoOpinion):
+class NotedEvents(NeutralTrust):
     def __init__(self) -> None:
-        self.noted: list[tuple[NodeId, Deed]] = []
+        self.noted: list[tuple[NodeId, TrustEvent]] = []
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
-        self.noted.append((node_id, deed))
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
+        self.noted.append((node_id, event))
 
 
 @dataclass
@@ -303,7 +303,7 @@ class Asker:
     fetcher: PrefixFetcher
     store: Store
     counts: PipelineStatistics
-    deeds: Deeds
+    events: NotedEvents
 
     async def ask(self, *, is_exact: bool = False) -> int:
         """Tokens that came."""
@@ -330,7 +330,7 @@ async def pair(
     """`holder`, NEAR, announces `n_said` blocks of the prompt, and so does `other`, FAR."""
     async with InMemoryNetwork() as network:
         me = network.add(ME)
-        registry = Registry(ME, Opinions(lambda node_id: may_share, 0.5), share_min=1.0)
+        registry = Registry(ME, FakeTrust(lambda node_id: may_share, 0.5), share_min=1.0)
         nodes: list[tuple[NodeId, Store | Handler, int]] = [(NEAR, holder, n_said)]
         if other is not None:
             nodes.append((FAR, other, n_said_by_other))
@@ -342,17 +342,17 @@ async def pair(
         registry.set_reachable({node_id for node_id, _, _ in nodes})
         observations = Observations()
         observations.observe(MODEL, "prefill", PREFILL_S, N_LAYERS, 1)
-        store, counts, deeds = Store(), PipelineStatistics(), Deeds()
-        fetcher = fetcher_of(me, registry, store, counts, deeds, observations, budget or ByteBudget())
+        store, counts, events = Store(), PipelineStatistics(), NotedEvents()
+        fetcher = fetcher_of(me, registry, store, counts, events, observations, budget or ByteBudget())
         await trio.sleep(1)  # They meet.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fetcher.run)
-            yield Asker(fetcher, store, counts, deeds)
+            yield Asker(fetcher, store, counts, events)
             nursery.cancel_scope.cancel()
 
 
 def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> PrefixFetcher:
-    store, counts, deeds, observations, budget = rest
+    store, counts, events, observations, budget = rest
     idle = SimpleNamespace(is_busy=lambda: False)
     return PrefixFetcher(
         router,
@@ -360,7 +360,7 @@ def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> Prefix
         store,
         PrefixFetchSettings(is_on=True),
         counts,
-        deeds,
+        events,
         observations,
         budget,
         idle,
@@ -399,7 +399,7 @@ async def test_what_another_node_keeps_comes_before_the_prompt_is_computed(
         assert (asker.counts.prefix_hits, asker.counts.prefix_tokens) == (1, 10 * B)
         await trio.sleep(1)
         assert asker.store.checked == [(3, 9)]
-        assert asker.deeds.noted == [(NEAR, Deed.CHECKED)]
+        assert asker.events.noted == [(NEAR, TrustEvent.CHECKED)]
         assert await asker.ask() == 0
         assert asker.store.taken == [10]
 
@@ -420,7 +420,7 @@ async def test_wrong_kv_costs_its_holder_trust_and_it_rests(autojump_clock: Mock
         asker.store.outcome = "wrong"
         assert await asker.ask() == 10 * B
         await trio.sleep(1)
-        assert asker.deeds.noted == [(NEAR, Deed.WRONG_RESULT)]
+        assert asker.events.noted == [(NEAR, TrustEvent.WRONG_RESULT)]
         assert asker.counts.prefix_wrong == 1
         asker.store.n_kept = 0
         assert await asker.ask() == 0
@@ -432,7 +432,7 @@ async def test_what_is_no_kv_is_a_miss_and_costs_its_holder_trust(
     async with pair(Store(n_kept=10)) as asker:
         asker.store.refuses = "bad_tensor"
         assert await asker.ask() == 0
-        assert asker.deeds.noted == [(NEAR, Deed.BAD_NUMBERS)]
+        assert asker.events.noted == [(NEAR, TrustEvent.BAD_NUMBERS)]
         await trio.sleep(1)
         assert asker.store.checked == []
 
@@ -442,7 +442,7 @@ async def test_a_worker_that_cannot_take_it_is_nobodys_fault(autojump_clock: Moc
     async with pair(Store(n_kept=10)) as asker:
         asker.store.refuses = kind
         assert await asker.ask() == 0
-        assert asker.deeds.noted == []
+        assert asker.events.noted == []
 
 
 async def test_a_holder_that_stands_still_costs_a_twentieth_and_is_left_alone(
@@ -456,7 +456,7 @@ async def test_a_holder_that_stands_still_costs_a_twentieth_and_is_left_alone(
         began_s = trio.current_time()
         assert await asker.ask() == 0
         assert trio.current_time() == began_s
-        assert asker.deeds.noted == []
+        assert asker.events.noted == []
 
 
 @pytest.mark.parametrize("n_given", range(1, 10))
@@ -473,7 +473,7 @@ async def test_what_came_before_a_holder_broke_off_is_used_and_checked(
         assert fetching_s + (len(TOKENS) - n_came) * PREFILL_S <= COLD_S * (1 + ALLOWED) + 0.01
         await trio.sleep(1)
         assert len(asker.store.checked) == 1
-        assert asker.deeds.noted == [(NEAR, Deed.CHECKED)]
+        assert asker.events.noted == [(NEAR, TrustEvent.CHECKED)]
 
 
 @pytest.mark.parametrize("n_said_by_other", [10, 6])
@@ -487,7 +487,7 @@ async def test_another_holder_is_asked_where_one_breaks_off(
         assert await asker.ask() == n_said_by_other * B
         assert asker.counts.prefix_misses == 1
         await trio.sleep(1)
-        assert asker.deeds.noted == [(FAR, Deed.CHECKED)]
+        assert asker.events.noted == [(FAR, TrustEvent.CHECKED)]
 
 
 async def test_nothing_is_kept_of_a_holder_that_lies_in_the_middle(autojump_clock: MockClock) -> None:
@@ -501,7 +501,7 @@ async def test_nothing_is_kept_of_a_holder_that_lies_in_the_middle(autojump_cloc
     async with pair(lie) as asker:
         assert await asker.ask() == 0
         assert asker.store.taken == []
-        assert asker.deeds.noted == [(NEAR, Deed.BROKE_PROTOCOL)]
+        assert asker.events.noted == [(NEAR, TrustEvent.BROKE_PROTOCOL)]
 
 
 async def test_a_client_that_leaves_costs_the_holder_nothing(autojump_clock: MockClock) -> None:
@@ -527,20 +527,20 @@ async def test_a_holder_that_is_slow_until_the_time_of_the_request_is_up_is_left
 
 
 @pytest.mark.parametrize(
-    ("holder", "deed"),
+    ("holder", "event"),
     [
         (Store(n_kept=3), None),
         (Store(n_kept=10, kv_format="other"), None),
         (lambda: encode_response(PrefixKv(status="busy")), None),
-        (lambda: encode_response(Piece(status="absent")), Deed.BROKE_PROTOCOL),
-        (lambda: encode_response(PrefixKv(status="ok", data=memoryview(b"1"))), Deed.BROKE_PROTOCOL),
-        (lambda: encode_response(PrefixKv(status="ok", digest=bytes(32))), Deed.BROKE_PROTOCOL),
-        (lambda: b"\xc1", Deed.BROKE_PROTOCOL),
+        (lambda: encode_response(Piece(status="absent")), TrustEvent.BROKE_PROTOCOL),
+        (lambda: encode_response(PrefixKv(status="ok", data=memoryview(b"1"))), TrustEvent.BROKE_PROTOCOL),
+        (lambda: encode_response(PrefixKv(status="ok", digest=bytes(32))), TrustEvent.BROKE_PROTOCOL),
+        (lambda: b"\xc1", TrustEvent.BROKE_PROTOCOL),
         (lambda: 1 / 0, None),
     ],
 )
 async def test_what_is_announced_and_not_given_is_a_miss(
-    autojump_clock: MockClock, holder: Any, deed: Deed | None
+    autojump_clock: MockClock, holder: Any, event: TrustEvent | None
 ) -> None:
     async def say(sender: NodeId, body: bytes) -> bytes:
         return bytes(holder())
@@ -549,7 +549,7 @@ async def test_what_is_announced_and_not_given_is_a_miss(
         assert await asker.ask() == 0
         assert asker.store.taken == []
         assert asker.counts.prefix_misses == 1
-        assert asker.deeds.noted == ([(NEAR, deed)] if deed else [])
+        assert asker.events.noted == ([(NEAR, event)] if event else [])
 
 
 async def test_two_requests_with_one_beginning_fetch_it_once(autojump_clock: MockClock) -> None:

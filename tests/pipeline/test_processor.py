@@ -32,7 +32,7 @@ from swarmllm.pipeline.processor import (
     next_state,
 )
 from swarmllm.pipeline.request import RequestContext
-from swarmllm.pipeline.stage.walker import Walker
+from swarmllm.pipeline.stage.job_runner import JobRunner
 from swarmllm.state_table import UnknownTransition
 from swarmllm.workerpool import ModelFile
 from swarmllm.workerpool.forward_result import ForwardResult
@@ -132,9 +132,9 @@ async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: p
     monkeypatch.setattr("swarmllm.pipeline.processor.TRANSITIONS", without)
     seen = view(B, A, B)
     context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), seen)
-    walker = Walker(context, Pool("2:4"), Listening(), None)  # type: ignore[arg-type]
+    runner = JobRunner(context, Pool("2:4"), Listening(), None)  # type: ignore[arg-type]
     with pytest.raises(UnknownTransition, match="HEAD cannot end with TOKEN_ELSEWHERE"):
-        await walker.walk(Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS))
+        await runner.run(Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, tensor=ROWS))
     assert sent == []
 
 
@@ -157,10 +157,10 @@ async def test_a_worker_is_told_how_to_sample_with_the_first_sample_and_never_ag
     context = RequestContext(
         "r", ModelFile("m", Path("/nowhere")), 4, 997, 4, sampling, seen, generated=before
     )
-    walker = Walker(context, Pool("2:4"), Deaf(), None)  # type: ignore[arg-type]
+    runner = JobRunner(context, Pool("2:4"), Deaf(), None)  # type: ignore[arg-type]
     for left in (1, 0, 0, 1, 0):
         job = Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, prefill_left=left, tensor=ROWS)
-        await walker.walk(job)
+        await runner.run(job)
     nothing = (None, ())
     assert told == [
         ("none", *nothing),
@@ -268,9 +268,9 @@ class TestEmbed:
                 lost.append(node_id)
 
         context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), view(O, A, B))
-        walker = Walker(context, FakePool(), Unreachable(), Side())  # type: ignore[arg-type]
+        runner = JobRunner(context, FakePool(), Unreachable(), Side())  # type: ignore[arg-type]
         with pytest.raises(NodeUnreachable, match=f"{A} is gone"):
-            await walker.walk(Job(ComputeStep.HEAD, prefill_left=1))
+            await runner.run(Job(ComputeStep.HEAD, prefill_left=1))
         assert lost == [A]
 
     def test_to_send_when_the_first_layer_is_remote(self) -> None:
@@ -372,8 +372,8 @@ class TestPassedOn:
                 messages.append((node_id, type(decode_job(header, payload)).__name__))
 
         context = RequestContext("r", ModelFile("m", Path("/nowhere")), 4, 997, 1, Sampling(), seen)
-        walker = Walker(context, Pool("0:2", "2:4"), Listening(), None)  # type: ignore[arg-type]
-        await walker.walk(job)
+        runner = JobRunner(context, Pool("0:2", "2:4"), Listening(), None)  # type: ignore[arg-type]
+        await runner.run(job)
         return messages
 
     async def test_from_process_layers_to_done(self) -> None:

@@ -14,7 +14,7 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.session import Session as StageSession
 from swarmllm.pipeline.stage.session_queue import ReceivedRows
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import LayerForward, Stage
@@ -97,7 +97,7 @@ class Session:
     def __init__(self, network: InMemoryNetwork) -> None:
         for each in (A, C):
             network.add(each)
-        self.noted: list[tuple[str, Deed]] = []
+        self.noted: list[tuple[str, TrustEvent]] = []
         stages = tuple(Stage(node_id=node, start=i, end=i + 1) for i, node in enumerate((A, B, C)))
         view = RequestView(node_id=B, origin=A, stages=stages, prompt_here=False)
         context = RequestContext("r", MODEL, N_EMBD, 997, N_PROMPT, Sampling(max_tokens=7), view)
@@ -105,8 +105,8 @@ class Session:
             context, FakePool("1:2"), network.add(B), silence_timeout_s=10.0, trust=self
         )
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
-        self.noted.append((node_id, deed))
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
+        self.noted.append((node_id, event))
 
     def score(self, node_id: NodeId) -> float:
         return NEUTRAL
@@ -160,5 +160,5 @@ async def test_what_comes_too_late_is_not_read_and_held_against_nobody(is_over: 
         assert parts.session.arrived_damaged(A, 2 * CHUNK)
         assert parts.arrive(2 * CHUNK, value=np.nan)
         assert parts.session.rows()[0] == (CHUNK if is_over else 2 * CHUNK)
-        assert parts.noted == ([] if is_over else [(A, Deed.BAD_NUMBERS)])
+        assert parts.noted == ([] if is_over else [(A, TrustEvent.BAD_NUMBERS)])
         assert parts.n_queued - n_queued == (0 if is_over else 3)

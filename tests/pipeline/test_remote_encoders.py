@@ -50,7 +50,7 @@ from swarmllm_proto.identifiers import Digest
 from swarmllm_proto.ipc import PicturePart, Sampling
 from swarmllm_proto.limits import IMAGE_MAX, MIB, PICTURE_BYTES_MAX
 from swarmllm_proto.swarm import ProjectorAnnounce, VisionEncodeRequest, VisionEncodeResponse
-from swarmllm_proto.swarm_vision import bound_digest
+from swarmllm_proto.swarm.vision import bound_digest
 
 from .fakes import FakeNode, Swarm, open_swarm
 

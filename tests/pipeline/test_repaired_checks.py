@@ -17,7 +17,7 @@ from swarmllm.pipeline.check.repaired import comparable_rows
 from swarmllm.pipeline.repair.plan import Left, rebuilds, recomputed
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.tensors import Tensor
@@ -61,7 +61,7 @@ async def test_a_standby_that_computes_wrong_rows_is_found(twist: str, patient_c
         await fast(swarm, B, LIAR, M, N)
         assert await break_and_check(swarm, B) == 1
         trust = swarm[A].trust
-        assert trust.explain(LIAR).counts[Deed.WRONG_RESULT.value] == 1
+        assert trust.explain(LIAR).counts[TrustEvent.WRONG_RESULT.value] == 1
         assert trust.score(LIAR) < WORK_MIN
         assert all(trust.score(each) >= NEUTRAL for each in (C, M, N))
         await swarm.quiet()
@@ -82,7 +82,7 @@ async def test_a_stage_that_replays_other_rows_to_a_standby_is_found(patient_clo
         await fast(swarm, LIAR, C, D, B, M, N)
         assert await break_and_check(swarm, C) == 1
         trust = swarm[A].trust
-        assert trust.explain(LIAR).counts[Deed.WRONG_RESULT.value] == 1
+        assert trust.explain(LIAR).counts[TrustEvent.WRONG_RESULT.value] == 1
         assert trust.score(LIAR) < WORK_MIN
         assert all(trust.score(each) >= NEUTRAL for each in (B, D, M, N))
         await swarm.quiet()

@@ -20,7 +20,7 @@ from swarmllm.pipeline.route.request_routes import DOUBTED, GAIN, UNTRIED, Light
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
-from swarmllm.swarm.peers.trust import NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 
@@ -48,7 +48,7 @@ class Stand:
         self.untried_nodes: list[str] = []
         self.suspects = Suspects()
         stand: Any = self
-        trust = NoOpinion()
+        trust = NeutralTrust()
         self.routes = RequestRoutes(
             stand, stand, stand, self.suspects, trust, self._just_sent, lambda entry, tokens: {C: len(tokens)}
         )

@@ -33,12 +33,12 @@ from swarmllm.pipeline.route.row_formats import (
     lines_between,
     measured_packing,
 )
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.workerpool import ModelFile
 from swarmllm_proto import codec
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import (
     LayerForward,
     NodeCapability,
@@ -359,10 +359,10 @@ async def test_honest_stages_are_right_to_the_bit_however_rows_travel(
         counts = swarm[A].pipelines.statistics()
         assert (counts.checks_wrong, counts.checks_disputed) == (0, 0)
         assert counts.checked
-        deeds = [
-            (entry.deed, entry.detail)
+        events = [
+            (entry.trust_event, entry.detail)
             for node_id in (B, C, D)
             for entry in swarm[A].trust.explain(node_id).recent
         ]
-        assert {detail for deed, detail in deeds if deed is Deed.CHECKED} == {"equal bits"}
-        assert {deed for deed, _ in deeds} <= {Deed.SERVED, Deed.CHECKED}
+        assert {detail for event, detail in events if event is TrustEvent.CHECKED} == {"equal bits"}
+        assert {event for event, _ in events} <= {TrustEvent.SERVED, TrustEvent.CHECKED}

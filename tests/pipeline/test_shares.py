@@ -33,8 +33,8 @@ from swarmllm.pipeline.stage.capacity import (
     SHORTEST_TURN_S,
     TURN_S,
     WANT_S,
-    Acquaintances,
     OriginShares,
+    SeenOrigins,
     Shares,
     StageAdmission,
     StagePlace,
@@ -42,7 +42,7 @@ from swarmllm.pipeline.stage.capacity import (
 from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
@@ -300,11 +300,11 @@ def test_origins_that_have_all_earned_nothing_share_as_if_all_had_once_they_are_
     plain, shares, now_s = Shares(capacity), OriginShares(capacity), KNOWN_S
     taken: dict[str, StagePlace] = {}
     for letter in "abcdef":
-        shares._acquaintances.asked(node_id_named(letter), 0.0)
+        shares._seen_origins.asked(node_id_named(letter), 0.0)
     for i, (name, begins, pause_s) in enumerate(asked):
         now_s, origin = now_s + pause_s, node_id_named(name)
         for letter in "abcdef":
-            shares._acquaintances.asked(node_id_named(letter), now_s)
+            shares._seen_origins.asked(node_id_named(letter), now_s)
         admission = shares.ask(origin, taken.values(), now_s, lambda each: False)
         assert admission == plain.ask(origin, taken.values(), now_s)
         taken.pop(admission.instead_of or "", None)
@@ -362,7 +362,7 @@ def test_new_identities_do_not_keep_out_a_newcomer_that_comes_back() -> None:
 
 
 def test_an_origin_is_known_a_minute_after_it_came_first_until_it_is_missed() -> None:
-    known = Acquaintances()
+    known = SeenOrigins()
     known.asked(A, 0.0)
     assert not known.is_known(A, KNOWN_S - 1)
     known.asked(A, KNOWN_S)
@@ -375,7 +375,7 @@ def test_an_origin_is_known_a_minute_after_it_came_first_until_it_is_missed() ->
 
 
 def test_who_comes_back_is_remembered_however_many_others_come_once() -> None:
-    known, others = Acquaintances(), node_id_named("others")
+    known, others = SeenOrigins(), node_id_named("others")
     known.asked(A, 0.0)
     for second in range(2 * SEEN_MAX):
         if second % (SEEN_MAX // 2) == 0:
@@ -401,7 +401,7 @@ async def test_workers_share_their_time_among_origins_and_all_that_have_earned_n
     async with open_swarm(pools) as swarm:
         await ask(swarm)
         for _ in range(11):
-            swarm[M].trust.note(A, Deed.SERVED)
+            swarm[M].trust.note(A, TrustEvent.SERVED)
         await ask(swarm)
     assert [said for (node_id, _), said in owners.items() if node_id == A] == [{""}, {""}]
     assert [said for (node_id, _), said in owners.items() if node_id == M] == [{NEWCOMERS}, {A}]
@@ -430,7 +430,7 @@ async def test_a_member_that_has_earned_trust_is_served_beside_new_identities(
     row = np.ones((1, 4), np.float32)
     async with open_swarm(pools) as swarm:
         for _ in range(11):
-            swarm[M].trust.note(A, Deed.SERVED)
+            swarm[M].trust.note(A, TrustEvent.SERVED)
 
         async def keep_out() -> None:
             for n, stranger in enumerate(strangers):

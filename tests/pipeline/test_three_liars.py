@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool, fake_entry, uncut
 from bench.three_liars import N_TOKENS, ORIGIN, open_nodes, play
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm_proto.ipc import Sampling
 
 from .test_checks import LyingHead, LyingPool, noisy
@@ -36,4 +36,4 @@ async def test_all_answers_are_right_when_three_liars_are_known(patient_clock: M
         assert outcome.wrong_after(len(liars)) == outcome.unanswered == []
         for node_id in pools.keys() - liars:
             assert trust.score(node_id) >= NEUTRAL
-            assert Deed.WRONG_RESULT not in trust.explain(node_id).counts
+            assert TrustEvent.WRONG_RESULT not in trust.explain(node_id).counts

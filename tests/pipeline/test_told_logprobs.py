@@ -14,10 +14,10 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.told_logprobs import TOTALS_APART, are_apart, are_possible, total
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm_proto.fingerprints import decode_fingerprint, drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import Sampling, Token, TokenLogprob
-from swarmllm_proto.ipc_base import LOGPROB_MIN
+from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_proto.tensors import Tensor
 from swarmllm_workers.decode.sampling import logprobs
 
@@ -58,7 +58,7 @@ async def test_a_stage_that_tells_other_log_probabilities_is_wrong(
             async with swarm[A].pipelines.generate(Prompt(text="how likely?"), swarm.entry, sampling) as told:
                 assert [piece async for piece in told]
         await checked(swarm, 1)
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
         await swarm.quiet()
 

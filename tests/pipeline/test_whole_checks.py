@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
-from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, Deed
+from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, open_swarm
@@ -46,7 +46,9 @@ async def test_an_honest_whole_model_is_right_with_equal_bits(
             await asked_and_checked(swarm)
         explained = swarm[A].trust.explain(LIAR)
         assert explained.counts == {"served": 10, "checked": 10}
-        assert {entry.detail for entry in explained.recent if entry.deed is Deed.CHECKED} == {"equal bits"}
+        assert {entry.detail for entry in explained.recent if entry.trust_event is TrustEvent.CHECKED} == {
+            "equal bits"
+        }
         assert all(swarm[A].trust.explain(node_id).counts == {} for node_id in (M, N))
         await swarm.quiet()
 
@@ -57,7 +59,7 @@ async def test_a_whole_model_that_does_not_draw_or_ends_early_is_out_of_all_rout
 ) -> None:
     async with open_swarm(holders(liar(WHOLE), DrawingPool), settings=ALWAYS) as swarm:
         assert await out_after(swarm, 60) is not None
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (M, N))
         await swarm.quiet()
 
@@ -80,14 +82,14 @@ async def test_an_origin_that_has_the_model_itself_asks_nobody(patient_clock: Mo
             await asked_and_checked(swarm)
             if swarm[A].trust.score(LIAR) < WORK_MIN:
                 break
-        assert count(swarm, LIAR, Deed.WRONG_RESULT) == 1
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         await swarm.quiet()
 
 
 async def test_no_holder_that_is_distrusted_is_told_the_prompt(patient_clock: MockClock) -> None:
     async with open_swarm(holders(FakePool(WHOLE)), settings=ALWAYS) as swarm:
         for node_id in (M, N):
-            swarm[A].trust.note(node_id, Deed.FAILED)
+            swarm[A].trust.note(node_id, TrustEvent.FAILED)
         await prefer(swarm, LIAR, M, N)
         assert await asked_and_checked(swarm)
         assert swarm[A].pipelines.statistics().checks_dropped == 1

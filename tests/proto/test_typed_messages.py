@@ -23,11 +23,11 @@ from swarmllm_proto import (
     ipc,
     router_messages,
     swarm,
-    swarm_base,
 )
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import HEX_DIGEST_PATTERN, NODE_ID_PATTERN
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.swarm import base as swarm_base
 
 MODULES: tuple[ModuleType, ...] = (*(envelope, file_digests, router_messages, swarm, swarm_base),)
 STRUCTS = {

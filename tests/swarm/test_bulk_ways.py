@@ -21,7 +21,7 @@ from swarmllm.swarm.data.bulk import _NO_WAY_S as NO_WAY_S
 from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkWay
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
@@ -72,16 +72,16 @@ class Node:
         self.there: list[Connection] = []
         self.dial_s = 0.0
         self.let_answer = trio.Event()
-        self.deeds: list[Deed] = []
+        self.events: list[TrustEvent] = []
         self.peers: Parts[BulkPeer] = Parts.alone()
         ways: Any = self
         self.bulk = Bulk(
-            B, nursery, ways, budget, lambda _node, deed, _detail="": self.deeds.append(deed), self.peers
+            B, nursery, ways, budget, lambda _node, event, _detail="": self.events.append(event), self.peers
         )
         self._nursery = nursery
 
-    def _note(self, _node_id: NodeId, deed: Deed, _detail: str = "") -> None:
-        self.deeds.append(deed)
+    def _note(self, _node_id: NodeId, event: TrustEvent, _detail: str = "") -> None:
+        self.events.append(event)
 
     def all_connections(self, _node_id: NodeId) -> list[Connection]:
         return self.there
@@ -301,9 +301,9 @@ async def test_what_is_no_question_is_passed_over_and_what_is_too_long_ends_the_
         await it.says(connection, 77, 1, b"ab")
         assert (connection.sent, connection.alive) == ([], True)
         await it.says(connection, BulkKind.ASK, 1, bytes(REQUEST_MAX))
-        assert (len(connection.sent), it.deeds) == (1, [])
+        assert (len(connection.sent), it.events) == (1, [])
         await it.says(connection, BulkKind.ASK, 2, bytes(REQUEST_MAX + 1))
-        assert (len(connection.sent), it.deeds, connection.alive) == (1, [Deed.BROKE_PROTOCOL], False)
+        assert (len(connection.sent), it.events, connection.alive) == (1, [TrustEvent.BROKE_PROTOCOL], False)
 
 
 async def test_an_answer_that_nobody_can_get_disturbs_nobody(autojump_clock: MockClock) -> None:

@@ -29,7 +29,7 @@ from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, PeerRequests, RequestProtocol
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB, REQUEST_MAX
 
@@ -123,7 +123,7 @@ class Whole(Stalled):
 async def test_a_request_without_room_is_answered_busy_and_costs_no_trust(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    deeds: list[Deed] = []
+    events: list[TrustEvent] = []
     host, budget = FakeHost(), ByteBudget({kind: Limit(2 * MIB, 2 * MIB) for kind in BudgetKind})
     async with trio.open_nursery() as nursery:
         RequestProtocol(
@@ -131,29 +131,29 @@ async def test_a_request_without_room_is_answered_busy_and_costs_no_trust(
             nursery,
             answer,
             budget=budget,
-            note=lambda _node, deed, _detail="": deeds.append(deed),
+            note=lambda _node, event, _detail="": events.append(event),
         )
         assert budget.reserve("others", BudgetKind.REQUESTS, MIB + MIB // 2)
         stream = Whole(MIB)
         await host.handler("honest", stream)
     assert stream.written == (1).to_bytes(4, "little") + bytes((2,))
     assert not stream.was_reset
-    assert deeds == []
+    assert events == []
     assert trio.current_time() < 10
 
 
 async def test_a_length_that_none_may_have_costs_trust() -> None:
-    deeds: list[tuple[str, Deed]] = []
+    events: list[tuple[str, TrustEvent]] = []
 
-    def note(node_id: str, deed: Deed, detail: str = "") -> None:
-        deeds.append((node_id, deed))
+    def note(node_id: str, event: TrustEvent, detail: str = "") -> None:
+        events.append((node_id, event))
 
     host = FakeHost()
     async with trio.open_nursery() as nursery:
         RequestProtocol(host, nursery, answer, note=note)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="announced"):
             await host.handler("hostile", Stalled(REQUEST_MAX + 1))
-    assert deeds == [("hostile", Deed.BROKE_PROTOCOL)]
+    assert events == [("hostile", TrustEvent.BROKE_PROTOCOL)]
 
 
 async def test_nothing_is_kept_of_nodes_that_were_asked() -> None:
@@ -267,13 +267,13 @@ async def test_answers_that_nobody_reads_stay_within_their_room() -> None:
 
 
 async def test_a_question_larger_than_any_ends_the_bulk_connection() -> None:
-    deeds: list[Deed] = []
+    events: list[TrustEvent] = []
     connection = AskedConnection()
     async with trio.open_nursery() as nursery:
-        bulk = open_bulk(nursery, ByteBudget(), lambda _node, deed, _detail="": deeds.append(deed))
+        bulk = open_bulk(nursery, ByteBudget(), lambda _node, event, _detail="": events.append(event))
         await bulk.take(connection, bytes(9), memoryview(np.zeros(REQUEST_MAX + 1, np.uint8)))  # type: ignore[arg-type]
     assert connection.ending
-    assert deeds == [Deed.BROKE_PROTOCOL]
+    assert events == [TrustEvent.BROKE_PROTOCOL]
 
 
 async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:

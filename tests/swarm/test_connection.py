@@ -18,7 +18,7 @@ from swarmllm.swarm.data.connection import _ASK_AGAIN_S, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import SWARM_HEADER_MAX
@@ -315,7 +315,7 @@ async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
         await a.connection.send(b"the only one", b"")
         b.connection._queue_control(FrameKind.ACK, acknowledged.to_bytes(8, "little"))
         await a.ended.wait()
-        assert a.connection.deed == Deed.BROKE_PROTOCOL
+        assert a.connection.trust_event == TrustEvent.BROKE_PROTOCOL
         assert "ack" in a.connection.ending
 
 

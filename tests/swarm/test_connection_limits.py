@@ -19,7 +19,7 @@ from swarmllm.swarm.peers.connection_limits import (
     who_gives_way,
     who_makes_room,
 )
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm_proto.identifiers import NodeId
 
@@ -95,7 +95,7 @@ def test_who_is_denied_is_not_let_in_whatever_it_has_earned() -> None:
 def test_what_is_known_of_a_node() -> None:
     trust = Trust()
     for each in ("a", "b"):
-        trust.note(NodeId(each), Deed.SERVED)
+        trust.note(NodeId(each), TrustEvent.SERVED)
     standings = Standings({"a"}, {"a", "b", "c"}, trust)
     assert [standings.standing(NodeId(each)) for each in "abcd"] == [
         Standing.NAMED,

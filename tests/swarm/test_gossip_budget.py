@@ -18,7 +18,7 @@ from swarmllm.swarm.libp2p.gossip import (
     GossipBudget,
     UnsignedPubsub,
 )
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 
 
 @given(
@@ -64,11 +64,11 @@ class FakeStream:
 
 
 async def test_a_flood_is_dropped_and_noted_with_the_peer_that_passed_it_on(monkeypatch: Any) -> None:
-    deeds: list[tuple[str, Deed]] = []
+    events: list[tuple[str, TrustEvent]] = []
     taken: list[str] = []
     pubsub: Any = UnsignedPubsub.__new__(UnsignedPubsub)
     pubsub.budget = GossipBudget()
-    pubsub.note = lambda node_id, deed, _detail="": deeds.append((node_id, deed))
+    pubsub.note = lambda node_id, event, _detail="": events.append((node_id, event))
 
     async def read(self: Any, stream: Any) -> None:
         for n in range(6000 if stream.muxed_conn.peer_id == "hostile" else 600):
@@ -86,4 +86,4 @@ async def test_a_flood_is_dropped_and_noted_with_the_peer_that_passed_it_on(monk
             nursery.start_soon(pubsub.continuously_read_stream, FakeStream(peer))
     assert taken.count("honest") == 600
     assert MESSAGES_BURST <= taken.count("hostile") < 6000
-    assert set(deeds) == {("hostile", Deed.FLOODED)}
+    assert set(events) == {("hostile", TrustEvent.FLOODED)}

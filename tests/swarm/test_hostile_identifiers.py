@@ -18,7 +18,7 @@ from swarmllm.swarm.discovery.reachability import ReachabilityChecks
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import UnreadableRequest
@@ -37,14 +37,14 @@ FORWARDER = node_id_named("forwarder")
 
 class Notes:
     def __init__(self) -> None:
-        self.told: list[tuple[str, Deed, str]] = []
+        self.told: list[tuple[str, TrustEvent, str]] = []
 
-    def __call__(self, node_id: str, deed: Deed, detail: str = "") -> None:
-        self.told.append((node_id, deed, detail))
+    def __call__(self, node_id: str, event: TrustEvent, detail: str = "") -> None:
+        self.told.append((node_id, event, detail))
 
     @property
     def blamed(self) -> set[str]:
-        assert all(deed is Deed.BROKE_PROTOCOL for _, deed, _ in self.told)
+        assert all(event is TrustEvent.BROKE_PROTOCOL for _, event, _ in self.told)
         return {node_id for node_id, _, _ in self.told}
 
 

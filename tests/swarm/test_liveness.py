@@ -17,7 +17,7 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import CHECK_S, SILENCE_S
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, Unanswering
+from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, NodeUnresponsive
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
@@ -325,7 +325,7 @@ async def test_a_dial_returns_once_the_node_counts_and_says_that_it_does_not_ans
         assert A in it.liveness.connected
         it.greeting_s = 300.0
         began_s = trio.current_time()
-        with pytest.raises(Unanswering):
+        with pytest.raises(NodeUnresponsive):
             await it.liveness.dial(C, list(HERE))
         assert trio.current_time() - began_s == pytest.approx(liveness_module._DIAL_AND_GREET_S)
 

@@ -12,7 +12,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.peers.trust import CONNECTION_MIN, Deed
+from swarmllm.swarm.peers.trust import CONNECTION_MIN, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.exchange import KIND_DIAL_BACK, KIND_ENVELOPES, KIND_PEERS
 from swarmllm.swarm.settings import SwarmSettings
@@ -34,7 +34,7 @@ async def node(
 
 
 async def test_unreadable_requests_cost_the_connection_and_nobody_elses(tmp_path: Path) -> None:
-    # Every look at the clock is five seconds after the last, so that no two deeds are one burst.
+    # Every look at the clock is five seconds after the last, so that no two events are one burst.
     ticks = itertools.count(0, 5)
     trust = Trust(clock=lambda: float(next(ticks)))
     async with (
@@ -52,13 +52,13 @@ async def test_unreadable_requests_cost_the_connection_and_nobody_elses(tmp_path
                 except SwarmLLMError:
                     continue
         await until(victim, lambda: hostile.node_id not in victim.connected())
-        assert trust.count(hostile.node_id, Deed.BROKE_PROTOCOL) >= 5
+        assert trust.count(hostile.node_id, TrustEvent.BROKE_PROTOCOL) >= 5
         with pytest.raises(SwarmLLMError):
             await hostile.connect(victim.addresses[0], timeout_s=3)
         assert not victim.plane.has_connection(hostile.node_id)
         assert not victim.host.is_connected(hostile.node_id)
         assert honest.node_id in victim.connected()
-        assert not trust.count(honest.node_id, Deed.BROKE_PROTOCOL)
+        assert not trust.count(honest.node_id, TrustEvent.BROKE_PROTOCOL)
 
 
 async def test_unreadable_requests_of_a_burst_cost_no_connection(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from swarmllm.swarm.data.transfer_pacing import (
 )
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.frames import encode_frame
 from swarmllm_proto.limits import KIB, MIB, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
@@ -113,7 +113,7 @@ async def test_a_steady_trickle_ends_at_the_deadline_of_the_whole(
         await sender.trickle(size, size / (FIRST_S + size / MIN_BYTES_PER_S) / 2)
         assert trio.current_time() - since_s < FIRST_S + size / MIN_BYTES_PER_S + 5
         assert connection.ending == "a message came too slowly"
-        assert connection.deed == Deed.TOO_SLOW
+        assert connection.trust_event == TrustEvent.TOO_SLOW
         await trio.testing.wait_all_tasks_blocked()
         assert node.budget.n_bytes == 0
 
@@ -142,7 +142,7 @@ async def test_two_that_trickle_give_way_the_largest_first(autojump_clock: MockC
         await of_honest.trickle(10 * MIB, 10 * MIB, step_s=0.1)
         await trio.sleep(1)
         assert node.arrived == [("honest", 10 * MIB)]
-        assert large.deed == Deed.TOO_SLOW
+        assert large.trust_event == TrustEvent.TOO_SLOW
         assert "others need the room" in large.ending
         assert small.alive
         assert honest.alive
@@ -156,15 +156,15 @@ async def test_who_is_quick_does_not_give_way(autojump_clock: MockClock) -> None
         waits, of_waiting = await node.connect("waits")
         await of_waiting.trickle(10 * MIB, 10 * MIB, step_s=0.1)
         await trio.sleep(5)
-        assert quick.deed is None
-        assert waits.deed is None
+        assert quick.trust_event is None
+        assert waits.trust_event is None
         assert sorted(node.arrived) == [("quick", 28 * MIB), ("waits", 10 * MIB)]
 
 
 def test_the_slow_are_noted_and_have_not_broken_the_protocol() -> None:
-    noted: list[Deed] = []
+    noted: list[TrustEvent] = []
     plane = DataPlane.__new__(DataPlane)
-    plane._note = lambda _node, deed, _detail="": noted.append(deed)  # type: ignore[method-assign, assignment]
+    plane._note = lambda _node, event, _detail="": noted.append(event)  # type: ignore[method-assign, assignment]
     plane._neighbours = Parts.alone()
     plane.bulk = cast("Any", type("NoBulk", (), {"lost": lambda *_: None})())
     away, into = trio.open_memory_channel[bytes](1)
@@ -176,7 +176,7 @@ def test_the_slow_are_noted_and_have_not_broken_the_protocol() -> None:
     )
     connection.give_way()
     plane._has_ended(connection)
-    assert noted == [Deed.TOO_SLOW]
+    assert noted == [TrustEvent.TOO_SLOW]
 
 
 def test_what_this_side_did_not_read_is_not_the_senders_slowness() -> None:

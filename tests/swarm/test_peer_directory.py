@@ -37,7 +37,7 @@ from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, priva
 from swarmllm.swarm.peers import directory
 from swarmllm.swarm.peers.directory import Peer, PeerDirectory
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
-from swarmllm.swarm.peers.trust import Deed, TrustBook
+from swarmllm.swarm.peers.trust import TrustBook, TrustEvent
 from swarmllm.swarm.records.departures import FORGET_S, Departed
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -277,7 +277,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
     book.take(says(good, record), now)
     registry.set_reachable([good.node_id])
     registry.apply(good.node_id, record)
-    trust.note(good.node_id, Deed.SERVED, now)
+    trust.note(good.node_id, TrustEvent.SERVED, now)
     gossip.admit(good.node_id, 10, now)
     assert budget.reserve(good.node_id, BudgetKind.REQUESTS, 10) is not None
     relays.reserve(good.node_id, now)
@@ -294,8 +294,8 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
             with pytest.raises(ProtocolError):
                 registry.apply(liar.node_id, wrong)
         registry.set_reachable([good.node_id, liar.node_id])
-        for deed in Deed:
-            trust.note(liar.node_id, deed, now)
+        for event in TrustEvent:
+            trust.note(liar.node_id, event, now)
         while gossip.admit(liar.node_id, 2**20, now):
             pass
         assert budget.reserve(liar.node_id, BudgetKind.REQUESTS, 1001) is None
@@ -315,7 +315,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
     book.expire(now + 1e6, {good.node_id})
     held.gossip_allowances.tidy(now)
     assert state_of(held, good.node_id) == before
-    assert everybody == len(held) == 1 + len(liars), "the node itself, and of the others their deeds"
+    assert everybody == len(held) == 1 + len(liars), "the node itself, and of the others their events"
 
 
 FAILED_AT_S = 100.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from block_names import block_hashes
+from fake_trust import FakeTrust
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import N, node_id_named
-from opinions import Opinions
 
-from swarmllm.node.announcer import prefix_announcements, within_limits
+from swarmllm.node.announcing.announcer import prefix_announcements, within_limits
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex, PrefixMatch
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS
@@ -96,7 +96,7 @@ def test_of_one_node_no_more_is_taken_than_it_may_say() -> None:
 
 def test_listed_are_connected_nodes_that_are_trusted_and_never_oneself() -> None:
     distrusted = {LIAR}
-    registry = Registry(ME, Opinions(lambda node_id: node_id not in distrusted, 0.5), share_min=1.0)
+    registry = Registry(ME, FakeTrust(lambda node_id: node_id not in distrusted, 0.5), share_min=1.0)
     for node_id in (ME, NEAR, LIAR, GONE):
         record = NodeRecord(node_id=node_id, prefix_caches=(announce((5, 2), (5, 1)),))
         registry.apply(node_id, encode_record(record))

@@ -22,7 +22,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.records.envelope_book import (
     EXPIRY_NODES,
     EXPIRY_S,
@@ -503,7 +503,7 @@ def test_large_records_give_way_to_small_ones_and_connected_nodes_keep_theirs() 
 
 async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
     """They are checked once, change nothing, go no further and are held against nobody."""
-    counting, deeds, listener = Counting(), list[tuple[object, ...]](), Listener()
+    counting, events, listener = Counting(), list[tuple[object, ...]](), Listener()
     async with trio.open_nursery() as nursery:
         spread = RecordSpread(
             ME,
@@ -514,7 +514,7 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
             ask=no_answer,
             connected=(),
             listener=listener,
-            note=lambda *deed: deeds.append(deed),
+            note=lambda *event: events.append(event),
         )
         old, new = envelope(OTHER, 1), envelope(OTHER, 2)
         for sealed in (old, new):
@@ -526,7 +526,7 @@ async def test_replays_of_old_envelopes_cost_nobody_anything() -> None:
         assert spread.validate(MODELS, new) is True
         assert [each.sequence for each in listener.envelopes] == [1, 2]
         assert counting.n_asked == 2
-        assert deeds == []
+        assert events == []
         nursery.cancel_scope.cancel()
 
 
@@ -618,14 +618,14 @@ async def test_a_node_is_found_through_its_latest_relays_and_no_others() -> None
 async def test_what_is_forged_is_not_passed_on_and_what_is_old_or_of_another_version_is_nobodys_fault(
     topic: str,
 ) -> None:
-    deeds: list[tuple[str, Deed]] = []
+    events: list[tuple[str, TrustEvent]] = []
     parts: Any = (ME, verify, 1, None, ChangeFeed())
     spread = RecordSpread(
         *parts,
         ask=no_answer,
         connected=(),
         listener=Listener(),
-        note=lambda node_id, deed, _detail="": deeds.append((node_id, deed)),
+        note=lambda node_id, event, _detail="": events.append((node_id, event)),
     )
     for sequence, verdict in ((5, True), (4, None if topic == MODELS else True)):
         sealed = envelope(OTHER, sequence) if topic == MODELS else heartbeat(OTHER, sequence)
@@ -634,4 +634,4 @@ async def test_what_is_forged_is_not_passed_on_and_what_is_old_or_of_another_ver
             spread.take(sealed, {})
             assert spread.validate(topic, sealed) is True
     assert spread.validate(topic, b"noise") is False
-    assert deeds == []
+    assert events == []

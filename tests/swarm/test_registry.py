@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import trio.testing
+from fake_trust import FakeTrust
 from node_ids import X, Y, Z, node_id_named
-from opinions import Opinions
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
@@ -49,7 +49,7 @@ def test_holders_are_the_connected_nodes_and_oneself_in_order() -> None:
 
 
 def test_what_a_node_offers_that_is_not_trusted_does_not_count() -> None:
-    registry = Registry(ME, Opinions(lambda node_id: node_id == FRIEND))
+    registry = Registry(ME, FakeTrust(lambda node_id: node_id == FRIEND))
     registry.set_reachable({FRIEND, LIAR})
     for node_id in (ME, FRIEND, LIAR):
         registry.apply(node_id, record(node_id, announce((0, 8), name=node_id)))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from fake_trust import FakeTrust
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_ids import A, B, C, node_id_named
-from opinions import Opinions
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.swarm.peers.trust import Deed, unnoted
+from swarmllm.swarm.peers.trust import TrustEvent, ignored_event
 from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, NODE_RANGES_MAX, Contradiction, ModelIndex
 from swarmllm.swarm.records.registry import LISTED_MAX, Registry
 from swarmllm_proto.codec import encode_record
@@ -125,7 +125,7 @@ def shown(registry: Registry, model_id: str) -> tuple[object, ...] | None:
 @settings(max_examples=300, deadline=None)
 @given(steps)
 def test_the_index_says_what_counting_anew_would_say(steps: Steps) -> None:
-    naive, registry = Naive(), Registry(ME, Opinions(lambda node_id: node_id not in naive.distrusted))
+    naive, registry = Naive(), Registry(ME, FakeTrust(lambda node_id: node_id not in naive.distrusted))
     for kind, what in steps:
         match kind, what:
             case "record", (str(node_id), NodeRecord() as record):
@@ -261,7 +261,7 @@ def test_what_one_node_can_put_into_the_index_is_bounded() -> None:
 
 @pytest.mark.parametrize("own_first", [True, False])
 def test_who_contradicts_what_a_model_id_fixes_is_ignored_and_blamed(own_first: bool) -> None:
-    trust = Opinions()
+    trust = FakeTrust()
     registry = Registry(ME, trust)
     registry.set_reachable({A, LIAR})
     own = NodeRecord(node_id=ME, files=(FileAnnounce(model_id=IDS[0], name="guide", n_layers=8),))
@@ -269,7 +269,7 @@ def test_who_contradicts_what_a_model_id_fixes_is_ignored_and_blamed(own_first: 
     liar = NodeRecord(node_id=LIAR, models=(a_model(7), _guide(1000)))
     for record in (own, honest, liar) if own_first else (honest, liar, own):
         registry.apply(record.node_id, encode_record(record))
-    blamed = (LIAR, Deed.BROKE_PROTOCOL, str(Contradiction(LIAR, IDS[0], 1000, 8)))
+    blamed = (LIAR, TrustEvent.BROKE_PROTOCOL, str(Contradiction(LIAR, IDS[0], 1000, 8)))
     assert trust.noted == [blamed]
     assert registry.held(IDS[0]).keys() == {A}
     model = registry.model(IDS[0])
@@ -299,7 +299,7 @@ def test_other_ranges_and_another_order_are_news() -> None:
 
 
 def test_a_record_that_comes_again_after_another_one_counts_again() -> None:
-    index = ModelIndex(ME, unnoted)
+    index = ModelIndex(ME, ignored_event)
     one, other = (NodeRecord(node_id=A, models=(a_model(number),)) for number in (1, 2))
     for record in (one, other, one):
         index.put(A, record)
@@ -312,7 +312,7 @@ def test_a_record_that_comes_again_after_another_one_counts_again() -> None:
 
 def test_who_is_trusted_again_counts_at_the_next_read_of_its_model() -> None:
     distrusted = {A}
-    registry = Registry(ME, Opinions(lambda node_id: node_id not in distrusted))
+    registry = Registry(ME, FakeTrust(lambda node_id: node_id not in distrusted))
     registry.set_reachable({A})
     registry.apply(A, encode_record(NodeRecord(node_id=A, models=(a_model(1),))))
     assert registry.model(f"{1:064x}") is None

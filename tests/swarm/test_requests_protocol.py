@@ -25,7 +25,7 @@ from swarmllm.swarm.libp2p.requests import (
     RequestProtocol,
 )
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.router import RequestRefused, UnreadableRequest
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import MIB
@@ -44,7 +44,7 @@ class End:
         self.host = network.host(node_id)
         self.parts: Parts[PeerRequests] = Parts.alone()
         self.budget = budget or ByteBudget()
-        self.deeds: list[tuple[NodeId, Deed]] = []
+        self.events: list[tuple[NodeId, TrustEvent]] = []
         self.asked: list[tuple[NodeId, int]] = []
         self.refusal: Exception | None = None
         self.may_answer = trio.Event()
@@ -54,8 +54,8 @@ class End:
             host, network.nursery, self._answer, budget=self.budget, note=self._note, peers=self.parts
         )
 
-    def _note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
-        self.deeds.append((node_id, deed))
+    def _note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
+        self.events.append((node_id, event))
 
     async def _answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         self.asked.append((sender, kind))
@@ -106,17 +106,17 @@ async def test_an_empty_request_and_an_empty_answer_are_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "deeds"),
-    [(RequestRefused("not that"), []), (UnreadableRequest("not that"), [(A, Deed.BROKE_PROTOCOL)])],
+    ("refusal", "events"),
+    [(RequestRefused("not that"), []), (UnreadableRequest("not that"), [(A, TrustEvent.BROKE_PROTOCOL)])],
 )
 async def test_a_refusal_comes_with_its_reason_and_what_is_unreadable_costs_trust(
-    refusal: Exception, deeds: list[tuple[str, Deed]]
+    refusal: Exception, events: list[tuple[str, TrustEvent]]
 ) -> None:
     async with ends() as (here, there):
         there.refusal = refusal
         with pytest.raises(RemoteError, match=f"node {B}: not that"):
             await here.ask(b"x")
-        assert there.deeds == deeds
+        assert there.events == events
         await wait_all_tasks_blocked()
         assert here.keeps_nothing()
         assert there.keeps_nothing()
@@ -258,7 +258,7 @@ async def test_a_length_is_one_to_the_largest_request(size: int, is_read: bool) 
         stream: MemoryStream = await here.host.open_stream(B, PROTOCOL, message)
         await wait_all_tasks_blocked()
         assert there.asked == ([(A, 7)] if is_read else [])
-        assert there.deeds == ([] if is_read else [(A, Deed.BROKE_PROTOCOL)])
+        assert there.events == ([] if is_read else [(A, TrustEvent.BROKE_PROTOCOL)])
         assert await stream.read(100) == (b"\x01\x00\x00\x00\x00" if is_read else b"")
         assert there.keeps_nothing()
 
@@ -301,7 +301,7 @@ async def test_a_request_that_finds_no_room_there_is_read_to_its_end_and_answere
         assert there.asked == []
         await wait_all_tasks_blocked()
         assert here.host.answered[0].ended == "closed"
-        assert there.deeds == []
+        assert there.events == []
         assert there.keeps_nothing()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import trio
 from deadlines import PATIENCE_S
+from faulty_server import FaultyServer, Handler, open_shelf, well
 from gguf_parts import LLAMA, gguf_bytes
 from node_ids import A, B, node_id_named
-from shelf import Handler, Shelf, open_shelf, well
 from split_gguf import split_gguf
 
 from swarmllm.downloads.published_files import HEADER_ROOM_BYTES, PublishedFiles, published_name
@@ -37,14 +37,14 @@ LANES = SETTINGS.lanes_per_holder
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    with open_shelf() as shelf:
-        shelf.files[PATH] = MODEL
-        yield shelf
+def web_server() -> Iterator[FaultyServer]:
+    with open_shelf() as web_server:
+        web_server.files[PATH] = MODEL
+        yield web_server
 
 
-def files_on(shelf: Shelf, **settings: Any) -> PublishedFiles:
-    told = DownloadSettings(endpoint=shelf.url, token="secret", **settings)
+def files_on(web_server: FaultyServer, **settings: Any) -> PublishedFiles:
+    told = DownloadSettings(endpoint=web_server.url, token="secret", **settings)
     return PublishedFiles(told)
 
 
@@ -61,56 +61,62 @@ def is_whole(entry: CatalogueEntry) -> bool:
     return entry.path.read_bytes() == MODEL
 
 
-async def test_a_hub_gives_the_layers_that_are_needed_and_nothing_else(tmp_path: Path, shelf: Shelf) -> None:
+async def test_a_hub_gives_the_layers_that_are_needed_and_nothing_else(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
     async with open_world(tmp_path) as world:
         giver, taker = await two_nodes(world)
         giver.twist = gives_no_tensors
-        published = files_on(shelf).named([(A, NAME)])
+        published = files_on(web_server).named([(A, NAME)])
         entry = await taker.get(LayerRange(0, 1), published=published)
         needed = needed_tensors(entry.manifest, LayerRange(0, 1))
         assert entry.absent(needed) == ()
-        assert shelf.n_bytes == sum(tensor.size_bytes for tensor in needed) + 1
-        assert not any(asked.authorization for asked in shelf.asked), "this node's token is for its own user"
-        assert taker.transfer.statistics().fetched_bytes >= shelf.n_bytes - 1
+        assert web_server.n_bytes == sum(tensor.size_bytes for tensor in needed) + 1
+        assert not any(asked.authorization for asked in web_server.asked), (
+            "this node's token is for its own user"
+        )
+        assert taker.transfer.statistics().fetched_bytes >= web_server.n_bytes - 1
         giver.twist = None
         assert is_whole(await taker.transfer.ensure(entry, WHOLE, lambda done, total: None, origin=True))
 
 
-async def test_a_hub_and_a_node_give_one_model_and_nothing_twice(tmp_path: Path, shelf: Shelf) -> None:
+async def test_a_hub_and_a_node_give_one_model_and_nothing_twice(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
     async with open_world(tmp_path) as world:
         _, taker = await two_nodes(world)
-        entry = await taker.get(published=files_on(shelf).named([(A, NAME)]))
+        entry = await taker.get(published=files_on(web_server).named([(A, NAME)]))
         assert is_whole(entry)
         assert 10 * TENSOR_BYTES < taker.transfer.statistics().fetched_bytes < len(MODEL) + 4096
 
 
-async def test_layers_come_from_the_parts_of_a_model(tmp_path: Path, shelf: Shelf) -> None:
+async def test_layers_come_from_the_parts_of_a_model(tmp_path: Path, web_server: FaultyServer) -> None:
     (tmp_path / "whole.gguf").write_bytes(MODEL)
     parts = split_gguf(tmp_path / "whole.gguf", tmp_path, [0, 3, 7], stem="tiny-Q8_0")
-    del shelf.files[PATH]
+    del web_server.files[PATH]
     for part in parts:
-        shelf.files[f"/ORG/REPO/resolve/main/{part.name}"] = part.read_bytes()
+        web_server.files[f"/ORG/REPO/resolve/main/{part.name}"] = part.read_bytes()
     async with open_world(tmp_path) as world:
         giver = await world.node(A)
         giver.store.catalogue.add(parts[0], "tiny")
         await world.settle()
         giver.twist = gives_no_tensors
         taker = await world.node(TAKER)
-        published = files_on(shelf).named([(A, f"hf:ORG/REPO:{parts[0].name}")])
+        published = files_on(web_server).named([(A, f"hf:ORG/REPO:{parts[0].name}")])
         entry = await taker.get(LayerRange(1, 2), published=published)
         assert entry.absent(needed_tensors(entry.manifest, LayerRange(1, 2))) == ()
 
 
-def other_bytes(shelf: Shelf) -> None:
-    shelf.files[PATH] = bytes(len(MODEL))
+def other_bytes(web_server: FaultyServer) -> None:
+    web_server.files[PATH] = bytes(len(MODEL))
 
 
-def a_huge_file(shelf: Shelf) -> None:
-    shelf.files[PATH] = MODEL + bytes(len(MODEL))
+def a_huge_file(web_server: FaultyServer) -> None:
+    web_server.files[PATH] = MODEL + bytes(len(MODEL))
 
 
-def a_page(shelf: Shelf) -> None:
-    shelf.files[PATH] = b"welcome"
+def a_page(web_server: FaultyServer) -> None:
+    web_server.files[PATH] = b"welcome"
 
 
 WRONG = {"other bytes": other_bytes, "a huge file": a_huge_file, "a page": a_page}
@@ -118,13 +124,16 @@ WRONG = {"other bytes": other_bytes, "a huge file": a_huge_file, "a page": a_pag
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=list(WRONG))
 async def test_a_wrong_file_costs_a_tensor_per_lane_and_names_who_named_it(
-    tmp_path: Path, shelf: Shelf, wrong: Callable[[Shelf], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    web_server: FaultyServer,
+    wrong: Callable[[FaultyServer], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrong(shelf)
+    wrong(web_server)
     caplog.set_level(logging.INFO, "swarmllm.transfer")
     async with open_world(tmp_path) as world:
         giver, taker = await two_nodes(world, settings=replace(SETTINGS, piece_timeout_s=PATIENCE_S))
-        files, refused = files_on(shelf), trio.Event()
+        files, refused = files_on(web_server), trio.Event()
         (named,) = files.named([(B, NAME)])
 
         def refuse() -> None:
@@ -139,7 +148,7 @@ async def test_a_wrong_file_costs_a_tensor_per_lane_and_names_who_named_it(
         giver.twist = when_refused
         entry = await taker.get(LayerRange(0, 1), published=[replace(named, refuse=refuse)])
         assert entry.absent(needed_tensors(entry.manifest, LayerRange(0, 1))) == ()
-        assert shelf.n_bytes <= LANES * TENSOR_BYTES + 1
+        assert web_server.n_bytes <= LANES * TENSOR_BYTES + 1
         said = [text for text in caplog.messages if "is not the file of tiny" in text]
         assert len(said) == 1
         assert B in said[0]
@@ -148,27 +157,29 @@ async def test_a_wrong_file_costs_a_tensor_per_lane_and_names_who_named_it(
         assert taker.transfer.statistics().liars == []
 
 
-async def test_no_more_is_read_of_headers_than_those_of_the_model_take(tmp_path: Path, shelf: Shelf) -> None:
+async def test_no_more_is_read_of_headers_than_those_of_the_model_take(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
     name = "tiny-{}-of-00002.gguf"
     other = gguf_bytes({**LLAMA, "general.description": "x" * 2**23}, {})
     for number in ("00001", "00002"):
-        shelf.files[f"/ORG/REPO/resolve/main/{name.format(number)}"] = other
+        web_server.files[f"/ORG/REPO/resolve/main/{name.format(number)}"] = other
     async with open_world(tmp_path) as world:
         giver, taker = await two_nodes(world)
         giver.twist = gives_no_tensors
-        published = files_on(shelf).named([(A, f"hf:ORG/REPO:{name.format('00001')}")])
+        published = files_on(web_server).named([(A, f"hf:ORG/REPO:{name.format('00001')}")])
         with pytest.raises(NodeUnreachable):
             await taker.get(published=published)
-    assert shelf.n_bytes < HEADER_ROOM_BYTES + 2**20
+    assert web_server.n_bytes < HEADER_ROOM_BYTES + 2**20
 
 
 class StoppingHub:
     """It begins every answer but the first, and ends none."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, web_server: FaultyServer) -> None:
         self.over, self.asked = threading.Event(), trio.Event()
         self._token = trio.lowlevel.current_trio_token()
-        shelf.faults.extend([well] + [self._stop] * 64)
+        web_server.faults.extend([well] + [self._stop] * 64)
 
     def _stop(self, handler: Handler, data: bytes) -> None:
         start, end = handler.span() or (0, len(data))
@@ -183,8 +194,10 @@ class StoppingHub:
         handler.reset()
 
 
-async def test_nodes_take_over_what_a_hub_that_stops_was_to_give(tmp_path: Path, shelf: Shelf) -> None:
-    hub = StoppingHub(shelf)
+async def test_nodes_take_over_what_a_hub_that_stops_was_to_give(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
+    hub = StoppingHub(web_server)
 
     async def when_asked(request: FetchPiece, piece: Piece) -> Piece:
         if request.part == "tensor":
@@ -195,41 +208,43 @@ async def test_nodes_take_over_what_a_hub_that_stops_was_to_give(tmp_path: Path,
         async with open_world(tmp_path) as world:
             giver, taker = await two_nodes(world, settings=replace(SETTINGS, piece_timeout_s=1e9))
             giver.twist = when_asked
-            entry = await taker.get(published=files_on(shelf).named([(A, NAME)]))
+            entry = await taker.get(published=files_on(web_server).named([(A, NAME)]))
             assert is_whole(entry)
     finally:
         hub.over.set()
 
 
-async def test_a_hub_that_stops_is_given_up_where_nobody_else_has_it(tmp_path: Path, shelf: Shelf) -> None:
-    hub = StoppingHub(shelf)
+async def test_a_hub_that_stops_is_given_up_where_nobody_else_has_it(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
+    hub = StoppingHub(web_server)
     try:
         async with open_world(tmp_path) as world:
             giver, taker = await two_nodes(world, settings=replace(SETTINGS, piece_timeout_s=0.2))
             giver.twist = gives_no_tensors
             with pytest.raises(NodeUnreachable, match="could not be had"):
-                await taker.get(published=files_on(shelf).named([(A, NAME)]))
+                await taker.get(published=files_on(web_server).named([(A, NAME)]))
     finally:
         hub.over.set()
 
 
 async def test_where_the_hub_has_another_file_and_nobody_gives_it_the_fetch_fails(
-    tmp_path: Path, shelf: Shelf
+    tmp_path: Path, web_server: FaultyServer
 ) -> None:
-    other_bytes(shelf)
+    other_bytes(web_server)
     async with open_world(tmp_path) as world:
         giver, taker = await two_nodes(world)
         giver.twist = gives_no_tensors
         with pytest.raises(NodeUnreachable, match="could not be had"):
-            await taker.get(published=files_on(shelf).named([(A, NAME)]))
+            await taker.get(published=files_on(web_server).named([(A, NAME)]))
         giver.twist = None
         assert is_whole(await taker.get())
 
 
 async def test_a_mistake_in_reading_a_hub_costs_its_help_only(
-    tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, web_server: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (named,) = files_on(shelf).named([(A, NAME)])
+    (named,) = files_on(web_server).named([(A, NAME)])
 
     def broken(entry: CatalogueEntry) -> AbstractAsyncContextManager[Any]:
         raise RuntimeError("a mistake")
@@ -240,7 +255,9 @@ async def test_a_mistake_in_reading_a_hub_costs_its_help_only(
     assert "a mistake" in caplog.text
 
 
-async def test_a_hub_alone_is_not_asked_for_what_nobody_can_vouch_for(tmp_path: Path, shelf: Shelf) -> None:
+async def test_a_hub_alone_is_not_asked_for_what_nobody_can_vouch_for(
+    tmp_path: Path, web_server: FaultyServer
+) -> None:
     async with open_world(tmp_path) as world:
         _, taker = await two_nodes(world)
         entry = await taker.transfer.find("tiny")
@@ -248,17 +265,17 @@ async def test_a_hub_alone_is_not_asked_for_what_nobody_can_vouch_for(tmp_path: 
         await world.settle()
         with pytest.raises(NodeUnreachable):
             await taker.transfer.ensure(
-                entry, WHOLE, lambda done, total: None, published=files_on(shelf).named([(A, NAME)])
+                entry, WHOLE, lambda done, total: None, published=files_on(web_server).named([(A, NAME)])
             )
-        assert shelf.asked == []
+        assert web_server.asked == []
 
 
-async def test_an_offline_node_asks_no_hub(shelf: Shelf) -> None:
-    assert files_on(shelf, offline=True).named([(A, NAME)]) == ()
+async def test_an_offline_node_asks_no_hub(web_server: FaultyServer) -> None:
+    assert files_on(web_server, offline=True).named([(A, NAME)]) == ()
 
 
-async def test_two_names_are_tried_in_one_fetch(shelf: Shelf) -> None:
-    named = files_on(shelf).named([(A, NAME), (B, NAME), (A, f"{NAME}.gguf"), (B, "hf:ORG/REPO:c.gguf")])
+async def test_two_names_are_tried_in_one_fetch(web_server: FaultyServer) -> None:
+    named = files_on(web_server).named([(A, NAME), (B, NAME), (A, f"{NAME}.gguf"), (B, "hf:ORG/REPO:c.gguf")])
     assert [(each.said_by, each.text) for each in named] == [(A, NAME), (A, f"{NAME}.gguf")]
 
 

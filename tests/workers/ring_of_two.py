@@ -16,7 +16,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_ipc
 from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_proto.swarm import LayerForward, StreamingToken
 from swarmllm_proto.tensors import decode_tensor, encode_tensor, is_packed, tensor_bytes, unpack_rows

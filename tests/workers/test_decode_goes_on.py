@@ -12,7 +12,7 @@ from blake3 import blake3
 from bench.common.shapes import Shape, build
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc_kv import NAME_SIZE
+from swarmllm_proto.ipc.kv import NAME_SIZE
 from swarmllm_proto.tensors import encode_tensor
 
 from .client import DEADLINE_S, Answer, Worker

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
-from swarmllm_proto.ipc_base import LOGPROB_MIN
+from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.segment import Span
 

@@ -7,7 +7,7 @@ from block_names import block_hashes
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.ipc_kv import split_names
+from swarmllm_proto.ipc.kv import split_names
 from swarmllm_workers.cache.manifest import MANIFEST_MAX, beginnings
 from swarmllm_workers.cache.prefixes import Kept, Name, Prefixes, PrefixSettings, token_name
 

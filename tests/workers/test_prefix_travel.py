@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
-from swarmllm_proto.ipc_kv import CheckPrefix, LookUpPrefix, PrefixChecked, PrefixLookedUp
+from swarmllm_proto.ipc.kv import CheckPrefix, LookUpPrefix, PrefixChecked, PrefixLookedUp
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.engine.kv_state import BadState, join_states, read_state, rows_apart

@@ -3,7 +3,7 @@ is answered as kind "engine"."""
 
 from __future__ import annotations
 
-from swarmllm_proto.ipc_base import ErrorKind
+from swarmllm_proto.ipc.base import ErrorKind
 
 
 class CallError(Exception):

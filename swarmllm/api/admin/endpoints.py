@@ -58,7 +58,7 @@ from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.models.presets import Preset
 from swarmllm.node import ModelView, Node
 from swarmllm.node.projectors import WantedShards
-from swarmllm.node.share_plan import SharePlan
+from swarmllm.node.sharing.share_plan import SharePlan
 from swarmllm.swarm.membership.invitation import invitation, join_command, outward, to_text
 from swarmllm.swarm.membership.network_key import Network, NetworkFile
 from swarmllm.workerpool import LoadOptions

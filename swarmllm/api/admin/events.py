@@ -46,27 +46,27 @@ INTERVAL_S = 0.5
 SIGN_OF_LIFE_S = 10.0
 MAX_READERS = 32
 MAX_READERS_OF_KEY = 16
-PULSE = "swarmllm.pulse"
+NODE_SECTIONS = "swarmllm.node_sections"
 
 events = Blueprint("events", __name__)
 
 
 @events.get("/api/events")
 async def stream() -> Response:
-    pulse = cast(Pulse, current_app.extensions[PULSE])
-    own_feed(pulse.seat(current_caller().key_id))
-    response = Response(_events(pulse), content_type=EVENT_STREAM)
+    node_sections = cast(NodeSections, current_app.extensions[NODE_SECTIONS])
+    own_feed(node_sections.seat(current_caller().key_id))
+    response = Response(_events(node_sections), content_type=EVENT_STREAM)
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
     return response
 
 
-async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
+async def _events(node_sections: NodeSections) -> AsyncIterator[bytes]:
     seen: dict[str, bytes] = {}
     last_s = trio.current_time()
     while True:
-        sections = await pulse.sections()
+        sections = await node_sections.sections()
         changed = [
             b"event: %s\ndata: %s\n\n" % (name.encode(), data)
             for name, data in sections.items()
@@ -103,7 +103,7 @@ class ReaderSeat:
         """Nobody waits for this task."""
 
 
-class Pulse:
+class NodeSections:
     """The sections of one node, shared by all who read them."""
 
     def __init__(self, node: Node, works: Works) -> None:

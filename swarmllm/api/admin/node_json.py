@@ -313,7 +313,7 @@ def loading_json(node: Node) -> list[Json]:
     """Models that are loaded because requests ask for them."""
     return [
         {"model": each.model, "phase": each.phase, "done": each.done, "total": each.total}
-        for each in node.bringer.under_way
+        for each in node.provisioner.under_way
     ]
 
 
@@ -347,8 +347,8 @@ def details_report(details: PeerDetails) -> Json:
             "recent": [
                 {
                     "at": entry.at,
-                    "deed": entry.deed,
-                    "meaning": EFFECTS[entry.deed].meaning,
+                    "event": entry.trust_event,
+                    "meaning": EFFECTS[entry.trust_event].meaning,
                     "detail": entry.detail,
                     "score": round(entry.score, 4),
                 }

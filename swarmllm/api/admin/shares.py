@@ -11,9 +11,9 @@ from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import PlanPublished, ShareModel, SharePublished
 from swarmllm.downloads.hub_search import FoundModel
 from swarmllm.node import Node
-from swarmllm.node.file_followers import HubAccess
-from swarmllm.node.share_plan import SharePlan
-from swarmllm.node.sharing import ShareView, no_room
+from swarmllm.node.sharing.file_followers import HubAccess
+from swarmllm.node.sharing.share_plan import SharePlan
+from swarmllm.node.sharing.sharing import ShareView, no_room
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import NodeId
 

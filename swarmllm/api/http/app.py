@@ -10,7 +10,7 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.admin.downloads import downloads
 from swarmllm.api.admin.endpoints import admin, dashboard
-from swarmllm.api.admin.events import PULSE, Pulse, events
+from swarmllm.api.admin.events import NODE_SECTIONS, NodeSections, events
 from swarmllm.api.admin.progress import Works
 from swarmllm.api.admin.shares import shares
 from swarmllm.api.anthropic.messages import anthropic
@@ -125,7 +125,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.extensions[RESPONSES] = ResponseStore()
     app.extensions[FETCHER] = PictureFetcher()
     works = app.extensions[WORKS] = Works()
-    app.extensions[PULSE] = Pulse(node, works)
+    app.extensions[NODE_SECTIONS] = NodeSections(node, works)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     return app

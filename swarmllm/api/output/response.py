@@ -103,8 +103,8 @@ async def _streamed(ask: Ask, reply: Reply) -> Response:
     feed = own_feed(Feed(node.generate(*ask.terms)))
 
     def loading() -> str:
-        bringing = node.bringer.of(ask.model)
-        return bringing.text if bringing is not None else ""
+        provisioning = node.provisioner.of(ask.model)
+        return provisioning.text if provisioning is not None else ""
 
     with trio.move_on_after(HEADERS_AFTER_S):
         while not await feed.wait(PROGRESS_EVERY_S) and not loading():

@@ -74,7 +74,7 @@ from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.swarm.membership.signer import RowSigner
-from swarmllm.swarm.peers.trust import NEUTRAL, Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NEUTRAL, NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
@@ -483,7 +483,7 @@ class Checker:
             return
         if verdict is Verdict.RIGHT:
             self.counts.checked += 1
-            self.trust.note(pending.node_id, Deed.CHECKED, match)
+            self.trust.note(pending.node_id, TrustEvent.CHECKED, match)
         elif verdict is Verdict.WRONG:
             self._charges.wrong(pending.node_id, f"layers {pending.context.view.layers(pending.stage)}")
         else:

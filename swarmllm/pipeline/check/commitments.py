@@ -31,7 +31,7 @@ from swarmllm.pipeline.check.ledger import Disagreement, Impossible, Ledger, Sid
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import OVER
 from swarmllm.swarm.membership.signer import RowSigner
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_job, decode_response, encode_request
@@ -309,7 +309,7 @@ class Commitments:
         return piece if isinstance(piece, RowsPiece) and piece.known else None
 
     def _note(self, sender: NodeId, detail: str) -> None:
-        self.trust.note(sender, Deed.BROKE_PROTOCOL, detail)
+        self.trust.note(sender, TrustEvent.BROKE_PROTOCOL, detail)
 
     def _soon(self, work: Callable[[], Awaitable[None]]) -> None:
         if self.run_soon is not None:

@@ -21,7 +21,7 @@ from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.notary import NoNotary
+from swarmllm.pipeline.stage.row_committer import NoRowCommitter
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
 from swarmllm_proto.errors import ProtocolError
@@ -56,7 +56,10 @@ async def rows_here(
 
 
 async def answer(
-    compute: Compute, context: RequestContext | None, request: FetchRows, notary: NoNotary | None = None
+    compute: Compute,
+    context: RequestContext | None,
+    request: FetchRows,
+    row_committer: NoRowCommitter | None = None,
 ) -> RowsPiece:
     """The stage's side. `context`: of a request that the asking node is the origin of."""
     absent = RowsPiece(request_id=request.request_id, known=False)
@@ -80,7 +83,11 @@ async def answer(
     data = np.ascontiguousarray(rows, _F32).tobytes()
     digest = blake3(data).digest()
     kept = memoryview(b"" if request.digest_only else data)
-    said = None if notary is None else notary.signed_for(request.boundary, request.position, digest)
+    said = (
+        None
+        if row_committer is None
+        else row_committer.signed_for(request.boundary, request.position, digest)
+    )
     return RowsPiece(
         request_id=request.request_id,
         known=True,

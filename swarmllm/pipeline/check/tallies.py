@@ -27,7 +27,7 @@ from swarmllm_proto.identifiers import NodeId
 
 CERTAIN: Final = 12.0
 """A sum of log-likelihood ratios that accuses: by chance it is reached once in e^12 (160,000) observations
-at least, if honest nodes deviate as often as `_Odds.honest` says; they deviate less often."""
+at least, if honest nodes deviate as often as `_DeviationRates.honest` says; they deviate less often."""
 TALLIES_MAX: Final = 1024
 """Pairs of nodes that are remembered; the one that was longest without a check is forgotten."""
 
@@ -36,7 +36,7 @@ IsFar = Callable[[int, Sampled], bool]
 """Whether a token that was told is far from the one that was sampled again."""
 
 
-class Leaning(StrEnum):
+class Bias(StrEnum):
     """What the deviations of a node have in common."""
 
     LIKELIER = "its tokens are likelier than those that its seeds give"
@@ -46,7 +46,7 @@ class Leaning(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Odds:
+class _DeviationRates:
     """The part of observations that speak against a node."""
 
     honest: float
@@ -60,10 +60,10 @@ class _Odds:
 
 
 ODDS: Final = {
-    Leaning.LIKELIER: _Odds(honest=0.7, cheat=0.98),
-    Leaning.UNLIKELIER: _Odds(honest=0.7, cheat=0.98),
-    Leaning.FAR: _Odds(honest=0.003, cheat=0.05),
-    Leaning.ENDS_EARLY: _Odds(honest=0.02, cheat=0.9),
+    Bias.LIKELIER: _DeviationRates(honest=0.7, cheat=0.98),
+    Bias.UNLIKELIER: _DeviationRates(honest=0.7, cheat=0.98),
+    Bias.FAR: _DeviationRates(honest=0.003, cheat=0.05),
+    Bias.ENDS_EARLY: _DeviationRates(honest=0.02, cheat=0.9),
 }
 
 
@@ -72,7 +72,7 @@ class Tallies:
     """Of nodes, each by who computed its tokens again. What one of these computed may be a lie, too, so
     their observations are not mixed."""
 
-    _sums: OrderedDict[tuple[NodeId, NodeId], dict[Leaning, float]] = field(default_factory=OrderedDict)
+    _sums: OrderedDict[tuple[NodeId, NodeId], dict[Bias, float]] = field(default_factory=OrderedDict)
     """By (node, who computed)."""
     _accused: OrderedDict[NodeId, NodeId] = field(default_factory=OrderedDict)
     """Nodes of which something was certain, each by the first who computed that."""
@@ -86,16 +86,16 @@ class Tallies:
         *,
         is_greedy: bool = False,
         is_far: IsFar | None = None,
-    ) -> Leaning | None:
+    ) -> Bias | None:
         """Tokens of `node_id` were sampled again by `by`. What is certain now, if anything; it is reported
         once, then the sum begins anew. `is_far`: None where nothing can be said about that."""
-        sums = self._sums.setdefault((node_id, by), dict.fromkeys(Leaning, 0.0))
+        sums = self._sums.setdefault((node_id, by), dict.fromkeys(Bias, 0.0))
         self._sums.move_to_end((node_id, by))
         while len(self._sums) > TALLIES_MAX:
             self._sums.popitem(last=False)
-        for leaning, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=is_far):
-            sums[leaning] = max(0.0, sums[leaning] + ODDS[leaning].step(against=against))
-        certain = next((leaning for leaning, total in sums.items() if total >= CERTAIN), None)
+        for bias, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=is_far):
+            sums[bias] = max(0.0, sums[bias] + ODDS[bias].step(against=against))
+        certain = next((bias for bias, total in sums.items() if total >= CERTAIN), None)
         if certain is not None:
             sums[certain] = 0.0
         return certain
@@ -119,26 +119,26 @@ def observations(
     *,
     is_greedy: bool = False,
     is_far: IsFar | None = None,
-) -> Iterator[tuple[Leaning, bool]]:
+) -> Iterator[tuple[Bias, bool]]:
     """Each with whether it speaks against the node. As `Tallies.add`."""
     if not is_greedy:
         yield from _of_draws(evidence, sampled)
     if is_far is not None:
         for told, again in zip(evidence.told, sampled, strict=False):
-            yield Leaning.FAR, is_far(told, again)
+            yield Bias.FAR, is_far(told, again)
 
 
-def _of_draws(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> Iterator[tuple[Leaning, bool]]:
+def _of_draws(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> Iterator[tuple[Bias, bool]]:
     # An end is looked at because it came, which is no matter of chance.
     free = evidence.told[:-1] if evidence.is_ended else evidence.told
     for told, again in zip(free, sampled, strict=False):
         ranks = {token: rank for rank, (token, _) in enumerate(again.likeliest)}
         told_rank, again_rank = (ranks.get(token, len(ranks)) for token in (told, again.token))
         if told_rank != again_rank:
-            yield Leaning.LIKELIER, told_rank < again_rank
-            yield Leaning.UNLIKELIER, told_rank > again_rank
+            yield Bias.LIKELIER, told_rank < again_rank
+            yield Bias.UNLIKELIER, told_rank > again_rank
     if evidence.is_ended and sampled and len(sampled) == len(evidence.told):
-        yield Leaning.ENDS_EARLY, is_unexplained_end(evidence.told[-1], sampled[-1])
+        yield Bias.ENDS_EARLY, is_unexplained_end(evidence.told[-1], sampled[-1])
 
 
 def is_unexplained_end(told: int, again: Sampled) -> bool:

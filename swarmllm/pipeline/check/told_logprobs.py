@@ -16,7 +16,7 @@ import numpy as np
 
 from swarmllm_proto.fingerprints import N_DRAWN, drawn_tokens
 from swarmllm_proto.ipc import TokenLogprob
-from swarmllm_proto.ipc_base import LOGPROB_MIN
+from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_proto.tensors import Tensor
 
 TOTALS_APART: Final = 0.5

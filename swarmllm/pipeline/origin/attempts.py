@@ -48,7 +48,7 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.supervision import spawn
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job, encode_request
@@ -376,19 +376,19 @@ def is_local(context: RequestContext) -> bool:
 
 
 def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
-    """Note the deeds of a chain's nodes, after its end."""
+    """Note the events of a chain's nodes, after its end."""
     here = chain.context.view.node_id
     failure = chain.failure
     if failure is None:
         if chain.is_complete:
             for node_id in chain.node_ids - {here}:
-                trust.note(node_id, Deed.SERVED)
+                trust.note(node_id, TrustEvent.SERVED)
                 suspects.served(node_id)
     elif chain.blamed.culprit not in (None, here) and not isinstance(failure, NodeBusy | ContextFull):
-        deed = Deed.LOST if isinstance(failure, NodeUnreachable) else Deed.FAILED
-        deed = Deed.STALLED if chain.blamed.has_stalled else deed
-        deed = Deed.BROKE_PROTOCOL if chain.blamed.has_lied else deed
-        trust.note(chain.blamed.culprit, deed, type(failure).__name__)
+        event = TrustEvent.LOST if isinstance(failure, NodeUnreachable) else TrustEvent.FAILED
+        event = TrustEvent.STALLED if chain.blamed.has_stalled else event
+        event = TrustEvent.BROKE_PROTOCOL if chain.blamed.has_lied else event
+        trust.note(chain.blamed.culprit, event, type(failure).__name__)
 
 
 def require_picture_runs(context: RequestContext, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:

@@ -28,8 +28,8 @@ from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc_base import RowFormat
-from swarmllm_proto.ipc_kv import join_names
+from swarmllm_proto.ipc.base import RowFormat
+from swarmllm_proto.ipc.kv import join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAck, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
 

@@ -126,7 +126,7 @@ async def open_local(
 
 
 class RemoteChain(Chain):
-    """The origin's side; the stage's is `Walker.generate`."""
+    """The origin's side; the stage's is `JobRunner.generate`."""
 
     shape: Shape = "remote-generate"
     fits_context = False

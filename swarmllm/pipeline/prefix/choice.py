@@ -181,7 +181,7 @@ class FetchClock:
 
 
 @dataclass(slots=True)
-class Resting:
+class AvoidedPeers:
     """Peers that are not asked for a while."""
 
     _until_s: dict[NodeId, float] = field(default_factory=dict)

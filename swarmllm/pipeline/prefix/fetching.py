@@ -27,11 +27,11 @@ from swarmllm.pipeline.origin.generation import Fetched
 from swarmllm.pipeline.prefix.choice import (
     LANES,
     TRIES,
+    AvoidedPeers,
     FetchClock,
     HolderPath,
     Offer,
     PrefixFetchSettings,
-    Resting,
     Slices,
     choose,
     draw_blocks,
@@ -43,7 +43,7 @@ from swarmllm.pipeline.route.inputs import prefill_here_s
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.prefix_index import PrefixMatch
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -53,7 +53,7 @@ from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
-from swarmllm_proto.ipc_kv import CheckOutcome, join_names
+from swarmllm_proto.ipc.kv import CheckOutcome, join_names
 from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, NodeCapability, PrefixKv, PrefixKvFetch
 from swarmllm_proto.tensors import Tensor
 
@@ -70,11 +70,11 @@ FETCHES_MAX: Final = 4
 
 
 class NotGiven(Exception):
-    """The holder did not give what it announced. `deed`: what it did wrong, where it did."""
+    """The holder did not give what it announced. `event`: what it did wrong, where it did."""
 
-    def __init__(self, why: str, deed: Deed | None = None) -> None:
+    def __init__(self, why: str, event: TrustEvent | None = None) -> None:
         super().__init__(why)
-        self.deed = deed
+        self.trust_event = event
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class PrefixFetcher:
     key: str = field(default="", repr=False)
     """What names are keyed with."""
     chance: Callable[[], float] = field(default_factory=lambda: secrets.SystemRandom().random)
-    _resting: Resting = field(default_factory=Resting)
+    _avoided: AvoidedPeers = field(default_factory=AvoidedPeers)
     _under_way: dict[bytes, trio.Event] = field(default_factory=dict)
     """By the name of the last block."""
     _unchecked: deque[_Unchecked] = field(default_factory=deque)
@@ -172,7 +172,7 @@ class PrefixFetcher:
             if scope.cancelled_caught:
                 self.counts.prefix_misses += 1
                 if asking.holder is not None:
-                    self._resting.add(asking.holder, trio.current_time())
+                    self._avoided.add(asking.holder, trio.current_time())
         try:
             yield fetched
         finally:
@@ -229,12 +229,12 @@ class PrefixFetcher:
     def _holders(
         self, model_id: ModelId, hashes: Sequence[bytes], but: set[NodeId]
     ) -> tuple[PrefixMatch, list[NodeId]]:
-        """Of the longest beginning of these blocks that anybody keeps who is not resting nor in `but`."""
+        """Of the longest beginning of these blocks that anybody keeps who is not avoided nor in `but`."""
         now_s, n_blocks = trio.current_time(), len(hashes)
         while n_blocks:
             match = self.registry.holders_of_prefix(model_id, hashes[:n_blocks])
             holders = [
-                each for each in match.node_ids if each not in but and not self._resting.has(each, now_s)
+                each for each in match.node_ids if each not in but and not self._avoided.has(each, now_s)
             ]
             if holders:
                 return match, holders
@@ -316,9 +316,9 @@ class PrefixFetcher:
         return Fetched(came.node_id, n_rows, n_received, seconds)
 
     def _failed(self, node_id: NodeId, reason: NotGiven, lost_s: float = math.inf) -> None:
-        self._resting.add(node_id, trio.current_time(), lost_s)
-        if reason.deed is not None:
-            self.trust.note(node_id, reason.deed, "kept KV")
+        self._avoided.add(node_id, trio.current_time(), lost_s)
+        if reason.trust_event is not None:
+            self.trust.note(node_id, reason.trust_event, "kept KV")
         provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
         self.counts.prefix_misses += 1
 
@@ -353,7 +353,7 @@ class PrefixFetcher:
             lost_s = math.inf if failures else trio.current_time() - began_s
             reason = failures[0] if failures else NotGiven("it did not come in time")
             self._failed(node_id, reason, lost_s)
-            if reason.deed is not None:
+            if reason.trust_event is not None:
                 return None
         return _Came(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
 
@@ -371,15 +371,15 @@ class PrefixFetcher:
             )
             piece = decode_response(answer)
         except ProtocolError as error:
-            raise NotGiven(f"the answer cannot be read: {error}", Deed.BROKE_PROTOCOL) from None
+            raise NotGiven(f"the answer cannot be read: {error}", TrustEvent.BROKE_PROTOCOL) from None
         except SwarmLLMError as error:
             raise NotGiven(error.message) from None
         if not isinstance(piece, PrefixKv):
-            raise NotGiven("it answered something else", Deed.BROKE_PROTOCOL)
+            raise NotGiven("it answered something else", TrustEvent.BROKE_PROTOCOL)
         if piece.status != "ok":
             raise NotGiven(f"it is {piece.status}")
         if len(piece.digest) != DIGEST_SIZE or not piece.data:
-            raise NotGiven("the answer has no rows or no digest", Deed.BROKE_PROTOCOL)
+            raise NotGiven("the answer has no rows or no digest", TrustEvent.BROKE_PROTOCOL)
         return piece
 
     async def _take(self, came: _Came) -> int:
@@ -403,7 +403,7 @@ class PrefixFetcher:
         except WorkerError as error:
             if error.kind not in ("bad_tensor", "bad_message"):
                 raise
-            raise NotGiven(error.message, Deed.BAD_NUMBERS) from None
+            raise NotGiven(error.message, TrustEvent.BAD_NUMBERS) from None
 
     async def _check(self, due: _Unchecked) -> None:
         with trio.move_on_after(IDLE_WAIT_S):
@@ -424,8 +424,8 @@ class PrefixFetcher:
                 await trio.sleep(LOOK_S * (attempt + 1))
         if outcome == "wrong":
             self.counts.prefix_wrong += 1
-            self.trust.note(due.node_id, Deed.WRONG_RESULT, "KV of a prompt's beginning")
-            self._resting.add(due.node_id, trio.current_time())
+            self.trust.note(due.node_id, TrustEvent.WRONG_RESULT, "KV of a prompt's beginning")
+            self._avoided.add(due.node_id, trio.current_time())
         elif outcome in ("equal", "close"):
             self.counts.prefix_checked += 1
-            self.trust.note(due.node_id, Deed.CHECKED, outcome)
+            self.trust.note(due.node_id, TrustEvent.CHECKED, outcome)

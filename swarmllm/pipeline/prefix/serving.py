@@ -22,7 +22,7 @@ from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse
-from swarmllm_proto.ipc_kv import CheckOutcome
+from swarmllm_proto.ipc.kv import CheckOutcome
 from swarmllm_proto.limits import PREFIX_KV_MAX
 from swarmllm_proto.swarm import KeptPrefix, PrefixKv, PrefixKvFetch
 from swarmllm_proto.tensors import Tensor

@@ -26,7 +26,7 @@ from swarmllm.scheduling.kernel_groups import KernelGroup
 from swarmllm.scheduling.plan import Plan, make_plan, standbys_of
 from swarmllm.scheduling.route import MAX_STAGES, RouteStage, missing_layers, usable
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import Stage
 
 MAX_SESSIONS = 1024

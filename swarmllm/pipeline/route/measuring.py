@@ -39,7 +39,7 @@ from swarmllm.scheduling.speeds import (
     StageTime,
     layer_times,
 )
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Note, TrustEvent
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -190,7 +190,11 @@ def measure(
         alone_s = layer_s / (1 + assembly.n_active.get(node_id, 0))
         said_s = announced_s(node_id)
         if speeds.observe(model_id, node_id, alone_s, now_s, announced_s=said_s, was_alone=was_alone):
-            note(node_id, Deed.OVERSTATED, f"a layer takes {alone_s:.2g} s, it announces {said_s or 0:.2g} s")
+            note(
+                node_id,
+                TrustEvent.OVERSTATED,
+                f"a layer takes {alone_s:.2g} s, it announces {said_s or 0:.2g} s",
+            )
 
 
 def travel_s(

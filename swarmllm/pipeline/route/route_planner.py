@@ -46,7 +46,7 @@ from swarmllm.scheduling.speeds import Observations, PeerSpeeds
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import NodeCapability, Stage
 
 

@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import NodeCapability, Stage
 from swarmllm_proto.tensors import BLOCK_VALUES, ROW_FORMATS, pack_rows, unpack_rows
 

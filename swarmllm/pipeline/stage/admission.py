@@ -38,13 +38,13 @@ from swarmllm.pipeline.stage.capacity import (
 from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.lifecycle import SessionState
-from swarmllm.pipeline.stage.notary import NoNotary
 from swarmllm.pipeline.stage.refusals import Refusals
+from swarmllm.pipeline.stage.row_committer import NoRowCommitter
 from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, NoOpinion
+from swarmllm.swarm.peers.trust import EARNED_MIN, NeutralTrust, NodeTrust
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import KeptRows
@@ -106,9 +106,11 @@ class Sessions:
     """Also has the workers' links take part in its request."""
     links: TakesPrompts
     own: HoldsCapacity
-    trust: NodeTrust = field(default_factory=NoOpinion)
+    trust: NodeTrust = field(default_factory=NeutralTrust)
     budget: ByteBudget = field(default_factory=ByteBudget)
-    notary_of: Callable[[RequestContext, Refusals], NoNotary] = lambda context, refusals: NoNotary()
+    row_committer_of: Callable[[RequestContext, Refusals], NoRowCommitter] = lambda context, refusals: (
+        NoRowCommitter()
+    )
     """Who signs for the rows of a request."""
     refusals: Refusals = field(default_factory=Refusals)
     by_request: dict[str, Session] = field(default_factory=dict)
@@ -244,7 +246,7 @@ class Sessions:
             owner=self,
             trust=self.trust,
             budget=self.budget,
-            notary=self.notary_of(context, self.refusals),
+            row_committer=self.row_committer_of(context, self.refusals),
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session

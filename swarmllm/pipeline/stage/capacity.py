@@ -264,7 +264,7 @@ class Shares:
 
 
 @dataclass(slots=True)
-class Acquaintances:
+class SeenOrigins:
     """Since when origins ask."""
 
     _seen_s: OrderedDict[NodeId, tuple[float, float]] = field(default_factory=OrderedDict)
@@ -291,7 +291,7 @@ class OriginShares:
 
     capacity: int
     _among_all: PartyShares = field(init=False)
-    _acquaintances: Acquaintances = field(default_factory=Acquaintances)
+    _seen_origins: SeenOrigins = field(default_factory=SeenOrigins)
 
     def __post_init__(self) -> None:
         among_newcomers = PartyShares(self.capacity, Shares(self.capacity))
@@ -301,8 +301,8 @@ class OriginShares:
         self, origin: NodeId, places: Iterable[StagePlace], now_s: float, has_earned: Stands
     ) -> StageAdmission:
         """`places`: those that are taken. `has_earned`: whether a node has shown that it is worth trust."""
-        self._acquaintances.asked(origin, now_s)
-        is_known = partial(self._acquaintances.is_known, now_s=now_s)
+        self._seen_origins.asked(origin, now_s)
+        is_known = partial(self._seen_origins.is_known, now_s=now_s)
         return self._among_all.ask(origin, places, now_s, (has_earned, is_known))
 
 

@@ -17,7 +17,7 @@ from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm_proto.codec import decode_job, decode_request
 from swarmllm_proto.errors import DamagedJob, ProtocolError
 from swarmllm_proto.file_digests import AnyRequest
@@ -57,7 +57,7 @@ class Inbox:
             return decode_request(body)
         except ProtocolError as error:
             self.counts.messages_bad += 1
-            self.trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.trust.note(sender, TrustEvent.BROKE_PROTOCOL, str(error))
             raise InvalidRequest(f"the request cannot be read: {error}") from None
 
     def take(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
@@ -67,13 +67,13 @@ class Inbox:
         except DamagedJob as damaged:
             session = self.sessions.running(damaged.request_id)
             self.counts.messages_bad += 1
-            self.trust.note(sender, Deed.DAMAGED)
+            self.trust.note(sender, TrustEvent.DAMAGED)
             if session is None or not session.arrived_damaged(sender, damaged.position):
                 self.counts.messages_ignored += 1
             return
         except ProtocolError as error:
             self.counts.messages_bad += 1
-            self.trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self.trust.note(sender, TrustEvent.BROKE_PROTOCOL, str(error))
             provoked_by(log, sender).warning("message from %s refused: %s", sender, error)
             return
         if isinstance(message, LayerForward):
@@ -97,7 +97,9 @@ class Inbox:
             accepted = chain is not None
             if chain is not None and not chain.may_say(sender, message):
                 self.counts.messages_bad += 1
-                self.trust.note(sender, Deed.BROKE_PROTOCOL, "a token of a request that it has no token of")
+                self.trust.note(
+                    sender, TrustEvent.BROKE_PROTOCOL, "a token of a request that it has no token of"
+                )
             elif chain is not None:
                 chain.receive(sender, message, payload)
                 if isinstance(message, PipelineError) and message.kind == BAD_ROWS:
@@ -113,7 +115,9 @@ class Inbox:
 
     def _take_commitment(self, sender: NodeId, message: RowsCommitment) -> bool:
         session = self.sessions.by_request.get(message.request_id)
-        heard = session.notary.hears(sender, message) if session is not None else None
+        heard = session.row_committer.hears(sender, message) if session is not None else None
         if heard is False:
-            self.trust.note(sender, Deed.BROKE_PROTOCOL, "it signed for rows that it does not send here")
+            self.trust.note(
+                sender, TrustEvent.BROKE_PROTOCOL, "it signed for rows that it does not send here"
+            )
         return self.commitments.take(sender, message) or heard is not None

@@ -40,6 +40,7 @@ from swarmllm.pipeline.repair.probing import MOVED_BYTES
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.failure_reports import BAD_ROWS, UNUSABLE_ROWS, damage_report, report_of
+from swarmllm.pipeline.stage.job_runner import FAULTS_OF_ROWS, JobRunner, is_unchecked
 from swarmllm.pipeline.stage.lifecycle import (
     AT_WORK,
     LIFECYCLE,
@@ -48,7 +49,7 @@ from swarmllm.pipeline.stage.lifecycle import (
     SessionOwner,
     SessionState,
 )
-from swarmllm.pipeline.stage.notary import NoNotary
+from swarmllm.pipeline.stage.row_committer import NoRowCommitter
 from swarmllm.pipeline.stage.session_queue import (
     GivenPrompt,
     Item,
@@ -61,10 +62,9 @@ from swarmllm.pipeline.stage.session_queue import (
     read_job,
     read_prompt,
 )
-from swarmllm.pipeline.stage.walker import FAULTS_OF_ROWS, Walker, is_unchecked
 from swarmllm.state_table import UnknownTransition
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Deed, NodeTrust, NoOpinion
+from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust, TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor, ProtocolError
@@ -100,7 +100,7 @@ class Session:
         owner: SessionOwner[Session] | None = None,
         trust: NodeTrust | None = None,
         budget: ByteBudget | None = None,
-        notary: NoNotary | None = None,
+        row_committer: NoRowCommitter | None = None,
     ) -> None:
         """`hold_s`: how long the slot of a broken request is kept for another pipeline."""
         self.context = context
@@ -110,10 +110,10 @@ class Session:
         self.done = trio.Event()
         """Its work is over, and what it has here is freed or held."""
         self.n_jobs = 0
-        self.notary = notary or NoNotary()
+        self.row_committer = row_committer or NoRowCommitter()
         self._compute = compute
         self._router = router
-        self._walker = Walker(context, compute, router, origin_side, self.notary)
+        self._runner = JobRunner(context, compute, router, origin_side, self.row_committer)
         self._origin_side = origin_side
         self.prefixes: tuple[StageBlocks, ...] = ()
         self.n_rows = 0
@@ -122,7 +122,7 @@ class Session:
         self._hold_s = hold_s
         self._left_hold = trio.Event()
         self._owner = owner
-        self._trust = trust or NoOpinion()
+        self._trust = trust or NeutralTrust()
         self._scope = trio.CancelScope()
         self._received = ReceivedRows(len(self.view.stages))
         self._refused: tuple[SwarmLLMError, NodeId | None] | None = None
@@ -168,7 +168,7 @@ class Session:
         n_stages = sum(self.view.is_here(stage) for stage in range(self.view.last + 1))
         if self._link_heard_s > float("-inf") or n_stages > 1:
             return NO_ROWS
-        return self._received.n_rows, self._walker.n_sent
+        return self._received.n_rows, self._runner.n_sent
 
     @property
     def _may_hold(self) -> bool:
@@ -228,9 +228,9 @@ class Session:
         try:
             job = read_job(self.context, sender, message, payload, trio.current_time())
         except BadTensor as error:
-            deed = Deed.BAD_NUMBERS if isinstance(error, NotFinite) else Deed.BROKE_PROTOCOL
-            self._trust.note(sender, deed, str(error))
-            first = self.notary.refused(message.stage, message.position, error)
+            event = TrustEvent.BAD_NUMBERS if isinstance(error, NotFinite) else TrustEvent.BROKE_PROTOCOL
+            self._trust.note(sender, event, str(error))
+            first = self.row_committer.refused(message.stage, message.position, error)
             self._refuse_rows(sender, BAD_ROWS, str(error), first)
             return True
         self._received.add(stage, message.position, message.n_tokens)
@@ -248,7 +248,7 @@ class Session:
         try:
             self._enqueue(GivenPrompt(read_prompt(self.context, message, payload)), sender, len(payload))
         except BadTensor as error:
-            self._trust.note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self._trust.note(sender, TrustEvent.BROKE_PROTOCOL, str(error))
             self.report(WorkerError(f"prompt refused: {error}", kind="bad_tensor"))
         return True
 
@@ -274,7 +274,7 @@ class Session:
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._computed(stage, n_rows)
-            self.notary.turned(stage, n_jobs if n_sure is None else n_sure)
+            self.row_committer.turned(stage, n_jobs if n_sure is None else n_sure)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
@@ -328,7 +328,7 @@ class Session:
             if self._state is SessionState.HELD:
                 self._pass(SessionEvent.SHUT_DOWN)
         if self._state is SessionState.LETTING_GO:
-            await self._walker.free_slot(self.prefixes)
+            await self._runner.free_slot(self.prefixes)
             self._pass(SessionEvent.FREED)
 
     async def _work_and_clean_up(self) -> None:
@@ -434,16 +434,16 @@ class Session:
         if isinstance(item, Job):
             self.n_jobs += 1
             stage, n_tokens = item.stage, item.n_tokens * (item.position >= self.context.n_given_tokens)
-            await self._walker.walk(item)
+            await self._runner.run(item)
             self._computed(stage, n_tokens)
         elif isinstance(item, GivenPrompt):
-            await self._walker.generate(item.tokens, self._count_token)
+            await self._runner.generate(item.tokens, self._count_token)
         elif isinstance(item, ReplayRows):
-            await self._walker.replay(item)
+            await self._runner.replay(item)
         elif isinstance(item, RelayedJob):
-            await self._walker.relay(item.receiver, item.header, item.payload)
+            await self._runner.relay(item.receiver, item.header, item.payload)
         else:
-            await self._walker.tell_origin(item.error)
+            await self._runner.tell_origin(item.error)
 
     async def _tell_failure(self, error: SwarmLLMError, sender: NodeId | None = None) -> None:
         """`sender`: because of what came from there."""
@@ -452,13 +452,13 @@ class Session:
             self._origin_side.fail(error)
             return
         if is_unchecked(error):
-            self._trust.note(self.view.origin, Deed.BAD_REQUEST, error.message)
+            self._trust.note(self.view.origin, TrustEvent.BAD_REQUEST, error.message)
         message = report_of(self.context.request_id, self.view.node_id, error.code, error.message)
         if sender not in (None, self.view.node_id):
             message = report_of(self.context.request_id, sender, UNUSABLE_ROWS, error.message)
         with trio.move_on_after(CLEANUP_TIMEOUT_S):
             try:
-                await self._walker.tell_origin(message)
+                await self._runner.tell_origin(message)
             except SwarmLLMError as error:
                 self._log.info("request %s: its origin is not told: %s", self.context.request_id, error)
 
@@ -470,13 +470,13 @@ class Session:
                 self.n_rows = self._origin_side.n_rows
                 # A node that lost this one ends the request on its own.
                 for node_id in {stage.node_id for stage in self.view.stages} & self._router.connected():
-                    nursery.start_soon(partial(self._walker.cancel_at, node_id, hold=hold))
+                    nursery.start_soon(partial(self._runner.cancel_at, node_id, hold=hold))
             if self.view.runs_layers:
-                await self.notary.finish(self.n_rows)
+                await self.row_committer.finish(self.n_rows)
                 if hold:
-                    nursery.start_soon(self._walker.hold_slot, self._hold_s)
+                    nursery.start_soon(self._runner.hold_slot, self._hold_s)
                 else:
-                    nursery.start_soon(self._walker.free_slot, self.prefixes)
+                    nursery.start_soon(self._runner.free_slot, self.prefixes)
 
     def _put(
         self,

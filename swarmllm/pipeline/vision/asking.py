@@ -16,7 +16,7 @@ from swarmllm.pictures import Medium
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.vision.slices import HALF, WrongPicture, assembled, require_places, rows_of
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import PICTURE_TIMEOUT_S, EncodedPicture, Key
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
@@ -42,12 +42,12 @@ Why = Literal["busy", "bad picture", "died", "absent", "failed"]
 
 
 class NoAnswer(Exception):
-    """Why a node gave no rows. `deed`: what it did wrong, where it did."""
+    """Why a node gave no rows. `event`: what it did wrong, where it did."""
 
-    def __init__(self, why: Why, text: str, deed: Deed | None = None) -> None:
+    def __init__(self, why: Why, text: str, event: TrustEvent | None = None) -> None:
         super().__init__(text)
         self.why: Why = why
-        self.deed = deed
+        self.trust_event = event
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ async def ask(
         with grant, _travelling(size_bytes):
             return await asking.whole(first)
     except WrongPicture as error:
-        raise NoAnswer("failed", str(error), error.deed) from None
+        raise NoAnswer("failed", str(error), error.trust_event) from None
     except trio.Cancelled:
         await asking.leave()
         raise
@@ -100,7 +100,7 @@ def _travelling(n_bytes: int) -> Iterator[None]:
     with trio.move_on_after(limit_s) as scope:
         yield
     if scope.cancelled_caught:
-        raise NoAnswer("failed", f"{n_bytes} bytes took longer than {limit_s:.0f} s", Deed.STALLED)
+        raise NoAnswer("failed", f"{n_bytes} bytes took longer than {limit_s:.0f} s", TrustEvent.STALLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class _Asking:
                 return said
             n_received = said.n_received or 0
             if not n_sent < n_received <= len(data):
-                raise NoAnswer("failed", "it takes no more of the picture", Deed.BROKE_PROTOCOL)
+                raise NoAnswer("failed", "it takes no more of the picture", TrustEvent.BROKE_PROTOCOL)
             n_sent = n_received
         return None
 
@@ -140,7 +140,7 @@ class _Asking:
                 return said
             # It answers late by itself, unless it means to be asked without end.
             await trio.sleep_until(began_s + 0.5)
-        raise NoAnswer("failed", f"it has not encoded the picture in {ENCODING_S:g} s", Deed.STALLED)
+        raise NoAnswer("failed", f"it has not encoded the picture in {ENCODING_S:g} s", TrustEvent.STALLED)
 
     async def whole(self, first: VisionEncodeResponse) -> EncodedPicture:
         """Raises NoAnswer, WrongPicture."""
@@ -194,17 +194,19 @@ class _Asking:
             answer = await self.router.fetch(self.node_id, encode_request(request), timeout_s=timeout_s)
             said = decode_response(answer)
         except ProtocolError as error:
-            raise NoAnswer("failed", f"its answer cannot be read: {error}", Deed.BROKE_PROTOCOL) from None
+            raise NoAnswer(
+                "failed", f"its answer cannot be read: {error}", TrustEvent.BROKE_PROTOCOL
+            ) from None
         except NodeBusy as error:
             raise NoAnswer("busy", error.message) from None
         except NodeUnreachable as error:
-            raise NoAnswer("failed", error.message, Deed.LOST) from None
+            raise NoAnswer("failed", error.message, TrustEvent.LOST) from None
         except DeadlineExceeded as error:
-            raise NoAnswer("failed", error.message, Deed.STALLED) from None
+            raise NoAnswer("failed", error.message, TrustEvent.STALLED) from None
         except SwarmLLMError as error:
-            raise NoAnswer("failed", error.message, Deed.FAILED) from None
+            raise NoAnswer("failed", error.message, TrustEvent.FAILED) from None
         if not isinstance(said, VisionEncodeResponse) or said.request_id != self.request_id:
-            raise NoAnswer("failed", "it answered something else", Deed.BROKE_PROTOCOL)
+            raise NoAnswer("failed", "it answered something else", TrustEvent.BROKE_PROTOCOL)
         self.heard()
         return self._checked(said)
 
@@ -221,7 +223,7 @@ class _Asking:
                 raise NoAnswer("absent", "it has not the encoder that it announced")
         n_embd = self.question.entry.manifest.n_embd
         if said.n_rows and said.n_embd != n_embd:
-            raise NoAnswer("failed", f"rows of {said.n_embd}, not {n_embd}", Deed.BROKE_PROTOCOL)
+            raise NoAnswer("failed", f"rows of {said.n_embd}, not {n_embd}", TrustEvent.BROKE_PROTOCOL)
         if 4 * said.n_rows * n_embd > PICTURE_ROWS_BYTES_MAX:
-            raise NoAnswer("failed", f"{said.n_rows} rows are too many", Deed.BROKE_PROTOCOL)
+            raise NoAnswer("failed", f"{said.n_rows} rows are too many", TrustEvent.BROKE_PROTOCOL)
         return said

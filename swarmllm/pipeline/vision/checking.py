@@ -28,7 +28,7 @@ from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
 from swarmllm.pipeline.vision.choice import Encoder
 from swarmllm.pipeline.vision.similarity import similarity
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import EncodedPicture, KeptPictures
 from swarmllm.workerpool.settings import ModelFile
@@ -156,12 +156,12 @@ class PictureChecker:
             self._wrong(pending.node_id, "a picture: its rows are those of something else")
         else:
             self.counts.checked += 1
-            self.trust.note(pending.node_id, Deed.CHECKED, f"a picture: {match}")
+            self.trust.note(pending.node_id, TrustEvent.CHECKED, f"a picture: {match}")
 
     def _wrong(self, node_id: NodeId, detail: str) -> None:
         self.counts.checked += 1
         self.counts.checks_wrong += 1
-        self.trust.note(node_id, Deed.WRONG_RESULT, detail)
+        self.trust.note(node_id, TrustEvent.WRONG_RESULT, detail)
         self.suspects.doubt([node_id], trio.current_time())
         self._forget(node_id)
 
@@ -171,7 +171,7 @@ class PictureChecker:
         self.counts.checks_disputed += 1
         pair = sorted((node_id, other))
         for each, with_ in zip(pair, reversed(pair), strict=True):
-            self.trust.note(each, Deed.DISPUTED, f"a picture: with {with_}")
+            self.trust.note(each, TrustEvent.DISPUTED, f"a picture: with {with_}")
         self.suspects.doubt(pair, trio.current_time())
         self._forget(node_id)
 

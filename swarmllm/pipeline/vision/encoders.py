@@ -289,7 +289,7 @@ class Encoders:
                     self._trust.score(node_id),
                     load.active_requests + load.stage_requests if load else 0,
                     is_first_stage=node_id == first,
-                    is_doubtful=node_id in doubtful or self._elsewhere.resting.has(node_id, now_s),
+                    is_doubtful=node_id in doubtful or self._elsewhere.avoided.has(node_id, now_s),
                     encoding_s=self._elsewhere.paces.expected_s(node_id),
                 )
             )

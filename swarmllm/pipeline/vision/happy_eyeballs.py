@@ -15,13 +15,13 @@ import trio
 from swarmllm.errors import InvalidRequest, VisionEncoderUnavailable
 from swarmllm.log_filter import provoked_by
 from swarmllm.pictures import MediumName, name_of
-from swarmllm.pipeline.prefix.choice import Resting
+from swarmllm.pipeline.prefix.choice import AvoidedPeers
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
 from swarmllm.pipeline.vision.choice import TRIED_MAX, Encoder
 from swarmllm.pipeline.vision.race import Paces, Race, Runner
 from swarmllm.swarm.byte_budget import ByteBudget
-from swarmllm.swarm.peers.trust import Deed, NodeTrust
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm_proto.identifiers import NodeId
@@ -50,7 +50,7 @@ class HappyEyeballs:
         self._trust = trust
         self._budget = budget
         self.paces = Paces()
-        self.resting = Resting()
+        self.avoided = AvoidedPeers()
         """Nodes that did not give what they announced, or not in time, and so are asked last."""
 
     async def ask(
@@ -60,7 +60,7 @@ class HappyEyeballs:
         naming the field where it is the picture's fault, EncodersGone."""
         now_s = trio.current_time()
         # Those that have failed since they were put in order come last, too.
-        ordered = sorted(holders, key=lambda each: self.resting.has(each.path.node_id, now_s))
+        ordered = sorted(holders, key=lambda each: self.avoided.has(each.path.node_id, now_s))
         n_bytes, n_embd = len(question.picture.data), question.entry.manifest.n_embd
         race = Race.of(
             (
@@ -136,20 +136,20 @@ class HappyEyeballs:
 
     def _overtaken(self, race: Race, now_s: float) -> None:
         for node_id, worked_s, is_silent in race.overtaken(now_s):
-            self.resting.add(node_id, now_s)
+            self.avoided.add(node_id, now_s)
             provoked_by(log, node_id).info("a picture came from another node sooner than from %s", node_id)
             if not is_silent:
                 self.paces.took(node_id, worked_s)
             else:
-                self._trust.note(node_id, Deed.TOO_SLOW, "a picture: it said nothing")
+                self._trust.note(node_id, TrustEvent.TOO_SLOW, "a picture: it said nothing")
 
     def _judge(self, node_id: NodeId, error: NoAnswer) -> None:
         if error.why in ("busy", "bad picture", "died"):
             return
         self._counts.pictures_refused += 1
-        self.resting.add(node_id, trio.current_time())
-        if error.deed is not None:
-            self._trust.note(node_id, error.deed, f"a picture: {error}")
+        self.avoided.add(node_id, trio.current_time())
+        if error.trust_event is not None:
+            self._trust.note(node_id, error.trust_event, f"a picture: {error}")
 
 
 def _refused(

@@ -23,13 +23,13 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import name_of, parse_medium
 from swarmllm.pipeline.own_models import FindsOwnModels
-from swarmllm.pipeline.prefix.choice import Resting
+from swarmllm.pipeline.prefix.choice import AvoidedPeers
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.slices import HALF, parts_of, rows_each
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
-from swarmllm.swarm.peers.trust import EARNED_MIN, Deed, NodeTrust
+from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, TrustEvent
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.half_rows import pack_half, rounded_to_half
@@ -38,7 +38,7 @@ from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.limits import PICTURE_BYTES_MAX, PICTURE_ROWS_BYTES_MAX
 from swarmllm_proto.swarm import VisionEncodeRequest, VisionEncodeResponse
-from swarmllm_proto.swarm_vision import NoRows, bound_digest
+from swarmllm_proto.swarm.vision import NoRows, bound_digest
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class PictureServing:
         self._shares = OriginShares(n_places)
         self._encodings: dict[Key, _Encoding] = {}
         self._turn = trio.Lock()
-        self._resting = Resting()
+        self._avoided = AvoidedPeers()
         """Nodes whose pictures have just ended an encoder's process."""
 
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ class PictureServing:
         """Raises NotEncoded, InvalidRequest."""
         size_bytes = len(request.image) if request.size_bytes is UNSET else request.size_bytes
         if size_bytes > PICTURE_BYTES_MAX:
-            self._trust.note(sender, Deed.BAD_REQUEST, "a picture that is too large")
+            self._trust.note(sender, TrustEvent.BAD_REQUEST, "a picture that is too large")
             raise InvalidRequest(f"a picture has {PICTURE_BYTES_MAX} bytes at most", field="size_bytes")
         if request.offset or request.first_row or not request.image:
             raise NotEncoded("VisionEncoderUnavailable", "nothing is known of it here any more")
@@ -204,7 +204,7 @@ class PictureServing:
         key, now_s = (sender, request.request_id), trio.current_time()
         if key in self._encodings:
             return self._encodings[key]
-        if self._resting.has(sender, now_s):
+        if self._avoided.has(sender, now_s):
             raise NotEncoded("Busy", "the last one ended the encoder's process")
         self._make_room(sender, now_s)
         grant = self._budget.reserve(sender, BudgetKind.JOBS, size_bytes)
@@ -255,7 +255,7 @@ class PictureServing:
         if not request.image or encoding.has_begun or offset != len(encoding.data):
             return
         if offset + len(request.image) > encoding.size_bytes:
-            self._trust.note(encoding.key[0], Deed.BROKE_PROTOCOL, "a picture larger than it was to be")
+            self._trust.note(encoding.key[0], TrustEvent.BROKE_PROTOCOL, "a picture larger than it was to be")
             encoding.scope.cancel()
             raise InvalidRequest("the picture is larger than it was to be", field="image")
         encoding.data += request.image
@@ -317,7 +317,7 @@ class PictureServing:
         data, encoding.data = bytes(encoding.data), bytearray()
         try:
             if await trio.to_thread.run_sync(lambda: blake3(data).hexdigest()) != encoding.digest:
-                self._trust.note(sender, Deed.DAMAGED, "a picture")
+                self._trust.note(sender, TrustEvent.DAMAGED, "a picture")
                 raise NotEncoded("VisionEncoderUnavailable", "it came damaged")
             picture = parse_medium(data, "image")
             if name_of(picture) not in encoding.projector.takes:
@@ -329,7 +329,7 @@ class PictureServing:
         except InvalidRequest as error:
             raise NotEncoded("BadImage", error.message) from None
         except WorkerDied as error:
-            self._resting.add(sender, trio.current_time())
+            self._avoided.add(sender, trio.current_time())
             raise NotEncoded("EncoderDied", error.message) from None
         except Overloaded as error:
             raise NotEncoded("Busy", error.message) from None

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import UNSET
 
 from swarmllm.models.projector import ON_GRID, SEEING
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.workerpool.encoders import EncodedPicture, RowsNotFinite, encoded_picture
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.frames import Buffer
@@ -18,7 +18,7 @@ from swarmllm_proto.identifiers import Digest, ModelId
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.limits import IMAGE_ROWS_MAX
 from swarmllm_proto.swarm import VisionEncodeResponse
-from swarmllm_proto.swarm_vision import bound_digest
+from swarmllm_proto.swarm.vision import bound_digest
 
 HALF: Final = "half"
 """How rows may travel besides f32: see `swarmllm_proto.half_rows`."""
@@ -29,11 +29,11 @@ PICTURE_TOKENS_MAX: Final = 65536
 
 
 class WrongPicture(Exception):
-    """What a node says that a picture became is not what it can be. `deed`: what it did wrong."""
+    """What a node says that a picture became is not what it can be. `event`: what it did wrong."""
 
-    def __init__(self, why: str, deed: Deed = Deed.BROKE_PROTOCOL) -> None:
+    def __init__(self, why: str, event: TrustEvent = TrustEvent.BROKE_PROTOCOL) -> None:
         super().__init__(why)
-        self.deed = deed
+        self.trust_event = event
 
 
 def parts_of(encoded: EncodedPicture) -> tuple[PicturePart, ...]:
@@ -102,13 +102,13 @@ def assembled(
     """Of `rows` from another node, f32, `n_embd` each; takes milliseconds for megabytes. Raises
     WrongPicture."""
     if bound_digest(model_id, projector, picture, parts, rows) != digest:
-        raise WrongPicture("the digest is not that of this picture's rows", Deed.DAMAGED)
+        raise WrongPicture("the digest is not that of this picture's rows", TrustEvent.DAMAGED)
     n_tokens = sum(len(part.tokens) for part in parts)
     if n_tokens > PICTURE_TOKENS_MAX or any(token >= n_vocab for part in parts for token in part.tokens):
         raise WrongPicture("there are tokens around the picture that the model does not have")
     try:
         return encoded_picture(parts, np.frombuffer(rows, "<f4").reshape(-1, n_embd), n_embd)
     except RowsNotFinite as error:
-        raise WrongPicture(str(error), Deed.BAD_NUMBERS) from None
+        raise WrongPicture(str(error), TrustEvent.BAD_NUMBERS) from None
     except ValueError as error:
         raise WrongPicture(str(error)) from None

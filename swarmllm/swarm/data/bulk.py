@@ -34,7 +34,7 @@ from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import RequestRefused
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
@@ -110,7 +110,7 @@ class Bulk:
         nursery: trio.Nursery,
         ways: BulkWays,
         budget: ByteBudget | None = None,
-        note: Note = unnoted,
+        note: Note = ignored_event,
         peers: Parts[BulkPeer] | None = None,
     ) -> None:
         self._budget = budget or ByteBudget()
@@ -135,7 +135,9 @@ class Bulk:
             return
         kind, number = _HEADER.unpack(header)
         if len(payload) > REQUEST_MAX:
-            self._note(connection.node_id, Deed.BROKE_PROTOCOL, f"{len(payload)} bytes on a bulk connection")
+            self._note(
+                connection.node_id, TrustEvent.BROKE_PROTOCOL, f"{len(payload)} bytes on a bulk connection"
+            )
             connection.end("more than a question or an answer may have")
             return
         if kind == BulkKind.ASK:

@@ -50,7 +50,7 @@ from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, Outgoing, Wire, WireClosed, checked_hello
-from swarmllm.swarm.peers.trust import Deed
+from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
 from swarmllm_proto.identifiers import NodeId
@@ -107,7 +107,7 @@ class Connection:
         """The peer's hello has come."""
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
-        self.deed: Deed | None = None
+        self.trust_event: TrustEvent | None = None
         """What the peer did that ended it, where that costs trust."""
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
@@ -193,7 +193,7 @@ class Connection:
         except* WireClosed as lost:
             self.end(str(lost.exceptions[0]))
         except* ProtocolError as wrong:
-            self.deed = self.deed or Deed.BROKE_PROTOCOL
+            self.trust_event = self.trust_event or TrustEvent.BROKE_PROTOCOL
             self.end(f"broke the protocol ({wrong.exceptions[0]})")
         finally:
             self._room.release()
@@ -224,7 +224,7 @@ class Connection:
 
     def give_way(self) -> None:
         """Others need the room of the payload in progress."""
-        self.deed = self.deed or Deed.TOO_SLOW
+        self.trust_event = self.trust_event or TrustEvent.TOO_SLOW
         self.end("others need the room that its payload takes so slowly")
         self._room.release()
 
@@ -487,7 +487,7 @@ class Connection:
             self.deliveries.excuse(now)
             self._pace.restart(now)
         elif not self._handling and self._pace.is_late(now, self._decoder.payload_size):
-            self.deed = self.deed or Deed.TOO_SLOW
+            self.trust_event = self.trust_event or TrustEvent.TOO_SLOW
             self._give_up("a message came too slowly")
         elif self.deliveries.is_overdue(now):
             self._give_up(f"a message was not acknowledged for {RR_ACK_TIMEOUT_S:g} s")

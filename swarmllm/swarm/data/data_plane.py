@@ -43,7 +43,7 @@ from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import GAVE_WAY, Standing, who_makes_room
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Note, unnoted
+from swarmllm.swarm.peers.trust import Note, ignored_event
 from swarmllm.swarm.router import LinkEnd, LinkHandler
 from swarmllm_proto.identifiers import NodeId
 
@@ -89,7 +89,7 @@ class DataPlane:
         nursery: trio.Nursery,
         user: DataPlaneUser,
         *,
-        note: Note = unnoted,
+        note: Note = ignored_event,
         budget: ByteBudget | None = None,
         neighbours: Parts[Neighbour] | None = None,
         bulk_peers: Parts[BulkPeer] | None = None,
@@ -356,8 +356,8 @@ class DataPlane:
         connection.end("an error here; see its log")  # Where it has not said yet how it ended.
         provoked_by(log, connection.node_id).info("%r", connection)
         self.bulk.lost(connection)
-        if connection.deed is not None:
-            self._note(connection.node_id, connection.deed, connection.ending)
+        if connection.trust_event is not None:
+            self._note(connection.node_id, connection.trust_event, connection.ending)
         if connection.link_asked:
             spawn(
                 self._nursery, "link", self._become_link, connection, failed=lambda _: connection.wire.abort()

@@ -83,10 +83,10 @@ class DialCandidate:
 
 
 Dial = Callable[[NodeId, list[Address]], Awaitable[None]]
-"""Raises NodeUnreachable, Unanswering."""
+"""Raises NodeUnreachable, NodeUnresponsive."""
 
 
-class Unanswering(NodeUnreachable):
+class NodeUnresponsive(NodeUnreachable):
     """There is a connection, and no answer in time."""
 
 
@@ -304,7 +304,7 @@ class Dialler:
             await dial(node_id, addresses)
             succeeded = True
         except NodeUnreachable as error:
-            unanswered = isinstance(error, Unanswering)
+            unanswered = isinstance(error, NodeUnresponsive)
             log.debug("%s", error)
         finally:
             self.dialled(node_id, trio.current_time(), succeeded=succeeded, unanswered=unanswered)

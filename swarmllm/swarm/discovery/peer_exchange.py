@@ -15,7 +15,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import UnreadableRequest
 from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId
@@ -56,7 +56,7 @@ class PeerExchange:
         self,
         ask: Callable[[NodeId, bytes], Awaitable[bytes]],
         book: AddressBook,
-        note: Note = unnoted,
+        note: Note = ignored_event,
     ) -> None:
         self._ask = ask
         self._book = book
@@ -94,4 +94,4 @@ class PeerExchange:
 
     def _blame(self, node_id: NodeId, error: ProtocolError) -> None:
         if not isinstance(error, UnsupportedVersion):
-            self._note(node_id, Deed.BROKE_PROTOCOL, str(error))
+            self._note(node_id, TrustEvent.BROKE_PROTOCOL, str(error))

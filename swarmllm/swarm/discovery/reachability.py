@@ -25,7 +25,7 @@ from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import Reachability, RequestRefused, UnreadableRequest
 from swarmllm_proto.envelope import Envelope
 from swarmllm_proto.errors import ProtocolError, UnsupportedVersion
@@ -170,7 +170,7 @@ class ReachabilityChecks:
         ask: Callable[[NodeId, bytes], Awaitable[bytes]],
         connected: Collection[NodeId],
         randomness: random.Random,
-        note: Note = unnoted,
+        note: Note = ignored_event,
     ) -> None:
         self._note = note
         self._ask = ask
@@ -199,7 +199,7 @@ class ReachabilityChecks:
                     "node %s says wrongly that it dialled back: %s", node_id, error
                 )
                 if not isinstance(error, UnsupportedVersion):
-                    self._note(node_id, Deed.BROKE_PROTOCOL, str(error))
+                    self._note(node_id, TrustEvent.BROKE_PROTOCOL, str(error))
                 continue
             self.result = Reachability(
                 checked_at=time.time(),

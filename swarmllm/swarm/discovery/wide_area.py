@@ -81,7 +81,7 @@ class WideAreaParts:
 
 
 class WideArea:
-    """A Seeker."""
+    """A ModelDiscovery."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class WideArea:
         self._in_vain_at_s: dict[str, float] = {}
 
     def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:
-        """See Seeker."""
+        """See ModelDiscovery."""
         keys = dict.fromkeys(
             key for model_id, name in models for key in (model_key(model_id), name_key(name))
         )
         self.dht.provide(list(keys)[:KEYS_PER_NODE])
 
     async def seek(self, name_or_id: str) -> bool:
-        """See Seeker."""
+        """See ModelDiscovery."""
         now = trio.current_time()
         if now - self._in_vain_at_s.get(name_or_id, -math.inf) < SEEK_AGAIN_S:
             return False

@@ -58,7 +58,7 @@ class MemoryPeer:
             exchange.fail(NodeUnreachable(f"node {node_id} was lost while it was asked"))
 
 
-class Surroundings(Protocol):
+class HostNetwork(Protocol):
     """What a node asks of the network that it is in."""
 
     nursery: trio.Nursery
@@ -80,7 +80,7 @@ class Surroundings(Protocol):
 class InMemoryRouter:
     """One node; made by `InMemoryNetwork.add`."""
 
-    def __init__(self, network: Surroundings, node_id: NodeId, incarnation: int) -> None:
+    def __init__(self, network: HostNetwork, node_id: NodeId, incarnation: int) -> None:
         self._network = network
         self._node_id = node_id
         self._version = (incarnation, 0, 0)

@@ -34,7 +34,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         self.latest: dict[str, Any] = {}
         """What this node itself said last, by topic."""
         self.budget = GossipBudget()
-        self.note: Note = unnoted
+        self.note: Note = ignored_event
 
     async def pass_on(self, topic_id: str, data: bytes) -> None:
         """Publish what another node has said."""
@@ -167,7 +167,7 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         """Asked before a task is made for a message: of those that several neighbours send, one is enough."""
         sender = _sender.get()
         if sender and not self.budget.admit(sender, len(msg.data), trio.current_time()):
-            self.note(sender, Deed.FLOODED)
+            self.note(sender, TrustEvent.FLOODED)
             return False
         return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
 
@@ -245,7 +245,7 @@ class Gossip:
         network_id: str,
         reader: GossipReader,
         size_max_bytes: dict[str, int],
-        note: Note = unnoted,
+        note: Note = ignored_event,
         peers: Parts[GossipAllowance] | None = None,
     ) -> None:
         self.network_id = network_id
@@ -335,7 +335,7 @@ def _content_id(message: Any) -> bytes:
 
 
 def guarded_validator(
-    topic: str, name: str, size_max: int, reader: GossipReader, note: Note = unnoted
+    topic: str, name: str, size_max: int, reader: GossipReader, note: Note = ignored_event
 ) -> Callable[[Any, Any], bool]:
     """A validator that raises would end the process. What is not valid counts against the peer that passed it
     on, because an honest peer checks it first."""
@@ -351,7 +351,7 @@ def guarded_validator(
             provoked_by(log, str(forwarder)).exception("validating gossip on %s", topic)
             return False
         if is_valid is False:
-            note(NodeId(str(forwarder)), Deed.BROKE_PROTOCOL, f"invalid gossip on {topic}")
+            note(NodeId(str(forwarder)), TrustEvent.BROKE_PROTOCOL, f"invalid gossip on {topic}")
         return bool(is_valid)
 
     return validator

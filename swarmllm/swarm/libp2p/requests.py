@@ -32,7 +32,7 @@ from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, reserve_within
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import RequestRefused, UnreadableRequest
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import REQUEST_MAX
@@ -92,7 +92,7 @@ class RequestProtocol:
         answer: Answer,
         *,
         budget: ByteBudget | None = None,
-        note: Note = unnoted,
+        note: Note = ignored_event,
         peers: Parts[PeerRequests] | None = None,
     ) -> None:
         self._budget = budget or ByteBudget()
@@ -217,7 +217,7 @@ class RequestProtocol:
             with trio.fail_after(_RECEIVE_S):
                 size = await _read_size(stream)
         except OutOfBounds as error:
-            self._note(sender, Deed.BROKE_PROTOCOL, error.message)
+            self._note(sender, TrustEvent.BROKE_PROTOCOL, error.message)
             raise
         asked = await reserve_within(self._budget, sender, BudgetKind.REQUESTS, size, _ROOM_S)
         if asked is None:
@@ -231,7 +231,7 @@ class RequestProtocol:
             try:
                 status, response = _OK, await self._answer(sender, kind, body)
             except UnreadableRequest as refusal:
-                self._note(sender, Deed.BROKE_PROTOCOL, str(refusal))
+                self._note(sender, TrustEvent.BROKE_PROTOCOL, str(refusal))
                 status, response = _REFUSED, str(refusal).encode()
             except RequestRefused as refusal:
                 status, response = _REFUSED, str(refusal).encode()

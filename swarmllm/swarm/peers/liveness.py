@@ -27,7 +27,7 @@ from swarmllm.supervision import spawn
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dialler import Dialler, Unanswering
+from swarmllm.swarm.discovery.dialler import Dialler, NodeUnresponsive
 from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.requests import RequestProtocol
@@ -129,13 +129,13 @@ class Liveness:
 
     async def dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Returns once the node counts as connected, so that a caller that limits dials limits all that
-        follows from them. Raises NodeUnreachable, Unanswering."""
+        follows from them. Raises NodeUnreachable, NodeUnresponsive."""
         await self._host.dial(node_id, addresses)
         with trio.move_on_after(_DIAL_AND_GREET_S):
             if (greeting := self._greeting(node_id)) is not None:
                 await greeting.wait()
         if node_id not in self.connected:
-            raise Unanswering(f"node {node_id} takes a connection and does not answer")
+            raise NodeUnresponsive(f"node {node_id} takes a connection and does not answer")
 
     def drop(self, node_id: NodeId, how: str) -> None:
         """The peer is gone, or as good as gone. With LET_GO, or where it has said so, only its connections

@@ -25,7 +25,7 @@ from msgspec import Meta
 from swarmllm.database import open_database
 from swarmllm.errors import StoreLocked
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import KEPT_DEEDS, NODES_MAX, Deed, Entry, Reputation
+from swarmllm.swarm.peers.trust import KEPT_EVENTS, NODES_MAX, Entry, Reputation, TrustEvent
 from swarmllm_proto.identifiers import Multiaddr, NodeId, usable_multiaddrs
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ CREATE TABLE IF NOT EXISTS peers (
 );
 """
 _Score = Annotated[float, Meta(ge=0, le=1)]
-_Recent = tuple[tuple[float, Deed, str, float], ...]
+_Recent = tuple[tuple[float, TrustEvent, str, float], ...]
 _TrustRow = tuple[NodeId, _Score, float, str, str]
 _PeerRow = tuple[NodeId, str]
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -124,11 +124,11 @@ class PeerStore:
             try:
                 node_id, score, at, counts, recent = msgspec.convert(row, _TrustRow)
                 entries = [Entry(*entry) for entry in msgspec.json.decode(recent, type=_Recent)]
-                known = msgspec.json.decode(counts, type=dict[Deed, int])
+                known = msgspec.json.decode(counts, type=dict[TrustEvent, int])
             except _UNREADABLE:
                 log.warning("a reputation in %s cannot be read and is forgotten", self._path)
                 continue
-            found.append((node_id, Reputation(score, at, known, deque(entries, KEPT_DEEDS))))
+            found.append((node_id, Reputation(score, at, known, deque(entries, KEPT_EVENTS))))
         return found
 
     def keep_reputations(self, reputations: Mapping[NodeId, Reputation]) -> None:
@@ -138,7 +138,9 @@ class PeerStore:
                 reputation.score,
                 reputation.at,
                 msgspec.json.encode(reputation.counts).decode(),
-                msgspec.json.encode([(e.at, e.deed, e.detail, e.score) for e in reputation.recent]).decode(),
+                msgspec.json.encode(
+                    [(e.at, e.trust_event, e.detail, e.score) for e in reputation.recent]
+                ).decode(),
             )
             for node_id, reputation in reputations.items()
         ]

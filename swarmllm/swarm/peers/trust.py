@@ -34,12 +34,12 @@ NEUTRAL takes it back after about half a day."""
 EARNED_MIN: Final = 0.55
 """From it on, a node has shown more than an identity that was made a moment ago: a stranger has it after
 eleven answers in which its layers took part."""
-KEPT_DEEDS: Final = 20
+KEPT_EVENTS: Final = 20
 """Of each node, for the explanation."""
 NODES_MAX: Final = 4096
 
 
-class Deed(StrEnum):
+class TrustEvent(StrEnum):
     """What a node did, as seen from here."""
 
     SERVED = "served"
@@ -61,37 +61,37 @@ class Deed(StrEnum):
 
 
 class Note(Protocol):
-    """Where deeds are told."""
+    """Where events that affect trust are noted."""
 
-    def __call__(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
+    def __call__(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
 
 class NodeTrust(Protocol):
-    """What pipelines ask of the book of deeds (see trust_keeper)."""
+    """What pipelines ask of the trust book (see trust_keeper)."""
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
     def score(self, node_id: NodeId) -> float: ...
 
 
-class NoOpinion:
+class NeutralTrust:
     """Everybody is a stranger, whatever they do."""
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
         pass
 
     def score(self, node_id: NodeId) -> float:
         return NEUTRAL
 
 
-def unnoted(node_id: NodeId, deed: Deed, detail: str = "") -> None:
+def ignored_event(node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
     """For a node that keeps no book."""
 
 
 class PeerTrust(Protocol):
-    """What the swarm asks of the book of deeds (see trust_keeper)."""
+    """What the swarm asks of the trust book (see trust_keeper)."""
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None: ...
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
     def has_merit(self, node_id: NodeId) -> bool:
         """Whether it is trusted more than a node that was never met."""
@@ -105,7 +105,7 @@ class PeerTrust(Protocol):
 class NoTrust:
     """Keeps no book."""
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
         return
 
     def has_merit(self, node_id: NodeId) -> bool:
@@ -129,36 +129,38 @@ class Effect:
     """It takes nothing from a score that is not above this: where an honest node may be meant, merit is lost
     and nothing else."""
     once_in_s: float = 0.0
-    """Further deeds of the kind within this time are counted and cost nothing: one burst of damage, which may
-    be nobody's fault, counts as one deed."""
+    """Further events of the kind within this time are counted and cost nothing: one burst of damage, which
+    may be nobody's fault, counts as one event."""
 
 
-EFFECTS: Final[dict[Deed, Effect]] = {
-    Deed.SERVED: Effect("its layers took part in an answer that was completed", rises=0.01),
-    Deed.GAVE_BYTES: Effect("it gave a tensor whose hash is right", rises=0.002),
-    Deed.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
-    Deed.FAILED: Effect("its part of a request failed", keeps=0.9),
-    Deed.STALLED: Effect("it had work of ours, and did none of it", keeps=0.9),
-    Deed.OVERSTATED: Effect("it is far slower than it announced", keeps=0.9, floor=NEUTRAL),
-    Deed.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
-    Deed.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
-    Deed.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
-    Deed.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
-    Deed.TOO_SLOW: Effect("a message came from it too slowly", keeps=0.97, once_in_s=3.0),
-    Deed.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
-    Deed.CHECKED: Effect("its results were computed again, and were right", rises=0.01),
-    Deed.DISPUTED: Effect("it or another node says what is not so about results", keeps=0.95, floor=NEUTRAL),
-    Deed.WRONG_RESULT: Effect("its results were computed again, and were wrong", keeps=0.3),
-    Deed.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
+EFFECTS: Final[dict[TrustEvent, Effect]] = {
+    TrustEvent.SERVED: Effect("its layers took part in an answer that was completed", rises=0.01),
+    TrustEvent.GAVE_BYTES: Effect("it gave a tensor whose hash is right", rises=0.002),
+    TrustEvent.LOST: Effect("it disappeared while it had work of ours", keeps=0.97),
+    TrustEvent.FAILED: Effect("its part of a request failed", keeps=0.9),
+    TrustEvent.STALLED: Effect("it had work of ours, and did none of it", keeps=0.9),
+    TrustEvent.OVERSTATED: Effect("it is far slower than it announced", keeps=0.9, floor=NEUTRAL),
+    TrustEvent.DAMAGED: Effect("a job arrived from it with a wrong digest", keeps=0.85, once_in_s=3.0),
+    TrustEvent.BAD_REQUEST: Effect("it asked for what it should have refused itself", keeps=0.85),
+    TrustEvent.BROKE_PROTOCOL: Effect("it sent what the protocol does not allow", keeps=0.6, once_in_s=3.0),
+    TrustEvent.FLOODED: Effect("it sent more gossip than an honest node has", keeps=0.6, once_in_s=3.0),
+    TrustEvent.TOO_SLOW: Effect("a message came from it too slowly", keeps=0.97, once_in_s=3.0),
+    TrustEvent.BAD_NUMBERS: Effect("it sent numbers that are not finite", keeps=0.45),
+    TrustEvent.CHECKED: Effect("its results were computed again, and were right", rises=0.01),
+    TrustEvent.DISPUTED: Effect(
+        "it or another node says what is not so about results", keeps=0.95, floor=NEUTRAL
+    ),
+    TrustEvent.WRONG_RESULT: Effect("its results were computed again, and were wrong", keeps=0.3),
+    TrustEvent.WRONG_BYTES: Effect("it sent bytes of a model whose hash is wrong", keeps=0.45),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One deed, for people who ask why."""
+    """One event, for people who ask why."""
 
     at: float
-    deed: Deed
+    trust_event: TrustEvent
     detail: str
     score: float
     """After it."""
@@ -169,8 +171,8 @@ class Reputation:
     score: float = NEUTRAL
     """At `at`; it drifts from there."""
     at: float = 0.0
-    counts: dict[Deed, int] = field(default_factory=dict)
-    recent: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT_DEEDS))
+    counts: dict[TrustEvent, int] = field(default_factory=dict)
+    recent: deque[Entry] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     is_unsaved: bool = field(default=False, compare=False)
 
     def copy(self) -> Reputation:
@@ -189,12 +191,12 @@ class Explanation:
 
 
 def drifted(score: float, elapsed_s: float) -> float:
-    """The score after this long without a deed."""
+    """The score after this long without a event."""
     return float(NEUTRAL + (score - NEUTRAL) * 0.5 ** (max(0.0, elapsed_s) / HALF_LIFE_S))
 
 
-def after(score: float, deed: Deed) -> float:
-    effect = EFFECTS[deed]
+def after(score: float, event: TrustEvent) -> float:
+    effect = EFFECTS[event]
     changed = (score + effect.rises * (1.0 - score)) * effect.keeps
     return min(1.0, max(changed, min(score, effect.floor), 0.0))
 
@@ -207,9 +209,9 @@ def may_connect(score: float) -> bool:
     return score >= CONNECTION_MIN
 
 
-def _is_part_of_a_burst(reputation: Reputation, deed: Deed, now: float) -> bool:
-    once_in_s = EFFECTS[deed].once_in_s
-    return any(each.deed is deed and 0 <= now - each.at < once_in_s for each in reputation.recent)
+def _is_part_of_a_burst(reputation: Reputation, event: TrustEvent, now: float) -> bool:
+    once_in_s = EFFECTS[event].once_in_s
+    return any(each.trust_event is event and 0 <= now - each.at < once_in_s for each in reputation.recent)
 
 
 class TrustBook:
@@ -237,17 +239,17 @@ class TrustBook:
         for node_id, reputation in sorted(reputations, key=lambda known: known[1].at):
             self._put(node_id, reputation)
 
-    def note(self, node_id: NodeId, deed: Deed, now: float, detail: str = "") -> float:
+    def note(self, node_id: NodeId, event: TrustEvent, now: float, detail: str = "") -> float:
         """The score after it."""
         reputation = self._known.get(node_id) or Reputation(at=now)
-        if _is_part_of_a_burst(reputation, deed, now):
-            reputation.counts[deed] = reputation.counts.get(deed, 0) + 1
+        if _is_part_of_a_burst(reputation, event, now):
+            reputation.counts[event] = reputation.counts.get(event, 0) + 1
             self._put(node_id, reputation)
             return reputation.score
-        score = after(drifted(reputation.score, now - reputation.at), deed)
+        score = after(drifted(reputation.score, now - reputation.at), event)
         reputation.score, reputation.at = score, max(now, reputation.at)
-        reputation.counts[deed] = reputation.counts.get(deed, 0) + 1
-        reputation.recent.append(Entry(now, deed, detail[:200], score))
+        reputation.counts[event] = reputation.counts.get(event, 0) + 1
+        reputation.recent.append(Entry(now, event, detail[:200], score))
         self._put(node_id, reputation)
         return score
 
@@ -271,7 +273,7 @@ class TrustBook:
         known = self._known.get(node_id) or Reputation()
         listed = "denied" if node_id in self.lists.deny else "allowed" if node_id in self.lists.allow else ""
         score = self.score(node_id, now)
-        counts = {str(deed): n for deed, n in known.counts.items()}
+        counts = {str(event): n for event, n in known.counts.items()}
         return Explanation(score, may_work(score), listed, counts, tuple(reversed(known.recent)))
 
     def unsaved(self) -> dict[NodeId, Reputation]:

@@ -1,4 +1,4 @@
-"""Drives a TrustBook: the clock, the disk, and one place where deeds are noted."""
+"""Drives a TrustBook: the clock, the disk, and one place where events are noted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from swarmllm.swarm.peers.store import PeerStore
 from swarmllm.swarm.peers.trust import (
     EFFECTS,
     NEUTRAL,
-    Deed,
     Explanation,
     Reputation,
     TrustBook,
+    TrustEvent,
     may_connect,
     may_work,
 )
@@ -50,12 +50,12 @@ class Trust:
         self._clock = clock
         self._is_loaded = store is None
 
-    def note(self, node_id: NodeId, deed: Deed, detail: str = "") -> None:
-        score = self._book.note(node_id, deed, self._clock(), detail)
+    def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
+        score = self._book.note(node_id, event, self._clock(), detail)
         if (reputation := self._book.reputation(node_id)) is not None:
             reputation.is_unsaved = True
-        if not EFFECTS[deed].rises:
-            provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, deed, score)
+        if not EFFECTS[event].rises:
+            provoked_by(log, node_id).info("node %s: %s; trust is now %.2f", node_id, event, score)
 
     def score(self, node_id: NodeId) -> float:
         return self._book.score(node_id, self._clock())
@@ -72,9 +72,9 @@ class Trust:
         """Whether a node may have a connection at all."""
         return may_connect(self.score(node_id))
 
-    def count(self, node_id: NodeId, deed: Deed) -> int:
+    def count(self, node_id: NodeId, event: TrustEvent) -> int:
         known = self._book.reputation(node_id)
-        return known.counts.get(deed, 0) if known else 0
+        return known.counts.get(event, 0) if known else 0
 
     def explain(self, node_id: NodeId) -> Explanation:
         return self._book.explain(node_id, self._clock())
@@ -114,7 +114,7 @@ class Trust:
         unsaved = self._book.unsaved()
         if self._store is None or not self._is_loaded or not unsaved:
             return
-        # Copied here, because deeds go on while the thread writes.
+        # Copied here, because events go on while the thread writes.
         copies = {node_id: reputation.copy() for node_id, reputation in unsaved.items()}
         for reputation in unsaved.values():
             reputation.is_unsaved = False

@@ -24,7 +24,7 @@ import msgspec
 from swarmllm.models.catalogue import MIN_ID_PREFIX
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note
+from swarmllm.swarm.peers.trust import Note, TrustEvent
 from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
@@ -236,7 +236,7 @@ class ModelIndex:
             said = other.said[model_id].n_layers
             if own is not None and said != own.n_layers:
                 contradiction = Contradiction(other.node_id, model_id, said, own.n_layers)
-                self._note(other.node_id, Deed.BROKE_PROTOCOL, str(contradiction))
+                self._note(other.node_id, TrustEvent.BROKE_PROTOCOL, str(contradiction))
 
     def _put_in(self, indexed: IndexedRecord, model_id: ModelId, said: _Said) -> None:
         model = self._models.get(model_id)

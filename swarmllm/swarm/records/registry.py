@@ -9,8 +9,8 @@ Everything is indexed by model (see model_index.py) and kept incrementally: a re
 the node's previous one, and an answer costs what is in it. What a model looks like is worked out when
 somebody asks, and again only after something about it has changed.
 
-Trust changes with every deed and with time, and nobody tells the registry. So each read compares the nodes it
-is about with the trust of now; a node whose trust has changed enters or leaves the index then.
+Trust changes with every event and with time, and nobody tells the registry. So each read compares the nodes
+it is about with the trust of now; a node whose trust has changed enters or leaves the index then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import trio
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
-from swarmllm.swarm.peers.trust import NodeTrust, NoOpinion, may_work
+from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust, may_work
 from swarmllm.swarm.records.departures import Departed, Departures
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
@@ -93,7 +93,7 @@ class Registry:
         this node another number of layers is noted, once per announcement, which is ignored. `share_min`: the
         score from which a node's announcements of kept KV count."""
         self._node_id = node_id
-        self._trust = trust = trust or NoOpinion()
+        self._trust = trust = trust or NeutralTrust()
         self._share_min = share_min
         parts = parts or RegistryParts()
         self._announced = parts.announced

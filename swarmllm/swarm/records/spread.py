@@ -25,7 +25,7 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.trust import Deed, Note, unnoted
+from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import Ask, RecordExchange
 from swarmllm.swarm.router import Change
@@ -101,7 +101,7 @@ class RecordSpread:
         ask: Ask,
         connected: Collection[NodeId],
         listener: RecordListener,
-        note: Note = unnoted,
+        note: Note = ignored_event,
         parts: RecordParts | None = None,
     ) -> None:
         """`connected`: the peers that are, whenever it is looked at."""
@@ -197,7 +197,7 @@ class RecordSpread:
     def blame(self, sender: NodeId, error: BadMessage) -> None:
         """A peer has sent a statement that is refused, although each node checks what it passes on."""
         if not isinstance(error, UnsupportedVersion):
-            self._note(sender, Deed.BROKE_PROTOCOL, str(error))
+            self._note(sender, TrustEvent.BROKE_PROTOCOL, str(error))
             self._blame_author(error, sender)
 
     def pass_on(self, node_id: NodeId) -> None:
@@ -214,7 +214,7 @@ class RecordSpread:
         """Only a node whose signature proves that it said so, never the subject of a forged statement."""
         author = error.author if isinstance(error, BadStatement) else None
         if author not in (None, blamed, self._identity.node_id):
-            self._note(author, Deed.BROKE_PROTOCOL, str(error))
+            self._note(author, TrustEvent.BROKE_PROTOCOL, str(error))
 
     def receive(self, topic: str, content: bytes) -> None:
         """Gossip that passed `validate`."""

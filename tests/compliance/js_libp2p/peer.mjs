@@ -51,7 +51,7 @@ node.services.pubsub.addEventListener('message', ({ detail }) => {
 
 const cidOf = (key) => CID.createV1(0x55, Digest.decode(Buffer.from(key, 'hex')))
 
-const deeds = {
+const commands = {
   where: () => ({ id: node.peerId.toString(), addresses: node.getMultiaddrs().map(String) }),
   dial: async ({ address }) => {
     const connection = await node.dial(multiaddr(address))
@@ -99,9 +99,9 @@ const deeds = {
 }
 
 for await (const line of createInterface({ input: process.stdin })) {
-  const { deed, ...rest } = JSON.parse(line)
+  const { command, ...rest } = JSON.parse(line)
   try {
-    say({ ok: await deeds[deed](rest) })
+    say({ ok: await commands[command](rest) })
   } catch (error) {
     say({ error: `${error.name}: ${error.message}` })
   }

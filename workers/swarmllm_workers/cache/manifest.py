@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from swarmllm_proto import ipc
-from swarmllm_proto.ipc_kv import join_names
+from swarmllm_proto.ipc.kv import join_names
 from swarmllm_workers.cache.prefix_cache import PrefixCache
 from swarmllm_workers.cache.prefixes import Kept
 

@@ -34,7 +34,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import Sampling, TokenLogprob
-from swarmllm_proto.ipc_base import LOGPROB_MIN
+from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.grammar import Grammar
 from swarmllm_workers.errors import CallError

@@ -65,14 +65,14 @@ _GRID_ROTATIONS: Final = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 _KV_TYPES: Final = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}
 
 
-class _Complaints(threading.local):
+class _LibraryMessages(threading.local):
     """Of the calls of one thread: libllama says what it dislikes in the thread that calls it."""
 
     def __init__(self) -> None:
         self.recent: deque[str] = deque(maxlen=8)
 
 
-_complaints = _Complaints()
+_library_messages = _LibraryMessages()
 
 
 class _Heard(threading.local):
@@ -100,7 +100,7 @@ def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
         _heard.lines.append(line)
         return
     if level == 4:
-        _complaints.recent.append(line)
+        _library_messages.recent.append(line)
     if line:
         log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
 
@@ -116,7 +116,7 @@ def engine_version() -> str:
 
 
 def _complaint(what: str) -> CallError:
-    said = "; ".join(_complaints.recent) or "libllama gave no reason"
+    said = "; ".join(_library_messages.recent) or "libllama gave no reason"
     kind = "out_of_memory" if "alloc" in said or "memory" in said else "bad_model"
     return CallError(kind, f"{what}: {without_folders(said)[:600]}")  # type: ignore[arg-type]
 
@@ -167,7 +167,7 @@ class Model:
             params.progress_callback = lib.llama_progress_callback(progressed)
         if numbers:
             params.kv_overrides = _overrides(numbers)
-        _complaints.recent.clear()
+        _library_messages.recent.clear()
         if use_mmap and not vocab_only and part is None:
             for file in files_of(path):
                 huge_pages.read_in(file)
@@ -333,7 +333,7 @@ class Context:
         self._threads = settings.threads or Threads(settings.n_threads)
         self._n_threads = settings.n_threads
         self._gives_normed = False
-        _complaints.recent.clear()
+        _library_messages.recent.clear()
         handle = lib.llama_init_from_model(model.handle, params)
         if handle is None:
             raise _complaint("no context can be made")

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from swarmllm_proto.ipc_base import ErrorKind
+from swarmllm_proto.ipc.base import ErrorKind
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.grammars.messages import (
     MESSAGE_MAX,

@@ -25,7 +25,7 @@ from typing import Annotated, Final, Protocol, cast
 import msgspec
 from msgspec import Meta
 
-from swarmllm_proto.ipc_base import KernelChoice, KernelMode, KernelType, KernelWay, Nanoseconds
+from swarmllm_proto.ipc.base import KernelChoice, KernelMode, KernelType, KernelWay, Nanoseconds
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of
 from swarmllm_workers.kernels import interposing, small_batches

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.tensors import BLOCK_BYTES, BLOCK_VALUES, HEAD, Q8_0_TAG, pack_rows, rounded
 from swarmllm_workers.kernels.interposing import find_library
 

@@ -45,7 +45,7 @@ from typing import Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from swarmllm_proto.ipc_base import KernelMode
+from swarmllm_proto.ipc.base import KernelMode
 from swarmllm_workers.kernels import interposing
 from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way
 from swarmllm_workers.kernels.kernel_choice import ROWS_MAX as ROWS_MAX

@@ -13,7 +13,7 @@ import numpy as np
 
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import CheckPrefix
-from swarmllm_proto.ipc_kv import CheckOutcome, PrefixChecked
+from swarmllm_proto.ipc.kv import CheckOutcome, PrefixChecked
 from swarmllm_workers.cache.prefixes import Buffer, token_name
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.kv_state import BadState, rows_apart

@@ -21,7 +21,7 @@ from msgspec import UNSET
 
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.ipc import StageTiming
-from swarmllm_proto.ipc_base import RowFormat
+from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import is_packed, unpack_rows
 from swarmllm_workers.decode.decoding import Decoding

@@ -13,7 +13,7 @@ from blake3 import blake3
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.ipc_kv import NAME_SIZE, split_names
+from swarmllm_proto.ipc.kv import NAME_SIZE, split_names
 from swarmllm_proto.limits import PREFIX_KV_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.build_info import build_info

@@ -28,8 +28,8 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.ipc_base import GuessCount
-from swarmllm_proto.ipc_base import Guesser as Way
+from swarmllm_proto.ipc.base import GuessCount
+from swarmllm_proto.ipc.base import Guesser as Way
 from swarmllm_proto.limits import GUESSES_MAX
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from swarmllm_proto.ipc_texts import PoolingKind
+from swarmllm_proto.ipc.texts import PoolingKind
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.errors import CallError
 

@@ -31,13 +31,13 @@ PROBE_S: Final = 0.5
 """Of silence."""
 _ERROR_LEVEL: Final = 4
 
-_complaints: list[str] = []
+_library_messages: list[str] = []
 
 
 def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
     if level == _ERROR_LEVEL:
-        _complaints.append(text.decode("utf-8", "replace").strip())
-        del _complaints[:-8]
+        _library_messages.append(text.decode("utf-8", "replace").strip())
+        del _library_messages[:-8]
 
 
 _log_callback = lib.llama_log_callback(_on_log)
@@ -192,5 +192,5 @@ class Projector:
 
 
 def _complaint(what: str, field: str) -> CallError:
-    said = "; ".join(_complaints) or "libmtmd gave no reason"
+    said = "; ".join(_library_messages) or "libmtmd gave no reason"
     return CallError("bad_model", f"{what}: {without_folders(said)[:600]}", field)

@@ -1,0 +1,513 @@
+"""Messages between the daemon and a model worker, over one Unix socket.
+
+Each message is the JSON header of one frame (see `frames`); tensors and raw text bytes travel in the frame's
+payload, never in the JSON. A daemon message carries a call `id` chosen by the daemon; every worker message
+that answers it carries the same `id`. A worker owns one model: `Open` names its GGUF, `Load` and `Unload`
+move layer ranges in and out, and the process leaves with `Bye` when its last range is unloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import UNSET, Meta, UnsetType
+
+from swarmllm_proto.ipc.base import (  # noqa: F401
+    AtWork,
+    CallId,
+    CheckCuts,
+    Cut,
+    CutsChecked,
+    DaemonMessage,
+    Dimension,
+    ErrorKind,
+    Fingerprint,
+    FinishReason,
+    GenerateDone,
+    GeneratedTokens,
+    GuessCount,
+    InfillTokens,
+    JobNumber,
+    KernelChoice,
+    KernelClass,
+    KernelMode,
+    KernelWay,
+    LayerIndex,
+    Logprobs,
+    Owner,
+    Position,
+    RequestId,
+    RowFormat,
+    Sampling,
+    Scores,
+    Seconds,
+    SizeBytes,
+    StageIndex,
+    StageTiming,
+    StopIndex,
+    TokenAgain,
+    TokenCount,
+    TokenId,
+    TokenLogprob,
+    TokensAgain,
+    UseThreads,
+    WorkerMessage,
+    require_job_number,
+    require_layer_range,
+)
+from swarmllm_proto.ipc.kv import (  # noqa: F401
+    CheckPrefix,
+    ExportPrefixSnapshot,
+    HoldRequest,
+    ImportPrefixSnapshot,
+    KeptRows,
+    LookUpPrefix,
+    PrefixChecked,
+    PrefixFetchProbe,
+    PrefixFetchResult,
+    PrefixLookedUp,
+    PrefixManifestUpdate,
+    PrefixSnapshotResponse,
+    ReadJournal,
+    Resumed,
+    ResumeRequest,
+)
+from swarmllm_proto.ipc.ring import (
+    Arrived,
+    CloseLinks,
+    LinkLost,
+    Relay,
+    TakeLink,
+    TakePrompt,
+    TakeSeat,
+    Turned,
+)
+from swarmllm_proto.ipc.texts import (  # noqa: F401
+    EncodeText,
+    OpenTextEncoder,
+    PoolingKind,
+    TextEncoded,
+    TextEncoderOpened,
+)
+from swarmllm_proto.ipc.vision import (  # noqa: F401
+    EncodePicture,
+    EncodeSound,
+    OpenProjector,
+    PictureEncoded,
+    PictureKind,
+    PicturePart,
+    PictureRecoded,
+    ProjectorOpened,
+    RecodePicture,
+    SoundKind,
+)
+from swarmllm_proto.picture_runs import PictureRuns
+
+KvType = Literal["f16", "q8_0"]
+FlashAttention = Literal["auto", "on", "off"]
+
+
+class Open(DaemonMessage, frozen=True, tag=True):
+    """First message: which GGUF this worker serves. Opens vocabulary, template and embedding; loads no
+    layer."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    cache_dir: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder for segment files cut from the GGUF."""
+    owns_path: bool = False
+    """The GGUF is the store's: its layers may move to segment files."""
+    model_id: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")] = "0" * 64
+    """What names of kept KV begin with."""
+    n_ctx: Annotated[int, Meta(ge=16, le=2**24)] = 4096
+    """KV cells shared by all slots."""
+    n_slots: Annotated[int, Meta(ge=1, le=256)] = 8
+    n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    use_mmap: bool = True
+    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
+    continuous_batching: bool = True
+    """Requests that run at the same time share libllama's batches."""
+    prefill_chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
+    """Rows of one prompt in one batch, as far as batches are that large."""
+    n_prefixes: Annotated[int, Meta(ge=0, le=255)] = 16
+    """Finished requests whose KV is kept for prompts that begin alike; 0: none."""
+    prefix_max_bytes: SizeBytes = 2**31
+    """Host memory for kept KV whose cells others needed."""
+    prefix_min_tokens: TokenCount = 32
+    """Fewer rows are not worth sharing."""
+    prefix_ttl_s: Seconds = 600.0
+    """How long KV is kept that nobody asks for."""
+    session_ttl_s: Seconds = 600.0
+    """The same for that of sessions."""
+    tell_prefixes: bool = False
+    """Say with PrefixManifestUpdate what is kept."""
+    prefix_key: Annotated[str, Meta(max_length=64, pattern="^([0-9a-f]{64})?$")] = ""
+    """What the names of kept KV are keyed with, where only members of a private swarm are to make them."""
+    max_bytes: SizeBytes = 0
+    """What layers may take by prediction; 0: what the machine has left."""
+    kv_type: KvType = "f16"
+    flash_attention: FlashAttention = "off"
+    use_mlock: bool = False
+    ngram_max_size: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Longest run of tokens looked up in the text so far, to guess what follows it; 0: no lookup."""
+    ngram_num_pred_tokens: Annotated[int, Meta(ge=1, le=64)] = 10
+    draft_path: Annotated[str, Meta(max_length=4096)] = ""
+    """A small GGUF of the same vocabulary that guesses; "": none."""
+    speculative_gamma: Annotated[int, Meta(ge=1, le=64)] = 4
+    swift_gamma: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Guesses per step at most that the model makes with a part of its layers; 0: none."""
+    swift_skip_ratio: Annotated[float, Meta(ge=0, le=0.9)] = 0.45
+    """The share of the layers that it then leaves out."""
+    journal_max_bytes: SizeBytes = 2**28
+    """Host memory for what running requests have sent on; 0: nothing is kept of it."""
+    checked_unit: LayerIndex = 0
+    """What a self-check found, here or elsewhere: layers may be cut at multiples of it, or, where it is the
+    number of layers, nowhere; 0: nothing beyond the table."""
+    kernels: KernelMode = "auto"
+    """"auto": measured at the first load of a row length, or read from `kernel_timings`."""
+    kernel_timings: Annotated[str, Meta(max_length=4096)] = ""
+    """File in which the measurement is kept; "": nowhere."""
+
+
+class Load(DaemonMessage, frozen=True, tag=True):
+    """Make layers [start, end) runnable. The range that ends at n_layers also holds the head. Answered by
+    Progress ... Loaded."""
+
+    start: LayerIndex
+    end: LayerIndex
+    mapped_beside_bytes: SizeBytes | UnsetType = UNSET
+    """Weights that other workers of the node have mapped: the system counts them as available."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+
+
+class Unload(DaemonMessage, frozen=True, tag=True):
+    """Give layers [start, end) back; a range in the middle of a loaded one splits it. Answered by Loaded, and
+    by Bye after the last layer."""
+
+    start: LayerIndex
+    end: LayerIndex
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model should think before it answers, for chat templates that can say so."""
+
+
+TextPlace = Literal["whole", "first", "later"]
+
+
+class Tokenize(DaemonMessage, frozen=True, tag=True):
+    """`text` as it is, or `messages` (and `tools`) through the model's chat template. Answered by Tokens."""
+
+    text: str | None = None
+    messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
+    effort: Effort | None = None
+    template: str = ""
+    """A chat template (Jinja) in place of the model's."""
+    place: TextPlace = "whole"
+    """Of `text`: "first" and "later" are pieces of a rendered template between pictures. A beginning-of-text
+    token is added to a first one that has none, and never to a later one."""
+
+
+class CheckGrammar(DaemonMessage, frozen=True, tag=True):
+    """Whether the grammar or JSON schema of `sampling` can be followed. Answered by Done, or by an Error that
+    names the field."""
+
+    sampling: Sampling
+
+
+class ApplyTemplate(DaemonMessage, frozen=True, tag=True):
+    """What the model's chat template makes of a conversation, up to where the assistant speaks. Answered by
+    Text."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None = None
+    effort: Effort | None = None
+    template: str = ""
+    """A chat template (Jinja) in place of the model's."""
+    is_to_answer: bool = True
+    """False: up to the end of the last message."""
+
+
+class Detokenize(DaemonMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids. Answered by Text, special tokens included."""
+
+    as_generated: bool = False
+    """What each of them adds to a text that is generated, instead, as a MessagePack list of bytes. Most
+    special tokens add nothing."""
+
+
+class Embed(DaemonMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids. Answered by LayerResult with f32 [n, n_embd] embedding rows."""
+
+
+class Forward(DaemonMessage, frozen=True, tag=True):
+    """Run layers [start, end) for one request. Payload: f32 [n, n_embd] hidden states, or, where start is 0,
+    i32 [n] token ids (the worker embeds them).
+
+    The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
+    Where layers are recurrent only position 0 can be gone back to, anything else is an error too.
+    want: "hidden" -> LayerResult with f32 [n, n_embd]; "normed" -> the same after the final norm (needs the
+    head); "scores" -> LayerResult with the Scores of the rows (needs the head), of which `sampling` says how
+    many of the likeliest tokens come along; "none" -> LayerResult without tensor (prefill at the last stage);
+    "token" -> Token sampled from the last row (needs the head); "again" -> LayerResult with TokensAgain, one
+    sampled from each row after the tokens that were told before it (needs the head). `sampling` must come
+    with the first "token" and with every "again", and with it `generated`, where the request began elsewhere:
+    the tokens between the prompt and the one that is wanted.
+    """
+
+    request_id: RequestId
+    start: LayerIndex
+    end: LayerIndex
+    position: Position
+    want: Literal["hidden", "none", "token", "normed", "scores", "again"]
+    sampling: Sampling | None = None
+    n_prompt_tokens: TokenCount = 0
+    generated: GeneratedTokens = ()
+    scored: GeneratedTokens = ()
+    """For "scores" and "again": the tokens that follow the rows, one for each."""
+    seat: StageIndex | None = None
+    """The request's seat that this is: its result may leave by a link, and the answer then says so."""
+    timings: Annotated[tuple[StageTiming, ...], Meta(max_length=256)] = ()
+    """Of the stages before, to be sent on with the result."""
+    waited_s: Seconds = 0.0
+    """Since the job arrived at the node."""
+    resent: bool = False
+    """A link broke behind this job: it may have come by that already, and is then answered with Done."""
+    rounded: bool = False
+    """Of "hidden": the rows are to be what q8_0 can carry (see `tensors`), in the answer as in what is
+    kept of them."""
+    exact_rows: TokenCount = 0
+    """Above 0: the request is exact, and will have at most so many rows. They get cells and batches of their
+    own; prompts run in pieces of EXACT_ROWS, counted from the first, and what follows row by row. Every
+    forward of such a request says so."""
+    picture_runs: PictureRuns = ()
+    """Rows of the request that stand on a grid or see each other; every forward of it says so."""
+    owner: Owner | UnsetType = UNSET
+    number: JobNumber | UnsetType = UNSET
+    """With `seat`: as in `LayerForward`. Such a job is answered with Done when it has its place in the order;
+    what comes of it leaves by a link or a Relay."""
+    fresh: JobNumber | UnsetType = UNSET
+    """As in `LayerForward`."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+        require_job_number(self.number, self.fresh)
+
+
+class Generate(DaemonMessage, frozen=True, tag=True):
+    """Whole decode loop in this worker, which must hold [0, n_layers). Payload: i32 [n] prompt token ids.
+    Answered by Token ... GenerateDone."""
+
+    request_id: RequestId
+    sampling: Sampling = Sampling()
+    n_generated: TokenCount = 0
+    """The last so many tokens of the payload are not prompt: the request generated them elsewhere, and goes
+    on here with the next."""
+    session_id: Annotated[str, Meta(max_length=256)] = ""
+    """A conversation whose next turn begins with this one: its KV is kept to the last row, and longest."""
+    own_kv: bool = False
+    """It takes no rows that another node computed and that were not checked."""
+    owner: Owner | UnsetType = UNSET
+
+
+class CancelRequest(DaemonMessage, frozen=True, tag=True):
+    """Stop the request and free its slot; a running Generate ends with
+    GenerateDone(finish_reason="cancelled"). Answered by Done."""
+
+    request_id: RequestId
+
+
+class ReleaseRequestKv(DaemonMessage, frozen=True, tag=True):
+    """Free the request's slot (unknown requests are fine). Answered by Done."""
+
+    request_id: RequestId
+
+
+class Shutdown(DaemonMessage, frozen=True, tag=True):
+    """Answered by Bye; then the process exits with 0."""
+
+
+class Ready(WorkerMessage, frozen=True, tag=True):
+    """First message of a worker after it has connected (id 0)."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    version: str
+    engine: str
+    """Version of llama-cpp-python and the build of libllama."""
+
+
+class Opened(WorkerMessage, frozen=True, tag=True):
+    """Answers Open: what the GGUF says about itself."""
+
+    architecture: str
+    name: str
+    n_layers: LayerIndex
+    n_embd: Dimension
+    n_vocab: Dimension
+    context_length: Dimension
+    cut_alignment: LayerIndex
+    """Layers may be cut at multiples of this; 0: the model runs whole only."""
+    whole_reason: str = ""
+    """Why the model cannot be cut, where cut_alignment is 0."""
+    eos_tokens: tuple[TokenId, ...] = ()
+    infill: InfillTokens | UnsetType = UNSET
+    """Unset: the model fills nothing in."""
+    has_chat_template: bool = False
+
+
+class Progress(WorkerMessage, frozen=True, tag=True):
+    """A Load, an Unload or a CheckCuts is under way; zero or more before its answer."""
+
+    done_bytes: SizeBytes
+    total_bytes: SizeBytes
+
+
+class Loaded(WorkerMessage, frozen=True, tag=True):
+    """Answers Load and Unload: what the worker now holds."""
+
+    ranges: tuple[tuple[LayerIndex, LayerIndex], ...]
+    weights_bytes: SizeBytes = 0
+    kv_bytes: SizeBytes = 0
+    """Of keys and values; this and `work_bytes` as predicted before loading."""
+    work_bytes: SizeBytes = 0
+    """What computing takes besides."""
+    mapped_bytes: SizeBytes | UnsetType = UNSET
+    """Of the weights, what is read from mapped pages of files."""
+    kernels: Annotated[tuple[KernelChoice, ...], Meta(max_length=256)] = ()
+    """What was measured about the products of these layers; none where nothing was to be chosen."""
+    kernel_class: KernelClass | UnsetType = UNSET
+    """As nodes announce it (see `swarm.ShardAnnounce`); unset: nobody's bits are known to be equal."""
+
+
+class Tokens(WorkerMessage, frozen=True, tag=True):
+    """Payload: i32 [n] token ids."""
+
+
+class Text(WorkerMessage, frozen=True, tag=True):
+    """Answers ApplyTemplate and Detokenize. Payload: UTF-8; a detokenized text may begin or end inside a
+    character."""
+
+
+class LayerResult(WorkerMessage, frozen=True, tag=True):
+    """Answers Embed, Forward and ReadJournal. Payload: f32 [n, n_embd], MessagePack of Scores where want
+    was "scores" and of TokensAgain where it was "again", or empty where it was "none"."""
+
+    request_id: str = ""
+    compute_s: Seconds = 0.0
+    onward: bool = False
+    """The result has left by a link to the next stage; no payload here."""
+
+
+class Token(WorkerMessage, frozen=True, tag=True):
+    """One sampled token. Payload: the UTF-8 bytes that may be shown now (empty while a stop string or a split
+    character is pending)."""
+
+    request_id: str
+    index: TokenCount
+    """0 for the first generated token."""
+    token: TokenId
+    finish_reason: FinishReason | None = None
+    compute_s: Seconds = 0.0
+    logprobs: Logprobs = ()
+    onward: bool = False
+    """The token has left by a link to the first stage."""
+    stopped_by: StopIndex | None = None
+    """Which of the sampling's stop strings ended the generation here; None: another thing did."""
+    fingerprint: Fingerprint | UnsetType = UNSET
+    """Of the logits that it was taken from; unset: nobody asked."""
+
+
+class Done(WorkerMessage, frozen=True, tag=True):
+    """Answers CancelRequest, ReleaseRequestKv, HoldRequest, TakeLink, CloseLinks, TakeSeat, TakePrompt, Cut
+    and UseThreads; and of Forwards with a seat those that were `resent` and had come before, those with a
+    number, and windows at the last stage."""
+
+
+class Error(WorkerMessage, frozen=True, tag=True):
+    """The call failed. `kind` is stable and machine-readable, `field` names the offending field where there
+    is one. fatal: the worker cannot go on and exits."""
+
+    kind: ErrorKind
+    message: str
+    field: str = ""
+    request_id: str = ""
+    fatal: bool = False
+
+
+class Bye(WorkerMessage, frozen=True, tag=True):
+    """The last message: the worker exits with 0. Answers Shutdown, and the Unload that took the last
+    range."""
+
+
+AnyDaemonMessage: TypeAlias = (
+    Open
+    | Load
+    | Unload
+    | CheckCuts
+    | Cut
+    | UseThreads
+    | Tokenize
+    | CheckGrammar
+    | ApplyTemplate
+    | Detokenize
+    | Embed
+    | Forward
+    | TakeLink
+    | CloseLinks
+    | TakeSeat
+    | TakePrompt
+    | Generate
+    | CancelRequest
+    | ReleaseRequestKv
+    | HoldRequest
+    | ResumeRequest
+    | ReadJournal
+    | PrefixFetchProbe
+    | ExportPrefixSnapshot
+    | ImportPrefixSnapshot
+    | LookUpPrefix
+    | CheckPrefix
+    | OpenProjector
+    | EncodePicture
+    | EncodeSound
+    | RecodePicture
+    | OpenTextEncoder
+    | EncodeText
+    | Shutdown
+)
+AnyWorkerMessage: TypeAlias = (
+    Ready
+    | Opened
+    | Progress
+    | Loaded
+    | CutsChecked
+    | AtWork
+    | Tokens
+    | Text
+    | LayerResult
+    | Token
+    | GenerateDone
+    | Arrived
+    | Relay
+    | Turned
+    | LinkLost
+    | Done
+    | Resumed
+    | PrefixFetchResult
+    | PrefixSnapshotResponse
+    | PrefixLookedUp
+    | PrefixChecked
+    | PrefixManifestUpdate
+    | ProjectorOpened
+    | PictureEncoded
+    | PictureRecoded
+    | TextEncoderOpened
+    | TextEncoded
+    | Error
+    | Bye
+)

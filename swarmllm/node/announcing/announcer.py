@@ -1,0 +1,302 @@
+"""Announces this node to the swarm: what it holds, its load and its speed.
+
+One record, which this node alone writes. It is published when something in it has changed (see `capability`);
+holdings are compared at once when somebody says that they changed, load and speed every few seconds.
+
+Of the workers' kept KV it tells what belongs to models that run here whole, and not too much.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+from msgspec import UNSET, UnsetType
+
+from swarmllm import __version__
+from swarmllm.errors import BadModel, StoreLocked
+from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
+from swarmllm.models.manifest import MMPROJ_INDEX
+from swarmllm.node.announcing.capability import float_among, machine_speed
+from swarmllm.node.announcing.record_changes import RecordChanges
+from swarmllm.node.placing.auto_shard import AutoShardManager
+from swarmllm.node.sharing.file_shares import FileShares
+from swarmllm.scheduling.speeds import Observations
+from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX
+from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import Router
+from swarmllm.transfer import ModelTransfer
+from swarmllm.workerpool import WorkerPool
+from swarmllm_proto.codec import encode_record
+from swarmllm_proto.identifiers import Digest, ModelId
+from swarmllm_proto.ipc import KvType
+from swarmllm_proto.node_load import encode_load, load_of
+from swarmllm_proto.swarm import (
+    MODEL_RANGES_MAX,
+    RECORD_MODELS_MAX,
+    RECORD_RANGES_MAX,
+    FetchedFile,
+    FileAnnounce,
+    KeptPrefix,
+    NodeCapability,
+    NodeRecord,
+    PrefixCacheAnnounce,
+    ProjectorAnnounce,
+    ShardAnnounce,
+    SharedFile,
+    SharedModel,
+)
+from swarmllm_proto.swarm.base import PREFIX_MODELS_MAX
+from swarmllm_proto.swarm.vision import RECORD_PROJECTORS_MAX
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+
+def prefix_announcements(
+    kept: Mapping[ModelId, tuple[KeptPrefix, ...]], ready: Iterable[ShardAnnounce]
+) -> tuple[PrefixCacheAnnounce, ...]:
+    """`kept`: by model id, the most recently used first. Where there are too many, every model has an equal
+    share of the room."""
+    whole = [model.model_id for model in ready if model.ranges == ((0, model.n_layers),)]
+    told = [model_id for model_id in whole if kept.get(model_id)][:PREFIX_MODELS_MAX]
+    if not told:
+        return ()
+    n_each = NODE_PREFIXES_MAX // len(told)
+    return tuple(
+        PrefixCacheAnnounce(model_id=model_id, prefixes=kept[model_id][:n_each]) for model_id in told
+    )
+
+
+def within_limits(
+    ready: Iterable[ShardAnnounce], files: Iterable[FileAnnounce]
+) -> tuple[tuple[ShardAnnounce, ...], tuple[FileAnnounce, ...]]:
+    """As many as one record may have: first what is ready to run, in the order in which it comes."""
+    left = RECORD_RANGES_MAX
+    models: list[ShardAnnounce] = []
+    for model in islice(ready, RECORD_MODELS_MAX):
+        if (n_ranges := len(model.ranges) + len(model.loading) + len(model.pinned)) <= left:
+            left -= n_ranges
+            models.append(model)
+    told: list[FileAnnounce] = []
+    for file in islice(files, RECORD_MODELS_MAX):
+        if len(file.layers) <= left:
+            left -= len(file.layers)
+            told.append(file)
+    return tuple(models), tuple(told)
+
+
+log = logging.getLogger(__name__)
+
+SOFTWARE = f"swarmllm/{__version__}"
+SPEAK_S = 1.0
+"""How often load and speed are compared with what the swarm was told last. In bench.simulation, origins that
+know load from five seconds ago all run to the same nodes, and requests take three times as long as they
+could; from one second ago, half as long again."""
+FLOAT_S = 5.0
+"""How often this node looks, and says, where it is among the others, and what it holds, without being told
+to."""
+Holdings = tuple[
+    tuple[ShardAnnounce, ...],
+    tuple[FileAnnounce, ...],
+    tuple[PrefixCacheAnnounce, ...],
+    tuple[SharedModel, ...] | UnsetType,
+    tuple[ProjectorAnnounce, ...] | UnsetType,
+    tuple[SharedFile, ...] | UnsetType,
+    tuple[FetchedFile, ...] | UnsetType,
+]
+"""(layers ready to run, files to give, prompts' beginnings whose KV is kept, models that are shared,
+projectors, files that are shared, files of which parts are fetched)"""
+
+
+class Announcer:
+    def __init__(
+        self,
+        nickname: str,
+        *,
+        router: Router,
+        registry: Registry,
+        pool: WorkerPool,
+        catalogue: Catalogue,
+        transfer: ModelTransfer,
+        observations: Observations,
+        describe: Callable[[], NodeCapability],
+        placing: AutoShardManager,
+        files: FileShares,
+    ) -> None:
+        self.started_at = time.time()
+        self._nickname = nickname
+        self._router = router
+        self._registry = registry
+        self._pool = pool
+        self._catalogue = catalogue
+        self._transfer = transfer
+        self._observations = observations
+        self._describe = describe
+        self._placing = placing
+        self._files = files
+        self._leaves = False
+        self._sequence = 0
+        self._published: Holdings | None = None
+        self._changes = RecordChanges()
+        self._changed = trio.Event()
+        self._publishing = trio.Lock()
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the swarm informed; started once it knows this node."""
+        await self._publish_when_possible()
+        task_status.started()
+        look_s = 0.0
+        while True:
+            with trio.move_on_after(SPEAK_S):
+                await self._changed.wait()
+                self._changed = trio.Event()
+                look_s = 0.0
+            if (
+                trio.current_time() < look_s
+                and (means := self._changes.of_work(self._describe())) != "record"
+            ):
+                if means == "load":
+                    await self._publish_load()
+                continue
+            look_s = trio.current_time() + FLOAT_S
+            self._observations.floating = float_among(
+                self._router.node_id, self._observations.floating, self._router.peers(), self._registry
+            )
+            self._observations.place.move(self._observations.floating)
+            await self._publish_when_possible()
+
+    async def _publish_when_possible(self) -> None:
+        while True:
+            try:
+                await self.publish()
+            except StoreLocked as error:
+                log.warning("the swarm is told later what is held here: %s", error.message)
+                await trio.sleep(SPEAK_S)
+            else:
+                return
+
+    async def measure(self, file: Path) -> None:
+        """Learn how fast this machine is, from `file` or by a probe of a second."""
+        self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
+        self.look()
+
+    def look(self) -> None:
+        """Something may have changed: compare now, not only in a few seconds."""
+        self._changed.set()
+
+    async def leave(self) -> None:
+        """Tell the swarm that no layers are ready here, so that no new request is planned over them."""
+        self._leaves = True
+        await self.publish()
+
+    async def publish(self) -> None:
+        """Tell the swarm what this node holds and how it fares, if that has changed. One at a time: the last
+        word is the newest.
+        """
+        async with self._publishing:
+            holdings = await self._holdings()
+            capability = self._describe()
+            means = self._changes.of_all(capability, trio.current_time())
+            if means == "record" or holdings != self._published:
+                self._sequence += 1
+                await self._router.publish(encode_record(self._record(holdings, capability)))
+                ready, files, *_ = holdings
+                names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
+                self._transfer.announce_far(names.items())
+                self._published = holdings
+                self._changes.record_told(capability)
+            elif means == "load":
+                await self._tell_load(capability)
+
+    async def _publish_load(self) -> None:
+        async with self._publishing:
+            await self._tell_load(self._describe())
+
+    async def _tell_load(self, capability: NodeCapability) -> None:
+        await self._router.publish_load(encode_load(load_of(capability)))
+        self._changes.load_told(capability, trio.current_time())
+
+    async def _holdings(self) -> Holdings:
+        entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
+        held = {} if self._leaves else self._pool.models()
+        ready = tuple(
+            ShardAnnounce(
+                model_id=model_id,
+                name=entries[model_id].name,
+                n_layers=entries[model_id].manifest.n_layers,
+                ranges=_pairs(held.get(model_id, ())),
+                loading=_pairs(self._placing.loading(model_id)),
+                pinned=_pairs(self._placing.pinned(model_id)),
+                fetched=self._placing.fetched(model_id),
+                kv_type=self._kv_type(model_id),
+                kernel_class=self._pool.kernel_class(model_id) or UNSET,
+            )
+            for model_id in sorted({*held, *self._placing.model_ids})
+            if not self._leaves
+            and model_id in entries
+            and (model_id in held or self._placing.loading(model_id))
+        )
+        # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
+        kept = prefix_announcements(self._pool.kept_prefixes(), ready)
+        ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
+        seeing = (
+            ()
+            if self._leaves
+            else await trio.to_thread.run_sync(_projectors, entries.values(), self._transfer.gives)
+        )
+        spread = self._files
+        return ready, files, kept, self._placing.shares, seeing or UNSET, spread.shared, spread.fetched
+
+    def _kv_type(self, model_id: ModelId) -> KvType | UnsetType:
+        loaded = self._pool.loaded_with(model_id)
+        return UNSET if loaded is None or loaded.kv_type is None else loaded.kv_type
+
+    def _record(self, holdings: Holdings, capability: NodeCapability) -> NodeRecord:
+        return NodeRecord(
+            node_id=self._router.node_id,
+            nickname=self._nickname,
+            software=SOFTWARE,
+            started_at=self.started_at,
+            sequence=self._sequence,
+            models=holdings[0],
+            capability=capability,
+            files=holdings[1],
+            prefix_caches=holdings[2],
+            shares=holdings[3],
+            projectors=holdings[4],
+            shared_files=holdings[5],
+            fetched_files=holdings[6],
+        )
+
+
+def _projectors(entries: Iterable[CatalogueEntry], gives: bool) -> tuple[ProjectorAnnounce, ...]:
+    """Those whose files are as they were; `gives`: to others, too. Blocking."""
+    found: list[ProjectorAnnounce] = []
+    for entry in entries:
+        if (projector := entry.projector) is None or len(found) == RECORD_PROJECTORS_MAX:
+            continue
+        try:
+            projector.check_file()
+        except BadModel:
+            continue
+        found.append(
+            ProjectorAnnounce(
+                model_id=entry.model_id,
+                projector=Digest(projector.blake3),
+                n_embd=projector.n_embd,
+                shard=MMPROJ_INDEX,
+                size_bytes=projector.size_bytes if gives else UNSET,
+                takes=UNSET if projector.takes == {"picture"} else tuple(sorted(projector.takes)),
+            )
+        )
+    return tuple(found)
+
+
+def _pairs(ranges: Iterable[LayerRange]) -> tuple[tuple[int, int], ...]:
+    return tuple((layers.start, layers.end) for layers in ranges)[:MODEL_RANGES_MAX]

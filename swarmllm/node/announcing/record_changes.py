@@ -1,0 +1,92 @@
+"""Decides which changes of a node's load and speed the swarm is told, and how: pure, `now` passed in.
+
+A record goes to every node, several times, so that what changes with every request is told by itself, in a
+heartbeat. Heartbeats that are missed are not repaired as records are: a load that stays is put into the
+record too, for nodes that join later.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from swarmllm.node.announcing.capability import links_have_changed, load_has_changed, work_has_changed
+from swarmllm_proto.node_load import carrying, load_of
+from swarmllm_proto.swarm import NodeCapability
+
+SETTLED_S: Final = 60.0
+"""A load that has been the same for so long belongs into the record."""
+
+Means = Literal["record", "load", "nothing"]
+
+FIRST_S: Final = 5.0
+LONGEST_S: Final = 60.0
+"""Of waits between two times that drifting values are told."""
+
+
+class Damping:
+    """Limits how often values are told that drift by themselves, like round trips on a busy machine.
+
+    The first change after a quiet time is told at once. Each one that follows waits twice as long as the one
+    before, up to a limit, and each look that finds nothing halves the wait.
+    """
+
+    def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._wait_s = first_s
+        self._due_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<Damping {self._wait_s:g} s>"
+
+    def admits(self, now: float, *, has_changed: bool) -> bool:
+        """Whether to tell it now; to be asked at each look."""
+        if now < self._due_s:
+            return False
+        if has_changed:
+            self._due_s = now + self._wait_s
+            self._wait_s = min(self._longest_s, 2 * self._wait_s)
+        else:
+            self._wait_s = max(self._first_s, self._wait_s / 2)
+        return has_changed
+
+
+class RecordChanges:
+    def __init__(self) -> None:
+        self._told = NodeCapability()
+        """As others know it."""
+        self._recorded = NodeCapability()
+        """As in the last record."""
+        self._load_told_s = 0.0
+        self._ways = Damping()
+
+    def __repr__(self) -> str:
+        return f"<RecordChanges {self._ways}>"
+
+    @property
+    def told(self) -> NodeCapability:
+        return self._told
+
+    def of_work(self, capability: NodeCapability) -> Means:
+        """A quick look, at what routes should know at once."""
+        if work_has_changed(self._told, capability):
+            return "record"
+        return "load" if load_has_changed(self._told, capability) else "nothing"
+
+    def of_all(self, capability: NodeCapability, now: float) -> Means:
+        """To be asked now and then: what wanders by itself is told ever more rarely."""
+        is_of_ways = links_have_changed(self._told, capability)
+        tells_ways = self._ways.admits(now, has_changed=is_of_ways)
+        means = self.of_work(capability)
+        is_settled = means == "nothing" and now >= self._load_told_s + SETTLED_S
+        if tells_ways or (is_settled and load_has_changed(self._recorded, capability)):
+            return "record"
+        return means
+
+    def record_told(self, capability: NodeCapability) -> None:
+        self._told = self._recorded = capability
+
+    def load_told(self, capability: NodeCapability, now: float) -> None:
+        self._told = carrying(self._told, load_of(capability))
+        self._load_told_s = now
