@@ -1,4 +1,4 @@
-"""Ten thousand nodes, simulated, of which some ask.
+"""A large swarm, simulated, in which some of the nodes ask.
 
     python -m bench.large_swarm [--nodes 10000] [--origins 200] [--picture FILE]
 
