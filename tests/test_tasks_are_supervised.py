@@ -45,7 +45,7 @@ WAITED_FOR = {
     "workerpool/process.py": {"_accept"},
     "workerpool/worker.py": {"run"},
     # Parts of one long-lived task, which restarts as a whole (`run` of the shared digests too).
-    "node/auto_shard.py": {"_begin_looks"},
+    "node/placing/auto_shard.py": {"_begin_looks"},
     "swarm/libp2p/gossip.py": {"run_gossip"},
 }
 """File -> functions that start tasks which they wait for."""

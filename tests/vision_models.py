@@ -39,9 +39,17 @@ OTHER_TOKENS = (
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
     *("<|media_start|>", "<|media_begin|>", "<|media_end|>", "<|img|>", "<|endofimg|>"),
     *("<image>", "</image>", "<slice>", "</slice>", "\n"),
-    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_start|>", "<|audio_end|>", "[BEGIN_AUDIO]", "<sound>"),
 )
-"""Special tokens around pictures of the other families, and around sounds."""
+"""Special tokens around pictures of the other families."""
+SOUND_TOKENS = (
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "[BEGIN_AUDIO]",
+    "<sound>",
+)
+"""Special tokens around sounds, of text models that have none of their own."""
 OWN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>")
 OWN_TEXTS = ("qwen2vl", "gemma3")
 """Text models of which alone the pictures have these tokens around them."""
@@ -75,7 +83,7 @@ TEXTS: Final[dict[str, Spec | Family]] = {
 def text_model(folder: Path, name: str) -> Path:
     """A random one of `TEXTS`, with the special tokens of all projectors."""
     path = folder / f"{name}.gguf"
-    tokens = IDEFICS_TOKENS + OTHER_TOKENS + (OWN_TOKENS if name in OWN_TEXTS else ())
+    tokens = IDEFICS_TOKENS + OTHER_TOKENS + (OWN_TOKENS if name in OWN_TEXTS else SOUND_TOKENS)
     if path.exists():
         return path
     text = TEXTS[name]

@@ -43,7 +43,7 @@ def test_models_are_listed_and_shown(client: ollama.Client, node: DaemonProcess)
     shown = client.show("guide:latest")
     assert shown.details is not None
     assert shown.details.format == "gguf"
-    assert shown.capabilities == ["completion", "tools", "embedding"]
+    assert shown.capabilities == ["completion", "tools", "embedding", "vision"]
     assert shown.modelinfo is not None
     assert shown.modelinfo[f"{shown.details.family}.block_count"] == 12
     assert node.http.get("/api/version").json() == {"version": API_VERSION}
