@@ -200,9 +200,11 @@ def test_memory_returns_to_the_system_on_unload(worker: Worker, tmp_path: Path) 
     assert one - empty > 0.9 * half
     assert two - one > 0.9 * half
     assert two - again > 0.9 * half
-    worker.call(ipc.Load, start=0, end=6)
-    worker.call(ipc.Unload, start=6, end=12)
-    assert memory_bytes(worker.process.pid) - empty < 1.15 * (one - empty), "memory grows with each load"
+    for come, gone in [(0, 6), (6, 0)] * 4:
+        worker.call(ipc.Load, start=come, end=come + 6)
+        worker.call(ipc.Unload, start=gone, end=gone + 6)
+    # What a load leaves beside its half of the weights it leaves once, and not eight times.
+    assert memory_bytes(worker.process.pid) - one < 0.4 * half, "memory grows with each load"
 
 
 def test_mapped_segments_leave_no_memory_behind_either(worker: Worker, tmp_path: Path) -> None:
