@@ -16,12 +16,11 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 	@$(BOOTSTRAP)
 	@$(BIN)/swarmllm demo
 
-# Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Of the
-# tests of whole swarms two run at a time, since they mostly wait, and what failed beside another one runs alone.
+# Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Tests
+# of one part run beside those of others, and those of whole swarms alone.
 PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15
 PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
 DAEMONS := $(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py)
-SWARMS := tests/dashboard $(DAEMONS)
 PARTS += $(filter-out $(DAEMONS),$(sort $(wildcard tests/test_*.py)))
 
 test:  ## install what the tests need, then lint, type check and run every test
@@ -31,8 +30,7 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(BIN)/mypy
 	failed=0; \
 	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile $(PARTS) || failed=1; \
-	$(PYTEST) -n 2 --dist loadfile $(SWARMS) \
-		|| $(PYTEST) --last-failed --last-failed-no-failures none $(SWARMS) || failed=1; \
+	$(PYTEST) tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
 
 compliance:  ## run foreign implementations against ours (needs Node.js and npm)
