@@ -59,11 +59,12 @@ class Ranked:
 
 @contextmanager
 def _blamed_on(field: str) -> Iterator[None]:
-    """What is wrong with a text is told of its field."""
+    """What is wrong with a text is told of its field; what is wrong with the model stays the model's."""
     try:
         yield
     except InvalidRequest as error:
-        error.field = field
+        if error.field != "model":
+            error.field = field
         raise
 
 
