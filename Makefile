@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
+# Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help run test compliance lint format dist install clean
 .DEFAULT_GOAL := help

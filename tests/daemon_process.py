@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,11 +15,12 @@ from typing import Any
 
 import httpx
 from deadlines import PATIENCE_S
+from forked_process import ForkedProcess, clean_environment
 
 
 @dataclass
 class DaemonProcess:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     data_dir: Path
     log: Path
     http: httpx.Client
@@ -49,25 +49,30 @@ def running_daemon(
     *,
     load: list[str],
     bootstrap: list[str] | None = None,
-    program: Sequence[str] = ("-m", "swarmllm"),
+    program: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     **tables: dict[str, Any],
 ) -> Iterator[DaemonProcess]:
     """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs.
-    `program` is what Python runs, with `environment` besides its own."""
+    `program`: what a new Python runs instead of `swarmllm`. `environment`: what a new Python has besides
+    this one's. Without both of them the daemon is a fork (see `forked_process`)."""
     data_dir = folder / nickname
     config = folder / f"{nickname}.toml"
     config.write_text(toml(nickname, data_dir, load, bootstrap or [], tables))
     log = folder / f"{nickname}.log"
-    command = [sys.executable, *program, "daemon", "--config", str(config)]
+    arguments = ["daemon", "--config", str(config)]
+    process: subprocess.Popen[bytes] | ForkedProcess
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=clean_environment() | (environment or {}),
-        )
+        if not program and environment is None:
+            process = ForkedProcess(arguments, log)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *(program or ("-m", "swarmllm")), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=clean_environment() | (environment or {}),
+            )
     try:
         found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")
         with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
@@ -80,10 +85,6 @@ def running_daemon(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("SWARMLLM_")}
 
 
 def toml(
@@ -111,7 +112,9 @@ def toml(
     return "\n".join(lines) + "\n"
 
 
-def daemon_info(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> dict[str, Any] | None:
+def daemon_info(
+    process: subprocess.Popen[bytes] | ForkedProcess, data_dir: Path, log: Path
+) -> dict[str, Any] | None:
     assert process.poll() is None, f"the daemon ended with {process.returncode}:\n{log.read_text()}"
     try:
         return dict(json.loads((data_dir / "daemon.json").read_text()))

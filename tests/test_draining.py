@@ -51,7 +51,7 @@ def state(node: DaemonProcess) -> str:
 
 
 def test_a_stream_ends_whole_and_new_requests_are_refused(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "a", load=["guide"]) as node:
+    with running_daemon(tmp_path, "a", load=["guide"], node={"drain_timeout_s": 600}) as node:
         wait_for(lambda: state(node) == "ready", PATIENCE_S, "the model to be loaded")
         with streaming(node) as chunks:
             node.process.send_signal(signal.SIGTERM)
@@ -90,7 +90,13 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 def test_a_stage_is_not_planned_over_but_serves_the_stream_that_runs(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "a", load=["guide:0:6"]) as origin,
-        running_daemon(tmp_path, "b", load=["guide:6:12"], bootstrap=origin.addresses) as stage,
+        running_daemon(
+            tmp_path,
+            "b",
+            load=["guide:6:12"],
+            bootstrap=origin.addresses,
+            node={"drain_timeout_s": 600},
+        ) as stage,
     ):
         wait_for(lambda: complete(origin), PATIENCE_S, "the origin to know holders of all layers")
         with streaming(origin) as chunks:

@@ -115,9 +115,10 @@ async def others_ask(swarm: Swarm, asker: NodeId, *, task_status: TaskStatus[Non
             task_status.started()
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize(
-    ("held", "checked"), [(CUT, B), (CUT, C), (WHOLE, B)], ids=["the middle", "the last", "the whole"]
+    ("held", "checked", "kv_type"),
+    [(CUT, B, "q8_0"), (CUT, C, "f16"), (WHOLE, B, "q8_0")],
+    ids=["the middle", "the last", "the whole"],
 )
 async def test_honest_nodes_have_equal_bits_beside_other_requests(
     held: dict[NodeId, str], checked: NodeId, kv_type: KvType, tmp_path: Path, entry: CatalogueEntry
