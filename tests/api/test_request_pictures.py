@@ -302,6 +302,27 @@ async def test_a_model_that_takes_no_pictures_says_so_in_every_dialect(tmp_path:
         assert not stand.pipelines.calls
 
 
+async def test_a_level_of_detail_is_told_as_ignored(tmp_path: Path) -> None:
+    seen = {"type": "input_image", "image_url": PICTURE}
+    output = {"type": "function_call_output", "call_id": "c"}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    async with serve_node(tmp_path) as stand:
+        for detail, is_told in (("low", True), ("high", True), ("auto", False), (None, False)):
+            content = [text_part("A"), picture_part(ONE, detail=detail)]
+            item = seen | {"detail": detail}
+            asked = [
+                ("chat/completions", "messages", {"content": content}, "content[].image_url.detail"),
+                ("responses", "input", {"content": [item]}, "content[].detail"),
+                ("responses", "input", output | {"output": [item]}, "output[].detail"),
+            ]
+            for path, place, said, name in asked:
+                messages = [call, said] if "output" in said else [{"role": "user"} | said]
+                answer = await stand.http.post(f"/v1/{path}", json={"model": "guide", place: messages})
+                assert "guide takes no pictures" in answer.text
+                told = f"{place}[].{name}" if is_told else None
+                assert answer.headers.get("x-swarm-ignored") == told
+
+
 async def test_markers_of_llamacpp_are_as_many_as_its_pictures(tmp_path: Path) -> None:
     async with serve_node(tmp_path) as stand:
         for text, n in (("A", 1), ("<__media__>", 0), ("<__media__><__media__>", 1)):

@@ -35,6 +35,7 @@ LARGE_BYTES = 2**20
 ASKS_NOTHING = (b"null", b"false", b"[]", b"{}", b'""')
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_ITEM = re.compile(r"\[\d+\]")
 _ITEMS = Annotated[list[Raw], Meta(max_length=ITEMS_MAX)]
 
 
@@ -77,12 +78,12 @@ def _note_known(body: object, path: str) -> None:
 
 
 def note_ignored(name: str) -> None:
-    """Tell the client that a field changed nothing."""
+    """Tell the client that a field changed nothing; `name` may have numbers of items."""
     if not has_request_context():
         return
     names: dict[str, None] = g.setdefault("ignored", {})
     if len(names) <= NAMES_MAX:
-        names[name] = None
+        names[_ITEM.sub("[]", name)] = None
 
 
 def ignored_header() -> str:
@@ -142,7 +143,7 @@ class _Walk:
         elif self.is_strict and name not in getattr(kind, "ignored", ()):
             raise InvalidRequest(f"Unknown field `{place}`.", field=place)
         if len(self.ignored) <= NAMES_MAX:
-            self.ignored[re.sub(r"\[\d+\]", "[]", place)] = None
+            self.ignored[_ITEM.sub("[]", place)] = None
 
 
 _TYPES: dict[type, msgspec.inspect.Type] = {}

@@ -338,7 +338,7 @@ def _text(
         elif isinstance(part, schema.ImagePart) and pictures is not None:
             texts.append(pictures.add_url(part.image_url.url, f"{field}.image_url.url"))
             if part.image_url.detail not in (None, "auto"):
-                note_ignored("messages[].content[].image_url.detail")
+                note_ignored(f"{field}.image_url.detail")
         elif isinstance(part, schema.AudioPart) and pictures is not None:
             texts.append(pictures.add_base64(part.input_audio.data, f"{field}.input_audio.data", "sound"))
         else:

@@ -48,6 +48,8 @@ Detail = Literal["auto", "low", "high", "original"]
 
 
 class ImageUrl(Body, frozen=True):
+    ignored = frozenset({"detail"})
+
     url: Annotated[str, Meta(max_length=64 * 2**20)]
     detail: Detail | None = None
 
