@@ -51,7 +51,7 @@ SOUND_TOKENS = (
 )
 """Special tokens around sounds, of text models that have none of their own."""
 OWN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>")
-OWN_TEXTS = ("qwen2vl", "gemma3")
+OWN_TEXTS = ("qwen2vl", "gemma3", "gemma3-f16")
 """Text models of which alone the pictures have these tokens around them."""
 GRID_FAMILIES = ("qwen2vl_merger", "qwen2.5vl_merger")
 LFM2 = replace(
@@ -63,6 +63,7 @@ TEXTS: Final[dict[str, Spec | Family]] = {
     **SPECS,
     "chatglm": FAMILIES["glm-edge"],
     "deepseek2": FAMILIES["deepseek-v2-lite"],
+    "gemma3-f16": replace(SPECS["gemma3"], types=(Type.F16,)),
     "lfm2": LFM2,
     "llama-q8_0": replace(SPECS["llama"], types=(Type.Q8_0,)),
     "llama4": replace(FAMILIES["llama-4 scout"], n_layers=16),

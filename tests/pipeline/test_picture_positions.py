@@ -107,7 +107,10 @@ async def test_a_later_turn_goes_on_from_kept_rows_and_never_within_a_picture(
                 assert seen.n_cached in known
 
 
-@pytest.mark.parametrize(("family", "text", "options", "n_batch"), FAMILIES)
+# F16: how its products of many rows are rounded depends on how many there are.
+@pytest.mark.parametrize(
+    ("family", "text", "options", "n_batch"), [FAMILIES[0], ("gemma3", "gemma3-f16", *FAMILIES[1][2:])]
+)
 async def test_a_stream_goes_on_where_a_stage_was_lost(
     tmp_path: Path, family: str, text: str, options: dict[str, int], n_batch: int
 ) -> None:

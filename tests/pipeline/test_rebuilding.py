@@ -36,6 +36,12 @@ def n_prefill_rows(pool: FakePool) -> int:
     return sum(call[3] for call in pool.calls if call[0] == "forward" and call[2] < len(PROMPT))
 
 
+def straddling(pool: FakePool) -> list[Any]:
+    """Pieces with rows of the prompt and of what came of it."""
+    forwards = [call for call in pool.calls if call[0] == "forward"]
+    return [call for call in forwards if call[2] < len(PROMPT) < call[2] + call[3]]
+
+
 @pytest.mark.parametrize("at", [0, 1, 7, N_TOKENS - 2])
 @pytest.mark.parametrize(
     ("holdings", "victims", "spares"),
@@ -51,7 +57,9 @@ def n_prefill_rows(pool: FakePool) -> int:
 async def test_only_the_lost_stages_compute_again(
     holdings: dict[str, str], victims: tuple[NodeId, ...], spares: tuple[NodeId, ...], at: int
 ) -> None:
-    async with open_swarm(pools_by_id(holdings), settings=SETTINGS) as swarm:
+    # The last piece of the prompt is shorter than the others.
+    settings = PipelineSettings(prefill_chunk_tokens=5)
+    async with open_swarm(pools_by_id(holdings), settings=settings) as swarm:
         pools = {node_id: node.pool for node_id, node in swarm.nodes.items()}
         expected = await uncut(PROMPT, N_TOKENS)
         route = await swarm[A].pipelines.stages_for(swarm.entry)
@@ -66,6 +74,8 @@ async def test_only_the_lost_stages_compute_again(
         for stage in route:
             if stage.node_id not in victims and stage.node_id not in spares:
                 assert n_prefill_rows(pools[stage.node_id]) == len(PROMPT), stage.node_id
+        for node_id in spares:
+            assert not straddling(pools[node_id]), "rows of the prompt are computed in other batches"
         await swarm.quiet()
 
 

@@ -204,8 +204,10 @@ class Chain:
 
     @property
     def _ends(self) -> tuple[int, ...]:
-        """At which chunks of the prompt end."""
-        return () if self.pictures is None else self.pictures.ends
+        """At which chunks end. One does where the prompt ends: stages that are built again compute its rows
+        in the batches of the first time, and not with those of generated tokens, which rounds otherwise."""
+        inner = () if self.pictures is None else self.pictures.ends
+        return (*inner, self.context.n_prompt_tokens)
 
     def resume(self, session: Session, left: Sequence[Left]) -> None:
         """The same in the place of a pipeline that broke: its stages still have this."""
