@@ -15,7 +15,7 @@ import argparse
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,8 +38,7 @@ from bench.checked_rows import (
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.fingerprints import OWN, distance, is_possible
-from swarmllm.pipeline.check.fingerprints import of_tokens as of_so_many
-from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, is_far, with_apart
+from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, end_chance, is_far, with_apart
 from swarmllm.pipeline.check.recompute import TokenTask, batches, regrouped, sample_here
 from swarmllm.pipeline.check.sampling import (
     BATCHED_TOKENS,
@@ -49,21 +48,25 @@ from swarmllm.pipeline.check.sampling import (
     draw_tokens,
     rate,
 )
-from swarmllm.pipeline.check.tallies import CERTAIN, ODDS, Bias, observations
+from swarmllm.pipeline.check.tallies import CERTAIN, Bias, observations
 from swarmllm.pipeline.check.thresholds import (
-    LOGITS_OTHER_KV,
-    LOGITS_SAME_KV,
     OTHER_KV,
     SAME_KV,
+    TOKENS_OTHER_KV,
+    TOKENS_SAME_KV,
     TOLERANCE,
     Limits,
+    TokenLimits,
 )
+from swarmllm.pipeline.check.told_logprobs import Told
 from swarmllm.pipeline.check.verdict import (
     Sampled,
     TokenEvidence,
     Verdict,
+    as_if_told,
     fingerprints_of,
     judge_tokens,
+    tokens_apart,
 )
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.request import RequestContext
@@ -71,7 +74,7 @@ from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.fingerprints import decode_fingerprint
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.swarm import Stage
 from swarmllm_proto.tensors import Tensor
 
@@ -100,10 +103,12 @@ class Answer:
     rows: Tensor
     """That came to it, f32 [n, n_embd]."""
     again: list[Sampled]
-    spread: Tensor
-    """Fingerprints of the auditor's other batches."""
+    regrouped: list[Sampled]
+    """The same in other batches."""
     key: int
     is_ended: bool = False
+    logprobs: tuple[Told, ...] = ()
+    """That it told."""
 
 
 COST: Final = {"middle": 0.06, "last": 0.12}
@@ -159,7 +164,9 @@ class Seen:
 class TokenChecks:
     """Of answers; each stretch is judged once."""
 
-    def __init__(self, answers: Sequence[Answer], stated: Sampling, n_vocab: int, allowed: Limits) -> None:
+    def __init__(
+        self, answers: Sequence[Answer], stated: Sampling, n_vocab: int, allowed: TokenLimits
+    ) -> None:
         self._answers = answers
         self._stated = stated
         self._n_vocab = n_vocab
@@ -184,21 +191,23 @@ class TokenChecks:
         possible = is_possible(
             fingerprints, told, drawn.position, answer.key, self._n_vocab, is_likeliest=is_greedy
         )
-        evidence = TokenEvidence(NO_ROWS, drawn.position, (), told, True, is_ended, fingerprints, possible)
+        evidence = TokenEvidence(
+            NO_ROWS, drawn.position, (), told, True, is_ended, fingerprints, possible, answer.logprobs[part]
+        )
         sampled = with_apart(answer.again[part], told, stated, self._n_vocab)
-        own = fingerprints_of(sampled)
-        assert own is not None
+        spread = tokens_apart(as_if_told(evidence, answer.regrouped[part]), sampled)
         verdict, _ = judge_tokens(
             evidence,
             sampled,
             greedy=is_greedy,
-            limit=of_so_many(self._allowed, len(told)).limit(distance(own, answer.spread[part])),
+            limit=self._allowed.of_tokens(len(told)).limit(spread),
             apart_max=apart_max(stated, IMPOSSIBLE),
         )
         far = partial(is_far, sampling=stated, n_vocab=self._n_vocab)
         moves = dict.fromkeys(Bias, (0.0, 0.0))
-        for bias, against in observations(evidence, sampled, is_greedy=is_greedy, is_far=far):
-            step, (total, most) = ODDS[bias].step(against=against), moves[bias]
+        chance = partial(end_chance, sampling=stated, n_tokens=drawn.position + len(told))
+        for bias, step in observations(evidence, sampled, is_greedy=is_greedy, is_far=far, end_chance=chance):
+            total, most = moves[bias]
             moves[bias] = total + step, max(0.0, most + step)
         return Seen(not possible or verdict is Verdict.WRONG, moves)
 
@@ -367,6 +376,7 @@ async def answered(
     tokens, position, is_ended = prompt, 0, False
     all_told: list[int] = []
     fingerprints: list[Tensor] = []
+    logprobs: list[Told] = []
     rows: list[Tensor] = []
     for index in range(arguments.answer_tokens):
         first = index == 0
@@ -378,6 +388,7 @@ async def answered(
         told = (await head.forward("told", position, own, "token", used if first else None)).token
         all_told.append(told.token)
         fingerprints.append(decode_fingerprint(told.fingerprint))
+        logprobs.append(told.logprobs)
         rows.append(hidden)
         if told.finish_reason is not None:
             is_ended = told.finish_reason == "stop"
@@ -388,18 +399,24 @@ async def answered(
         (head.pool, head.model, "told"),
     ):
         await pool.cancel(model.model_id, name)
-    return await audited(honest, np.concatenate(rows), all_told, np.stack(fingerprints), stated, is_ended)
+    values = np.stack(fingerprints)
+    return await audited(honest, np.concatenate(rows), all_told, values, stated, is_ended, tuple(logprobs))
 
 
 async def audited(
-    honest: Head, rows: Tensor, told: list[int], fingerprints: Tensor, stated: Sampling, is_ended: bool
+    honest: Head,
+    rows: Tensor,
+    told: list[int],
+    fingerprints: Tensor,
+    stated: Sampling,
+    is_ended: bool,
+    logprobs: tuple[Told, ...] = (),
 ) -> Answer:
     again = await honest.again(rows, told, stated)
-    other = fingerprints_of(await honest.again(rows, told, stated, is_regrouped=True))
+    regrouped = await honest.again(rows, told, stated, is_regrouped=True)
     key = stated.fingerprint_key
-    assert other is not None
     assert key is not None
-    return Answer(told, fingerprints, rows, again, other, key, is_ended)
+    return Answer(told, fingerprints, rows, again, regrouped, key, is_ended, logprobs)
 
 
 @dataclass
@@ -470,7 +487,7 @@ def show_answers(
     off = [distance(np.stack([s.fingerprint for s in a.again]), a.fingerprints) for a in answers]
     figure += f", logits {min(off):.3f} to {max(off):.3f} apart"
     where = f"last, {described(stated)}"
-    announced = ((LOGITS_SAME_KV, "the auditor's type of KV"), (LOGITS_OTHER_KV, "another one, or none"))
+    announced = ((TOKENS_SAME_KV, "the auditor's type of KV"), (TOKENS_OTHER_KV, "another one, or none"))
     for allowed, claim in announced:
         both = (TokenChecks(each, stated, n_vocab, allowed) for each in (answers, honest))
         row(where, f"{what}, announces {claim}", figure, of_tokens(*both))
@@ -482,6 +499,8 @@ def described(stated: Sampling) -> str:
     return f"temperature {stated.temperature:g}" + (f", top_p {stated.top_p:g}" if stated.top_p < 1 else "")
 
 
+SHIFTS: Final = (0.5, 0.2, 0.1, 0.05)
+"""Nats."""
 GREEDY: Final = Sampling(temperature=0.0)
 DRAWN: Final = Sampling(temperature=TEMPERATURE)
 NUCLEUS: Final = Sampling(temperature=0.8, top_p=0.95)
@@ -506,6 +525,8 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
         plain: list[Answer] = []
 
         async def show(what: str, stated: Sampling, **options: Any) -> list[Answer]:
+            if not is_wanted(what):
+                return []
             answers = await stage.measured(stated, **options)
             show_answers(what, stated, answers, n_vocab, plain or answers)
             return answers
@@ -522,15 +543,20 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
             for what, kernels in arguments.kernels:
                 with libraries(kernels):
                     await show(f"honest: {what}", stated, kernels="ggml", n_threads=1)
-            others = [await stage.told_instead(stated, a, [t + 1 for t in a.told]) for a in plain]
-            show_answers("another token for each", stated, others, n_vocab, plain)
-            tenth = [
-                await stage.told_instead(stated, a, [t + (i % 10 == 9) for i, t in enumerate(a.told)])
-                for a in plain
-            ]
-            show_answers("another token for every tenth", stated, tenth, n_vocab, plain)
-            early = [await stage.told_instead(stated, a, [*a.told[:8], end], is_ended=True) for a in plain]
-            show_answers("ends after 8 tokens", stated, early, n_vocab, plain)
+            for what, changed in told_instead(end).items():
+                if is_wanted(what):
+                    told = [changed(a.told) for a in plain]
+                    ends = what.startswith("ends")
+                    others = [
+                        await stage.told_instead(stated, a, each, is_ended=ends)
+                        for a, each in zip(plain, told, strict=True)
+                    ]
+                    show_answers(what, stated, others, n_vocab, plain)
+            for nats in SHIFTS:
+                if not is_wanted(what := f"log-probabilities {nats:g} lower"):
+                    continue
+                shifted = [replace(a, logprobs=lower(a.logprobs, nats)) for a in plain]
+                show_answers(what, stated, shifted, n_vocab, plain)
             await show("KV of another prompt", stated, of_other=True)
             for name, made in coarser.items():
                 await show(f"{name} instead of Q8_0", stated, path=made)
@@ -541,6 +567,31 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
             half = msgspec.structs.replace(stated, temperature=stated.temperature / 2)
             await show("half the temperature", stated, used=half)
             await show("another seed", stated, seed=1000)
+
+
+def told_instead(end: int) -> Mapping[str, Callable[[list[int]], list[int]]]:
+    """Other tokens than those of an answer; `end`: ends a text, where the model goes on."""
+
+    def ended(told: list[int]) -> list[int]:
+        at = next(at for at in range(8, len(told)) if told[at] != end)
+        return [*told[:at], end]
+
+    return {
+        "another token for each": lambda told: [token + 1 for token in told],
+        "another token for every tenth": lambda told: [t + (i % 10 == 9) for i, t in enumerate(told)],
+        "ends after 8 tokens": ended,
+    }
+
+
+def is_wanted(what: str) -> bool:
+    needed = ("honest: the same settings", "honest: KV in Q8_0, answers that end")
+    return not arguments.only or what in needed or any(part in what for part in arguments.only)
+
+
+def lower(logprobs: tuple[Told, ...], nats: float) -> tuple[Told, ...]:
+    return tuple(
+        tuple(TokenLogprob(each.token, each.logprob - nats, each.piece) for each in told) for told in logprobs
+    )
 
 
 def _rise(told: int, again: Sampled) -> int:
@@ -575,6 +626,7 @@ if __name__ == "__main__":
     parser.add_argument("--asked", nargs="+", choices=tuple(ASKED), default=tuple(ASKED))
     parser.add_argument("--answers", type=int, default=48, help="that are computed with each setting")
     parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--only", nargs="*", default=(), metavar="WORDS", help="of what is done instead")
     parser.add_argument("--kernels", nargs="*", type=named_folder, default=(), metavar="NAME=FOLDER")
     arguments = parser.parse_args()
     trio.run(main)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import trio
@@ -30,8 +30,9 @@ from bench.honest_rows import SETTINGS, VARIANTS, computed, texts
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.check.fingerprints import distance, of_tokens
-from swarmllm.pipeline.check.thresholds import LOGITS_OTHER_KV, LOGITS_SAME_KV
+from swarmllm.pipeline.check.fingerprints import distance
+from swarmllm.pipeline.check.thresholds import LOGITS_OTHER_KV, LOGITS_SAME_KV, of_tokens
+from swarmllm.pipeline.check.told_logprobs import Told, apart
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.ipc import Sampling, TokenAgain
@@ -41,6 +42,17 @@ N_GIVEN, N_TOLD = 96, 64
 KEY: Final = 77
 STRETCHES: Final = (8, 16, 32, 64)
 N_BESIDE: Final = 3
+
+
+Computed = Sequence[Mapping[int, float]]
+"""Log-probabilities of some tokens, for each of an answer."""
+
+
+class ToldTokens(NamedTuple):
+    ids: list[int]
+    fingerprints: Tensor
+    """f32 [n, N_VALUES]"""
+    logprobs: list[Told]
 
 
 @dataclass
@@ -64,9 +76,8 @@ class Head:
                 n_prompt_tokens=N_GIVEN,
             )
 
-    async def told(self, rows: Tensor, sampling: Sampling, n: int) -> tuple[list[int], Tensor]:
-        """Tokens, and f32 [n, N_VALUES] of their fingerprints."""
-        tokens, fingerprints = [], []
+    async def told(self, rows: Tensor, sampling: Sampling, n: int) -> ToldTokens:
+        tokens, fingerprints, logprobs = [], [], []
         await self.given("told", rows, n)
         for at in range(N_GIVEN - 1, N_GIVEN - 1 + N_TOLD):
             result = await self.pool.forward(
@@ -82,8 +93,9 @@ class Head:
             assert result.token is not None
             tokens.append(result.token.token)
             fingerprints.append(decode_fingerprint(bytes(result.token.fingerprint or b"")))
+            logprobs.append(result.token.logprobs)
         await self.pool.cancel(self.model.model_id, "told")
-        return tokens, np.stack(fingerprints)
+        return ToldTokens(tokens, np.stack(fingerprints), logprobs)
 
     async def again(
         self, rows: Tensor, told: Sequence[int], sampling: Sampling, n: int
@@ -104,6 +116,10 @@ class Head:
         return result.again
 
 
+def logprobs_of(computed: Sequence[TokenAgain]) -> Computed:
+    return [{told.token: told.logprob for told in each.logprobs} for each in computed]
+
+
 @dataclass
 class Found:
     """Of one kind of head: an item for each answer."""
@@ -116,17 +132,17 @@ class Found:
     nats: list[Tensor] = field(default_factory=list)
     """By which the likeliest token is likelier."""
     differs: list[Tensor] = field(default_factory=list)
+    logprobs: list[tuple[Sequence[Told], Computed, Computed]] = field(default_factory=list)
+    """That were told, computed again, and computed again in other batches."""
 
-    def add(
-        self, told: tuple[list[int], Tensor], again: Sequence[TokenAgain], regrouped: Sequence[TokenAgain]
-    ) -> None:
-        tokens, fingerprints = told
-        self.told.append(fingerprints)
+    def add(self, told: ToldTokens, again: Sequence[TokenAgain], regrouped: Sequence[TokenAgain]) -> None:
+        self.logprobs.append((told.logprobs, logprobs_of(again), logprobs_of(regrouped)))
+        self.told.append(told.fingerprints)
         self.again.append(np.stack([decode_fingerprint(each.fingerprint) for each in again]))
         self.regrouped.append(np.stack([decode_fingerprint(each.fingerprint) for each in regrouped]))
         self.apart.append(np.array([np.nan if each.apart is None else each.apart for each in again]))
         self.nats.append(np.array([each.logprobs[1].logprob - each.logprobs[0].logprob for each in again]))
-        pairs = zip(tokens, again, strict=True)
+        pairs = zip(told.ids, again, strict=True)
         self.differs.append(np.array([token != each.token for token, each in pairs]))
 
 
@@ -156,6 +172,26 @@ def print_table(found: Mapping[str, Found]) -> None:
             f"| {100 * differs.mean():.1f} % | {np.max(apart, where=is_drawn, initial=0.0):.4f} "
             f"| {nats.max():.3f} |"
         )
+
+
+def print_logprobs(found: Mapping[str, Found]) -> None:
+    """The same of log-probabilities: the largest sizes and shifts (`swarmllm.pipeline.check.told_logprobs`),
+    where only the token's own is told and where those of the 20 likeliest are too."""
+    sizes = " | ".join(f"{n} tokens" for n in STRETCHES)
+    for n_told, which in ((1, "of the token"), (21, "and of the 20 likeliest")):
+        print(f"\n| honest, log-probability {which}: size, shift | {sizes} |")
+        print("|---" * (1 + len(STRETCHES)) + "|")
+        for what, each in sorted(found.items()):
+            largest = []
+            for n in STRETCHES:
+                measured = [
+                    apart([t[:n_told] for t in told[at : at + n]], again[at : at + n])
+                    for told, again, _ in each.logprobs
+                    for at in range(0, N_TOLD, n)
+                ]
+                most = [max(values) for values in zip(*measured, strict=True)]
+                largest.append(", ".join(f"{value:.4f}" for value in most))
+            print(f"| {what} | {' | '.join(largest)} |")
 
 
 async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[str, Path]]) -> None:
@@ -216,8 +252,8 @@ async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[
                         told = await head.told(rows, sampling, n)
                     for number in range(N_BESIDE):
                         await head.pool.cancel(model.model_id, f"{number}")
-                    again = await auditor.again(rows, told[0], sampling, 128)
-                    regrouped = await auditor.again(rows, told[0], sampling, 32)
+                    again = await auditor.again(rows, told.ids, sampling, 128)
+                    regrouped = await auditor.again(rows, told.ids, sampling, 32)
                     found.setdefault(what + (", beside others" if is_beside else ""), Found()).add(
                         told, again, regrouped
                     )
@@ -232,6 +268,7 @@ async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[
             },
         )
     print_table(found)
+    print_logprobs(found)
     print(f"\n{n_done} tokens in {time.monotonic() - started_s:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """What becomes of the trust between two honest nodes on a machine that has no processor time left.
 
-    python -m bench.starved [--requests 2000] [--at-once 6] [--loops 4]
+    python -m bench.starved [--requests 2000] [--at-once 6] [--loops 4] [--tokens 12] [--seconds 3600]
 
 Two daemons on loopback with half of the bundled model each, their workers linked, beside processes that do
 nothing but compute. Short requests go to both nodes, alone and several at once. Tokens that go by links and
@@ -11,6 +11,7 @@ trust that each node had in the other one; neither may end below where it began.
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -27,8 +28,9 @@ from swarmllm.cli.client import Client
 
 HOLDINGS = {"a": ["guide:0:6"], "b": ["guide:6:12"]}
 PROMPTS = ("What is a pipeline?", "What is a shard?", "How does prefill work?")
-N_TOKENS = 12
 TIMEOUT_S = 120.0
+NO_ANSWER = 0
+"""In the place of an HTTP status: none within that time."""
 LOOK_EVERY = 20
 """Requests between two looks at the trust."""
 
@@ -63,8 +65,11 @@ def busy_loops(n: int) -> Iterator[None]:
             loop.wait()
 
 
-def run(n_requests: int, n_at_once: int, n_loops: int) -> Outcome:
-    """Half of the requests go one after the other, half `n_at_once` at a time, in turns."""
+def run(
+    n_requests: int, n_at_once: int, n_loops: int, *, n_tokens: int = 12, seconds: float = math.inf
+) -> Outcome:
+    """Half of the requests go one after the other, half `n_at_once` at a time, in turns, until there were so
+    many or so many seconds have passed."""
     outcome = Outcome()
     with demo_nodes() as nodes, ExitStack() as stack, busy_loops(n_loops):
         bootstrap: list[str] = []
@@ -100,15 +105,21 @@ def run(n_requests: int, n_at_once: int, n_loops: int) -> Outcome:
                     "model": "guide",
                     "messages": [{"role": "user", "content": prompt}],
                     "temperature": 0,
-                    "max_tokens": N_TOKENS,
+                    "max_tokens": n_tokens,
                 }
-                answer = http.post(f"{urls[number % len(urls)]}/v1/chat/completions", json=body)
+                try:
+                    answer = http.post(f"{urls[number % len(urls)]}/v1/chat/completions", json=body)
+                except httpx.TimeoutException:
+                    outcome.statuses[NO_ANSWER] += 1
+                    return
                 outcome.statuses[answer.status_code] += 1
                 if answer.status_code == httpx.codes.OK:
                     text = answer.json()["choices"][0]["message"]["content"]
                     outcome.texts.setdefault(prompt, Counter())[text] += 1
 
             for begin in range(0, n_requests, LOOK_EVERY):
+                if time.monotonic() - start_s > seconds:
+                    break
                 numbers = range(begin, min(begin + LOOK_EVERY, n_requests))
                 if begin // LOOK_EVERY % 2:
                     list(together.map(ask, numbers))
@@ -131,9 +142,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--loops", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=12, help="of each answer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which none is begun")
     options = parser.parse_args()
-    outcome = run(options.requests, options.at_once, options.loops)
-    print(f"{options.requests} requests beside {options.loops} busy loops in {outcome.took_s:.0f} s")
+    outcome = run(
+        options.requests,
+        options.at_once,
+        options.loops,
+        n_tokens=options.tokens,
+        seconds=options.seconds,
+    )
+    print(f"{outcome.statuses.total()} requests beside {options.loops} busy loops in {outcome.took_s:.0f} s")
     print(
         f"HTTP statuses: {dict(outcome.statuses)}; texts per prompt: "
         f"{[len(texts) for texts in outcome.texts.values()]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -11,10 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.pipeline.check.likelihood import FAR, between, comparable, is_far, is_plain
+from swarmllm.pipeline.check.likelihood import (
+    FAR,
+    between,
+    comparable,
+    end_chance,
+    end_chance_told,
+    is_far,
+    is_plain,
+)
 from swarmllm.pipeline.check.sampling import DRAWN_TOKENS
 from swarmllm.pipeline.check.tallies import Bias, Tallies
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
+from swarmllm_proto.fingerprints import N_DRAWN
 from swarmllm_proto.ipc import Sampling
 
 from .test_check_tallies import NO_ROWS
@@ -175,3 +185,23 @@ def test_after_another_token_a_grammar_makes_the_rest_incomparable() -> None:
     assert comparable(again, (1, 9, 3, 4), grammar) == again[:2]
     assert comparable(again, (1, 2, 3, 4), grammar) == again
     assert comparable(again, (1, 9, 3, 4), PLAIN) == again
+
+
+def test_an_end_has_at_most_the_chance_that_the_logits_give_it() -> None:
+    logits = np.random.default_rng(2).standard_normal(N_VOCAB) * 3
+    logits[7] = logits.min() - 4
+    for temperature in (0.5, 1.0, 2.0):
+        sampling = Sampling(temperature=temperature)
+        logprobs = logits - np.log(np.exp(logits).sum())
+        top = np.argsort(-logits)[:20].tolist()
+        known = Sampled(top[0], tuple((token, float(logprobs[token])) for token in top))
+        weights = np.exp(logits / temperature)
+        true = 10 * weights[7] / weights.sum()
+        told = replace(known, told_logprob=float(logprobs[7]))
+        assert true < end_chance(7, told, sampling, 10) < 20 * true
+        assert end_chance(7, known, sampling, 10) > end_chance(7, told, sampling, 10)
+        values = np.array([0.0] * N_DRAWN + [logits.max(), logits[7]], np.float32)
+        assert true < end_chance_told(values, sampling, 10)
+    assert end_chance(7, told, Sampling(temperature=0.0), 10) == 1
+    assert end_chance_told(values, Sampling(temperature=0.0), 10) == 1
+    assert end_chance(7, Sampled(1), sampling, 10) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -17,11 +18,12 @@ from swarmllm.pipeline.check.tallies import TALLIES_MAX, Bias, Tallies
 from swarmllm.pipeline.check.verdict import Sampled, TokenEvidence
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
-from swarmllm_proto.ipc import FinishReason, Token, TokenLogprob
+from swarmllm_proto.fingerprints import N_DRAWN, decode_fingerprint, encode_fingerprint
+from swarmllm_proto.ipc import FinishReason, Sampling, Token, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 from .fakes import Swarm, open_swarm
-from .test_checks import ALWAYS, LIAR, A, B, M, N, asked_and_checked, count, drawn, prefer
+from .test_checks import ALWAYS, LIAR, A, B, M, N, ask, asked_and_checked, count, drawn, prefer
 
 __all__ = ["drawn"]  # The fixture has every request checked.
 
@@ -98,6 +100,29 @@ def test_ends_that_no_seed_gives_are_certain_after_four() -> None:
     for _ in range(100):
         assert tallies.add(C, A, *ended(4, unlike)) is None  # It was likely.
         assert tallies.add(C, A, *ended(9, Sampled(9, ((3, -0.1),), is_end=True))) is None
+
+
+@pytest.mark.parametrize("chance", [1e-9, 1e-6, 1e-3])
+def test_the_less_likely_an_end_is_the_sooner_it_is_certain(chance: float) -> None:
+    tallies, unlike = Tallies(), Sampled(3, ((3, -0.1), (4, -3.0)))
+
+    def n_ends(add: Callable[[], object]) -> int:
+        return next(n for n in range(1, 20) if add())
+
+    by_computing = n_ends(lambda: tallies.add(B, A, *ended(9, unlike), end_chance=lambda *_: chance))
+    assert by_computing == {1e-9: 1, 1e-6: 2, 1e-3: 3}[chance]
+    assert n_ends(lambda: tallies.add_end(C, chance)) == {1e-9: 1, 1e-6: 2, 1e-3: 4}[chance]
+
+
+def test_ends_as_likely_as_chance_has_it_accuse_nobody() -> None:
+    """Of honest nodes: each end is as unlikely as one of so many is."""
+    chances, tallies = np.random.default_rng(4).random(100_000), Tallies()
+    assert not any(tallies.add_end(C, chance) for chance in chances.tolist())
+    unlike = Sampled(3, ((3, -0.1), (4, -3.0)))
+    for chance in (0.02 * chances[:2000]).tolist():
+        assert tallies.add(B, A, *ended(9, unlike), end_chance=lambda *_, chance=chance: chance) is None
+        for _ in range(49):
+            tallies.add(B, A, *ended(3, Sampled(3, ((3, -0.1),), is_end=True)))
 
 
 def test_what_different_nodes_computed_is_not_mixed_and_the_first_alone_confirms_nothing() -> None:
@@ -190,6 +215,32 @@ async def test_a_last_stage_that_does_not_draw_or_ends_early_is_out_of_all_route
         trust = swarm[A].trust
         assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
+        await swarm.quiet()
+
+
+class TruthfulEndingPool(EndingPool):
+    """Tells what the logit of the end is, which is not nearly the largest one."""
+
+    def _fingerprint(self, index: int, token: int, sampling: Sampling, row: Tensor) -> bytes | None:
+        data = super()._fingerprint(index, token, sampling, row)
+        if data is None or token != END:
+            return data
+        values = decode_fingerprint(data)
+        return encode_fingerprint(values[:N_DRAWN], 0.0, -16.0)
+
+
+@pytest.mark.parametrize(("liar", "is_found"), [(TruthfulEndingPool, True), (EndingPool, False)])
+async def test_who_tells_that_a_text_could_not_end_there_is_out_without_a_check(
+    liar: type[FakePool], is_found: bool, drawn: list[str], patient_clock: MockClock
+) -> None:
+    drawn.clear()
+    pools = drawing(liar("8:12"), origin_holds_the_head=True)
+    async with open_swarm(pools, settings=replace(ALWAYS, check_rate=1e-9)) as swarm:
+        for _ in range(3):
+            await prefer(swarm, LIAR, M, N)
+            await ask(swarm)
+        assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == is_found
+        assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
         await swarm.quiet()
 
 

@@ -13,13 +13,15 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline.check.evidence import of_fewer
-from swarmllm.pipeline.check.fingerprints import OWN, distance, is_possible, of_tokens
+from swarmllm.pipeline.check.fingerprints import OWN, distance, is_possible
 from swarmllm.pipeline.check.likelihood import apart_max, between, with_apart
 from swarmllm.pipeline.check.thresholds import (
-    LOGITS_OTHER_KV,
-    LOGITS_SAME_KV,
+    ANY,
     SPREAD_MIN,
-    limits_of_logits,
+    TOKENS_OTHER_KV,
+    TOKENS_SAME_KV,
+    TokenDistance,
+    token_limits,
 )
 from swarmllm.pipeline.check.verdict import (
     Match,
@@ -235,16 +237,25 @@ def test_distance_is_a_mean_in_which_no_token_outweighs_the_others() -> None:
 
 
 def test_limits_are_wider_for_few_tokens_and_for_other_types_of_kv() -> None:
-    assert limits_of_logits("f16", "f16") is LOGITS_SAME_KV
-    for pair in (("f16", "q8_0"), (None, None), ("f16", None)):
-        assert limits_of_logits(*pair) is LOGITS_OTHER_KV
-    few, many = of_tokens(LOGITS_SAME_KV, 4), of_tokens(LOGITS_SAME_KV, 64)
-    assert few.least == 2 * LOGITS_SAME_KV.least
-    assert many.least < 1.1 * LOGITS_SAME_KV.least
-    assert many.limit(SPREAD_MIN / 2) == many.most
-    assert many.limit(0.012) == many.least
-    assert many.limit(0.03) == 0.03 * many.of_spread
-    assert many.limit(9.0) == many.most
+    assert token_limits("f16", "f16", 64) == TOKENS_SAME_KV.of_tokens(64)
+    for one, other in (("f16", "q8_0"), (None, None), ("f16", None)):
+        assert token_limits(one, other, 64) == TOKENS_OTHER_KV.of_tokens(64)
+    few, many = token_limits("f16", "f16", 4), token_limits("f16", "f16", 64)
+    assert few.least == tuple(2 * each.least for each in TOKENS_SAME_KV)
+    for of_many, limits in zip(many, TOKENS_SAME_KV, strict=True):
+        assert of_many.least < 1.1 * limits.least
+        assert of_many.limit(SPREAD_MIN / 2) == of_many.most
+        assert of_many.limit(0.5 * of_many.least / of_many.of_spread) == of_many.least
+        above = 1.2 * of_many.least / of_many.of_spread
+        assert of_many.limit(above) == above * of_many.of_spread
+        assert of_many.limit(9.0) == of_many.most
+
+
+def test_a_shift_is_held_against_how_much_roundings_weigh_whatever_its_own_spread() -> None:
+    limits = token_limits("f16", "f16", 64)
+    size = 2 * limits.shift.least / limits.shift.of_spread
+    assert limits.limit(TokenDistance(0.01, size, 0.0)).shift == size * limits.shift.of_spread
+    assert limits.limit(TokenDistance(0.0, 0.0, 0.3)) == limits.most
 
 
 def judged(told: Tensor | None, again: Tensor | None, *, limit: float, agreed: bool | None = True) -> object:
@@ -253,7 +264,7 @@ def judged(told: Tensor | None, again: Tensor | None, *, limit: float, agreed: b
     )
     values: list[Any] = [None] * len(TOKENS) if again is None else list(again)
     sampled = [Sampled(token, (), False, value) for token, value in zip(TOKENS, values, strict=True)]
-    return judge_tokens(evidence, sampled, greedy=True, limit=limit)
+    return judge_tokens(evidence, sampled, greedy=True, limit=ANY._replace(logits=limit))
 
 
 def test_other_logits_are_wrong_although_every_token_is_right() -> None:
@@ -365,11 +376,11 @@ def test_a_token_that_its_own_logits_do_not_give_was_not_drawn_from_them() -> No
     near = drawn_again(told, [0.1] * 9 + [0.3])
     assert is_drawn_falsely(evidence, near, 0.2)
     assert not is_drawn_falsely(evidence, near, 0.35)
-    assert judge_tokens(evidence, near, greedy=False, limit=1.0, apart_max=0.2) == (
+    assert judge_tokens(evidence, near, greedy=False, limit=ANY._replace(logits=1.0), apart_max=0.2) == (
         Verdict.WRONG,
         Match.WRONG,
     )
-    assert judge_tokens(evidence, near, greedy=False, limit=1.0)[1] is Match.CLOSE
+    assert judge_tokens(evidence, near, greedy=False, limit=ANY._replace(logits=1.0))[1] is Match.CLOSE
     assert not is_drawn_falsely(evidence, drawn_again(told, [None] * 10), 0.2)
     same = [Sampled(token, (), False, row, -2.0, 0.9) for token, row in zip(TOKENS, told, strict=True)]
     assert not is_drawn_falsely(evidence, same, 0.2)

@@ -13,9 +13,12 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.check.told_logprobs import TOTALS_APART, are_apart, are_possible, total
+from swarmllm.pipeline.check.equal_bits import judge_bits
+from swarmllm.pipeline.check.thresholds import ANY, TokenDistance, token_limits
+from swarmllm.pipeline.check.told_logprobs import apart, are_possible, total
+from swarmllm.pipeline.check.verdict import Match, Sampled, TokenEvidence, judge_tokens
 from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
-from swarmllm_proto.fingerprints import decode_fingerprint, drawn_tokens, encode_fingerprint
+from swarmllm_proto.fingerprints import N_VALUES, decode_fingerprint, drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import Sampling, Token, TokenLogprob
 from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_proto.tensors import Tensor
@@ -100,12 +103,53 @@ def test_what_contradicts_the_logits_is_not() -> None:
     assert is_possible(TokenLogprob(token, LOGPROB_MIN, b""), first, *others)
 
 
-def test_totals_are_those_of_the_same_rows() -> None:
+def test_the_total_is_told_by_logit_and_log_probability() -> None:
     said, values, _ = told_of(1, 1)
     assert total(said, values) == pytest.approx(float(values[-2]) - said[1].logprob, abs=0.02)
     assert math.isnan(total((), values))
     assert math.isnan(total((TokenLogprob(1, LOGPROB_MIN, b""),), values))
-    told = np.array([10.0, math.nan, 12.0])
-    assert not are_apart(told, told + TOTALS_APART - 0.01)
-    assert are_apart(told, told - TOTALS_APART - 0.01)
-    assert not are_apart(told, np.array([math.nan, 1.0, math.nan]))
+
+
+def logprob(token: int, value: float) -> TokenLogprob:
+    return TokenLogprob(token, value, b"")
+
+
+def test_sizes_add_up_and_shifts_cancel() -> None:
+    told = [(logprob(1, -1.0), logprob(2, -2.0)), (logprob(3, -0.5),)]
+    again = [{1: -1.2, 2: -1.8}, {3: -0.4}]
+    assert apart(told, again) == pytest.approx((0.15, 0.05))
+    assert apart(told, [{token: value - 0.3 for token, value in each.items()} for each in again]) == (
+        pytest.approx((0.25, 0.25))
+    )
+    # What one of the two does not tell, or calls impossible, says nothing; one alone counts for 1 at most.
+    assert apart(told, [{7: -1.0}, {3: LOGPROB_MIN}]) == (0, 0)
+    assert apart([(), (logprob(3, LOGPROB_MIN),)], again) == (0, 0)
+    assert apart([(logprob(3, -20.0),)], [{3: -1.0}]) == (1, 1)
+
+
+def told_beside(shift: float, *, limit: TokenDistance = ANY) -> Match:
+    """Of 16 tokens, of which each is told with another one beside it."""
+    tokens = tuple(range(16))
+    logprobs = tuple((logprob(token, -1.0 - shift), logprob(90, -2.0 - shift)) for token in tokens)
+    again = [Sampled(token, ((90, -2.0),), told_logprob=-1.0) for token in tokens]
+    evidence = TokenEvidence(np.zeros((20, 4), np.float32), 0, (), tokens, True, logprobs=logprobs)
+    return judge_tokens(evidence, again, greedy=True, limit=limit)[1]
+
+
+def test_a_tenth_of_a_nat_is_seen() -> None:
+    limits = token_limits("f16", "f16", 16)
+    beside = limits.limit(TokenDistance(0.01, limits.size.least / limits.size.of_spread, 0.0))
+    for shift in (0.1, -0.1):
+        assert told_beside(shift, limit=beside) is Match.WRONG
+        assert told_beside(shift, limit=limits.most) is not Match.WRONG
+    assert told_beside(0.02, limit=beside) is not Match.WRONG
+
+
+def test_log_probabilities_of_exact_requests_are_equal() -> None:
+    values = np.zeros((1, N_VALUES), np.float32)
+    said = [Sampled(1, ((1, -1.0),), fingerprint=values[0], told_logprob=-1.0)]
+    for shift, match in ((0.0, Match.EQUAL), (0.002, Match.WRONG)):
+        evidence = TokenEvidence(
+            values, 0, (), (1,), True, fingerprints=values, logprobs=((logprob(1, -1.0 - shift),),)
+        )
+        assert judge_bits(evidence, said)[1] is match

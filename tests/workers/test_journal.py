@@ -110,6 +110,54 @@ def test_without_room_nothing_is_written() -> None:
     assert journals.n_rows("r", 4) == 0
 
 
+KEYS = [("", bytes([at]) * 32) for at in range(4)]
+
+
+def test_a_request_that_goes_on_with_kept_rows_shows_those_of_earlier_ones() -> None:
+    journals, known = Journals(2**30, 60.0), rows(200)
+    journals.write("first", 4, 0, known[:150])
+    journals.keep("first", 4, KEYS)  # of two whole blocks
+    journals.forget("first")
+    assert journals.n_bytes == 2 * BLOCK_BYTES
+    journals.write("second", 4, 128, known[128:200])
+    for first, n in ((0, 200), (63, 2), (0, 64), (100, 40), (130, 5)):
+        np.testing.assert_array_equal(journals.read("second", 4, first, n, KEYS), known[first : first + n])
+    assert journals.n_rows("second", 4) == 0  # It builds no stage again.
+    for keys in ([], KEYS[:1], [KEYS[0], KEYS[2]], [("other", key) for _, key in KEYS]):
+        with pytest.raises(CallError, match="of a journal that has 128:200"):
+            journals.read("second", 4, 0, 200, keys)
+    journals.keep("second", 4, KEYS)
+    journals.forget("second")
+    journals.write("third", 4, 192, known[192:])
+    np.testing.assert_array_equal(journals.read("third", 4, 0, 200, KEYS), known)
+    with pytest.raises(CallError):
+        journals.read("third", 8, 0, 200, KEYS)
+
+
+def test_kept_rows_are_few_give_way_and_expire() -> None:
+    journals = Journals(8 * BLOCK_BYTES, 60.0)
+    for number in range(3):
+        journals.write("r", number, 0, rows(BLOCK_ROWS))
+        journals.keep("r", number, KEYS)
+    journals.forget("r")
+    assert journals.n_bytes == 2 * BLOCK_BYTES  # a quarter
+    assert (journals.kept.read(0, KEYS, 0, 1), 0 < (journals.kept.next_expiry_s() or 0) <= 60) == (None, True)
+    journals.kept.touch(1, KEYS[0])
+    journals.write("running", 4, 0, rows(7 * BLOCK_ROWS))
+    assert journals.n_bytes == 8 * BLOCK_BYTES
+    assert journals.kept.read(1, KEYS, 0, 1) is not None  # the one that was used last
+    journals.write("running", 4, 7 * BLOCK_ROWS, rows(BLOCK_ROWS))
+    assert (journals.n_rows("running", 4), journals.n_bytes) == (8 * BLOCK_ROWS, 8 * BLOCK_BYTES)
+    journals.forget("running")
+    assert (journals.n_bytes, journals.kept.next_expiry_s()) == (0, None)
+    passing = Journals(2**30)
+    passing.write("r", 4, 0, rows(BLOCK_ROWS))
+    passing.keep("r", 4, KEYS)
+    passing.forget("r")
+    passing.kept.expire()
+    assert passing.n_bytes == 0
+
+
 def test_the_request_that_was_held_longest_goes_first() -> None:
     released: list[str] = []
 
@@ -269,6 +317,23 @@ def test_a_held_request_leaves_its_rows_to_one_that_begins_alike_and_finds_no_sl
     worker.hidden(data[:4], request_id="other", position=0, **layers)
     probed = worker.call(ipc.PrefixFetchProbe, names, request_id="next", **layers).message
     assert probed.n_blocks == 1
+
+
+def test_a_request_with_a_kept_beginning_shows_all_its_rows(worker: Worker) -> None:
+    """Of what came in and of what went out, in a stage between two others."""
+    worker.open(GUIDE, (4, 8), n_slots=2, n_ctx=512)
+    names, layers = bytes(range(64)), {"start": 4, "end": 8}
+    came_in = np.random.default_rng(1).standard_normal((140, 256)).astype(np.float32)
+    sent = []
+    for request_id, first in (("one", 0), ("two", 128)):
+        probed = worker.call(ipc.PrefixFetchProbe, names, request_id=request_id, **layers).message
+        assert probed.n_blocks == first // 64
+        sent.append(worker.hidden(came_in[first:], request_id=request_id, position=first, **layers))
+        if request_id == "one":
+            worker.call(ipc.CancelRequest, request_id=request_id)
+    for boundary, known in ((4, came_in), (8, np.concatenate((sent[0][:128], sent[1])))):
+        shown = worker.call(ipc.ReadJournal, request_id="two", end=boundary, position=0, n_rows=140)
+        np.testing.assert_array_equal(decode_tensor(shown.payload), known)
 
 
 def test_a_state_that_cannot_be_cut_is_not_kept(worker: Worker, tmp_path: Path) -> None:

@@ -32,8 +32,16 @@ from swarmllm.pipeline.check.evidence import (
     token_evidence,
     with_fingerprints,
 )
-from swarmllm.pipeline.check.fingerprints import of_tokens
-from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, comparable, is_far, is_plain, with_apart
+from swarmllm.pipeline.check.likelihood import (
+    IMPOSSIBLE,
+    apart_max,
+    comparable,
+    end_chance,
+    end_chance_told,
+    is_far,
+    is_plain,
+    with_apart,
+)
 from swarmllm.pipeline.check.pending import Found, PendingCheck, agree, work_of_rows, work_of_tokens
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
@@ -50,20 +58,20 @@ from swarmllm.pipeline.check.sampling import (
     draw_tokens,
     rate,
 )
-from swarmllm.pipeline.check.tallies import Tallies
-from swarmllm.pipeline.check.thresholds import Limits, limits, limits_of_logits
+from swarmllm.pipeline.check.tallies import Bias, Tallies
+from swarmllm.pipeline.check.thresholds import Limits, TokenLimits, limits, token_limits
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
     Sampled,
     TokenEvidence,
     Verdict,
+    as_if_told,
     before_computing,
     distance,
-    fingerprints_of,
     judge,
     judge_tokens,
-    logits_apart,
+    tokens_apart,
 )
 from swarmllm.pipeline.check.whole import sample_whole_at
 from swarmllm.pipeline.origin.chain import Chain
@@ -154,6 +162,16 @@ class Checker:
         """A request of this node, in which others took part, is over: checks may cost a part of it."""
         n_rows, n_tokens = len(chain.prompt) - chain.n_cached_tokens, len(chain.generated)
         self._budget.served((n_rows + SINGLE_ROW * n_tokens) * chain.context.view.stages[-1].end)
+        self._note_end(chain)
+
+    def _note_end(self, chain: Chain) -> None:
+        """By what the last stage itself tells, its text may have ended where next to none end."""
+        sampling, view, values = chain.context.sampling, chain.context.view, chain.fingerprints.newest
+        if values is None or not chain.is_ended_by_model or not is_plain(sampling) or view.is_here(view.last):
+            return
+        last, n_tokens = view.stages[view.last].node_id, max(1, len(chain.generated))
+        if self._tallies.add_end(last, end_chance_told(values, sampling, n_tokens)):
+            self._charges.wrong(last, Bias.ENDS_EARLY.value)
 
     async def collect(self, chain: Chain, stage: int) -> None:
         """Take what a check needs from stages that hold a request that is over."""
@@ -273,6 +291,9 @@ class Checker:
             found.results,
             is_greedy=pending.is_greedy,
             is_far=partial(is_far, sampling=sampling, n_vocab=n_vocab) if is_plain(sampling) else None,
+            end_chance=partial(end_chance, sampling=sampling, n_tokens=evidence.first + len(evidence.told))
+            if is_plain(sampling)
+            else None,
         )
         if certain is None:
             return
@@ -338,7 +359,7 @@ class Checker:
         """None: by this node. Raises SwarmLLMError."""
         by, is_greedy = node_id or self.router.node_id, pending.is_plainly_greedy
         sampled = await self._sampled_by(pending, evidence, node_id)
-        allowed = self._limits_of_logits(pending, by, len(sampled))
+        allowed = self._limits_of_tokens(pending, by, len(sampled))
         judged = partial(
             judge_tokens,
             evidence,
@@ -349,10 +370,9 @@ class Checker:
         verdict, match = judged(limit=allowed.least)
         if match is Match.WRONG and judged(limit=allowed.most)[1] is not Match.WRONG:
             again = await self._sampled_by(pending, evidence, node_id, is_regrouped=True)
-            spread = logits_apart(replace(evidence, fingerprints=fingerprints_of(again)), sampled)
+            spread = tokens_apart(as_if_told(evidence, again), sampled)
             await trio.sleep(TOLD_S)
-            limit = self._limits_of_logits(pending, by, len(sampled)).limit(spread or 0.0)
-            verdict, match = judged(limit=limit)
+            verdict, match = judged(limit=self._limits_of_tokens(pending, by, len(sampled)).limit(spread))
         return Found(verdict, match, sampled, by)
 
     async def _computed_exactly(self, pending: PendingCheck, node_id: NodeId | None) -> Found | None:
@@ -408,11 +428,11 @@ class Checker:
         is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
         return limits(pending.kv_type if is_settled else None, self._kv_type(pending.context, by))
 
-    def _limits_of_logits(self, pending: PendingCheck, by: NodeId, n_tokens: int) -> Limits:
-        """The same for so many fingerprints."""
+    def _limits_of_tokens(self, pending: PendingCheck, by: NodeId, n_tokens: int) -> TokenLimits:
+        """The same for what is told with so many tokens."""
         is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
         said = pending.kv_type if is_settled else None
-        return of_tokens(limits_of_logits(said, self._kv_type(pending.context, by)), max(1, n_tokens))
+        return token_limits(said, self._kv_type(pending.context, by), n_tokens)
 
     def _has_layers(self, context: RequestContext, stage: int) -> bool:
         """Whether this node can compute what the stage did."""

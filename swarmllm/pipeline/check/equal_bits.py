@@ -7,12 +7,14 @@ computed together, and what follows the prompt is computed row by row. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from swarmllm.pipeline.check.sampling import EVIDENCE_BYTES_MAX, STRETCH_ROWS, Chance, Stretch
+from swarmllm.pipeline.check.thresholds import TokenDistance
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -28,6 +30,8 @@ from swarmllm_proto.tensors import Tensor
 
 _NONE: Final = -1.0
 """A distance that no two rows have: only equal bits are right."""
+_EXACT: Final = TokenDistance(math.inf, 0.001, 0.001)
+"""Of log-probabilities of equal logits. (Fingerprints that differ at all are not equal.)"""
 
 
 def exact_batches(n_rows: int, n_prompt: int, chunk_tokens: int) -> Iterator[slice]:
@@ -61,7 +65,7 @@ def judge_bits(evidence: Evidence | TokenEvidence, results: Tensor | list[Sample
         assert not isinstance(results, list)
         return judge(evidence, results, _NONE)
     assert isinstance(results, list)
-    verdict, match = judge_tokens(evidence, results, greedy=True)
+    verdict, match = judge_tokens(evidence, results, greedy=True, limit=_EXACT)
     if match is Match.EQUAL or verdict is Verdict.UNKNOWN:
         return verdict, match
     return (Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG), Match.WRONG

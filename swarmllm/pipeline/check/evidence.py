@@ -16,7 +16,7 @@ from swarmllm.pipeline.check.ledger import Ledger, Side, spans
 from swarmllm.pipeline.check.likelihood import is_plain
 from swarmllm.pipeline.check.recompute import RecomputeTask, compute_here
 from swarmllm.pipeline.check.sampling import Stretch
-from swarmllm.pipeline.check.told_logprobs import are_possible, total
+from swarmllm.pipeline.check.told_logprobs import are_possible
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
 from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
 from swarmllm.pipeline.request import RequestContext
@@ -122,7 +122,8 @@ def with_fingerprints(
 ) -> TokenEvidence:
     """And what they have shown already, with the log-probabilities that came with these tokens."""
     drawn = evidence.first - len(context.generated), len(evidence.told)
-    values, logprobs = told.read(*drawn), told.logprobs(*drawn)
+    values = told.read(*drawn)
+    logprobs = tuple(told.logprobs(*drawn)) if context.sampling.logprobs else ()
     key = context.sampling.fingerprint_key
     if values is None or key is None:
         return evidence
@@ -131,11 +132,9 @@ def with_fingerprints(
     possible = is_possible(
         values, evidence.told, evidence.first, key, context.n_vocab, is_likeliest=is_likeliest
     )
-    if plain and context.sampling.logprobs:
+    if plain and logprobs:
         possible &= are_possible(logprobs, values, evidence.told, evidence.first, key, context.n_vocab)
-        totals = np.array([total(*each) for each in zip(logprobs, values, strict=True)])
-        evidence = replace(evidence, totals=totals)
-    return replace(evidence, fingerprints=values, is_possible=possible)
+    return replace(evidence, fingerprints=values, is_possible=possible, logprobs=logprobs)
 
 
 def of_fewer(evidence: TokenEvidence, n_tokens: int) -> TokenEvidence:
@@ -149,7 +148,7 @@ def of_fewer(evidence: TokenEvidence, n_tokens: int) -> TokenEvidence:
         came_in=rows[: len(rows) - n_less] if rows.ndim > 1 else rows,
         told=evidence.told[:n_tokens],
         fingerprints=None if evidence.fingerprints is None else evidence.fingerprints[:n_tokens],
-        totals=None if evidence.totals is None else evidence.totals[:n_tokens],
+        logprobs=evidence.logprobs[:n_tokens],
         is_ended=False,
     )
 

@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm.pipeline.check.thresholds import Limits
 from swarmllm_proto.fingerprints import N_DRAWN, drawn_tokens
 from swarmllm_proto.tensors import Tensor
 
@@ -26,8 +25,6 @@ away."""
 NEAR: Final = 0.1
 """A fingerprint so near is of nearly the same logits: by these, hardly an eighth of the probability can lie
 between a random number and the token that it draws."""
-FEW_TOKENS: Final = 4.0
-"""The fewer tokens there are, the more a single one weighs: of so many, limits are twice as large."""
 
 
 def distance(again: Tensor, told: Tensor) -> float:
@@ -43,12 +40,6 @@ def distances(again: Tensor, told: Tensor) -> Tensor:
     around = np.linalg.norm(drawn - drawn.mean(axis=1, keepdims=True), axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(off == 0, 0.0, off / around))
-
-
-def of_tokens(limits: Limits, n_tokens: int) -> Limits:
-    """The limits of the distance of so many tokens."""
-    more = 1 + FEW_TOKENS / n_tokens
-    return Limits(limits.least * more, limits.of_spread * more, limits.most * more)
 
 
 def is_possible(

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from swarmllm.pipeline.check.fingerprints import LARGEST, OWN
 from swarmllm.pipeline.check.verdict import Sampled
 from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.tensors import Tensor
 
 FAR: Final = 0.1
 """More probability than this between two tokens is far; for greedy ones, see FAR_NATS."""
@@ -27,6 +29,10 @@ IMPOSSIBLE: Final = 0.2
 0.03 (docs/security.md)."""
 FAR_NATS: Final = 1.0
 """A greedy token that is so much less likely than the likeliest one is far."""
+_UNSURE_NATS: Final = 1.0
+"""By which the logarithm of a small probability may differ at an honest node."""
+_F16: Final = 2.0**-10
+"""Twice what f16 rounds, in parts of a value."""
 _NEARLY_EQUAL_NATS: Final = 0.7
 """Tokens that are so nearly as likely as another one may have the other order at another node."""
 
@@ -108,6 +114,28 @@ def between(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> floa
     if sampling.top_k or sampling.top_p < 1:
         return by_rank  # libllama sorts them, the likeliest first.
     return min(by_id, by_rank) if sampling.min_p else by_id
+
+
+def end_chance(told: int, again: Sampled, sampling: Sampling, n_tokens: int) -> float:
+    """At most so likely is it that an honest node's text ends with `told`, which is not among the likeliest
+    tokens, as one of the first `n_tokens`. `sampling` is plain."""
+    if not again.likeliest or not sampling.temperature:
+        return 1.0
+    own = again.likeliest[-1][1] if again.told_logprob is None else again.told_logprob
+    weights = (logprob / sampling.temperature for _, logprob in again.likeliest)
+    unsure = _UNSURE_NATS / min(1.0, sampling.temperature)
+    chance = own / sampling.temperature + unsure - math.log(math.fsum(map(math.exp, weights)) or 1.0)
+    return math.exp(min(0.0, chance + math.log(n_tokens)))
+
+
+def end_chance_told(values: Tensor, sampling: Sampling, n_tokens: int) -> float:
+    """The same by the fingerprint that came with the token that ended the text, f32 [N_VALUES]: the likeliest
+    token alone has so much more probability."""
+    if not sampling.temperature:
+        return 1.0
+    largest, own = float(values[LARGEST]), float(values[OWN])
+    unsure = _F16 * max(abs(largest), abs(own))
+    return math.exp(min(0.0, (own - largest + unsure) / sampling.temperature + math.log(n_tokens)))
 
 
 def _total(logprobs: Sequence[float], temperature: float, n_vocab: int) -> float:

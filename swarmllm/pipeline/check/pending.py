@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from swarmllm.pipeline.check.equal_bits import are_equal
-from swarmllm.pipeline.check.fingerprints import of_tokens
 from swarmllm.pipeline.check.likelihood import is_plain
-from swarmllm.pipeline.check.thresholds import LOGITS_OTHER_KV
+from swarmllm.pipeline.check.thresholds import token_limits
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -88,8 +87,8 @@ def agree(pending: PendingCheck, one: Found, other: Found) -> bool:
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)
         tokens, values = tuple(sampled.token for sampled in one.results), fingerprints_of(one.results)
-        said = replace(evidence, told=tokens, is_ended=False, fingerprints=values, totals=None)
-        limit = of_tokens(LOGITS_OTHER_KV, max(1, len(tokens))).most
+        said = replace(evidence, told=tokens, is_ended=False, fingerprints=values, logprobs=())
+        limit = token_limits(None, None, len(tokens)).most
         match = judge_tokens(said, other.results, greedy=pending.is_plainly_greedy, limit=limit)[1]
         return match is not Match.WRONG
     assert not isinstance(one.results, list)

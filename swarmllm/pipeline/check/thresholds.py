@@ -14,8 +14,9 @@ nothing lies between them, because fewer than 64 rows are there, only the tolera
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 TOLERANCE: Final = 0.05
 """What is farther is wrong, whatever the classes are."""
@@ -41,6 +42,20 @@ class Limits:
         return min(self.most, max(self.least, self.of_spread * spread))
 
 
+class TokenDistance(NamedTuple):
+    """How far what was told with tokens is from what is computed of the same rows; or the most that it may
+    be."""
+
+    logits: float
+    """See `fingerprints.distance`."""
+    size: float
+    """Of log-probabilities, see `told_logprobs.Apart`; so is `shift`."""
+    shift: float
+
+
+ANY: Final = TokenDistance(math.inf, math.inf, math.inf)
+
+
 SAME_KV: Final = Limits(least=0.0135, of_spread=1.4)
 OTHER_KV: Final = Limits(least=0.022, of_spread=2.2)
 LOGITS_SAME_KV: Final = Limits(least=0.023, of_spread=1.6, most=0.1)
@@ -53,6 +68,56 @@ def limits(kv_type: str | None, recomputed_in: str | None) -> Limits:
     return SAME_KV if kv_type is not None and kv_type == recomputed_in else OTHER_KV
 
 
-def limits_of_logits(kv_type: str | None, recomputed_in: str | None) -> Limits:
-    """The same for fingerprints."""
-    return LOGITS_SAME_KV if limits(kv_type, recomputed_in) is SAME_KV else LOGITS_OTHER_KV
+class TokenLimits(NamedTuple):
+    """Of a `TokenDistance`."""
+
+    logits: Limits
+    size: Limits
+    shift: Limits
+
+    @property
+    def least(self) -> TokenDistance:
+        return TokenDistance(*(each.least for each in self))
+
+    @property
+    def most(self) -> TokenDistance:
+        return TokenDistance(*(each.most for each in self))
+
+    def limit(self, spread: TokenDistance) -> TokenDistance:
+        """As `Limits.limit`. What the sizes say of roundings holds for shifts: of one pair of results, they
+        may cancel by chance."""
+        return TokenDistance(
+            self.logits.limit(spread.logits), self.size.limit(spread.size), self.shift.limit(spread.size)
+        )
+
+    def of_tokens(self, n: int) -> TokenLimits:
+        """For so many tokens."""
+        return TokenLimits(*(of_tokens(each, n) for each in self))
+
+
+TOKENS_SAME_KV: Final = TokenLimits(
+    LOGITS_SAME_KV,
+    size=Limits(least=0.06, of_spread=2.0, most=0.5),
+    shift=Limits(least=0.04, of_spread=1.2, most=0.5),
+)
+TOKENS_OTHER_KV: Final = TokenLimits(
+    LOGITS_OTHER_KV,
+    size=Limits(least=0.08, of_spread=2.5, most=0.5),
+    shift=Limits(least=0.06, of_spread=1.6, most=0.5),
+)
+"""Honest nodes came to sizes of 0.036 and 0.045 over 64 tokens and of 0.047 and 0.064 over 8, and to shifts of
+0.006 and 0.013, and of 0.035 and 0.033 (`python -m bench.honest_heads`)."""
+FEW_TOKENS: Final = 4.0
+"""The fewer tokens there are, the more a single one weighs: of so many, limits are twice as large."""
+
+
+def of_tokens(limits: Limits, n: int) -> Limits:
+    """The limits of the distance of so many tokens."""
+    more = 1 + FEW_TOKENS / max(1, n)
+    return Limits(limits.least * more, limits.of_spread * more, limits.most * more)
+
+
+def token_limits(kv_type: str | None, recomputed_in: str | None, n_tokens: int) -> TokenLimits:
+    """`limits` for what is told with so many tokens."""
+    is_same = limits(kv_type, recomputed_in) is SAME_KV
+    return (TOKENS_SAME_KV if is_same else TOKENS_OTHER_KV).of_tokens(n_tokens)

@@ -1,27 +1,25 @@
-"""Judges log-probabilities that a last stage told with its tokens, by the fingerprints that came along. Pure.
+"""Judges log-probabilities that a last stage told with its tokens. Pure.
 
 A log-probability is a logit less the logarithm of the sum over all tokens (the total). So of each token whose
-logit and log-probability are both told, the difference is the same, but for what f16 rounds. And the total is
-that of the same rows when somebody computes them again.
+logit and log-probability are both told, the difference is the same, but for what f16 rounds. And the same
+rows give nearly the same when somebody computes them again. All of them are those of the model's own
+distribution, whatever penalties, biases or a grammar make of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final
-
-import numpy as np
+from typing import Final, NamedTuple
 
 from swarmllm_proto.fingerprints import N_DRAWN, drawn_tokens
 from swarmllm_proto.ipc import TokenLogprob
 from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_proto.tensors import Tensor
 
-TOTALS_APART: Final = 0.5
-"""Totals of honest nodes may differ by so much on average: by some hundredths, where logits differ as much as
-other kernels and types of KV make them."""
+WORST: Final = 1.0
+"""In the means a single difference counts for no more, nats."""
 _F16: Final = 2.0**-10
 """Twice what f16 rounds, in parts of a value."""
 _LEAST: Final = 0.01
@@ -74,8 +72,28 @@ def _both(likeliest: Told, largest: float, known: dict[int, float]) -> Iterator[
             yield known[each.token], each.logprob
 
 
-def are_apart(told: Tensor, again: Tensor) -> bool:
-    """Whether totals, f32 [n] each, NaN where one is not known, are other than those of the same rows."""
-    off = np.abs(told - again)
-    known = off[~np.isnan(off)]
-    return bool(len(known)) and float(known.mean()) > TOTALS_APART
+class Apart(NamedTuple):
+    """How far log-probabilities are from those of the same rows, in nats; means over tokens."""
+
+    size: float
+    """Of the differences, whatever their signs."""
+    shift: float
+    """Of the differences with their signs: rounding errors cancel there, what was added to all does not."""
+
+
+def apart(told: Sequence[Told], again: Sequence[Mapping[int, float]]) -> Apart:
+    """0 where there is nothing that both tell. `again`: for each token of the answer the log-probabilities of
+    some tokens, computed from the same rows."""
+    sizes, shifts = [], []
+    for said, known in zip(told, again, strict=False):
+        off = [
+            min(max(each.logprob - known[each.token], -WORST), WORST)
+            for each in said
+            if each.token in known and min(each.logprob, known[each.token]) > LOGPROB_MIN
+        ]
+        if off:
+            sizes.append(math.fsum(map(abs, off)) / len(off))
+            shifts.append(math.fsum(off) / len(off))
+    if not sizes:
+        return Apart(0.0, 0.0)
+    return Apart(math.fsum(sizes) / len(sizes), abs(math.fsum(shifts)) / len(shifts))

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 import numpy as np
 
-from swarmllm.pipeline.check import fingerprints, told_logprobs
-from swarmllm.pipeline.check.thresholds import TOLERANCE
+from swarmllm.pipeline.check import fingerprints
+from swarmllm.pipeline.check.thresholds import ANY, TOLERANCE, TokenDistance
+from swarmllm.pipeline.check.told_logprobs import Told, apart
+from swarmllm_proto.ipc import TokenLogprob
 from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
 WORST_ROW: Final = 2.0
@@ -185,8 +187,8 @@ class TokenEvidence:
     """That came with these tokens, f32 [n, N_VALUES]; None: the stage tells none."""
     is_possible: bool = True
     """The fingerprints agree with each other and with the tokens, and so do the log-probabilities."""
-    totals: Tensor | None = None
-    """See `told_logprobs`, of these tokens, f64 [n]."""
+    logprobs: tuple[Told, ...] = ()
+    """That came with these tokens; empty: nobody asked for them."""
 
 
 def fingerprints_of(sampled: Sequence[Sampled]) -> Tensor | None:
@@ -227,19 +229,27 @@ def is_drawn_falsely(evidence: TokenEvidence, sampled: Sequence[Sampled], apart_
     )
 
 
-def _tells_other_totals(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> bool:
-    """Whether its log-probabilities are not those of the same rows."""
-    if evidence.totals is None:
-        return False
-    again = np.array(
-        [
-            float(each.fingerprint[fingerprints.LARGEST]) - each.likeliest[0][1]
-            if each.fingerprint is not None and each.likeliest
-            else math.nan
-            for each in sampled
-        ]
+def tokens_apart(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> TokenDistance:
+    """Of what both tell; 0 where there is nothing."""
+    off = apart(evidence.logprobs, _computed(evidence, sampled))
+    return TokenDistance(logits_apart(evidence, sampled) or 0.0, off.size, off.shift)
+
+
+def as_if_told(evidence: TokenEvidence, again: Sequence[Sampled]) -> TokenEvidence:
+    """With what was computed of the same rows in place of what was told."""
+    logprobs = tuple(
+        tuple(TokenLogprob(each.token, known[each.token], b"") for each in told if each.token in known)
+        for told, known in zip(evidence.logprobs, _computed(evidence, again), strict=False)
     )
-    return told_logprobs.are_apart(evidence.totals[: len(again)], again)
+    return replace(evidence, fingerprints=fingerprints_of(again), logprobs=logprobs)
+
+
+def _computed(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> list[dict[int, float]]:
+    """Log-probabilities of some tokens, for each of the answer."""
+    return [
+        dict(again.likeliest) | ({} if again.told_logprob is None else {told: again.told_logprob})
+        for told, again in zip(evidence.told, sampled, strict=False)
+    ]
 
 
 def judge_tokens(
@@ -247,21 +257,21 @@ def judge_tokens(
     sampled: Sequence[Sampled],
     *,
     greedy: bool,
-    limit: float = math.inf,
+    limit: TokenDistance = ANY,
     apart_max: float = math.inf,
 ) -> tuple[Verdict, Match]:
-    """`sampled`: from the same rows, in order; each after the tokens that were told. `limit`: of what the
-    fingerprints are apart; `apart_max`: of `is_drawn_falsely`."""
+    """`sampled`: from the same rows, in order; each after the tokens that were told. `limit`: of
+    `tokens_apart`; `apart_max`: of `is_drawn_falsely`."""
     pairs = list(zip(evidence.told, sampled, strict=False))
     if not pairs:
         return Verdict.UNKNOWN, Match.WRONG
     ends_falsely = evidence.is_ended and len(pairs) == len(evidence.told) and _ends_falsely(*pairs[-1])
-    off = logits_apart(evidence, sampled) or 0.0
-    is_other = is_drawn_falsely(evidence, sampled, apart_max) or _tells_other_totals(evidence, sampled)
-    if off > limit or is_other:
+    off = tokens_apart(evidence, sampled)
+    is_above = any(one > most for one, most in zip(off, limit, strict=True))
+    if is_above or is_drawn_falsely(evidence, sampled, apart_max):
         return Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG, Match.WRONG
     if all(told == again.token for told, again in pairs) and not ends_falsely:
-        return Verdict.RIGHT, Match.CLOSE if off else Match.EQUAL
+        return Verdict.RIGHT, Match.CLOSE if off.logits else Match.EQUAL
     n_unlikely = sum(_is_unlikely(told, again, greedy=greedy) for told, again in pairs)
     n_allowed = 0 if greedy else max(UNLIKELY_MIN, math.ceil(UNLIKELY_PART * len(pairs))) - 1
     if n_unlikely <= n_allowed and not ends_falsely:

@@ -25,6 +25,7 @@ class ToldFingerprints:
         self._n_tokens = 0
         self._tells = False
         self._told: list[bytes] = []
+        self._newest = b""
         self._logprobs: list[tuple[TokenLogprob, ...]] = []
 
     def expect(self) -> None:
@@ -48,9 +49,15 @@ class ToldFingerprints:
             decode_fingerprint(fingerprint)
         except ValueError as error:
             raise BrokenPromise(f"a fingerprint of {error}") from None
+        self._newest = fingerprint
         if self._is_kept:
             self._told.append(fingerprint)
             self._logprobs.append(logprobs)
+
+    @property
+    def newest(self) -> Tensor | None:
+        """f32 [N_VALUES], of the last token; None: none was told."""
+        return decode_fingerprint(self._newest) if self._newest else None
 
     def read(self, first: int, n: int) -> Tensor | None:
         """f32 [n, N_VALUES] of the tokens from `first` on, by their order; None: they were not told."""

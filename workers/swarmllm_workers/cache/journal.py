@@ -5,18 +5,26 @@ given, and this side of the hop still has them: a journal is the float32 rows th
 position. Only one that begins with the request can build a stage again; one that begins later, because its
 first rows were an earlier request's, is there to be checked. One that has gone beyond the bound of all
 journals together is none, and the rows are computed again.
+
+Of a request that is over, rows whose KV is kept stay for a while, for requests that go on with that KV.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_workers.cache.kept_rows import BlockKey, KeptRows
 from swarmllm_workers.errors import CallError
 
-BLOCK_ROWS: Final = 64
+BLOCK_ROWS: Final = BLOCK_TOKENS
 """Rows for which memory is taken at a time."""
+KEPT_PART: Final = 4
+"""Rows of requests that are over take at most a part of the bound of all journals together, and less where
+others run."""
 
 
 class _Journal:
@@ -67,6 +75,12 @@ class _Journal:
             self._blocks[block][at : at + n] = rows[done : done + n]
             done += n
 
+    def whole_blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Of rows that are bound: (index of the block from position 0 on, its rows)."""
+        if self.first % BLOCK_ROWS == 0:
+            for index, rows in enumerate(self._blocks[: (self.n_rows - self.first) // BLOCK_ROWS]):
+                yield self.first // BLOCK_ROWS + index, rows
+
     def read(self, position: int, n_rows: int) -> np.ndarray:
         """Of rows that are bound."""
         position -= self.first
@@ -78,15 +92,17 @@ class _Journal:
 class Journals:
     """By request and end of the layer range."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, ttl_s: float = 0.0) -> None:
+        """`ttl_s`: so long rows stay whose KV is kept and not used."""
         self._max_bytes = max_bytes
         self._n_bytes = 0
+        self.kept = KeptRows(max_bytes // KEPT_PART, ttl_s)
         self._journals: dict[str, dict[int, _Journal]] = {}
 
     @property
     def n_bytes(self) -> int:
         """Host memory in use."""
-        return self._n_bytes
+        return self._n_bytes + self.kept.n_bytes
 
     def write(self, request_id: str, end: int, position: int, rows: np.ndarray) -> None:
         """Rows f32 [n, n_embd] from `position` on have left the layers before `end`."""
@@ -102,8 +118,8 @@ class Journals:
         self._n_bytes -= journal.n_bytes
         journal.write(position, rows)
         self._n_bytes += journal.n_bytes
-        if self._n_bytes > self._max_bytes:
-            self._drop(request_id, end)
+        if self.n_bytes > self._max_bytes:
+            self._make_room(request_id, end)
 
     def append(self, request_id: str, end: int, position: int, row: bytes, n_skipped: int) -> None:
         """`write` of one row of f32, behind so many other bytes."""
@@ -114,8 +130,8 @@ class Journals:
         self._n_bytes -= journal.n_bytes
         journal.append(row, n_skipped)
         self._n_bytes += journal.n_bytes
-        if self._n_bytes > self._max_bytes:
-            self._drop(request_id, end)
+        if self.n_bytes > self._max_bytes:
+            self._make_room(request_id, end)
 
     def n_rows(self, request_id: str, end: int) -> int:
         """How many can be read, from position 0 on."""
@@ -126,9 +142,19 @@ class Journals:
         """Whether any can be read."""
         return end in self._journals.get(request_id, {})
 
-    def read(self, request_id: str, end: int, position: int, n_rows: int) -> np.ndarray:
-        """f32 [n_rows, n_embd]. Raises CallError position_gap."""
+    def read(
+        self, request_id: str, end: int, position: int, n_rows: int, keys: Sequence[BlockKey] = ()
+    ) -> np.ndarray:
+        """f32 [n_rows, n_embd]. `keys`: of the request's blocks. Raises CallError position_gap."""
         journal = self._journals.get(request_id, {}).get(end)
+        if journal is not None and position < journal.first:
+            n_before = min(n_rows, journal.first - position)
+            before = self.kept.read(end, keys, position, n_before)
+            if before is not None and n_before == n_rows:
+                return before
+            if before is not None:
+                own = self.read(request_id, end, journal.first, n_rows - n_before)
+                return np.concatenate((before, own))
         first, n_known = (journal.first, journal.n_rows) if journal is not None else (0, 0)
         if journal is None or not first <= position <= position + n_rows <= n_known:
             raise CallError(
@@ -145,10 +171,29 @@ class Journals:
         if (journals := self._journals.pop(request_id, None)) is not None:
             self._journals[new_id] = journals
 
+    def keep(self, request_id: str, end: int, keys: Sequence[BlockKey]) -> None:
+        """The request is over and the KV of these blocks is kept; it is to be forgotten now."""
+        journal = self._journals.get(request_id, {}).get(end)
+        if journal is None:
+            return
+        for key in keys[: journal.first // BLOCK_ROWS]:
+            self.kept.touch(end, key)
+        self._n_bytes -= journal.n_bytes
+        journal.bind()
+        self._n_bytes += journal.n_bytes
+        for index, rows in journal.whole_blocks():
+            if index < len(keys):
+                self.kept.put(end, keys[index], rows)
+
     def forget(self, request_id: str) -> None:
         """The request is over."""
         for journal in self._journals.pop(request_id, {}).values():
             self._n_bytes -= journal.n_bytes
+
+    def _make_room(self, request_id: str, end: int) -> None:
+        self.kept.shrink(max(0, self._max_bytes - self._n_bytes))
+        if self._n_bytes > self._max_bytes:
+            self._drop(request_id, end)
 
     def _drop(self, request_id: str, end: int) -> None:
         self._n_bytes -= self._journals[request_id].pop(end).n_bytes

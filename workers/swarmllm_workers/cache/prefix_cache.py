@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final
 
 from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_workers.cache.kept_rows import BlockKey
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation
@@ -118,6 +119,11 @@ class PrefixCache:
         self._named.setdefault(request_id, {})[where] = name
         self.follow(request_id, where, lambda: name)
         return min(n_rows, n_named)
+
+    def block_keys(self, request_id: str, where: Segments, n_rows: int) -> list[BlockKey]:
+        """What names the blocks of the first `n_rows` rows, as far as they are named from outside."""
+        name = self._named.get(request_id, {}).get(where)
+        return [] if name is None else [(name.scope, each) for each in name.hashes[: n_rows // BLOCK_TOKENS]]
 
     def rename(self, request_id: str, new_id: str) -> None:
         """What is said of a request is true of another one from now on, which has no rows of its own."""

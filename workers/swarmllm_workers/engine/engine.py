@@ -14,6 +14,7 @@ import numpy as np
 
 from swarmllm_proto.blocks import kept_root
 from swarmllm_workers.cache.journal import Journals
+from swarmllm_workers.cache.kept_rows import BlockKey
 from swarmllm_workers.cache.prefix_cache import PrefixCache
 from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
@@ -71,8 +72,9 @@ class Engine:
         self.footprint = Footprint(self.source, self.name, self.n_layers, settings)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)
-        self.journals = Journals(settings.journal_max_bytes)
-        self.received = Journals(settings.journal_max_bytes // RECEIVED_PART)
+        ttl_s = settings.prefixes.ttl_s
+        self.journals = Journals(settings.journal_max_bytes, ttl_s)
+        self.received = Journals(settings.journal_max_bytes // RECEIVED_PART, ttl_s)
         """What came in, by the layer boundary that it came to: for the origin to compare with what its
         sender says."""
         self.held = HeldRequests(self.release)
@@ -205,9 +207,10 @@ class Engine:
 
     def expire(self) -> float | None:
         """Free what has been kept long enough; seconds until more of it has, None where nothing is kept."""
-        self.prefixes.expire()
-        self.held.expire()
-        times_s = (self.prefixes.next_expiry_s(), self.held.next_expiry_s())
+        kept = (self.prefixes, self.held, self.journals.kept, self.received.kept)
+        for each in kept:
+            each.expire()
+        times_s = tuple(each.next_expiry_s() for each in kept)
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def rename(self, request_id: str, new_id: str, n_rows: int) -> None:
@@ -231,12 +234,32 @@ class Engine:
             return 0
         return min(segment.lengths[slot] for segment in route.segments)
 
+    def rows_at(self, request_id: str, boundary: int, position: int, n_rows: int) -> np.ndarray:
+        """f32 [n_rows, n_embd] that left or reached layers here. A boundary between two stages that are both
+        here has the same rows in either. Raises CallError position_gap."""
+        is_sent = self.journals.has(request_id, boundary)
+        journals = self.journals if is_sent else self.received
+        keys = [
+            self._block_keys(request_id, *each)
+            for each in self._routes.get(request_id, {})
+            if each[is_sent] == boundary
+        ]
+        return journals.read(request_id, boundary, position, n_rows, keys[0] if keys else ())
+
+    def _block_keys(self, request_id: str, start: int, end: int) -> list[BlockKey]:
+        """Of the blocks that the request has in [start, end)."""
+        route, n_rows = self._routes[request_id][start, end], self.n_rows(request_id, start, end)
+        return self.prefixes.block_keys(request_id, route.segments, n_rows)
+
     def release(self, request_id: str) -> None:
         """Free the request's slot and its rows in every segment."""
         if (slot := self.slots.get(request_id)) is not None:
             n_rows = max((segment.lengths[slot] for segment in self.layers.segments), default=0)
             log.debug("request %s ended with %d rows", request_id, n_rows)
         self.held.discard(request_id)
+        for start, end in self._routes.get(request_id, {}):
+            self.journals.keep(request_id, end, self._block_keys(request_id, start, end))
+            self.received.keep(request_id, start, self._block_keys(request_id, start, end))
         self.journals.forget(request_id)
         self.received.forget(request_id)
         self.prefixes.end(request_id, self.layers.segments)

@@ -86,10 +86,7 @@ class EndingHandlers:
 
     def _read_journal(self, message: ipc.ReadJournal, _payload: memoryview) -> None:
         engine = self._state.engine()
-        # A boundary between two stages that are both here has the same rows in either.
-        is_sent = engine.journals.has(message.request_id, message.end)
-        journals = engine.journals if is_sent else engine.received
-        rows = journals.read(message.request_id, message.end, message.position, message.n_rows)
+        rows = engine.rows_at(message.request_id, message.end, message.position, message.n_rows)
         self._state.send(ipc.LayerResult(id=message.id, request_id=message.request_id), encode_tensor(rows))
 
 
