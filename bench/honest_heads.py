@@ -31,7 +31,13 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.fingerprints import distance
-from swarmllm.pipeline.check.thresholds import LOGITS_OTHER_KV, LOGITS_SAME_KV, of_tokens
+from swarmllm.pipeline.check.thresholds import (
+    LOGITS_OTHER_KV,
+    LOGITS_SAME_KV,
+    TOKENS_OTHER_KV,
+    TOKENS_SAME_KV,
+    of_tokens,
+)
 from swarmllm.pipeline.check.told_logprobs import Told, apart
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.fingerprints import decode_fingerprint
@@ -176,22 +182,26 @@ def print_table(found: Mapping[str, Found]) -> None:
 
 def print_logprobs(found: Mapping[str, Found]) -> None:
     """The same of log-probabilities: the largest sizes and shifts (`swarmllm.pipeline.check.told_logprobs`),
-    where only the token's own is told and where those of the 20 likeliest are too."""
+    where only the token's own is told and where those of the 20 likeliest are too, and how many stretches are
+    above one of the least limits."""
     sizes = " | ".join(f"{n} tokens" for n in STRETCHES)
     for n_told, which in ((1, "of the token"), (21, "and of the 20 likeliest")):
-        print(f"\n| honest, log-probability {which}: size, shift | {sizes} |")
-        print("|---" * (1 + len(STRETCHES)) + "|")
+        print(f"\n| honest, log-probability {which}: size, shift | {sizes} | above least |")
+        print("|---" * (2 + len(STRETCHES)) + "|")
         for what, each in sorted(found.items()):
-            largest = []
+            allowed = TOKENS_OTHER_KV if "KV in" in what else TOKENS_SAME_KV
+            largest, n_above = [], 0
             for n in STRETCHES:
                 measured = [
                     apart([t[:n_told] for t in told[at : at + n]], again[at : at + n])
                     for told, again, _ in each.logprobs
                     for at in range(0, N_TOLD, n)
                 ]
+                limits = allowed.of_tokens(n).least
+                n_above += sum(off.size > limits.size or off.shift > limits.shift for off in measured)
                 most = [max(values) for values in zip(*measured, strict=True)]
                 largest.append(", ".join(f"{value:.4f}" for value in most))
-            print(f"| {what} | {' | '.join(largest)} |")
+            print(f"| {what} | {' | '.join(largest)} | {n_above} |")
 
 
 async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[str, Path]]) -> None:
