@@ -105,7 +105,7 @@ TOKENS_OTHER_KV: Final = TokenLimits(
     size=Limits(least=0.08, of_spread=2.5, most=0.5),
     shift=Limits(least=0.06, of_spread=1.6, most=0.5),
 )
-"""Honest nodes came to sizes of 0.036 and 0.045 over 64 tokens and of 0.047 and 0.064 over 8, and to shifts of
+"""Honest nodes came to sizes of 0.036 and 0.045 over 64 tokens, of 0.047 and 0.064 over 8, and to shifts of
 0.006 and 0.013, and of 0.035 and 0.033 (`python -m bench.honest_heads`)."""
 FEW_TOKENS: Final = 4.0
 """The fewer tokens there are, the more a single one weighs: of so many, limits are twice as large."""
