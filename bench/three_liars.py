@@ -40,7 +40,7 @@ from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
-from swarmllm.swarm.in_memory.signer import in_memory_signer
+from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.peers.trust import WORK_MIN, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -185,7 +185,7 @@ async def open_nodes(
             registry = Registry(node_id, trust)
             settings = PipelineSettings(check_rate=check_rate, n_ctx=512)
             catalogue = cast(Catalogue, _Catalogue(entry))
-            signer = in_memory_signer(node_id) if signs else None
+            signer = InMemorySigner(node_id) if signs else None
             pipelines = Pipelines(
                 router, registry, pool, catalogue, node_id, settings, trust=trust, signer=signer
             )

@@ -41,7 +41,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
-from swarmllm.swarm.in_memory.signer import in_memory_signer
+from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
@@ -367,11 +367,11 @@ async def _start_node(
         catalogue,
         router.node_id,
         PipelineSettings(prefill_chunk_tokens=16, check_rate=0.25),
-        give_piece=transfer.answer,
-        tell_digests=gathering.answer,
+        pieces=transfer,
+        digests=gathering,
         observations=observations,
         trust=trust,
-        signer=in_memory_signer(router.node_id),
+        signer=InMemorySigner(router.node_id),
     )
     await nursery.start(pipelines.run)
     node = Node(

@@ -1,10 +1,10 @@
-"""Answers what other nodes ask of this one: bytes of models, states of stages, rows to check, kept KV,
-and what pictures become."""
+"""Answers requests of other nodes: bytes of models, states of stages, rows to check, kept KV, and encoded
+pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import trio
@@ -32,8 +32,17 @@ from swarmllm_proto.swarm import (
     VisionEncodeRequest,
 )
 
-GivePiece = Callable[[FetchPiece], Awaitable[Piece]]
-TellDigests = Callable[[NodeId, FetchDigests], Awaitable[Digests]]
+
+class ServesPieces(Protocol):
+    async def answer(self, request: FetchPiece, /) -> Piece:
+        """The bytes of a model that another node asks for."""
+        ...
+
+
+class ServesDigests(Protocol):
+    async def answer(self, sender: NodeId, question: FetchDigests, /) -> Digests:
+        """What this node knows of a file that it and others have parts of."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,8 @@ class Answers:
     inbox: Inbox
     sessions: Sessions
     compute: Compute
-    give_piece: GivePiece | None
-    tell_digests: TellDigests | None
+    pieces: ServesPieces | None
+    digests: ServesDigests | None
     prefixes: PrefixServing | None
     here: LocalLoad
     pictures: PictureServing
@@ -53,16 +62,16 @@ class Answers:
 
     async def _answer(self, sender: NodeId, request: AnyRequest) -> AnyResponse:
         if isinstance(request, FetchPiece):
-            return await self.give_piece(request) if self.give_piece else Piece(status="absent")
+            return await self.pieces.answer(request) if self.pieces else Piece(status="absent")
         if isinstance(request, FetchDigests):
             unknown = Digests(status="unknown")
-            return await self.tell_digests(sender, request) if self.tell_digests else unknown
+            return await self.digests.answer(sender, request) if self.digests else unknown
         if isinstance(request, ProbeStage):
             return self.sessions.state(sender, request.request_id)
         if isinstance(request, TellPrompt):
             return self.sessions.take_prompt(sender, request)
         if isinstance(request, FetchRows):
-            refused = self.sessions.refusals.answer(sender, request, trio.current_time())
+            refused = self.sessions.ended.answer(sender, request, trio.current_time())
             session = self.sessions.session_for(sender, request.request_id)
             if refused is not None or session is None:
                 return refused or RowsPiece(request_id=request.request_id, known=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from swarmllm.errors import SwarmLLMError
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pipeline.answers import Answers, GivePiece, TellDigests
+from swarmllm.pipeline.answers import Answers, ServesDigests, ServesPieces
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.detokenizer import Detokenizer, Pieces
@@ -54,11 +53,12 @@ from swarmllm.pipeline.stage.row_committer import RowCommitters
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.pipeline.vision.serving import PictureServing
 from swarmllm.scheduling.speeds import Observations, PeerSpeeds
-from swarmllm.supervision import spawn, supervise
+from swarmllm.supervision import supervise
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust
@@ -86,8 +86,8 @@ class Pipelines:
         node_id: NodeId,
         settings: PipelineSettings,
         *,
-        give_piece: GivePiece | None = None,
-        tell_digests: TellDigests | None = None,
+        pieces: ServesPieces | None = None,
+        digests: ServesDigests | None = None,
         observations: Observations | None = None,
         trust: NodeTrust | None = None,
         links: StageLinks | None = None,
@@ -97,8 +97,8 @@ class Pipelines:
         kept_pictures: KeptPictures | None = None,
         signer: RowSigner | None = None,
     ) -> None:
-        """`give_piece` answers requests for bytes of models, `tell_digests` those about a file of which
-        nodes have parts (with the asking node); without them nothing is given. Without `links` every job goes
+        """`pieces` answers requests for bytes of models, `digests` requests for digests of a file that nodes
+        have parts of; without them this node serves neither. Without `links` every job goes
         by way of the daemons. `kept`: KV of prompts, whose names are keyed with `prefix_key`; without it
         none travels. `kept_pictures`: what pictures became here; what they become elsewhere joins
         it. `signer`: stages here sign for their rows, and those of this node's requests are asked to."""
@@ -122,7 +122,7 @@ class Pipelines:
         self._trust = trust = trust or NeutralTrust()
         self._node_id = node_id
         self._settings = settings
-        self._nursery: trio.Nursery | None = None
+        self._tasks = tasks = PipelineTasks()
         self._counts = PipelineStatistics()
         self._suspects = Suspects()
         budget = budget or ByteBudget()
@@ -149,14 +149,13 @@ class Pipelines:
             self._suspects,
             trust,
             self._here,
+            tasks,
             signer=signer,
         )
         commitments = self._checker.commitments
         self.commits = signer is not None
         if signer is not None:
-            self._sessions.row_committer_of = RowCommitters(
-                pool, router, signer, self._start_soon, commitments.own
-            )
+            self._sessions.row_committer_of = RowCommitters(pool, router, signer, tasks, commitments.own)
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
         own_models = OwnModels(catalogue)
@@ -191,6 +190,7 @@ class Pipelines:
             trust,
             self._suspects,
             self._checker,
+            tasks,
             self._prefixes,
         )
         self._routes = RequestRoutes(
@@ -215,12 +215,13 @@ class Pipelines:
             self._routes,
             self._counts,
             HedgeBudget(settings.hedge),
+            tasks,
             judged_after_s=settings.ack_timeout_s,
         )
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self._routes.assembly_for
         )
-        self._pictures = PictureServing(pool, own_models, self._counts, trust, budget, self._start_soon)
+        self._pictures = PictureServing(pool, own_models, self._counts, trust, budget, tasks)
         kept_pictures = KeptPictures() if kept_pictures is None else kept_pictures
         self._picture_checker = PictureChecker(
             pool,
@@ -261,8 +262,8 @@ class Pipelines:
             self._inbox,
             self._sessions,
             pool,
-            give_piece,
-            tell_digests,
+            pieces,
+            digests,
             prefix_serving,
             self._here,
             self._pictures,
@@ -300,7 +301,7 @@ class Pipelines:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once assignments and jobs are accepted."""
         async with trio.open_nursery() as nursery, self._router.changes() as changes:
-            self._nursery = nursery
+            self._tasks.nursery = nursery
             supervise(nursery, "links", self._links.run)
             supervise(nursery, "checks", self._checker.run)
             supervise(nursery, "picture checks", self._picture_checker.run)
@@ -308,9 +309,6 @@ class Pipelines:
             supervise(nursery, "cuts ahead", self._cuts_ahead.run)
             if self._prefixes is not None:
                 supervise(nursery, "prefix checks", self._prefixes.run)
-            self._attempts.tell_with(nursery)
-            self._standbys.start_soon = partial(spawn, nursery, "request")
-            self._checker.commitments.run_soon = self._start_soon
             self._router.serve(self.on_request, self.on_message)
             task_status.started()
             try:
@@ -323,7 +321,7 @@ class Pipelines:
                         self._suspects.clear(change.node_id)
                     self._opener.swarm_changed()
             finally:
-                self._nursery = None
+                self._tasks.nursery = None
                 nursery.cancel_scope.cancel()
 
     @asynccontextmanager
@@ -431,15 +429,8 @@ class Pipelines:
     async def _first_stage(self, entry: CatalogueEntry) -> NodeId:
         return (await self.stages_for(entry))[0].node_id
 
-    def _start_soon(
-        self, work: Callable[[], Awaitable[None]], failed: Callable[[Exception], object] | None = None
-    ) -> None:
-        if self._nursery is None:
-            raise SwarmLLMError("the node is stopping")
-        spawn(self._nursery, "request", work, failed=failed)
-
     def _start_session(self, session: Session) -> None:
-        self._start_soon(partial(self._run_session, session), session.has_failed)
+        self._tasks.start_soon(partial(self._run_session, session), session.has_failed)
         self._links.join(session.context)
 
     async def _run_session(self, session: Session) -> None:

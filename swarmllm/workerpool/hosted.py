@@ -71,6 +71,8 @@ class HostedModel:
         self.inode: tuple[int, int] | None = None
         """Device and number of the file that the worker opened."""
         self._homes: dict[str, Worker] = {}
+        """The worker in which each request has begun, by its id: sessions do not see that a worker was
+        replaced."""
         self.last_end = ""
         """How the last worker ended; empty while none has."""
         self.settings = settings

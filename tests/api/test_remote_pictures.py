@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,12 +58,30 @@ def certificate(folder: Path) -> Path:
     return file
 
 
+@dataclass(frozen=True)
+class LocalNetwork:
+    """Takes addresses of this machine for public ones."""
+
+    tls_context: Callable[[], ssl.SSLContext] = ssl.create_default_context
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    allowed: tuple[str, ...] = ("127.0.0.1",)
+
+    async def resolve(self, host: str) -> list[str]:
+        await trio.lowlevel.checkpoint()
+        if host != NAME:
+            raise OSError("no such name")
+        return list(self.addresses)
+
+    def is_allowed(self, address: str) -> bool:
+        return address in self.allowed
+
+
 @dataclass
 class PictureServer:
     answers: dict[str, bytes]
     """By target: an answer with its head."""
+    network: LocalNetwork
     fetcher: PictureFetcher
-    """That takes its addresses for public ones."""
     asked: list[str] = field(default_factory=list)
     """Heads of requests."""
 
@@ -84,16 +102,9 @@ async def open_server(folder: Path, **answers: bytes) -> AsyncIterator[PictureSe
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = int(listener.socket.getsockname()[1])
 
-    async def resolve(host: str) -> list[str]:
-        await trio.lowlevel.checkpoint()
-        if host != NAME:
-            raise OSError("no such name")
-        return ["127.0.0.1"]
-
-    fetcher = PictureFetcher(
-        resolve, lambda address: address == "127.0.0.1", lambda: ssl.create_default_context(cafile=file), port
-    )
-    server = PictureServer({f"/{name}": data for name, data in answers.items()}, fetcher)
+    network = LocalNetwork(lambda: ssl.create_default_context(cafile=file))
+    fetcher = PictureFetcher(network, port)
+    server = PictureServer({f"/{name}": data for name, data in answers.items()}, network, fetcher)
 
     async def serve(stream: trio.SocketStream) -> None:
         secure = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
@@ -169,19 +180,16 @@ async def test_a_picture_is_fetched_from_the_address_that_was_checked(tmp_path: 
         assert sum(charged) == len(png()) + len(jpeg())
         assert all(f"\r\nHost: {NAME}\r\n" in head for head in server.asked)
         assert not any("cookie" in head.lower() or "authorization" in head.lower() for head in server.asked)
-        untrusting = replace(server.fetcher, tls=ssl.create_default_context)
+        untrusting = replace(server.fetcher, network=LocalNetwork())
         assert "cannot be asked" in await refusal(untrusting, server.address("/one"))
 
 
 async def test_an_ipv4_address_goes_first_and_an_empty_path_is_the_root(tmp_path: Path) -> None:
     answers = {"": answer(png()), "?x": answer(jpeg())}
     async with open_server(tmp_path, **answers) as server:
-
-        async def both(host: str) -> list[str]:
-            await trio.lowlevel.checkpoint()
-            return ["::ffff:127.0.0.2", "127.0.0.1"]
-
-        fetcher = replace(server.fetcher, resolve=both, is_allowed=lambda address: True)
+        both = ("::ffff:127.0.0.2", "127.0.0.1")
+        network = replace(server.network, addresses=both, allowed=both)
+        fetcher = replace(server.fetcher, network=network)
         asked = [(server.address(target), FIELD) for target in ("", "?x")]
         assert await fetcher.fetch_all(asked, always) == [png(), jpeg()]
 
@@ -190,18 +198,15 @@ async def test_names_that_lead_elsewhere_are_not_dialled(tmp_path: Path) -> None
     async with open_server(tmp_path, one=answer(png())) as server:
 
         async def leads(*addresses: str) -> str:
-            async def resolve(host: str) -> list[str]:
-                await trio.lowlevel.checkpoint()
-                return list(addresses)
-
-            return await refusal(replace(server.fetcher, resolve=resolve), server.address("/one"))
+            network = replace(server.network, addresses=addresses)
+            return await refusal(replace(server.fetcher, network=network), server.address("/one"))
 
         for addresses in (("10.0.0.1",), ("127.0.0.1", "10.0.0.1"), ()):
             assert "no public address" in await leads(*addresses)
         unknown = server.address("/one").replace(NAME, "elsewhere.test")
         assert await refusal(server.fetcher, unknown) == await leads("10.0.0.1")
         assert not server.asked
-    real = PictureFetcher(tls=ssl.create_default_context)
+    real = PictureFetcher()
     for host in ("127.0.0.1", "localhost", "[::1]", "169.254.169.254", "2130706433", "0x7f.1"):
         assert await refusal(real, f"https://{host}/")
 

@@ -21,7 +21,7 @@ from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
-from swarmllm.swarm.in_memory.signer import in_memory_signer
+from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
@@ -203,7 +203,7 @@ async def _start_node(
     trust = Trust()
     registry = Registry(router.node_id, trust)
     catalogue = cast(Catalogue, FakeCatalogue(entry))
-    signer = in_memory_signer(router.node_id) if commits else None
+    signer = InMemorySigner(router.node_id) if commits else None
     parts = (router, registry, pool, catalogue, router.node_id, settings)
     pipelines = Pipelines(*parts, trust=trust, signer=signer)
     scope = trio.CancelScope()

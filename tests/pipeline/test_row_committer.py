@@ -17,10 +17,17 @@ from swarmllm.errors import NodeUnreachable, WorkerError
 from swarmllm.pipeline.job import RequestView
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.refusals import KEPT_MAX, KEPT_S, Refusals, RefusedRows
+from swarmllm.pipeline.stage.ended_requests import (
+    CANCELLED_MAX,
+    REFUSED_MAX,
+    REFUSED_S,
+    EndedRequests,
+    RefusedRows,
+)
 from swarmllm.pipeline.stage.row_committer import NoRowCommitter, RowCommitter, RowCommitters, digests_of
 from swarmllm.pipeline.stage.session_queue import NotFinite
-from swarmllm.swarm.in_memory.signer import in_memory_signer
+from swarmllm.pipeline.tasks import StartsTasks
+from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.membership.signer import open_signer
 from swarmllm.swarm.router import Router
 from swarmllm.workerpool.settings import ModelFile
@@ -58,16 +65,19 @@ class Parts:
         self.told: list[tuple[str, RowsCommitment]] = []
         self.waiting: list[Callable[[], Awaitable[None]]] = []
         self.unreachable = ""
-        self.refusals = Refusals()
+        self.ended = EndedRequests()
         self.row_committer = RowCommitter(
             context(here, stages),
             cast(Compute, self),
             cast(Router, self),
-            in_memory_signer(here),
-            self.waiting.append,
+            InMemorySigner(here),
+            cast(StartsTasks, self),
             None,
-            self.refusals,
+            self.ended,
         )
+
+    def start_soon(self, task: Callable[[], Awaitable[None]]) -> None:
+        self.waiting.append(task)
 
     async def read_journal(self, model: Any, *, request_id: str, end: int, position: int, n_rows: int) -> Any:
         await trio.lowlevel.checkpoint()
@@ -102,7 +112,7 @@ async def test_a_stage_signs_for_what_came_and_what_left_and_tells_the_next_one_
     assert said.sent == digests_of(rows_at(2, 0, 64))
     assert said.received == digests_of(rows_at(1, 0, 64))
     assert said.sent[:32] == blake3(rows_at(2, 0, 32).astype("<f4").tobytes()).digest()
-    assert is_signed_by(said, PIPELINE, B, in_memory_signer(B).verify)
+    assert is_signed_by(said, PIPELINE, B, InMemorySigner(B).verify)
 
 
 @pytest.mark.parametrize(("here", "sent", "received"), [(A, True, False), (C, False, True)])
@@ -212,7 +222,7 @@ async def test_a_next_stage_that_does_not_know_of_it_is_told_nothing() -> None:
 def said_by_a(**changes: Any) -> RowsCommitment:
     fields: dict[str, Any] = {"request_id": "r", "stage": 0, "position": 0, "n_rows": 64}
     fields |= {"sent": digests_of(rows_at(1, 0, 64)), "signature": bytes(64)} | changes
-    return signed(RowsCommitment(**fields), PIPELINE, in_memory_signer(A).sign)
+    return signed(RowsCommitment(**fields), PIPELINE, InMemorySigner(A).sign)
 
 
 async def test_what_the_one_before_has_signed_is_kept_for_the_rows_that_came() -> None:
@@ -238,7 +248,7 @@ async def test_what_no_honest_stage_before_says_is_refused(sender: str, changes:
 
 
 async def test_another_ones_signature_is_refused() -> None:
-    forged = signed(said_by_a(), PIPELINE, in_memory_signer(C).sign)
+    forged = signed(said_by_a(), PIPELINE, InMemorySigner(C).sign)
     assert Parts().row_committer.hears(A, forged) is False
 
 
@@ -259,12 +269,12 @@ async def test_rows_that_were_refused_are_kept_with_their_signature() -> None:
         return FetchRows(**fields)
 
     now_s = trio.current_time()
-    piece = parts.refusals.answer(O, asked(), now_s)
+    piece = parts.ended.answer(O, asked(), now_s)
     assert piece is not None
     assert bytes(piece.rows) == stretch.astype("<f4").tobytes()
     assert isinstance(piece.commitment, bytes)
     assert decode_job(piece.commitment) == said
-    brief = parts.refusals.answer(O, asked(digest_only=True), now_s)
+    brief = parts.ended.answer(O, asked(digest_only=True), now_s)
     assert brief is not None
     assert (brief.digest, len(brief.rows)) == (piece.digest, 0)
     for sender, request in (
@@ -273,8 +283,8 @@ async def test_rows_that_were_refused_are_kept_with_their_signature() -> None:
         (O, asked(n_tokens=8)),
         (O, asked(position=0)),
     ):
-        assert parts.refusals.answer(sender, request, now_s) is None
-    assert parts.refusals.answer(O, asked(), now_s + KEPT_S) is None
+        assert parts.ended.answer(sender, request, now_s) is None
+    assert parts.ended.answer(O, asked(), now_s + REFUSED_S) is None
 
 
 def test_what_is_refused_otherwise_has_no_rows_to_keep() -> None:
@@ -282,18 +292,35 @@ def test_what_is_refused_otherwise_has_no_rows_to_keep() -> None:
     assert NoRowCommitter().refused(1, 40, NotFinite(np.full((2, WIDTH), np.inf, np.float32))) == 40
 
 
-def test_so_many_refusals_are_kept() -> None:
-    refusals = Refusals()
-    for n in range(KEPT_MAX + 3):
-        refusals.put(f"r{n}", RefusedRows(O, 1, 0, 1, bytes(16), None, 0.0))
-    refusals.put("large", RefusedRows(O, 1, 0, 1, bytes(2**23), None, 0.0))
+def test_so_many_refused_rows_are_kept() -> None:
+    ended = EndedRequests()
+    for n in range(REFUSED_MAX + 3):
+        ended.keep_rows(f"r{n}", RefusedRows(O, 1, 0, 1, bytes(16), None, 0.0))
+    ended.keep_rows("large", RefusedRows(O, 1, 0, 1, bytes(2**23), None, 0.0))
     kept = [
         n
-        for n in range(KEPT_MAX + 3)
-        if refusals.answer(O, FetchRows(request_id=f"r{n}", boundary=1, position=0, n_tokens=1), 1.0)
+        for n in range(REFUSED_MAX + 3)
+        if ended.answer(O, FetchRows(request_id=f"r{n}", boundary=1, position=0, n_tokens=1), 1.0)
     ]
-    assert kept == list(range(3, KEPT_MAX + 3))
-    assert refusals.answer(O, FetchRows(request_id="large", boundary=1, position=0, n_tokens=1), 1.0) is None
+    assert kept == list(range(3, REFUSED_MAX + 3))
+    assert ended.answer(O, FetchRows(request_id="large", boundary=1, position=0, n_tokens=1), 1.0) is None
+
+
+def test_so_many_cancellations_are_remembered_and_none_pushes_out_rows() -> None:
+    ended = EndedRequests()
+    ended.keep_rows("r0", RefusedRows(O, 1, 0, 1, bytes(16), None, 0.0))
+    for n in range(CANCELLED_MAX + 2):
+        ended.cancel(O, f"r{n}")
+    ended.cancel(O, "r2")
+    ended.cancel(A, "another")
+    known = [ended.is_cancelled(O, f"r{n}") for n in range(CANCELLED_MAX + 2)]
+    assert known == [False, False, True, False] + [True] * (CANCELLED_MAX - 2)
+    assert ended.is_cancelled(A, "another")
+    assert not ended.is_cancelled(O, "another")
+    fetch = FetchRows(request_id="r0", boundary=1, position=0, n_tokens=1)
+    assert ended.answer(O, fetch, 1.0)
+    assert ended.answer(O, fetch, REFUSED_S) is None
+    assert len(ended._ended) == CANCELLED_MAX
 
 
 @pytest.mark.parametrize(
@@ -313,11 +340,11 @@ async def test_who_is_asked_to_has_rows_and_sends_them_on(
     row_committers = RowCommitters(
         cast(Compute, parts),
         cast(Router, parts),
-        in_memory_signer(here),
-        parts.waiting.append,
+        InMemorySigner(here),
+        cast(StartsTasks, parts),
         lambda _: None,
     )
-    assert isinstance(row_committers(context(here, stages, wants), Refusals()), RowCommitter) is signs
+    assert isinstance(row_committers(context(here, stages, wants), EndedRequests()), RowCommitter) is signs
 
 
 def test_a_nodes_own_key_signs(tmp_path: Path) -> None:

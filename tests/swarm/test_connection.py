@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -14,6 +14,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.byte_budget import PayloadRoom
 from swarmllm.swarm.data.connection import _ASK_AGAIN_S, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
@@ -21,6 +22,7 @@ from swarmllm.swarm.data.wire import FrameKind, WireClosed
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.errors import FrameTooLarge
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import SWARM_HEADER_MAX
 
 PIECES_UNDER_WAY = 4
@@ -71,15 +73,26 @@ class MemoryWire:
         self._into.close()
 
 
-class End:
+class UnboundedUser:
+    """Has room for every payload, and drops what arrives."""
+
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def yield_to_messages(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def payload_room(self, node_id: NodeId) -> PayloadRoom:
+        return PayloadRoom(None)
+
+
+class End(UnboundedUser):
     """A connection, what arrived on it, and a handler that can be held."""
 
     def __init__(self, name: str, wire: MemoryWire) -> None:
         self.wire = wire
         self.timer = ConnectionTimer()
-        self.connection = Connection(
-            f"the peer of {name}", wire, self._receive, self.timer, dialled=name == "a"
-        )
+        self.connection = Connection(f"the peer of {name}", wire, self, self.timer, dialled=name == "a")
         self.arrived: list[tuple[bytes, bytes]] = []
         self.may_handle = trio.Event()
         self.may_handle.set()
@@ -89,7 +102,7 @@ class End:
         await self.connection.run()
         self.ended.set()
 
-    async def _receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
         await self.may_handle.wait()
         self.arrived.append((header, bytes(payload)))
 
@@ -322,25 +335,23 @@ async def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(
 async def test_a_transfer_gives_way_after_every_slice_on_both_ends(autojump_clock: MockClock) -> None:
     out, into = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
     back, home = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
-    n_given_way = {"a": 0, "b": 0}
     arrived = trio.Event()
 
-    def give_way(name: str) -> Callable[[], Awaitable[None]]:
-        async def pause() -> None:
-            n_given_way[name] += 1
+    class Yielding(UnboundedUser):
+        n_yielded = 0
+
+        async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+            arrived.set()
+
+        async def yield_to_messages(self) -> None:
+            self.n_yielded += 1
             await trio.sleep(1.0)
-
-        return pause
-
-    async def receive(connection: Connection, header: bytes, payload: memoryview) -> None:
-        arrived.set()
 
     slice_bytes, n_slices = 65519, 20
     timer = ConnectionTimer()
-    a = Connection(
-        "b", MemoryWire(out, home), receive, timer, dialled=True, bulk=True, give_way=give_way("a")
-    )
-    b = Connection("a", MemoryWire(back, into), receive, timer, dialled=False, give_way=give_way("b"))
+    at_a, at_b = Yielding(), Yielding()
+    a = Connection("b", MemoryWire(out, home), at_a, timer, dialled=True, bulk=True)
+    b = Connection("a", MemoryWire(back, into), at_b, timer, dialled=False)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(a.run)
         nursery.start_soon(b.run)
@@ -348,12 +359,12 @@ async def test_a_transfer_gives_way_after_every_slice_on_both_ends(autojump_cloc
         await b.ready.wait()
         await a.send(b"small", b"")
         await arrived.wait()
-        assert n_given_way == {"a": 0, "b": 0}
+        assert at_a.n_yielded == at_b.n_yielded == 0
         arrived = trio.Event()
         await a.send(b"large", bytes(slice_bytes * n_slices))
         await arrived.wait()
-        assert n_given_way["a"] == n_slices
-        assert n_slices - 1 <= n_given_way["b"] <= n_slices
+        assert at_a.n_yielded == n_slices
+        assert n_slices - 1 <= at_b.n_yielded <= n_slices
         nursery.cancel_scope.cancel()
 
 

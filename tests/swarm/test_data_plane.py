@@ -154,9 +154,9 @@ async def test_a_connection_that_another_has_replaced_delivers_nothing_more(tmp_
         b.serve(refuse, keep)
         receiving = neighbour_of(b, a.node_id).receiving
         assert receiving is not None
-        await b.plane._take(receiving, b"in use", memoryview(b""))
+        await b.plane.receive(receiving, b"in use", memoryview(b""))
         receiving.retired = True
-        await b.plane._take(receiving, b"too late", memoryview(b""))
+        await b.plane.receive(receiving, b"too late", memoryview(b""))
         assert heard == [b"in use"]
 
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit, reserve_or_displace
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit, PayloadRoom, reserve_or_displace
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.data_plane import DataPlane
@@ -27,9 +27,10 @@ from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.frames import encode_frame
+from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import KIB, MIB, SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
 
-from .test_connection import MemoryWire
+from .test_connection import MemoryWire, UnboundedUser
 
 
 class Sender:
@@ -64,7 +65,7 @@ class Sender:
             return
 
 
-class Receiving:
+class Receiving(UnboundedUser):
     """A node's connections, with one budget."""
 
     def __init__(self, nursery: trio.Nursery, budget: ByteBudget) -> None:
@@ -77,14 +78,12 @@ class Receiving:
     async def connect(self, node_id: str) -> tuple[Connection, Sender]:
         there, here = trio.open_memory_channel[bytes](4)
         away, _ = trio.open_memory_channel[bytes](100000)
-        reserve = partial(reserve_or_displace, self.budget, lambda: self.connections, cast("Any", node_id))
         connection = Connection(
             cast("Any", node_id),
             MemoryWire(away, here),
-            self._receive,
+            self,
             self.timer,
             dialled=False,
-            reserve=reserve,
         )
         self.connections.append(connection)
         self.nursery.start_soon(connection.run)
@@ -92,7 +91,10 @@ class Receiving:
         await sender.hello()
         return connection, sender
 
-    async def _receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+    def payload_room(self, node_id: NodeId) -> PayloadRoom:
+        return PayloadRoom(partial(reserve_or_displace, self.budget, lambda: self.connections, node_id))
+
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
         self.arrived.append((connection.node_id, len(payload)))
 
 
@@ -169,10 +171,8 @@ def test_the_slow_are_noted_and_have_not_broken_the_protocol() -> None:
     plane.bulk = cast("Any", type("NoBulk", (), {"lost": lambda *_: None})())
     away, into = trio.open_memory_channel[bytes](1)
 
-    async def drop(*_: Any) -> None: ...
-
     connection = Connection(
-        cast("Any", "slow"), MemoryWire(away, into), drop, ConnectionTimer(), dialled=False
+        cast("Any", "slow"), MemoryWire(away, into), UnboundedUser(), ConnectionTimer(), dialled=False
     )
     connection.give_way()
     plane._has_ended(connection)

@@ -58,8 +58,6 @@ class ServerParts:
     bodies: ClientByteBudget
     key_of: Callable[[Headers], str | None]
     """The API key's id of a request's headers, where it has one that is known."""
-    on_error: Callable[[str, BaseException], None]
-    """Called with the client and what the application raised."""
     stopping: trio.Event
 
 
@@ -97,7 +95,7 @@ class HttpConnection:
             except ClientGone:
                 return
             except Exception as error:
-                self._parts.on_error(place.client, error)
+                _report(place.client, error)
                 text = "This node hit an unexpected error; its log says more."
                 await self._refuse(HttpRefused(500, "internal_error", text))
                 return
@@ -192,7 +190,6 @@ class HttpServer:
             self.places,
             self.bodies,
             key_of,
-            _report,
             trio.Event(),
         )
 

@@ -9,12 +9,12 @@ client before they are kept.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -37,7 +37,6 @@ IPv6_NOT: Final = tuple(map(IPv6Network, ("2001::/23", "2002::/16", "3fff::/20")
 """Tunnels lead to IPv4 addresses of any kind."""
 REDIRECTS: Final = (301, 302, 303, 307, 308)
 
-Resolve = Callable[[HostName], Awaitable[list[str]]]
 Charge = Callable[[int], bool]
 """Takes so many bytes for the client; False: there is no room."""
 
@@ -57,25 +56,47 @@ def is_public(text: str) -> bool:
     return address in IPv6_ONLY and not any(address in network for network in IPv6_NOT)
 
 
-async def resolve_name(host: HostName) -> list[str]:
-    """Its addresses. Raises OSError."""
-    found = await trio.socket.getaddrinfo(host, 443, type=trio.socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in found]
+class NetworkBackend(Protocol):
+    """The network that pictures are fetched from."""
+
+    async def resolve(self, host: HostName) -> list[str]:
+        """Its IP addresses. Raises OSError."""
+        ...
+
+    def is_allowed(self, address: str) -> bool:
+        """Whether this node may connect to the IP address for a client."""
+        ...
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Blocking."""
+        ...
+
+
+class Internet:
+    """The public addresses of the internet, and the certificate authorities of this machine."""
+
+    async def resolve(self, host: HostName) -> list[str]:
+        found = await trio.socket.getaddrinfo(host, 443, type=trio.socket.SOCK_STREAM)
+        return [str(address[4][0]) for address in found]
+
+    def is_allowed(self, address: str) -> bool:
+        return is_public(address)
+
+    def tls_context(self) -> ssl.SSLContext:
+        return _internet_tls_context()
 
 
 @cache
-def tls_context() -> ssl.SSLContext:
-    """Reading the authorities takes a while."""
+def _internet_tls_context() -> ssl.SSLContext:
+    """Cached: reading the authorities takes a while."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PictureFetcher:
-    """One for all requests of a node. The defaults are for use; tests serve pictures on this machine."""
+    """One for all requests of a node."""
 
-    resolve: Resolve = resolve_name
-    is_allowed: Callable[[str], bool] = is_public
-    tls: Callable[[], ssl.SSLContext] = tls_context
+    network: NetworkBackend = field(default_factory=Internet)
     port: int = 443
     deadline_s: float = FETCH_S
     limit: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(AT_ONCE))
@@ -83,7 +104,7 @@ class PictureFetcher:
     async def fetch_all(self, asked: list[tuple[str, str]], charge: Charge) -> list[bytes]:
         """`asked`: (URL, field of the request). Raises InvalidRequest naming the field, and Overloaded."""
         fetched = [b""] * len(asked)
-        tls = await trio.to_thread.run_sync(self.tls)
+        tls = await trio.to_thread.run_sync(self.network.tls_context)
 
         async def fetch(index: int, url: str, name: str) -> None:
             async with self.limit:
@@ -151,10 +172,10 @@ class PictureFetcher:
     async def _address(self, host: HostName) -> str:
         """One of its addresses, all of which are public."""
         try:
-            found = await self.resolve(host)
+            found = await self.network.resolve(host)
         except OSError:
             found = []
-        if not found or not all(map(self.is_allowed, found)):
+        if not found or not all(map(self.network.is_allowed, found)):
             # The same words for both: what this node's resolver knows is nobody's business.
             raise _Failed("the name of its host leads to no public address")
         return next((address for address in found if ":" not in address), found[0])

@@ -81,6 +81,7 @@ from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NEUTRAL, NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
@@ -123,6 +124,7 @@ class Checker:
     suspects: Suspects
     trust: NodeTrust
     here: NodeLoad
+    tasks: PipelineTasks
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
     signer: RowSigner | None = None
@@ -136,7 +138,9 @@ class Checker:
     def __post_init__(self) -> None:
         self._budget = Budget(self.settings.check_rate)
         self._charges = Charges(self.router.node_id, self.trust, self.suspects, self.counts)
-        self.commitments = Commitments(self.router, self.registry, self._charges, self.trust, self.signer)
+        self.commitments = Commitments(
+            self.router, self.registry, self._charges, self.trust, self.tasks, self.signer
+        )
 
     def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
         """The stage that is to be checked when this request is over. `is_whole`: another node runs the whole

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -30,6 +30,7 @@ from swarmllm.pipeline.check.charges import Charges
 from swarmllm.pipeline.check.ledger import Disagreement, Impossible, Ledger, Side
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import OVER
+from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
@@ -85,10 +86,11 @@ class Commitments:
     registry: Registry
     charges: Charges
     trust: NodeTrust
+    tasks: PipelineTasks
     signer: RowSigner | None = None
     """None: this node asks no stage to commit."""
-    run_soon: Callable[[Callable[[], Awaitable[None]]], None] | None = None
     _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
+    """By the id of an attempt. They are not in its OriginRequest, which ends LINGER_S before they do."""
 
     def asked(self, assignment: PipelineAssignment) -> PipelineAssignment:
         """The same, with what is asked of stages that can do it."""
@@ -196,7 +198,7 @@ class Commitments:
             is_theirs = pair[0].node_id == message.node_id and pair[1].node_id == sender
             if is_theirs and all(each.commits is True for each in pair) and stage not in request.settled:
                 request.settled.add(stage)
-                self._soon(partial(self._settle_refusal, request, stage, message.position))
+                self.tasks.start_if_running(partial(self._settle_refusal, request, stage, message.position))
                 return
 
     def _add(self, sender: NodeId, request: _Request, said: RowsCommitment) -> None:
@@ -209,7 +211,7 @@ class Commitments:
         for contradiction in found:
             if contradiction.stage not in request.settled:
                 request.settled.add(contradiction.stage)
-                self._soon(partial(self._settle, request, contradiction))
+                self.tasks.start_if_running(partial(self._settle, request, contradiction))
 
     async def _settle(self, request: _Request, found: Disagreement) -> None:
         sender, receiver = request.node_id(found.stage), request.node_id(found.stage + 1)
@@ -310,7 +312,3 @@ class Commitments:
 
     def _note(self, sender: NodeId, detail: str) -> None:
         self.trust.note(sender, TrustEvent.BROKE_PROTOCOL, detail)
-
-    def _soon(self, work: Callable[[], Awaitable[None]]) -> None:
-        if self.run_soon is not None:
-            self.run_soon(work)

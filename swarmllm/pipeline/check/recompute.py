@@ -285,6 +285,7 @@ class Replies:
     """What other holders send back, by request."""
 
     _waiting: dict[str, trio.MemorySendChannel[Reply]] = field(default_factory=dict)
+    """By the id of the check's own assignment, which belongs to no client's request."""
 
     def take(self, sender: NodeId, message: JobMessage, payload: memoryview) -> bool:
         """False: nobody waits for it."""

@@ -47,7 +47,7 @@ from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.supervision import spawn
+from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -87,6 +87,7 @@ class Attempts:
         trust: NodeTrust,
         suspects: Suspects,
         checker: Checker,
+        tasks: PipelineTasks,
         prefixes: PrefixFetcher | None = None,
     ) -> None:
         self._prefixes = prefixes
@@ -100,12 +101,8 @@ class Attempts:
         self._trust = trust
         self._suspects = suspects
         self._checker = checker
-        self._start_soon: Callable[..., None] | None = None
+        self._tasks = tasks
         self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
-
-    def tell_with(self, nursery: trio.Nursery) -> None:
-        """Failures are told to the swarm from here on, by tasks of `nursery`."""
-        self._start_soon = partial(spawn, nursery, "request")
 
     def asked(self, assignment: PipelineAssignment) -> PipelineAssignment:
         """The same, with what is asked of stages that can do it."""
@@ -224,8 +221,7 @@ class Attempts:
             finally:
                 self.let_go(chain.context.request_id, chain.context.view.stages)
 
-        if self._start_soon is not None:
-            self._start_soon(collect)
+        self._tasks.start_if_running(collect)
 
     async def _agree(
         self,
@@ -266,8 +262,8 @@ class Attempts:
         message = TellPrompt(request_id=assignment.request_id, tokens=tokens)
         if is_here:
             self._sessions.take_prompt(last, message)
-        elif self._start_soon is not None:
-            self._start_soon(self._ask_to_guess, last, encode_request(message))
+        else:
+            self._tasks.start_if_running(partial(self._ask_to_guess, last, encode_request(message)))
 
     async def _ask_to_guess(self, node_id: NodeId, body: bytes) -> None:
         try:
@@ -303,8 +299,8 @@ class Attempts:
         for node_id in {stage.node_id for stage in stages} & {here, *self._router.connected()}:
             if node_id == here:
                 self._sessions.cancel(here, request_id)
-            elif self._start_soon is not None:
-                self._start_soon(partial(self._tell, node_id, header, payload))
+            else:
+                self._tasks.start_if_running(partial(self._tell, node_id, header, payload))
 
     # Of the chains.
 
@@ -350,14 +346,12 @@ class Attempts:
         self._suspects.doubt(sorted(node_ids), trio.current_time())
 
     def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
-        if self._start_soon is None:
-            return
         message = PipelineError(
             request_id=request_id, node_id=culprit, kind=error.code, message="a pipeline broke there"
         )
         header, payload = encode_job(message)
         for node_id in self._router.connected() - {culprit}:
-            self._start_soon(partial(self._tell, node_id, header, payload))
+            self._tasks.start_if_running(partial(self._tell, node_id, header, payload))
 
     async def _tell(self, node_id: NodeId, header: bytes, payload: bytes | memoryview) -> None:
         with trio.move_on_after(TELL_TIMEOUT_S):

@@ -13,9 +13,9 @@ are asked like those of any silent request.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import trio
@@ -32,6 +32,7 @@ from swarmllm.pipeline.request import request_context
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,9 @@ class Standbys:
     routes: Routes
     counts: PipelineStatistics
     budget: HedgeBudget
+    tasks: PipelineTasks
     judged_after_s: float
     """So long an overtaken pipeline may take to say what it is at."""
-    start_soon: Callable[[Callable[[], Awaitable[None]]], None] = field(default=lambda task: None)
 
     def served(self, request: OriginRequest) -> None:
         """It is over."""
@@ -198,7 +199,7 @@ class Standbys:
         async def leave() -> None:
             await self._leave(beside, slow, closing, standby.spared)
 
-        self.start_soon(leave)
+        self.tasks.start_if_running(leave)
 
     async def _leave(
         self, beside: OriginRequest, slow: Chain, closing: AsyncExitStack, spared: frozenset[NodeId]

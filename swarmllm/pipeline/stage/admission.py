@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -37,8 +37,8 @@ from swarmllm.pipeline.stage.capacity import (
 )
 from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import Compute
+from swarmllm.pipeline.stage.ended_requests import EndedRequests
 from swarmllm.pipeline.stage.lifecycle import SessionState
-from swarmllm.pipeline.stage.refusals import Refusals
 from swarmllm.pipeline.stage.row_committer import NoRowCommitter
 from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 
 REACH_S = 2.0
 """For an assignment's next nodes, before it is acknowledged: the origin waits for that."""
-REMEMBERED_CANCELS = 1024
-"""A cancellation may overtake the assignment it cancels, because the two travel differently."""
 
 
 class AssignmentRefused(Exception):
@@ -108,17 +106,16 @@ class Sessions:
     own: HoldsCapacity
     trust: NodeTrust = field(default_factory=NeutralTrust)
     budget: ByteBudget = field(default_factory=ByteBudget)
-    row_committer_of: Callable[[RequestContext, Refusals], NoRowCommitter] = lambda context, refusals: (
+    row_committer_of: Callable[[RequestContext, EndedRequests], NoRowCommitter] = lambda context, ended: (
         NoRowCommitter()
     )
     """Who signs for the rows of a request."""
-    refusals: Refusals = field(default_factory=Refusals)
+    ended: EndedRequests = field(default_factory=EndedRequests)
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
     latter stand in the order in which they came to be held."""
     _shares: dict[str | None, OriginShares] = field(default_factory=dict)
     """By model; None: of all together."""
-    _cancelled: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
     _served: ServedBook = field(default_factory=ServedBook)
 
     def running(self, request_id: str) -> Session | None:
@@ -246,7 +243,7 @@ class Sessions:
             owner=self,
             trust=self.trust,
             budget=self.budget,
-            row_committer=self.row_committer_of(context, self.refusals),
+            row_committer=self.row_committer_of(context, self.ended),
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session
@@ -273,9 +270,7 @@ class Sessions:
             else:
                 session.let_go()
             return True
-        self._cancelled[sender, request_id] = None
-        while len(self._cancelled) > REMEMBERED_CANCELS:
-            self._cancelled.popitem(last=False)
+        self.ended.cancel(sender, request_id)
         return True
 
     def lost(self, node_id: NodeId) -> None:
@@ -345,7 +340,7 @@ class Sessions:
         # From here on without a pause: what is checked still holds when the session is opened.
         if assignment.request_id in self.by_request:
             raise AssignmentRefused("the request id is in use")
-        if (sender, assignment.request_id) in self._cancelled:
+        if self.ended.is_cancelled(sender, assignment.request_id):
             raise AssignmentRefused("the request has been cancelled")
         if assignment.stages[-1].end != entry.manifest.n_layers:
             raise AssignmentRefused(f"the stages do not cover the model's {entry.manifest.n_layers} layers")

@@ -10,7 +10,7 @@ contradict each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +22,9 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.pipeline.stage.refusals import Refusals, RefusedRows
+from swarmllm.pipeline.stage.ended_requests import EndedRequests, RefusedRows
 from swarmllm.pipeline.stage.session_queue import NotFinite
+from swarmllm.pipeline.tasks import StartsTasks
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -48,8 +49,6 @@ READ_BYTES: Final = 2**20
 """Of rows that are read from the worker at once."""
 TELL_TIMEOUT_S: Final = 5.0
 _F32: Final = np.dtype("<f4")
-
-StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
 
 
 class NoRowCommitter:
@@ -93,17 +92,17 @@ class RowCommitter(NoRowCommitter):
         compute: Compute,
         router: Router,
         signer: RowSigner,
-        start_soon: StartSoon,
+        tasks: StartsTasks,
         tell_own: Callable[[RowsCommitment], None] | None,
-        refusals: Refusals,
+        ended: EndedRequests,
     ) -> None:
-        """`tell_own`: where this node is the origin. `refusals`: where rows are put that were refused."""
+        """`tell_own`: where this node is the origin. `ended` keeps rows that were refused."""
         view = context.view
         self._context = context
         self._compute = compute
         self._router = router
         self._signer = signer
-        self._start_soon = start_soon
+        self._tasks = tasks
         self._tell_own = tell_own
         self._log = provoked_by(log, view.origin)
         self._pipeline = pipeline_digest(context.request_id, context.model.model_id, view.origin, view.stages)
@@ -112,7 +111,7 @@ class RowCommitter(NoRowCommitter):
         }
         self._heard: dict[tuple[int, int], RowsCommitment] = {}
         """By stage and position: what those before this node's stages have signed."""
-        self._refusals = refusals
+        self._ended = ended
         self._refused: tuple[int, int, Tensor] | None = None
         """(stage, position, rows), up to the end of the stretch with the first bad one."""
         self._lock = trio.Lock()
@@ -180,7 +179,7 @@ class RowCommitter(NoRowCommitter):
             data = np.ascontiguousarray(before, _F32).tobytes() + data
         start = position - n_before
         said = self.signed_for(boundary, start, blake3(data).digest())
-        self._refusals.put(
+        self._ended.keep_rows(
             self._context.request_id,
             RefusedRows(
                 self._context.view.origin,
@@ -217,7 +216,7 @@ class RowCommitter(NoRowCommitter):
     def _look(self) -> None:
         if not self._is_due and any(self._due()):
             self._is_due = True
-            self._start_soon(self._work)
+            self._tasks.start_soon(self._work)
 
     def _due(self) -> Iterator[_Stage]:
         for stage in self._stages.values():
@@ -309,17 +308,15 @@ class RowCommitters:
     compute: Compute
     router: Router
     signer: RowSigner
-    start_soon: StartSoon
+    tasks: StartsTasks
     tell_own: Callable[[RowsCommitment], None]
     """Of requests of this node's clients."""
 
-    def __call__(self, context: RequestContext, refusals: Refusals) -> NoRowCommitter:
+    def __call__(self, context: RequestContext, ended: EndedRequests) -> NoRowCommitter:
         view = context.view
         if context.wants != "tokens" or not view.last:
             return NoRowCommitter()
         if not any(view.is_here(index) and stage.commits is True for index, stage in enumerate(view.stages)):
             return NoRowCommitter()
         tell_own = self.tell_own if view.origin == view.node_id else None
-        return RowCommitter(
-            context, self.compute, self.router, self.signer, self.start_soon, tell_own, refusals
-        )
+        return RowCommitter(context, self.compute, self.router, self.signer, self.tasks, tell_own, ended)

@@ -8,7 +8,7 @@ one of them at most. What a place holds is charged to the node that asked, and g
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -27,6 +27,7 @@ from swarmllm.pipeline.prefix.choice import AvoidedPeers
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.tasks import StartsTasks
 from swarmllm.pipeline.vision.slices import HALF, parts_of, rows_each
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, TrustEvent
@@ -49,7 +50,6 @@ SLICE_S: Final = 60.0
 """So long a place is kept for the next request of its picture."""
 Key = tuple[NodeId, str]
 """(asking node, request id)"""
-StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
 
 
 class NotEncoded(Exception):
@@ -136,18 +136,18 @@ class PictureServing:
         counts: PipelineStatistics,
         trust: NodeTrust,
         budget: ByteBudget,
-        start_soon: StartSoon,
+        tasks: StartsTasks,
         n_places: int = PLACES,
     ) -> None:
-        """`start_soon` runs a task that may outlive a request."""
         self._compute = compute
         self._own_models = own_models
         self._counts = counts
         self._trust = trust
         self._budget = budget
-        self._start_soon = start_soon
+        self._tasks = tasks
         self._shares = OriginShares(n_places)
         self._encodings: dict[Key, _Encoding] = {}
+        """They are in no Session: a node that encodes need not run a stage of the request."""
         self._turn = trio.Lock()
         self._avoided = AvoidedPeers()
         """Nodes whose pictures have just ended an encoder's process."""
@@ -223,7 +223,7 @@ class PictureServing:
         )
         self._encodings[key] = encoding
         try:
-            self._start_soon(partial(self._run, encoding))
+            self._tasks.start_soon(partial(self._run, encoding))
         except SwarmLLMError:
             self._drop(encoding)
             raise

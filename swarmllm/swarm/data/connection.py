@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from struct import Struct
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import trio
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.byte_budget import UNRESERVED_BYTES, PayloadRoom, Reserve
+from swarmllm.swarm.byte_budget import UNRESERVED_BYTES, PayloadRoom
 from swarmllm.swarm.data.connection_states import (
     ALIVE,
     LEFT_BY_PEER,
@@ -78,7 +78,20 @@ class _LinkAsked(Exception):
     """The peer wants a link and not a connection."""
 
 
-Receive = Callable[["Connection", bytes, memoryview], Awaitable[None]]
+class ConnectionUser(Protocol):
+    """Takes the messages of connections, and has the room for them."""
+
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        """Takes a message; the next one is read when this returns."""
+        ...
+
+    async def yield_to_messages(self) -> None:
+        """Awaited between the slices of a transfer on a bulk connection."""
+        ...
+
+    def payload_room(self, node_id: NodeId) -> PayloadRoom:
+        """For the large payloads that one connection of the peer receives."""
+        ...
 
 
 class Connection:
@@ -86,16 +99,12 @@ class Connection:
         self,
         node_id: NodeId,
         wire: Wire,
-        receive: Receive,
+        user: ConnectionUser,
         timer: ConnectionTimer,
         *,
         dialled: bool,
         bulk: bool = False,
-        give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
-        reserve: Reserve | None = None,
     ) -> None:
-        """`give_way` is awaited between the slices of what a bulk connection carries, `reserve` before a
-        large payload is received."""
         self._state = LIFECYCLE.first
         self.node_id = node_id
         self.dialled = dialled
@@ -116,11 +125,10 @@ class Connection:
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
         self.throughput = Throughput()
-        self._give_way = give_way
-        self._room = PayloadRoom(reserve)
+        self._user = user
+        self._room = user.payload_room(node_id)
         self._pace = FramePace()
         self._wire = wire
-        self._receive = receive
         self._queue: deque[Outgoing] = deque()
         self._queued = trio.lowlevel.ParkingLot()
         self._writing = False
@@ -361,7 +369,7 @@ class Connection:
                 if n_unpaused >= _BULK_SLICE_BYTES:
                     n_unpaused = 0
                     with trio.CancelScope(shield=True):
-                        await self._give_way()
+                        await self._user.yield_to_messages()
 
     async def _read(self) -> None:
         n_chunks = n_unpaused = 0
@@ -384,7 +392,7 @@ class Connection:
             n_unpaused += n_bytes
             if self.bulk and n_unpaused >= _BULK_SLICE_BYTES:
                 n_unpaused = 0
-                await self._give_way()
+                await self._user.yield_to_messages()
             elif n_chunks % _CHUNKS_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()
 
@@ -413,7 +421,7 @@ class Connection:
         elif kind == FrameKind.MESSAGE:
             self._handling = True
             try:
-                await self._receive(self, header, frame.payload)
+                await self._user.receive(self, header, frame.payload)
             finally:
                 self._handling = False
                 self._keepalive.heard(trio.current_time())

@@ -27,7 +27,7 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import contained, spawn, supervise
-from swarmllm.swarm.byte_budget import ByteBudget, reserve_or_displace
+from swarmllm.swarm.byte_budget import ByteBudget, PayloadRoom, reserve_or_displace
 from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
@@ -152,7 +152,7 @@ class DataPlane:
         self._pacing.message(trio.current_time())
         await connection.send(header, payload)
 
-    async def _give_way(self) -> None:
+    async def yield_to_messages(self) -> None:
         since_s = trio.current_time()
         # In the first turn it is noticed which messages can be read, in the second they have been.
         await trio.lowlevel.checkpoint()
@@ -333,15 +333,16 @@ class DataPlane:
         connection = Connection(
             node_id,
             wire,
-            self._take,
+            self,
             self._timer,
             dialled=dialled,
             bulk=bulk,
-            give_way=self._give_way,
-            reserve=partial(reserve_or_displace, self._budget, self._receivers, node_id),
         )
         self._neighbour(node_id).connections.add(connection)
         return connection
+
+    def payload_room(self, node_id: NodeId) -> PayloadRoom:
+        return PayloadRoom(partial(reserve_or_displace, self._budget, self._receivers, node_id))
 
     def _receivers(self) -> Iterator[Connection]:
         return (each for neighbour in self._neighbours.values() for each in neighbour.connections)
@@ -423,7 +424,7 @@ class DataPlane:
         is_passing = standing is Standing.STRANGER and not self._host.is_connected(node_id)
         return Standing.PASSING if is_passing else standing
 
-    async def _take(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
         if connection.bulk:
             await self.bulk.take(connection, header, payload)
             return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm_proto.identifiers import NodeId
 
 SIGNATURE_BYTES = 64
@@ -20,5 +19,12 @@ def is_in_memory_signature(node_id: NodeId, content: bytes, signature: bytes) ->
     return signature == in_memory_signature(node_id, content)
 
 
-def in_memory_signer(node_id: NodeId) -> RowSigner:
-    return RowSigner(node_id, lambda content: in_memory_signature(node_id, content), is_in_memory_signature)
+class InMemorySigner:
+    def __init__(self, node_id: NodeId) -> None:
+        self.node_id = node_id
+
+    def sign(self, content: bytes) -> bytes:
+        return in_memory_signature(self.node_id, content)
+
+    def verify(self, node_id: NodeId, content: bytes, signature: bytes) -> bool:
+        return is_in_memory_signature(node_id, content, signature)

@@ -1,13 +1,14 @@
 """The directory of peers: one object per peer with all that this node holds of it.
 
-Each room defines its part and keeps it by its own limits (see `parts`); here the parts are put together.
-This node's own envelope and announcements are among them, because records of all nodes are treated alike.
+Each package defines its part and keeps it by its own limits (see `peer_table`); this module puts the parts
+together. This node's own envelope and announcements are among them, because records of all nodes are treated
+alike.
 
 Pipelines keep what they note of nodes while they choose routes and check work (suspects, reported loads,
 shares of places, tallies of checks): the swarm needs none of it, and imports point down.
 
-State of other things than peers stays with them: the DHT's routing table and providers, indexes from a model
-or prefix to the nodes that hold it, verdicts on signatures, one lookup, one message, and the settings' lists.
+State of other things than peers stays with them: the DHT's providers of a key, indexes from a model or prefix
+to the nodes that hold it, verdicts on signatures, one lookup, one message, and the settings' lists.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarmllm.swarm.data.bulk import BulkPeer
 from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.discovery.dht.dht import DhtParts
 from swarmllm.swarm.discovery.dht.serving import DhtAsker
+from swarmllm.swarm.discovery.dht.table import RoutingEntry
 from swarmllm.swarm.discovery.dialler import DialCandidate
 from swarmllm.swarm.discovery.reachability import DialBackTurn
 from swarmllm.swarm.discovery.relay.client import RelayUse
@@ -81,6 +83,7 @@ class Peer:
     is_met: bool | None = None
     dht_asker: DhtAsker | None = None
     n_dht_entries: int | None = None
+    routing_entry: RoutingEntry | None = None
 
     def __repr__(self) -> str:
         return f"<Peer {self.node_id} with {self.n_parts} parts>"
@@ -107,6 +110,7 @@ class PeerDirectory(PeerTable):
                 met=Parts(self, "is_met"),
                 askers=PassingParts(self, "dht_asker"),
                 n_entries=Parts(self, "n_dht_entries"),
+                contacts=Parts(self, "routing_entry"),
             ),
             reservations=PassingParts(self, "reservation"),
             n_circuits=Parts(self, "n_circuits"),

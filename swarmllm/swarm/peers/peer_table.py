@@ -42,6 +42,7 @@ class PeerTable:
     def __init__(self, new_peer: Callable[[NodeId], HasParts]) -> None:
         self._new_peer = new_peer
         self._peers: dict[NodeId, Any] = {}
+        """The one dictionary of peers."""
         self.parts: list[Parts[Any]] = []
         """Of all rooms."""
 

@@ -28,7 +28,7 @@ from swarmllm.swarm.discovery.dht.messages import (
     place,
 )
 from swarmllm.swarm.discovery.dht.serving import DhtAsker, DhtCore, DhtNode, Serving
-from swarmllm.swarm.discovery.dht.table import PARALLEL, Lookup
+from swarmllm.swarm.discovery.dht.table import PARALLEL, Lookup, RoutingEntry
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
@@ -168,12 +168,15 @@ def protocol_name(network_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DhtParts:
-    """What the DHT keeps of each peer, beside its routing table and what was announced."""
+    """What the DHT keeps of each peer. The providers of a key stay with the key."""
 
     met: Parts[bool] = field(default_factory=Parts.alone)
     """Peers that are to be asked whether they speak the protocol."""
     askers: Parts[DhtAsker] = field(default_factory=Parts.alone)
     n_entries: Parts[int] = field(default_factory=Parts.alone)
+    """How many keys each provides."""
+    contacts: Parts[RoutingEntry] = field(default_factory=Parts.alone)
+    """The routing table."""
 
 
 class Dht:
@@ -192,7 +195,7 @@ class Dht:
         self._host = host
         self._mode = mode
         self._own_key = node_key(host.node_id)
-        self.core = DhtCore(host.node_id, node, parts.n_entries)
+        self.core = DhtCore(host.node_id, node, parts.n_entries, parts.contacts)
         self._asking = DhtClient(host, nursery, protocol_name(network_id), node, peers_max)
         self._serving = Serving(self.core, node, parts.askers)
         self._changed = trio.Event()

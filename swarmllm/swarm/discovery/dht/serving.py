@@ -25,7 +25,13 @@ from swarmllm.swarm.discovery.dht.messages import (
     encode,
     place,
 )
-from swarmllm.swarm.discovery.dht.table import BUCKET_SIZE, PROVIDERS_PER_KEY, ProviderBook, RoutingTable
+from swarmllm.swarm.discovery.dht.table import (
+    BUCKET_SIZE,
+    PROVIDERS_PER_KEY,
+    ProviderBook,
+    RoutingEntry,
+    RoutingTable,
+)
 from swarmllm.swarm.libp2p.host import Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.peers.peer_table import Parts
@@ -74,12 +80,13 @@ class DhtCore:
         self,
         node_id: NodeId,
         node: DhtNode,
-        peers: Parts[int] | None = None,
+        n_entries: Parts[int] | None = None,
+        contacts: Parts[RoutingEntry] | None = None,
     ) -> None:
-        """`peers`: how many entries of each are kept here."""
+        """`n_entries`: how many keys each peer provides. `contacts`: the routing table."""
         self.node_id = node_id
-        self.table = RoutingTable(node_id)
-        self.providers = ProviderBook(peers)
+        self.table = RoutingTable(node_id, contacts)
+        self.providers = ProviderBook(n_entries)
         self.provided: set[bytes] = set()
         """Keys that this node itself has."""
         self._node = node

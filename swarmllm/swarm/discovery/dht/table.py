@@ -36,6 +36,8 @@ ENTRIES_MAX = 65_536
 @dataclass(slots=True)
 class _Key:
     until_s: dict[NodeId, tuple[Contact, float]] = field(default_factory=dict)
+    """Its providers. They stay with the key, because lookups go from a key to all of its providers; the
+    object of each peer counts its entries."""
 
 
 class ProviderBook:
@@ -102,7 +104,7 @@ _PLACE_BITS = 256
 
 
 @dataclass(slots=True)
-class _Entry:
+class RoutingEntry:
     contact: Contact
     place: int
     bucket: int
@@ -113,10 +115,11 @@ class _Entry:
 class RoutingTable:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self, node_id: NodeId) -> None:
+    def __init__(self, node_id: NodeId, peers: Parts[RoutingEntry] | None = None) -> None:
+        """`peers`: the entry of each that is in the table."""
         self._node_id = node_id
         self._place = node_place(node_id)
-        self._entries: dict[NodeId, _Entry] = {}
+        self._entries: Parts[RoutingEntry] = Parts.alone() if peers is None else peers
 
     def __repr__(self) -> str:
         return f"<RoutingTable {len(self._entries)} nodes>"
@@ -138,19 +141,19 @@ class RoutingTable:
             entry.contact = contact if contact.addresses else entry.contact
             return True
         place = node_place(node_id)
-        entry = _Entry(contact, place, _PLACE_BITS - (place ^ self._place).bit_length(), now)
+        entry = RoutingEntry(contact, place, _PLACE_BITS - (place ^ self._place).bit_length(), now)
         bucket = [other for other in self._entries.values() if other.bucket == entry.bucket]
         if len(bucket) >= BUCKET_SIZE or len(self._entries) >= CONTACTS_MAX:
             stalest = min(bucket, key=lambda e: e.answered_at_s, default=None)
             if stalest is None or now - stalest.answered_at_s < STALE_S:
                 return False
             self.failed(stalest.contact.node_id)
-        self._entries[node_id] = entry
+        self._entries.put(node_id, entry)
         return True
 
     def failed(self, node_id: NodeId) -> None:
         """It did not answer."""
-        self._entries.pop(node_id, None)
+        self._entries.drop(node_id)
 
     def closest(self, place: int, n: int = BUCKET_SIZE) -> list[Contact]:
         nearest = sorted(self._entries.values(), key=lambda entry: entry.place ^ place)
@@ -170,6 +173,8 @@ class Lookup:
         self._place = place
         self._node_id = node_id
         self._known: dict[NodeId, tuple[int, Contact]] = {}
+        """Ends with the lookup, and most of these nodes never become peers, so it is not in the peer
+        table."""
         self._under_way: set[NodeId] = set()
         self._answered: set[NodeId] = set()
         self._failed: set[NodeId] = set()
