@@ -1,7 +1,8 @@
-"""`swarmllm bootstrap`: the parts of a daemon by which others find each other, and none that computes.
+"""`swarmllm bootstrap`: the parts of a daemon through which other nodes find each other, without those that
+compute.
 
-No worker, no catalogue, no pipeline is opened, so that nothing of them can be used or attacked: what
-is left is the router (connections, records, DHT), its relay, and an HTTP endpoint with health and metrics.
+No worker, catalogue or pipeline is opened, so none can be used or attacked. The node has a router
+(connections, records, DHT), its relay, and an HTTP endpoint with health and metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The daemon: every room of the house in one nursery, and the order in which they open and close.
+"""The daemon: starts all parts of a node in one nursery, and stops them in the reverse order.
 
 From the bottom up: catalogue, router, worker pool, registry, pipelines, node, HTTP. They close in reverse,
 because each only uses those before it; a stop is the cancellation of the whole. The first SIGINT or SIGTERM
@@ -100,7 +100,7 @@ def allow_many_open_files() -> None:
 
 
 class RunningNode(Protocol):
-    """What the process asks of what it runs."""
+    """The interface of a node, or a bootstrap node, to the process that runs it."""
 
     def nickname_in_log(self, node_id: str) -> str: ...
     def model_name_in_log(self, model_id: str) -> str: ...

@@ -1,4 +1,4 @@
-"""Turns the configuration into the settings of each room of the daemon."""
+"""Turns the configuration into the settings of each package of the daemon."""
 
 from __future__ import annotations
 

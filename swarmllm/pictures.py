@@ -3,8 +3,8 @@
 Nothing is decoded here: a decoder that is given hostile bytes runs in the encoder's process. The header tells
 how large the picture would be, so that what would take too much memory is refused before that.
 
-In the text of a prompt a marker stands for each picture, and for each sound. It has a nonce of the request in
-it, so that nobody who writes the text can write a marker.
+In the text of a prompt a marker stands for each picture, and for each sound. It contains a nonce of the
+request, so that the author of the text cannot write a marker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads what a process of this machine has used, as Linux counts it."""
+"""Reads the processor time and memory of a process, as Linux counts them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reloads the configuration on SIGHUP, and applies what may change while the node runs.
 
-Which keys those are stands with their definition (`swarmllm.config`). The rest is what sockets, workers and
-identities were made from: a change there is reported, and counts after a restart. A configuration that
-cannot be used changes nothing.
+The definitions in `swarmllm.config` say which keys those are. Sockets, workers and identities were made from
+the others: a change there is reported, and takes effect after a restart. A configuration that cannot be used
+changes nothing.
 """
 
 from __future__ import annotations

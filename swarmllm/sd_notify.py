@@ -1,8 +1,8 @@
 """Talks to systemd: the sd_notify protocol, and lines of a log with their level.
 
-A datagram to the socket that NOTIFY_SOCKET names, and nothing at all where nobody asked. Spoken here in
-twenty lines instead of by a library that links libsystemd. The watchdog is fed by a task of the daemon's own
-event loop: when that loop hangs, the feeding stops, and the manager restarts the daemon.
+It sends datagrams to the socket that NOTIFY_SOCKET names, and nothing if the variable is not set. Twenty
+lines here replace a library that links libsystemd. The watchdog is fed by a task of the daemon's own event
+loop: when that loop hangs, the feeding stops, and the manager restarts the daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ServiceManager:
-    """The process that started this one and waits for word; perhaps none."""
+    """The service manager that started this process, if there is one."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         address = env.get("NOTIFY_SOCKET", "")

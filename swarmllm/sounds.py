@@ -1,4 +1,5 @@
-"""Reads what a sound's file is from its header; nothing is decoded outside the encoder's process."""
+"""Reads the format and length of a sound from its header; nothing is decoded outside the encoder's
+process."""
 
 from __future__ import annotations
 

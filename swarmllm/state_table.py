@@ -1,8 +1,8 @@
 """State tables: states x events -> state, as data that code, tests and diagrams share.
 
 An event passes its table before it has any effect. A pair that is not in the table is a defect of this
-program and raises; what another node can provoke has to be in the table, if only as a pair that leads back to
-its state.
+program and raises. Events that another node can cause have to be in the table, if only as a pair that leads
+back to its state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the damaged parts of a model, names them, and takes them out of use.
 
-Without its header nothing in a container can be found, so where it is damaged it is written anew from a copy.
-The copy is sparse and as long as the container, so that it reads as a GGUF whose tensors are holes. Blocking.
+A container cannot be read without its header, so a damaged header is restored from a copy. The copy is sparse
+and as long as the container, so that it reads as a GGUF whose tensors are holes. Blocking.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One model of the catalogue: its name, its file, its manifest, and what of it is there.
 
-With it goes what people ask of a model's size: how many parameters, and how they are quantised.
+It also computes the number of parameters and their quantisation.
 """
 
 from __future__ import annotations

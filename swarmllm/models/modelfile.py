@@ -1,7 +1,7 @@
-"""Reads Ollama's Modelfile: which model, and what of it becomes a preset.
+"""Reads Ollama's Modelfile: the name of the model, and the settings that become a preset.
 
-What says how a machine should compute is left out and named; what would change the answer and cannot be
-honoured is refused with its line. Pure.
+Instructions about how a machine computes are ignored and reported. Instructions that would change the answer
+and are not supported are refused with their line. Pure.
 """
 
 from __future__ import annotations

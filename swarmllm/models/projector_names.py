@@ -1,4 +1,5 @@
-"""Of which model a projector says that it is, by the names in the headers of its file and the model's."""
+"""Finds out whether a projector names another model as its own, by the names in the headers of its file and
+the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk that copies of layers take: segment files that workers cut from users' files.
+"""Limits the disk space of segment files that workers cut from users' files.
 
 They are a cache: any of them can be cut again. A worker has a shared lock (flock) on each file that it runs
 from, so that other processes see which files are in use, however that process ends. Files that no worker has

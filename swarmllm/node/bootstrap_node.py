@@ -1,7 +1,8 @@
-"""A node by which others find each other: it has no models, takes no requests, and knows everybody.
+"""A bootstrap node: other nodes find each other through it. It has no models, takes no requests, and knows
+everybody.
 
 It holds what every node's router holds (connections, records, the DHT, circuits that it relays), announces
-itself by a record with nothing in it, and refuses whatever other nodes ask of it beyond that.
+itself with an empty record, and refuses all other requests of nodes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Embeds texts, and ranks documents by what they say about a question.
+"""Embeds texts, and ranks documents by their relevance to a question.
 
 Of a model that generates text, a vector is its states after the final norm, pooled over the text and
 normalised to length 1. A model of the BERT kind (`manifest.is_text_encoder`) runs whole, on this node, and
 pools its states itself.
 
-Any model can be asked; whether its vectors tell anything about meaning is a matter of its training. Each
-text is computed alone, in the requests' own order, under one turn: a batch of a thousand does not keep
-others from theirs, and memory holds the rows of one.
+Any model can be used; whether its vectors are useful depends on its training. Each text is computed alone, in
+the requests' own order, under one turn: a batch of a thousand does not keep others from theirs, and memory
+holds the rows of one.
 """
 
 from __future__ import annotations

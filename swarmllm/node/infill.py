@@ -1,4 +1,5 @@
-"""Asks a model for what stands between two texts, in the pattern that models of code were trained on.
+"""Builds prompts that ask a model for the text between two texts (fill-in-the-middle), in the pattern that
+code models were trained on.
 
 As llama.cpp's server has it (`format_prompt_infill`), after "Qwen2.5-Coder Technical Report" (arXiv
 2409.12186): other files of the repository, then the file's beginning and end. Pure.

@@ -1,7 +1,7 @@
-"""Waits, right after the start or after others have connected, until this node knows what they say.
+"""Waits, right after the start or after others have connected, until their records have arrived.
 
-A node that has just met others knows nothing of their room: their records travel after the connection. What
-is planned then would leave them out, or refuse what is possible a second later.
+A node that has just connected to others does not know their capacity yet: records travel after the
+connection. A plan made then would leave these nodes out, or refuse what is possible a second later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counts for Prometheus.
 
 Two kinds of numbers. Requests are observed as they end, into counters and histograms kept here. Everything
-else (peers, pipelines, workers) has its own keeper already and is only asked when somebody scrapes, so that
-no number exists twice and drifts apart.
+else (peers, pipelines, workers) has its own owner and is read at each scrape, so that no number is stored
+twice.
 
 Labels come from this node's catalogue and from fixed words, never from what a client wrote:
 a label that a client may choose is a leak of memory.
@@ -53,7 +53,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ObservedProcess(Protocol):
-    """What every kind of node is asked at every scrape."""
+    """The values that every kind of node gives at a scrape."""
 
     @property
     def started_at(self) -> float: ...
@@ -64,7 +64,7 @@ class ObservedProcess(Protocol):
 
 
 class Observed(ObservedProcess, Protocol):
-    """The part of a node that is asked at every scrape."""
+    """The part of a node that a scrape reads."""
 
     admission: Admission
 

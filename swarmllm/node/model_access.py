@@ -1,4 +1,4 @@
-"""Interfaces by which parts of a node use its models; `ModelKeeper` fulfils them.
+"""Interfaces by which parts of a node use its models; `ModelKeeper` implements them.
 
 Each part takes the narrowest one, so that its test needs no keeper.
 """
@@ -65,7 +65,7 @@ class ProvisionsModels(PlacesModels, Protocol):
 
 
 class RequestModels(Protocol):
-    """For requests of this node's users: `Node` fulfils it."""
+    """For requests of this node's users; `Node` implements it."""
 
     async def model_for_texts(self, model: str) -> CatalogueEntry:
         """With what reading a prompt takes. Raises ModelNotFound."""

@@ -1,7 +1,7 @@
-"""The models of this node, and the acts of its user that change what is held of them.
+"""The models of this node, and the operations of its user that load, unload, add and remove them.
 
-Joins the catalogue (what is on disk), the worker pool (what is loaded), the travelling of models between
-nodes and the registry (what others hold); the swarm is told after each change.
+Joins the catalogue (models on disk), the worker pool (loaded layers), the transfer of models between nodes
+and the registry (layers of other nodes); each change is announced to the swarm.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class NamedPresets:
 
 
 class KeeperNode(Nicknames, Protocol):
-    """What a keeper needs of its node."""
+    """The part of the node that a keeper needs."""
 
     @property
     def node_id(self) -> NodeId: ...

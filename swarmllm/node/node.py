@@ -1,9 +1,8 @@
-"""Joins the rooms of a running node into the one object behind the HTTP API.
+"""Joins the parts of a running node into the one object behind the HTTP API.
 
-The node owns no machinery; it joins the rooms below (catalogue, worker pool, registry, pipelines) into the
-acts that people ask for, and tells the swarm when what it holds has changed. Requests of this node's users
-pass through `Admission` first; requests that other nodes send through our layers do not, those are bounded
-where they arrive.
+The node joins the packages below it (catalogue, worker pool, registry, pipelines) into the operations of the
+API, and announces changes of its layers to the swarm. Requests of this node's users pass through `Admission`
+first; requests that other nodes send through our layers do not, those are bounded where they arrive.
 """
 
 from __future__ import annotations

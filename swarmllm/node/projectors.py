@@ -1,7 +1,7 @@
 """The projectors of this node's models: attached by hand, found beside a model, or fetched.
 
-A projector counts once a grey picture has been encoded with it, in a process of its own; what a damaged or
-hostile file does there costs that process, and the file.
+A projector is used once a grey picture has been encoded with it, in a process of its own; a damaged or
+hostile file costs only that process, and is then refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS_ALL: Final = "all"
 
 @dataclass(frozen=True, slots=True)
 class WantedShards:
-    """What a load or an unload is about, as people write it."""
+    """The shards of a load or an unload, as people write them."""
 
     layers: str | None
     """START:END; None: all."""

@@ -1,7 +1,8 @@
-"""Brings a model that a request asks for to where it can run, and says how far that is.
+"""Provides a model that a request asks for: fetches it, loads it or shares it, and reports progress.
 
-Onto this node: what is not on its disk comes from the nodes that have it. Or, where this node has no room for
-all of it, over the nodes that accept what this one shares, for as long as the model is asked for.
+The model is loaded on this node, which fetches missing layers from nodes that have them. Where this node has
+no room for all of it, the model is spread over the nodes that accept this node's shares, for as long as
+requests ask for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOOK_S = 0.25
 
 @dataclass(slots=True)
 class Provisioning:
-    """How far a model is that is loaded for a request."""
+    """The progress of a model that is loaded for a request."""
 
     model: str
     phase: Literal["fetching", "loading", "sharing"] = "loading"

@@ -1,19 +1,19 @@
 """Remembers over restarts which models the user of this node loaded by hand: `loaded.json` in the data
 folder.
 
-A node that comes back after a power cut should serve what it served before, without anybody having to
-notice. What `model.load` names is not in here unless it was loaded by hand too, and what `auto_manage` placed
-never is: both are decided anew at each start. Layers count once they are loaded, not when they are asked for,
-so that a load which takes the machine down is not the first thing it does when it is up again.
+A node that comes back after a power cut should serve what it served before, without anybody having to notice.
+Models of `model.load` are not remembered unless they were loaded by hand too, and those that `auto_manage`
+placed never are: both are decided anew at each start. Layers count once they are loaded, not when they are
+asked for, so that a load which takes the machine down is not the first thing it does when it is up again.
 
 A small file of its own and not a table of the catalogue: it is worth little beside what a damaged database
 costs, so one that cannot be read is ignored, and anyone who wants to start without it may remove it.
 
-One model after the other, because each is fitted into the memory that the ones before it have left. What does
-not come back (its file is on a disk that is not there, it does not fit any more) costs the node nothing else:
-it is said in the log and by `LoadRestorer.missing`, and stays remembered for the next start. What only needs
-a file or a node that is not there yet is tried again, because disks are mounted and machines are switched on
-in any order; what does not fit is not, because each try may cost somebody else the memory.
+Models are loaded one after the other, because each is fitted into the memory that the earlier ones have left.
+A model that cannot be loaded (its disk is missing, or it does not fit any more) stops nothing else: the log
+and `LoadRestorer.missing` report it, and it stays remembered for the next start. What only needs a file or a
+node that is not there yet is tried again, because disks are mounted and machines are switched on in any
+order; what does not fit is not, because each try may cost somebody else the memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The requests of this node's users: those that run now, and the latest that have ended.
 
-One account per request feeds everybody who looks on: metrics and the log as it ends, the dashboard and
-`swarmllm top` while it runs. It says what was done where and how long that took, never what was said.
+One account per request serves all observers: metrics and the log when it ends, the dashboard and `swarmllm
+top` while it runs. It records what was computed where and how long that took, never the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RequestState = Literal["queued", "prefill", "decode", "completed", "failed", "ca
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """One request at one moment; of one that has ended, as it ended."""
+    """One request at one moment, or at its end."""
 
     id: str
     model: str
@@ -56,9 +56,9 @@ class RequestSummary:
 
 
 class RequestAccount:
-    """What is told of one client's request; `UserRequests.under_way` keeps it. A request is run by one
-    `OriginRequest`, or by several (of embeddings one per text): how far it has come is theirs to say, and
-    read from what has come of them."""
+    """The account of one client's request; `UserRequests.under_way` keeps it. A request is run by one
+    `OriginRequest`, or by several (embeddings: one per text); the account reads its progress from their
+    results."""
 
     def __init__(self, model: str, request_id: str) -> None:
         self.id = request_id

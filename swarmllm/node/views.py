@@ -131,7 +131,7 @@ class Coverage:
 
 
 class _Holding(NamedTuple):
-    """What one node holds of a model, as it says it and as it counts."""
+    """The layers of a model that one node holds, as announced and as counted."""
 
     said: Ranges
     merged: Ranges
@@ -140,7 +140,7 @@ class _Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A coverage and what it was made of."""
+    """A coverage and the inputs that it was computed from."""
 
     model: SwarmModel | None
     facts: tuple[object, ...]
@@ -280,7 +280,7 @@ def view_waiting(waiting: WaitingView) -> ModelView:
 
 
 class PeerLookup:
-    """The other nodes as people ask for them: by id, by the end of it, or by nickname."""
+    """Finds other nodes by id, by the end of an id, or by nickname."""
 
     def __init__(self, router: Router, registry: Registry, trust: Trust) -> None:
         self._router = router

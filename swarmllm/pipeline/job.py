@@ -1,11 +1,11 @@
-"""A job: where one walk of one request stands. And the view of a request that a node needs to decide its
-next step.
+"""A job: the state of one walk of one request; and the view of a request that a node needs to decide its next
+step.
 
-A walk carries one batch of rows (a chunk of the prompt, or one token) through the stages; on the wire it is
-a `LayerForward`. Two steps of the Language Pipes seed are never where a job rests, because the engine fuses
+A walk carries one batch of rows (a chunk of the prompt, or one token) through the stages; on the wire it is a
+`LayerForward`. Two steps of the Language Pipes seed are never where a job rests, because the engine fuses
 them: NORM happens inside the same libllama graph as the last layer and HEAD, and TOKENIZE is over before
-there is a job, since the stages are told the number of prompt tokens in their assignment. They are named
-all the same: they are what happens.
+there is a job, since the stages are told the number of prompt tokens in their assignment. They are named all
+the same, because they happen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The job processor: one table, from which the tests and the diagram in docs/job-processor.md are drawn.
 
-A walk on a node starts in VALIDATING and runs until DONE. In each state the driver computes what there is to
-compute, then one of the functions here looks at the job and says what comes of it (an Outcome). The outcome
-passes the table (`advance`) before the job moves on and before anybody is told; a pair that is not in the
-table is a defect and raises.
+A walk on a node starts in VALIDATING and runs until DONE. In each state the driver computes, then one of the
+functions here looks at the job and returns its outcome (a JobOutcome). The outcome passes the table
+(`advance`) before the job moves on and before anybody is told; a pair that is not in the table is a defect
+and raises.
 
 The states and conditions are those of the Language Pipes job processor, read for pipelines whose last stage
 owns the head. There the origin owns embedding and head, and every token passes through it; here libllama's
@@ -45,7 +45,7 @@ class JobState(StrEnum):
 
 
 class JobOutcome(StrEnum):
-    """What came of a state; the text is the edge's label in the diagram."""
+    """The outcome of a state; the text is the edge's label in the diagram."""
 
     INCOMPLETE = "the job, its pipeline or a needed part of it is missing"
     READY_FOR_HEAD = "at HEAD, prefill complete"

@@ -58,7 +58,7 @@ def first_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What does not change while a node takes part in a request."""
+    """The constant facts of a request on a node that takes part in it."""
 
     request_id: str
     model: ModelFile
@@ -144,7 +144,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
 
 
 class OriginSide(Protocol):
-    """The client's side of the request, on the node where it is."""
+    """The client's side of the request, on the node that the client asked."""
 
     @property
     def prompt(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counts of a node about pipelines."""
+"""Counters of a node's pipelines."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ bounds useless, the best ring of those that were searched is the answer."""
 
 
 class _Joint(NamedTuple):
-    """The pieces at one boundary. Who arrives with the last layer of its range may hop to any that departs,
-    who could go on hops only to where a range begins."""
+    """The pieces at one boundary. A piece that ends its held range may be followed by any departing piece; a
+    piece that could go on is followed only by one that begins a held range."""
 
     ending: Indices
     departing: Indices
@@ -114,7 +114,7 @@ class _Joint(NamedTuple):
 
 
 class _Search:
-    """Pieces are counted in their sorted order; ties go to the lower number, so all nodes agree."""
+    """Pieces are numbered in their sorted order; ties go to the lower number, so all nodes agree."""
 
     def __init__(self, n_layers: int, pieces: Sequence[CandidatePiece], inputs: RouteInputs) -> None:
         node_ids = sorted({piece.node_id for piece in pieces})

@@ -1,11 +1,11 @@
 """Hard constraints of routes, applied before costs are compared.
 
 Private: the first and the last segment run on the node that was asked, so its peers see hidden states in the
-middle of the model, never the rows of the embedding nor the logits. What that node holds from the first layer
-on, and up to the last, runs there: the more layers, the less can be told from what leaves it. Pins: these
-layers of that model run on that node and nowhere else.
+middle of the model, never the rows of the embedding or the logits. That node runs all the layers that it
+holds from the first one on, and up to the last one: the more layers, the less its hidden states reveal. Pins:
+these layers of that model run on that node and nowhere else.
 
-Both only take layers away, so the search needs not know of them.
+Both only remove layers, so the search does not need to know them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Layers that no route may use there."""
+    """The layers of a node that no route may use, and why."""
 
     node_id: NodeId
     layers: LayerRange

@@ -1,10 +1,11 @@
-"""Network coordinates: how far apart two nodes are that have never measured it, and which nodes are near.
+"""Network coordinates: predict the round trip between nodes that have not measured it, and which nodes are
+near each other.
 
 Vivaldi (Dabek, Cox, Kaashoek, Morris: "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004):
 every node floats at a point, and each measured round trip pulls it towards or pushes it from the other's
 point like a spring. The distance of two points then predicts the round trip between their nodes. The height
-is what a node's own access link adds to every way (a point cannot leave its plane, a modem can). The weights
-make a node that knows where it is move little for one that does not.
+is the latency of a node's own access link, which is part of every path. By the weights, a node that is sure
+of its position moves little for one that is not.
 
 A node with few neighbours (below ten, in the tests' three regions) may come to rest folded to the wrong side
 of them, where every step out is uphill. Its error then stays high, so it is not believed: see `is_settled`.
@@ -79,11 +80,11 @@ def moved(own: Coordinate, other: Coordinate, rtt_s: float, pair: str) -> Coordi
 
 
 class SteadyCoordinate:
-    """Where a node says that it is: the mean of where it has floated lately, `WINDOW` moves back or so.
+    """The position that a node announces: the mean of its positions over about the last `WINDOW` moves.
 
-    Each measured round trip moves a node, the wrong ones too, so it trembles about its place for ever. What
-    it tells others, and plans with, need not (Ledlie, Gardner, Seltzer: "Network coordinates in the wild",
-    NSDI 2007, announce the centroid of a window likewise).
+    Each measured round trip moves a node, the wrong ones too, so its position never settles completely. The
+    position that it announces and plans with does (Ledlie, Gardner, Seltzer: "Network coordinates in the
+    wild", NSDI 2007, announce the centroid of a window likewise).
     """
 
     def __init__(self) -> None:

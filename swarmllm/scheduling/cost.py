@@ -45,7 +45,7 @@ home."""
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The request whose cost is asked for."""
+    """The request whose cost is estimated."""
 
     n_prompt_tokens: int = 128
     n_output_tokens: int = 128
@@ -74,7 +74,7 @@ class NodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class RouteInputs:
-    """Everything besides the holdings that a route depends on; `speeds` names every candidate."""
+    """Everything that a route depends on besides the holdings; `speeds` has every candidate."""
 
     origin: NodeId
     workload: Workload
@@ -156,8 +156,8 @@ class RouteInputs:
 
 
 class CostTable:
-    """The same costs as arrays over `node_ids`, for the search. What lies between two nodes is worked out for
-    the pairs that a search asks for: of a thousand nodes, most pairs never meet at a boundary."""
+    """The same costs as arrays over `node_ids`, for the search. The cost between two nodes is computed for
+    the pairs that a search needs: of a thousand nodes, most pairs never meet at a boundary."""
 
     def __init__(self, inputs: RouteInputs, node_ids: Sequence[NodeId]) -> None:
         self._known = known = inputs

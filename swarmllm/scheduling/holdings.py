@@ -1,4 +1,4 @@
-"""Reads from who holds what which pipelines exist already, complete or not.
+"""Finds the pipelines that the held ranges form already, complete or not.
 
 Ranges that meet end to end from the first layer to the last are complete pipelines; they are found with the
 rule of the fewest stages, until there is none left. What remains is put end to end as far as it

@@ -1,4 +1,5 @@
-"""Groups nodes that give equal bits for the same rows of exact requests, by what they announce. Pure."""
+"""Groups nodes by their announcements into those that give equal bits for the same rows of exact requests.
+Pure."""
 
 from __future__ import annotations
 

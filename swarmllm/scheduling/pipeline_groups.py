@@ -30,7 +30,7 @@ COUNTS = 48
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How the nodes so far can be spread."""
+    """One way to distribute the nodes so far."""
 
     lacking: tuple[int, ...]
     """What each pipeline still needs, the largest first."""

@@ -1,15 +1,15 @@
 """Decides which node holds which layers of a model: the same answer on every node, from the same gossip,
 without a leader.
 
-What is there stays: a plan from nothing would be better by some measure after every join, and would have
-everybody move. So the order is: gaps in pipelines that exist are filled; then nodes that hold nothing form
-new pipelines, near ones together (`regions_of`), as many as is best (`pipeline_groups`), each node as many
-layers as its speed and its memory say (`water_fill`); who is left over doubles the layers that have fewest
-holders. A node that leaves opens one gap, a node that joins changes nobody's part but its own.
+Existing layers stay: a plan from scratch would be better by some measure after every join, and would move
+everybody. So the order is: gaps in pipelines that exist are filled; then nodes that hold nothing form new
+pipelines, near ones together (`regions_of`), as many as is best (`pipeline_groups`), each node as many layers
+as its speed and its memory say (`water_fill`); the remaining nodes double the layers with the fewest holders.
+A node that leaves opens one gap; a node that joins changes only its own part.
 
 Nobody is given more than it has room for; what its user loaded ("pinned") is counted and never moved; nodes
-that are not trusted are neither counted nor asked. A node that drops layers keeps the last copy: that is for
-the one who acts on the plan, who alone knows what is ready at that moment.
+that are not trusted are neither counted nor asked. A node that drops layers has to keep the last copy: the
+code that acts on the plan ensures this, because only it knows what is ready at that moment.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _level(n_units: int, capacities: Sequence[int], speeds: Sequence[float]) -> 
 
 @dataclass(slots=True)
 class Hysteresis:
-    """Lets a decision be acted on only when it has stayed the same for a while. Gossip arrives at different
-    times, and what looks like a gap for a moment is often a record that is late."""
+    """Confirms a decision only when it has stayed the same for a while. Gossip arrives at different times,
+    and a momentary gap is often a late record."""
 
     n_seen: int = 0
     _last: object = None

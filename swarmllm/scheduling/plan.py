@@ -1,4 +1,4 @@
-"""Why a route was chosen: its cost taken apart, and what the alternatives would have cost.
+"""Explains why a route was chosen: the parts of its cost, and the costs of the alternatives.
 
 The search keeps no record of what it rejected. The alternatives are made afterwards, and the cost of each is
 computed. A plan is for people, so that is cheap enough, and it cannot disagree with the search, because both
@@ -158,7 +158,8 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A whole route that was not taken, or was: `cost_s` None where there is none."""
+    """A whole route for comparison; it may be the chosen one. `cost_s` is None where there is no such
+    route."""
 
     name: str
     stages: tuple[RouteStage, ...]

@@ -1,9 +1,9 @@
 """Decides which nodes have the projector of a model: pure, the same on every node from the same gossip.
 
 A projector runs as a whole, beside whatever layers a node holds, and a node with one encodes pictures for
-all. So nothing is balanced: there are to be so many holders that one may leave, and a node that has one keeps
-it. Where there are too few, the nodes with most room take it. A node that took it by this plan lets it go
-when there are enough others.
+all. So nothing is balanced: there should be enough holders that one may leave, and a node that has one keeps
+it. Where there are too few, the nodes with most room take it. A node that took it by this plan drops it when
+there are enough others.
 """
 
 from __future__ import annotations

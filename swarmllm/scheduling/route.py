@@ -1,15 +1,15 @@
 """Finds the route of one request: the node that runs each layer.
 
-The rule is simple: fewest stages; among those, the most layers at home. A route that stays on the origin is
-a single stage with every layer at home, so it always wins; otherwise every stage fewer saves one hop per
-token. It knows nothing of speed and load: `cheapest` does, and decides what requests do. This rule says
-whether there is a route at all, and is the rival in every plan.
+The rule is simple: fewest stages; among those, the most layers at home. A route that stays on the origin is a
+single stage with every layer at home, so it always wins; otherwise every stage fewer saves one hop per token.
+It ignores speed and load: `cheapest` uses them, and chooses the routes of requests. This rule finds out
+whether there is a route at all, and is the alternative shown in every plan.
 
 Of a held range any part between two allowed cuts may be used (see `pieces`). Ranges of one node that meet are
 one stage: their hidden states never leave its worker.
 
-The search goes once over the boundaries in order, and to each node only the best path of all can lead, or
-that node's own. Equal routes are told apart by their node ids, so all nodes agree.
+The search goes once over the boundaries in order. Only two paths can lead to a node: the best of all, or the
+best that already ends at that node. Ties are broken by node ids, so all nodes agree.
 """
 
 from __future__ import annotations

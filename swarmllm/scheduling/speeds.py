@@ -13,9 +13,9 @@ replaces it.
 `PeerSpeeds` is about other nodes. What a node announces of its speed is believed until this node has measured
 it. A measurement is the time from one token to the next, less what ran here and what travelled; no other
 clock than this node's is asked. Where one other node took part, all of it is that node's. Where several did,
-each is counted what it says it computed, and of what nobody explains a share by its layers: an honest node
-beside a liar looks slow, too, until it is measured with others. So only a node that was alone is held to what
-it announced.
+each is charged the time that it reports, and a share by its layers of the time that no report explains: an
+honest node beside a liar looks slow, too, until it is measured with others. So only a node that was alone is
+held to what it announced.
 
 Pure: the clock comes in as `now_s`.
 """
@@ -72,7 +72,7 @@ class MachineSpeed:
 
 
 class Observations:
-    """What this node has seen of itself."""
+    """This node's measurements of itself."""
 
     def __init__(self) -> None:
         self._by_model: OrderedDict[ModelId, Latency] = OrderedDict()

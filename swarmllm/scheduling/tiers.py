@@ -1,13 +1,13 @@
-"""Whose turn it is: the requests of one node's users, by the tier and fairness of their keys. Pure.
+"""Decides which request of a node's users runs next, by tier and fairly among keys. Pure.
 
 A tier is a share of `max_concurrent_requests`: bronze a quarter, silver a half, gold all of it, platinum
 twice as much. The shares lie inside each other: what counts towards a tier's cap are the running requests of
 that tier and of those below it. So bronze can never take what silver was promised, gold alone fills exactly
 what was configured, and platinum always finds room beside a node full of gold.
 
-Who waits is served by tier first and within a tier key by key, each in order; a key with a hundred requests
-and one with a single one take turns. A full queue makes room for a key that has fewer requests in it, at
-the cost of the newest request of the key that has most.
+Waiting requests are served by tier first, and within a tier key by key, each in order; a key with a hundred
+requests and one with a single request take turns. A full queue makes room for a key that has fewer requests
+in it, at the cost of the newest request of the key that has most.
 
 Where several keys are in use, a key that has a turn leaves the last turn of each tier to the others. Where no
 other key has asked for OTHERS_S, it may take all turns.
@@ -35,7 +35,7 @@ SHARES: Final[dict[Tier, Fraction]] = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a request runs."""
+    """The key and tier for which a request runs."""
 
     key_id: str = ""
     """Empty: anyone, on a node that asks nobody for a key."""
@@ -57,12 +57,12 @@ class Ticket:
 
 
 class Full(Exception):
-    """There is no room to wait."""
+    """The queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What came of a submission or a leave, to be told to whom it concerns; each ticket starts once."""
+    """The result of a submission or a departure, for the caller to pass on; each ticket starts once."""
 
     started: tuple[Ticket, ...] = ()
     evicted: Ticket | None = None

@@ -1,4 +1,4 @@
-"""Starts the daemon's tasks, and says what the failure of each means."""
+"""Starts the daemon's tasks, and defines what the failure of each means."""
 
 from swarmllm.supervision.outcome import Outcome, detach
 from swarmllm.supervision.policy import TaskStatus

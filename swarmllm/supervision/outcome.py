@@ -1,9 +1,9 @@
-"""Work that goes on when the code that waits for it leaves.
+"""Work that continues when the code that waits for it is cancelled.
 
 Half a dial or half a write cancelled breaks a connection that others use; half a load leaves the pool
 believing something that is not true of the worker. Such work runs in a task of its own (`detach`), and the
-waiter's deadline or cancellation does not reach it. An `Outcome` is the place where both meet. It can also be
-settled by hand, where the answer comes from somewhere else: a frame on a connection, the loss of a peer.
+waiter's deadline or cancellation does not reach it. The waiter waits for the `Outcome`. Other code can also
+set the outcome, where the answer comes from somewhere else: a frame on a connection, the loss of a peer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Outcome(Generic[T]):
-    """The first end counts: a value or an error. Any number of tasks may wait, and leave."""
+    """The first result counts: a value or an error. Any number of tasks may wait for it, and stop waiting."""
 
     def __init__(self, dropped: Callable[[T], object] | None = None) -> None:
         """`dropped(value)` takes a value that comes after `abandon`: for what must be closed."""

@@ -1,4 +1,4 @@
-"""Decides what follows from a task's failure: pure, with `now` passed in.
+"""Decides what happens after a task's failure: pure, with `now` passed in.
 
 One `TaskRecord` per name of the table. A name may stand for several tasks (one bootstrap resolver per
 address); then the record counts the failures of all of them.
@@ -55,7 +55,7 @@ class Backoff:
 
 
 class TaskRecord:
-    """What is known of a task of the table."""
+    """The state of a task of the table."""
 
     def __init__(self, task: LongLived) -> None:
         self.task = task

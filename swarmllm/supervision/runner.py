@@ -6,7 +6,7 @@ Neither swallows a cancellation: from a group that holds both, the failure is ha
 goes on.
 
 What happened is kept by the `Supervision` of the running daemon. It is found through a context variable,
-which a task inherits from the task that starts it, so that rooms need not hand it to each other.
+which a task inherits from the task that starts it, so that packages need not pass it to each other.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Attempt:
 
 
 class _Known:
-    """A TaskStatus that remembers whether it was told."""
+    """A TaskStatus that remembers whether it was reported."""
 
     def __init__(self, started: Started[Any]) -> None:
         self._started = started

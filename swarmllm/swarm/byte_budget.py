@@ -1,4 +1,4 @@
-"""One budget for the bytes that other nodes make this one keep, and waiting for room in it: pure state.
+"""One budget for the bytes that this node holds for other nodes, and waiting for room in it: pure state.
 
 Everything that comes from outside is reserved here before it is read, by peer and kind, and released when it
 has been dealt with. A kind has a limit per peer and one for all peers together. A quarter of the latter is
@@ -33,7 +33,7 @@ _SET_ASIDE: Final = 4
 
 
 class BudgetKind(StrEnum):
-    """What is kept for others."""
+    """What the bytes are held for."""
 
     REQUESTS = "requests"
     """Bodies of requests, from before they are read until they are answered."""

@@ -1,4 +1,4 @@
-"""Changes fanned out to any number of readers, none of which can hold the network up.
+"""Fans changes out to any number of readers; a slow reader never delays the network.
 
 Each reader has a bounded queue that loses its oldest entries when the reader is slow: a change is a hint to
 look at `Router.records()` and `Router.connected()` again, and those are always complete, so a lost hint costs

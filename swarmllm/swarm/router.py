@@ -1,10 +1,10 @@
-"""The interface of a network to the rest of the daemon: the Router protocol, and what all routers do alike.
+"""The interface of the network to the rest of the daemon: the Router protocol, and code that all routers
+share.
 
 Four promises, nothing more: each node has a record that it alone writes; every node can read every record;
 node ids are unique; bytes can be sent to a node id, as a request with a response or as messages on one
 persistent, ordered stream. Two implementations keep them: `Libp2pRouter` and `InMemoryRouter` (ships in the
-package; carries tests and simulations). Everything here is bytes: what they mean is `swarmllm_proto.swarm`'s
-business.
+package; carries tests and simulations). A router carries bytes; `swarmllm_proto.swarm` defines their meaning.
 
 A handler's failure must reach exactly one place: the caller of a request gets it as a `RemoteError`, a
 message's is logged. Only errors of our own tree are quoted to another node; of a foreign exception it learns
@@ -44,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """One connected peer as seen from here."""
+    """One connected peer, as this node sees it."""
 
     node_id: NodeId
     addresses: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """What a peer found that tried to dial this node, each address in a connection of its own."""
+    """What a peer found when it dialled this node, each address with a connection of its own."""
 
     checked_at: float
     """Seconds since the epoch."""
@@ -95,7 +95,7 @@ LinkHandler = Callable[[NodeId, str, LinkEnd], Awaitable[bool]]
 
 
 class LinkMaker(Protocol):
-    """What a router can do that has direct connections."""
+    """A router that can make direct connections."""
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """The sending end, once the other has been taken there. Raises NodeUnreachable."""
@@ -126,7 +126,7 @@ class DhtStatistics:
 
 
 class ModelDiscovery(Protocol):
-    """What a router can do that looks beyond the connected nodes."""
+    """A router that can find models on nodes that are not connected."""
 
     def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:
         """(ModelId, name) of everything that this node has; replaces what was announced before."""
@@ -256,11 +256,11 @@ def check_message(header: bytes, payload: bytes | memoryview) -> int:
 
 
 class RequestRefused(Exception):
-    """Why a request has no response, in words that may travel."""
+    """The request has no response; the text is safe to send to another node."""
 
 
 class UnreadableRequest(RequestRefused):
-    """It is not what the protocol allows, so it counts against its sender."""
+    """The request breaks the protocol, which costs its sender trust."""
 
 
 async def answer(handler: RequestHandler | None, sender: NodeId, body: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """Fetches tensors from several holders at once, and checks each piece before it is written.
 
 Every holder gets a few lanes, each of which takes a tensor from the plan, fetches it piece by piece and
-writes it to the container; each piece is one chunk, which is checked before it is written. What a lane
-leaves unfinished, because its holder failed or the whole fetch was cancelled, is saved as far as it came. The
-fetch ends when everything is there, or when nobody who is asked has what is left.
+writes it to the container; each piece is one chunk, which is checked before it is written. A tensor that a
+lane leaves unfinished, because its holder failed or the whole fetch was cancelled, is saved as far as it
+came. The fetch ends when everything is there, or when no holder has what is missing.
 
 Several tasks side by side on one piece of work: the first failure ends them all, and is the one told.
 """
@@ -82,7 +82,7 @@ OPEN_TIMEOUT_S = 60.0
 
 
 class NotTheFile(SwarmLLMError):
-    """What a hub has in a place is not the file of the model."""
+    """The hub's file at this place is not the file of the model."""
 
 
 ReadPublished = Callable[[int, int], AsyncGenerator[bytes, None]]
@@ -91,7 +91,8 @@ ReadPublished = Callable[[int, int], AsyncGenerator[bytes, None]]
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Where a node says that a hub has the file of a model. Nothing of that is believed."""
+    """A place on a hub where a node says that the file of a model is. It is not trusted: every chunk is
+    checked."""
 
     said_by: NodeId
     text: str

@@ -1,10 +1,11 @@
 """Transfers models between nodes: finds one by name, fetches what is needed, announces what is here.
 
-The catalogue comes first: a name that is known here is the model that is known here, whatever others call
-so. A model is believed by its ModelId alone, which covers all of it; who asked for a name gets the model
-that the connected nodes call so, and is asked for the id where they do not agree.
+The catalogue comes first: a name in this node's catalogue means this node's model, whatever others use the
+name for. Only a ModelId identifies a model, because it covers all of it. A name that is not in the catalogue
+means the model that the connected nodes call by it; where they do not agree, the caller has to give the id.
 
-One fetch per model at a time; a caller that wants more of it waits, and then finds most of it there.
+There is one fetch per model at a time; a caller that wants more of the model waits, and then finds most of it
+on the disk.
 """
 
 from __future__ import annotations

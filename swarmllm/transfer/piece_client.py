@@ -1,4 +1,5 @@
-"""Asks one holder for pieces of a model, and for what tells where they belong (outline, header)."""
+"""Asks one holder for pieces of a model, and for its outline and header, which tell where the pieces
+belong."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _outlines = msgspec.msgpack.Decoder(Outline)
 
 
 class HolderBusy(RemoteError):
-    """It said so for longer than anybody should wait."""
+    """The holder has been busy for too long."""
 
 
 class PieceAbsent(RemoteError):
@@ -32,7 +33,7 @@ class Lie(RemoteError):
 
 
 class PieceClient:
-    """Asks one holder for pieces, patiently while it is busy."""
+    """Asks one holder for pieces; waits while it is busy."""
 
     def __init__(
         self, router: Router, settings: TransferSettings, node_id: NodeId, model_id: ModelId

@@ -1,9 +1,9 @@
 """Fetches the file of a projector from the nodes that announce it, by its BLAKE3.
 
 Pieces come from several nodes side by side, as those of tensors do, but unlike them they cannot be checked
-one by one: the digest covers the whole file. Where the file is wrong and several nodes gave it, nobody is
-blamed, and each of them is asked for all of it alone, in turn; who then gives a wrong one is blamed. What has
-come when the fetch is broken off stays, up to its first hole, and the next fetch goes on behind it.
+one by one: the digest covers the whole file. If the file is wrong and several nodes gave it, no node is
+blamed, and each of them is asked for the whole file alone, in turn; a node that then gives a wrong file is
+blamed. When a fetch is broken off, its bytes up to the first hole stay, and the next fetch continues there.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Requests come over bulk connections, so the decode of running requests, which ha
 never waits behind them; what is bounded here is the disk and the bandwidth. A node that would wait too long
 is told that the node is busy, and asks again or elsewhere: a queue without end would only grow old.
 
-Only what the catalogue knows is given, and only bytes that are what they were when they were hashed.
+Only models of the catalogue are served, and only bytes that have not changed since they were hashed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUSY = Piece(status="busy")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A model as it is given."""
+    """A model that is served."""
 
     entry: CatalogueEntry
     tensors: dict[str, TensorEntry]

@@ -72,7 +72,7 @@ class Pending(Protocol):
 
 
 class Call:
-    """One message there, one message back; Progress may come in between."""
+    """One message to the worker, one answer; Progress may come in between."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Tries in a worker of its own where a model may be cut.
 
-In a worker of its own, which leaves afterwards: the one that serves the model goes on undisturbed, and where
-libllama dies of a part of the model, that is the answer.
+The worker ends afterwards: the worker that serves the model is not disturbed, and if a part of the model
+crashes libllama, that is the answer.
 """
 
 from __future__ import annotations

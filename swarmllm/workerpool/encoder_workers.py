@@ -1,6 +1,5 @@
-"""Worker processes that encode, one for each thing that is open: started when it is first needed, ended when
-it is idle. What one of them encodes is encoded in turn.
-"""
+"""Worker processes that encode, one for each open model or projector: started when first needed, ended when
+idle. Each encodes one item after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Opened = TypeVar("Opened", bound=WorkerMessage)
 
 @dataclass(slots=True)
 class EncoderWorker(Generic[Opened]):
-    """The worker, if there is one, and what it has open."""
+    """The worker process, if there is one, and its open model or projector."""
 
     turn: trio.Lock = field(default_factory=trio.Lock)
     worker: Worker | None = None

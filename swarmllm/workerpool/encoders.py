@@ -1,8 +1,8 @@
 """Encodes pictures and sounds in worker processes of their own kind, one for each projector that is in use.
 
-What is said of pictures holds for sounds. A picture or a projector that is damaged ends such a process and
-nothing else. Its pictures are encoded one after the other, each with a deadline, at which the process is
-killed. What a picture became is kept, so that the next turn of a conversation does not encode it again.
+Everything here about pictures holds for sounds. A damaged picture or projector ends such a process and
+nothing else. Pictures are encoded one after the other, each with a deadline, at which the process is killed.
+Encoded pictures are cached, so that the next turn of a conversation does not encode them again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Key = tuple[ModelId, str, str]
 
 @dataclass(frozen=True, slots=True)
 class EncodedPicture:
-    """What a picture is in a prompt of one model."""
+    """The rows and tokens of a picture in a prompt of one model."""
 
     tokens: npt.NDArray[np.int32]
     """i32 [n]: the token at each position that it takes; -1 where there is a row."""
@@ -70,7 +70,7 @@ class EncodedPicture:
 
 
 class KeptPictures:
-    """The latest ones, as many as fit."""
+    """A cache of the latest encoded pictures, as many as fit."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -213,7 +213,7 @@ def _encode_message(call_id: int, medium: Medium) -> EncodePicture | EncodeSound
 
 
 class RowsNotFinite(ValueError):
-    """Numbers that nothing can be computed from."""
+    """The encoder gave values that are not finite."""
 
 
 def checked_picture(told: PictureEncoded, payload: memoryview, n_embd: int) -> EncodedPicture:

@@ -1,7 +1,8 @@
-"""One model on this node: what should be loaded, and the worker that has it loaded, if there is one.
+"""One model on this node: the layers that should be loaded, and the worker that has them loaded, if there is
+one.
 
-What is *wanted* is remembered apart from the process that happens to hold it, so that a model survives its
-worker: the next call after a crash finds no worker, starts one and loads the same ranges.
+The *wanted* ranges are stored apart from the process that holds them, so that a model survives its worker:
+the next call after a crash finds no worker, starts one and loads the same ranges.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger("swarmllm.workerpool")
 
 
 class HostingPool(Protocol):
-    """The pool, as a hosted model sees it."""
+    """The part of the pool that a hosted model uses."""
 
     def notice(
         self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview

@@ -1,4 +1,4 @@
-"""The models that have, or may get, a worker on this node, by id: the one place that makes and drops them.
+"""The models that have, or may get, a worker on this node, by id. Only this object adds and removes them.
 
 The pool's parts (layers, prefixes, repairs, links, cuts) share this object and nothing else.
 """

@@ -1,4 +1,4 @@
-"""KV that outlives its request: kept prefixes of prompts, and what a broken pipeline leaves."""
+"""KV that outlives its request: kept prefixes of prompts, and KV of requests whose pipeline broke."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CANCEL_S = 1.0
 
 
 class KeptPrefixes:
-    """KV that workers keep of prompts, by the names of its blocks: what there is, exported and imported."""
+    """KV of prompts that workers keep, by the names of its blocks: looks it up, exports and imports it."""
 
     def __init__(self, hosts: Hosts, cancel: Callable[[ModelId, str], Awaitable[None]]) -> None:
         """`cancel`: ends a request of a model, and frees what it has."""
@@ -181,7 +181,7 @@ class KeptPrefixes:
 
 
 class Repairs:
-    """What workers keep of requests whose pipeline broke: hold them, resume them, read their journals."""
+    """Requests whose pipeline broke: holds them, resumes them, and reads their journals."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts

@@ -1,4 +1,4 @@
-"""Loads and unloads the layers of this node's workers, and says what is held."""
+"""Loads and unloads the layers of this node's workers, and lists the loaded ones."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
 
 
 class WorkerPool:
-    """What the node asks of its workers. The subjects that need no more than the workers themselves have
-    objects of their own: `ring`, `cuts`, and behind the pool's methods `layers`, `prefixes` and `repairs`."""
+    """The node's interface to its workers. Some subjects have objects of their own: `ring`, `cuts`, and
+    behind the pool's methods `layers`, `prefixes` and `repairs`."""
 
     def __init__(
         self,

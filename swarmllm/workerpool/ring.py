@@ -25,7 +25,7 @@ _KEY_AND_NONCE: Final = Struct("<32sQ")
 
 @dataclass(frozen=True, slots=True)
 class RingHint:
-    """Goes with a forward whose result the worker may send to the next stage itself."""
+    """Sent with a forward whose result the worker may pass to the next stage itself."""
 
     seat: int | None = None
     """The stage."""
@@ -44,8 +44,8 @@ NO_RING: Final = RingHint()
 
 
 class RingCalls:
-    """To the worker that is up, if one is. All raise what `Worker.call` raises, and do
-    nothing without a worker."""
+    """Calls to the running worker. All raise what `Worker.call` raises, and do nothing where no worker
+    runs."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts

@@ -22,7 +22,7 @@ GpuLayers = Annotated[int, Meta(ge=0, le=65535)]
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model as far as a worker is concerned."""
+    """The facts about a model that a worker needs."""
 
     model_id: ModelId
     path: Path
@@ -37,7 +37,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What the loaded layers of a model take; all but the weights as predicted."""
+    """The memory that the loaded layers of a model take; all but the weights is predicted."""
 
     weights_bytes: int = 0
     kv_bytes: int = 0
@@ -48,7 +48,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What may be other for one model than for all. None: as configured."""
+    """Settings that one model may have of its own. None: as configured."""
 
     n_ctx: ContextCells | None = None
     n_threads: Threads | None = None

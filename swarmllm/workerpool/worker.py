@@ -1,8 +1,8 @@
 """One running worker: sends calls, receives answers, and reports once how the worker ended.
 
 However a worker ends (it exits, is killed, closes the socket, sends nonsense, falls silent, is asked to
-leave), `run` notices, reaps the process, and only then fails whatever was still waiting: the message can
-tell how it died and what it said last.
+leave), `run` notices, reaps the process, and only then fails the pending calls: the error tells how the
+worker ended and its last lines of output.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Announces this node to the swarm: what it holds, its load and its speed, and when a change is told."""
+"""Announces this node to the swarm: its layers, load and speed. Decides when a change is announced."""

@@ -1,9 +1,9 @@
-"""Announces this node to the swarm: what it holds, its load and its speed.
+"""Announces this node to the swarm: its layers, its load and its speed.
 
-One record, which this node alone writes. It is published when something in it has changed (see `capability`);
-holdings are compared at once when somebody says that they changed, load and speed every few seconds.
+One record, which this node alone writes. It is published when something in it has changed (see `capability`):
+holdings are compared when a part of the node reports a change, load and speed every few seconds.
 
-Of the workers' kept KV it tells what belongs to models that run here whole, and not too much.
+It announces a bounded part of the workers' kept KV, of models that run here whole.
 """
 
 from __future__ import annotations

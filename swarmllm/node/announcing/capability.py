@@ -1,12 +1,12 @@
-"""Puts together what a node announces of its load and speed, and decides when a change is announced.
+"""Computes the load and speed that a node announces, and decides when a change is announced.
 
-Latencies wander with every forward and round trips with every ping; a record for each of them would be
-noise on every node of the swarm. So a change counts when a route could feel it.
+Latencies wander with every forward and round trips with every ping; a record for each of them would be noise
+on every node of the swarm. So only a change that could affect a route counts.
 
-One second, once: the result stays in the data folder. What else runs at that moment must not be in it, or a
-node would look slow for ever and never be asked to prove otherwise; so one thread works, and the time that
-counts is what the processor gave to it. Both figures are a lower bound of what libllama reaches; the route
-scales estimates by how far those of observed nodes were off, so only their ratio between machines matters.
+One second, once: the result stays in the data folder. Other programs that run at that moment must not count,
+or a node would look slow for ever and never get a request that shows otherwise; so one thread works, and only
+its processor time counts. Both figures are a lower bound of what libllama reaches; the route scales estimates
+by how far those of observed nodes were off, so only their ratio between machines matters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decides which changes of a node's load and speed the swarm is told, and how: pure, `now` passed in.
+"""Decides which changes of a node's load and speed are announced, and how: pure, `now` passed in.
 
-A record goes to every node, several times, so that what changes with every request is told by itself, in a
-heartbeat. Heartbeats that are missed are not repaired as records are: a load that stays is put into the
-record too, for nodes that join later.
+A record goes to every node, several times, so values that change with every request go into a heartbeat
+instead. Missed heartbeats are not repaired as records are, so a load that persists is put into the record
+too, for nodes that join later.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LONGEST_S: Final = 60.0
 
 
 class Damping:
-    """Limits how often values are told that drift by themselves, like round trips on a busy machine.
+    """Limits how often drifting values are announced, like round trips on a busy machine.
 
-    The first change after a quiet time is told at once. Each one that follows waits twice as long as the one
-    before, up to a limit, and each look that finds nothing halves the wait.
+    The first change after a quiet time is announced at once. Each one that follows waits twice as long as the
+    one before, up to a limit, and each look that finds nothing halves the wait.
     """
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> None:

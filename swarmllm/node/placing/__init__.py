@@ -1,1 +1,2 @@
-"""Places layers of models on this node: the plan, its steps, and the shares that it takes part in."""
+"""Places layers of models on this node: the plan, its steps, and shares of other nodes that this node
+accepts."""

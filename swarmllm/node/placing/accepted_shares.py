@@ -1,8 +1,8 @@
 """Decides which models that other nodes share are placed on this node, and until when.
 
-What is in a record is only a wish of its writer. This node follows it if its configuration accepts that
-writer, for a bounded number of models, of which each writer has an equal part. Each model that a writer
-brings for the first time, or again after it could not be fetched, is charged to that writer's allowance.
+A share in a record is only a wish of the record's writer. This node follows it if its configuration accepts
+that writer, for a bounded number of models, divided equally among writers. Each model that a writer shares
+for the first time, or again after it could not be fetched, is charged to that writer's allowance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""AutoShardManager: this node's part in placing models, from the plan to one step at a time.
+"""AutoShardManager: carries out this node's part of the placement plan, one step at a time.
 
 Every few seconds it works out the plan (see `placing_plan`) for each model that its user lets the swarm place
 here, and takes one step towards it when the plan has asked the same of this node three times in a row; of a
-new share, once, as soon as all that accept it have said that they take part. What is being loaded is told to
-the swarm as if it were held, so that nobody else starts on it. What the user loaded by hand or by the
-configuration is pinned: counted, never moved. A step that fails is tried again later. Models are looked after
-side by side: one that takes an hour to arrive keeps no other waiting. What nodes share is followed as
-`shares` says; one that cannot be fetched loses its place to another.
+new share, once, as soon as all that accept it have said that they take part. Layers that are being loaded are
+announced as if they were held, so that no other node starts loading them. What the user loaded by hand or by
+the configuration is pinned: counted, never moved. A step that fails is tried again later. Models are handled
+side by side: one that takes an hour to arrive delays no other. Shares of other nodes are followed as
+`accepted_shares` decides; a model that cannot be fetched loses its place to another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FAILURES_MAX = 3
 
 @dataclass(slots=True)
 class PlacedModel:
-    """What is known of one model that is placed here; its public fields are shown to people."""
+    """The state of one model that is placed here; the API shows its public fields."""
 
     name: str
     model_id: ModelId | Literal[""] = ""

@@ -1,8 +1,9 @@
 """The disk space that may be used for models which are fetched in order to be placed here.
 
 A model whose first bytes came for its placement counts against the budget until it is removed; one that its
-user added, pulled or loaded does not, and is not removed here. When a share ends, what was fetched of it
-stays as long as its room is not needed: its node may come back. What was not even begun is removed at once.
+user added, pulled or loaded does not, and is not removed here. When a share ends, its fetched layers stay as
+long as their room is not needed, because its node may come back. A model without any fetched bytes is removed
+at once.
 """
 
 from __future__ import annotations

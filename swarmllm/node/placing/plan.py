@@ -1,8 +1,8 @@
 """Decides which layers of a model this node should hold, and the next step towards that: pure.
 
-Everything that goes into a plan comes from records, this node's own included, so that all nodes plan from the
-same. Speeds wander with every forward; they go in as powers of the square root of two, or the plan would
-wander with them.
+All inputs of a plan come from records, this node's own included, so that all nodes plan from the same data.
+Speeds change with every forward; they are rounded to powers of the square root of two, or the plan would
+change with them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This node's part in placing projectors: looks at the plan (see `scheduling.projector_placement`) for each
-model that is placed here, and takes one step when the plan has asked the same three times in a row."""
+"""Places projectors on this node: looks at the plan (see `scheduling.projector_placement`) for each model
+that is placed here, and takes one step when the plan has asked for the same step three times in a row."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Keeps shares over restarts: `shares.json` in the data folder.
 
-Two lists of models: those that this node's user shares with the swarm by command, and those that were fetched
-here only because they were to be placed here. And two of files whose model nobody knows yet: those that this
-node shares, and those of which it fetches layers because another node does. Where `shares.json` cannot be
-read, it is ignored, and the log says so: then nothing is shared until the command is repeated, and what was
-fetched stays as if its user had it.
+It has two lists of models: those that this node's user shares with the swarm by command, and those that were
+fetched only to be placed here. It also has two lists of files whose model nobody knows yet: those that this
+node shares, and those that it fetches layers of because another node shares them. If `shares.json` cannot be
+read, it is ignored with a line in the log: then nothing is shared until the command is repeated, and fetched
+models count as the user's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fetches this node's parts of files that nodes share before anyone can name their models.
 
-What is asked of this node is in the records of nodes whose shares it accepts, or in its own. It fetches that
-within its budget for the disk, tells in its record how far it is, and tries again what failed, until nobody
-asks for it any more. Layers that never become a model are removed some time after that.
+This node's parts are named in the records of nodes whose shares it accepts, or in its own record. It fetches
+them within its disk budget, publishes its progress in its record, and retries what failed, until nobody asks
+for it any more. Layers that never become a model are removed some time after that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEPT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class HubAccess:
-    """What the user of this node said when sharing a file; None: the node's own."""
+    """The hub access that the user gave when sharing a file; None: the node's own settings."""
 
     token: str | None = field(default=None, repr=False)
     endpoint: str | None = None

@@ -1,4 +1,5 @@
-"""Shares a file of a hub that no node fetches whole: each fetches the layers that it is going to hold.
+"""Shares a file of a hub without any node fetching all of it: each node fetches the layers that it is going
+to hold.
 
 Until every layer has been hashed by some node, nobody can know which model it is: a ModelId covers all of it
 (see `downloads.shared_digests`). So this node's record names the file and who fetches what. Each node that

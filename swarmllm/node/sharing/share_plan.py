@@ -1,8 +1,8 @@
 """Forecasts how a model would be shared out: who takes which layers, how fast, after how long.
 
-It is the plan that the nodes will make once the model is in this node's record, made beforehand from the
-records there are, as if all that accept this node's shares took part already. What a record says of room and
-speed is believed here as in the plan: a liar makes the forecast wrong, and fails in the doing. No I/O.
+The nodes will make the same plan once the model is in this node's record; here it is made beforehand from the
+current records, as if all nodes that accept this node's shares took part already. Records are believed about
+capacity and speed, as in the plan: a liar makes the forecast wrong, and then fails to deliver. No I/O.
 """
 
 from __future__ import annotations

@@ -20,11 +20,13 @@ OTHERS_MAX: Final = 16
 
 
 class Contradictions:
-    """Adds up who contradicts whom: one of two neighbours lies, and a single time says nothing of which.
+    """Counts which nodes contradict each other. One of two neighbours lies, and a single contradiction does
+    not show which.
 
-    Pure. Routes separate the two, so an honest node meets the liar once, and the liar a new honest one each
-    time. Who was contradicted by several others that were contradicted by nobody else is the liar. Only nodes
-    that have earned trust count as others: identities that cost nothing must not be able to outvote a node.
+    Pure. Routes then separate the two, so an honest node meets the liar once, and the liar meets a new honest
+    node each time. The liar is the node that several others contradict, none of which anybody else
+    contradicts. Only nodes that have earned trust count as others: identities that cost nothing must not be
+    able to outvote a node.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Checks what stages of this node's finished requests computed, one after the other and behind everything
 else, and notes the outcome.
 
-What is drawn is held by its stages for as long as it takes to collect the rows of one stretch. Then they are
-computed again: by this node if it has the layers, else by another holder, and by a third one before anybody
-is accused on another's word. No client waits for any of it.
+The stages of a drawn request hold its KV until the rows of one stretch are collected. The rows are then
+computed again: by this node if it has the layers, else by another holder, and by a third one before a node is
+accused on another's word. No client waits for a check.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ HOLDERS_ASKED = 3
 
 
 class NodeLoad(Protocol):
-    """What this node has to do."""
+    """How much work this node has."""
 
     def is_busy(self) -> bool:
         """Whether requests run here."""

@@ -1,12 +1,12 @@
-"""Takes what stages say of their rows, for the requests of this node, and settles what follows from it.
+"""Takes the signed statements of stages about their rows, for the requests of this node, and settles
+contradictions.
 
-Where two neighbours contradict each other, the one that got the rows is asked for the signature of the one
-that sent them. If it has one, the sender has told this node something else: it is the liar. If it has none,
-both lose a little (see `charges`). Either way the answer rests on rows that cannot be right for one of the
-two, so the pipeline is left.
+Where two neighbours contradict each other, the receiver of the rows is asked for the sender's signature. If
+it has one, the sender told this node something else and is the liar. If it has none, both lose a little trust
+(see `charges`). Either way one of the two has wrong rows, so the request moves to another pipeline.
 
-A stage that refuses rows names their sender. The sender has said what it sent, or gives no evidence; and the
-stage shows what it refused.
+A stage that refuses rows names their sender. The sender has stated what it sent, or gives no evidence, and
+the stage shows the rows that it refused.
 """
 
 from __future__ import annotations

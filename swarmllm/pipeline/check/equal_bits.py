@@ -1,8 +1,8 @@
 """Judges rows and tokens of an exact request that were computed again by kernels of the same class.
 
-An exact request's rows have the same bits wherever such kernels compute them, so nothing need be tolerated:
-one bit that differs is wrong. Pieces of the prompt have to be whole for that, as the rows of a piece are
-computed together, and what follows the prompt is computed row by row. Pure.
+An exact request's rows have the same bits wherever such kernels compute them, so one different bit is an
+error. The check needs whole pieces of the prompt, because the rows of a piece are computed together; rows
+after the prompt are computed one by one. Pure.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ _F32 = np.dtype("<f4")
 
 
 class EvidenceAbsent(Exception):
-    """Rows that are not kept any more, or of which a node says so."""
+    """A node does not keep the rows any more, or says so."""
 
 
 class OtherRows(Exception):
-    """A node shows other rows than it has signed for."""
+    """A node shows other rows than those it signed for."""
 
     def __init__(self, node_id: NodeId) -> None:
         super().__init__(node_id)
@@ -154,7 +154,7 @@ def of_fewer(evidence: TokenEvidence, n_tokens: int) -> TokenEvidence:
 
 
 class Collector:
-    """The origin's side, for one request that is over and whose stages are held."""
+    """Collects evidence at the origin, for one finished request whose stages still hold it."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Judges the fingerprints of logits that a last stage told with its tokens. Pure.
+"""Judges the fingerprints of logits that a last stage sent with its tokens. Pure.
 
-They were told with each token, before anybody could know which answers are checked. Whose logits they are
-shows when the same rows go through the same layers again: rounding moves them a little, other weights or
-another KV further.
+A fingerprint comes with each token, before anybody can know which answers are checked. Computing the same
+rows through the same layers again shows whose logits they are: rounding moves them a little, other weights or
+another KV move them further.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps the statements of one request's stages about their rows, and finds where two neighbours contradict
 each other.
 
-Pure. Both sides of a boundary are told to the origin before anybody knows what is checked: the stage says
-what it sent, the next one what it got. So neither can say later that it was something else.
+Pure. Both sides of a boundary report to the origin before anybody knows what is checked: a stage states what
+it sent, and the next stage what it received. Neither can claim something else later.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SIDES: Final[tuple[Side, Side]] = ("sent", "received")
 
 
 class Impossible(Exception):
-    """No honest stage says this of the request."""
+    """A statement that no honest stage makes about the request."""
 
 
 class Disagreement(NamedTuple):
-    """About rows [position, position + n_rows) between `stage` and the one after it."""
+    """A contradiction about rows [position, position + n_rows) between `stage` and the next stage."""
 
     stage: int
     position: int

@@ -5,9 +5,9 @@ a random number that is a function of the seed. Two nodes whose logits differ by
 or two whose borders lie close together. The probability that lies between the two tokens is so small for an
 honest node, and as large as chance has it for one that draws from other logits or with another number.
 
-Who has the layers itself knows all logits, and says how much lies between the number and the token. Of what
-another holder computed only the 20 likeliest tokens are known, so what is computed here is at most the true
-value.
+A node that has the layers itself knows all logits, and can tell how much probability lies between the number
+and the token. Of another holder's result only the 20 likeliest tokens are known, so the value computed here
+is at most the true one.
 """
 
 from __future__ import annotations

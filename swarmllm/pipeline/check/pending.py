@@ -55,7 +55,7 @@ class PendingCheck:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of computing it again."""
+    """The result of computing it again."""
 
     verdict: Verdict
     match: Match

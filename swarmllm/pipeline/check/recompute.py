@@ -2,11 +2,11 @@
 
 Another holder gets an ordinary assignment of a pipeline whose other stages are all at this node, and ordinary
 jobs: it cannot tell them from a private pipeline's. Batches are those of the request itself, as far as the
-origin knows them, because batches of 64 rows and more round otherwise than smaller ones.
+origin knows them, because batches of 64 rows and more round differently from smaller ones.
 
-What roundings weigh in these very rows shows when they are computed a second time in another way: in other
-batches, or, of fewer than 64 rows and where another holder chooses its batches itself, as an exact request,
-whose attention rounds otherwise.
+To measure how much rounding matters in these rows, they are computed a second time in another way: in other
+batches, or, where there are fewer than 64 rows or another holder chooses its batches itself, as an exact
+request, whose attention rounds differently.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ Reply = tuple[NodeId, JobMessage, bytes]
 
 @dataclass(slots=True)
 class Replies:
-    """What other holders send back, by request."""
+    """The answers of other holders, by request."""
 
     _waiting: dict[str, trio.MemorySendChannel[Reply]] = field(default_factory=dict)
     """By the id of the check's own assignment, which belongs to no client's request."""

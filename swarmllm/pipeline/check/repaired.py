@@ -1,8 +1,9 @@
-"""Says which rows of a repaired pipeline can be checked: those of which neighbours have the same records.
+"""Finds the rows of a repaired pipeline that can be checked: those that neighbouring stages have the same
+records of.
 
-A stage that took a lost one's place has computed the rows before the break again. The stage after it, where
-that one stayed, still has what the lost one sent. Other kernels compute otherwise, so the two records differ,
-and nobody lies.
+A stage that replaced a lost one has computed the rows before the break again. The next stage, where it
+stayed, still has the rows that the lost stage sent. Different kernels round differently, so the two records
+differ although nobody lies.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure: chance comes in as numbers.
 
-Nobody is told what was drawn before the last token has come: until then a checked request is like any other.
+Nobody learns what was drawn before the last token has come: until then a checked request is like any other.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ DEPTH: Final = 2.0
 
 
 class Budget:
-    """What checks may cost, in rows of a prompt times layers. Where it gets short, all rates fall smoothly,
-    those of trusted nodes first: a node that was just checked must not know that it will not be again."""
+    """What checks may cost, in rows of a prompt times layers. As it runs short, all rates fall smoothly,
+    those of trusted nodes first: a node that was just checked must not know that it is safe now."""
 
     def __init__(self, base: float) -> None:
         """`base`: the rate at full trust; 1 checks everything, whatever it costs."""

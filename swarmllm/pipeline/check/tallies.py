@@ -1,4 +1,5 @@
-"""Adds up, over the checks of a node, what the sampled tokens of one check are too few to say. Pure.
+"""Adds up evidence about sampled tokens over all checks of a node, because one check has too few tokens.
+Pure.
 
 A token that was sampled is a function of the logits and a seed that the origin knows. Where another node
 computes it again with other kernels, the logits differ a little, and now and then another token comes out.
@@ -12,7 +13,7 @@ model says one in a million ends one text in a million. A stage says so itself, 
 its tokens; that is looked at in every request.
 
 Each of these is a sequential test (a CUSUM of log-likelihood ratios). Its sum starts again at 0 whenever
-honesty is the better explanation: old merit is no licence to cheat from now on.
+honesty is the better explanation, so an honest past does not cover later cheating.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ IsFar = Callable[[int, Sampled], bool]
 
 
 class Bias(StrEnum):
-    """What the deviations of a node have in common."""
+    """A direction that the deviations of a node have in common."""
 
     LIKELIER = "its tokens are likelier than those that its seeds give"
     UNLIKELIER = "its tokens are less likely than those that its seeds give"
@@ -51,7 +52,7 @@ class Bias(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _DeviationRates:
-    """The part of observations that speak against a node."""
+    """The share of observations that count against a node."""
 
     honest: float
     """At most."""
@@ -83,7 +84,7 @@ ODDS: Final = {
 
 @dataclass(slots=True)
 class Tallies:
-    """Of nodes, each by who computed its tokens again. What one of these computed may be a lie, too, so
+    """The sums of each node, kept apart by the node that computed its tokens again: that node may lie too, so
     their observations are not mixed."""
 
     _sums: OrderedDict[tuple[NodeId, NodeId], dict[Bias, float]] = field(default_factory=OrderedDict)

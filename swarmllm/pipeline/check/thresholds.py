@@ -2,14 +2,14 @@
 
 Bits are equal only where nothing but the request runs on the stage. Beside other requests its cells lie
 elsewhere and its rows share batches, and the order of sums changes: distances up to 0.010 were measured
-within one kind of kernels, as many as between kinds. What does make a difference is the type in which keys
-and values are kept. So there are two classes, and a limit for nodes of one and one for nodes of two
+within one kind of kernels, as many as between kinds. The type of the keys and values does make a difference.
+So there are two classes, one limit for two nodes of the same class and one for nodes of different classes
 (`python -m bench.honest_rows` measures them).
 
-Both were measured with one model. In another one roundings may weigh more, so nobody is charged for a
-distance up to `TOLERANCE` alone: who computes the rows again then does so twice, the second time in other
-batches, and what lies between its own two results says how much roundings weigh in these very rows. Where
-nothing lies between them, because fewer than 64 rows are there, only the tolerance is held against the stage.
+Both were measured with one model. In another model rounding may matter more, so no node is charged for a
+distance up to `TOLERANCE` alone. The checking node then computes the rows twice, the second time in other
+batches, and the distance between its own two results shows how much rounding matters in these rows. Where the
+two are equal, because there are fewer than 64 rows, only the tolerance applies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPREAD_MIN: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the distance of `verdict.distance`."""
+    """Limits for `verdict.distance`."""
 
     least: float
     """What is nearer is right."""

@@ -1,10 +1,10 @@
 """Judges rows that were computed again. Pure.
 
-Rows travel between nodes without loss, so what one stage sent and the next one got must have equal bits.
-(A stage that rounds its rows does so before it sends or keeps them.)
-What two nodes compute from the same rows need not: other kernels, batches and types of KV round otherwise,
-and so do the requests beside it. Equal bits are reported, and a limit is held against the stage
-(`thresholds.py`), which lies between what honest nodes differ by and what cheating does.
+Rows travel between nodes without loss, so the rows that one stage sent and the next one received must have
+equal bits. (A stage that rounds its rows does so before it sends or keeps them.) The results of two nodes for
+the same rows may differ: other kernels, batches, types of KV and concurrent requests change the rounding.
+Equal bits are reported, and a limit is held against the stage (`thresholds.py`), which lies between what
+honest nodes differ by and what cheating does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """About one stretch of one stage. Rows: f32 [n, n_embd]."""
+    """The evidence about one stretch of one stage. Rows: f32 [n, n_embd]."""
 
     came_in: Tensor
     """All rows before the stretch, and its own."""
@@ -168,7 +168,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvidence:
-    """About tokens of a last stage."""
+    """The evidence about tokens of a last stage."""
 
     came_in: Tensor
     """Rows f32 [n, n_embd] up to the one that the last of these tokens was sampled from. Where the stage has

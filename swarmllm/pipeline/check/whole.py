@@ -1,9 +1,9 @@
-"""Has another holder of all layers sample tokens again that a whole model on another node gave.
+"""Has another holder of all layers sample the tokens of a whole model on another node again.
 
 No rows need to be fetched: the tokens are all that there is. The node that samples them again goes on by
 itself, so its tokens are comparable up to the first one that differs; after that it begins again with the
-tokens that were told. It chooses its batches itself; what roundings weigh shows when it computes the same as
-an exact request.
+tokens that were told. It chooses its batches itself; computing the same as an exact request shows how much
+rounding matters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BEGINNINGS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """To be given up to the first token that differs."""
+    """A part of the answer, sampled up to the first token that differs."""
 
     tokens: Tensor
     """i32, the prompt and what was generated before."""

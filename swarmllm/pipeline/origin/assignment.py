@@ -1,7 +1,7 @@
 """Asks every stage to take part before anything is computed; unless all accept, the request goes elsewhere.
 
-A stage that cannot be asked or does not answer in time is treated like one that refuses: its silence now is
-worth more than a first token that never comes.
+A stage that cannot be asked or does not answer in time is treated like one that refuses: it is better to
+learn this now than to wait for a first token that never comes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One attempt at a request of this node: a pipeline is assigned, fed, watched and taken apart.
 
-What an attempt learns of failing nodes it tells to the next one, which avoids them, and to the whole swarm.
-What a node did is noted only at the end of a walk that had begun: a node that refuses an assignment because
-it is busy, or has unloaded its layers a moment ago, has done nothing wrong.
+An attempt reports failing nodes to the next attempt, which avoids them, and to the whole swarm. It changes a
+node's trust only at the end of a walk that had begun: a node that refuses an assignment because it is busy,
+or has just unloaded its layers, has done nothing wrong.
 """
 
 from __future__ import annotations

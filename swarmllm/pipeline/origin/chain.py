@@ -1,13 +1,12 @@
 """The origin's side of a pipeline whose stages are not all in one worker here: assign, feed the prompt,
 collect tokens.
 
-Everything the stages say arrives through `receive`, called from the router's handler: it only keeps books
+All messages of the stages arrive through `receive`, called from the router's handler: it only records them
 and wakes the reader, so it never waits, and a slow client slows nobody else. What is buffered is bounded by
 the tokens asked for. Work (embedding chunks, repeating a token) goes to the request's session on this node,
 in order with the jobs that a stage here gets.
 
-Where an attempt stands is one state of the table in `lifecycle`; every event passes it before it has an
-effect.
+An attempt is in one state of the table in `lifecycle`; every event passes the table before it has an effect.
 """
 
 from __future__ import annotations

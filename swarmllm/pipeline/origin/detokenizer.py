@@ -1,8 +1,8 @@
 """Makes the text of tokens that a last stage elsewhere gave, by this node's own vocabulary.
 
-What the stage says of the text and of its end is not taken from it: wrong text beside the right token would
-come through every check of its tokens. Where it says that the text is over and it is not, or goes on although
-it is, the answer goes on elsewhere, and the stage is charged.
+The stage's own text and its claim of the end are not used: wrong text beside the right token would pass every
+check of its tokens. If it ends the text too early, or goes on after its end, the answer continues on another
+pipeline, and the stage is charged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Vocabulary(Protocol):
-    """The part of WorkerPool that says what tokens mean."""
+    """The part of WorkerPool that detokenizes."""
 
     async def pieces(self, model: ModelFile, tokens: Tensor) -> tuple[bytes, ...]: ...
 
@@ -43,8 +43,8 @@ class Vocabulary(Protocol):
 
 
 class Pieces:
-    """What tokens add to a text. A worker is asked once for each group of them: its answer waits for the step
-    that it is computing."""
+    """The bytes that tokens add to a text. A worker is asked once for each group of tokens, because its
+    answer waits for the step that it is computing."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -78,8 +78,8 @@ class Pieces:
 
 @dataclass(slots=True)
 class Detokenizer:
-    """Of one request, over all its pipelines. The text is a function of the tokens alone, so those that came
-    while nobody had to spell them out are made up for."""
+    """Detokenizes one request, over all its pipelines. The text is a function of the tokens alone, so tokens
+    that came before detokenizing began are processed later."""
 
     sampling: Sampling
     generated: list[int]

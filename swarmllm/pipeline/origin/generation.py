@@ -1,10 +1,9 @@
 """Gives a client the text of one answer as it is made, and the account of how it was made.
 
-The account is kept per stage and in seconds. What a stage computed is measured where it computes. What the
-network took cannot be measured between two clocks, so it is inferred at the origin: the time from one token
-to the next, less the time that stages say they were busy with it, is what the hops took together, and each
-hop of the ring (the one back to the first stage included) is given an even share; a hop between two stages
-of one node is none.
+The account is kept per stage and in seconds. What a stage computed is measured where it computes. Network
+time cannot be measured between two clocks, so the origin infers it: the time from one token to the next, less
+the time that stages report for it, is the time of all hops together. Each hop of the ring (the one back to
+the first stage included) gets an even share; a hop between two stages of one node counts as none.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ Shape = Literal["local", "remote-generate", "chain"]
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """One token's worth; `text` is empty while a character or a stop string is incomplete."""
+    """The text of one token; `text` is empty while a character or a stop string is incomplete."""
 
     text: str
     index: int
@@ -216,7 +215,7 @@ class Guesses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """KV of a prompt's beginning that came for a request from another node."""
+    """KV of a prompt's beginning that another node gave for a request."""
 
     node_id: NodeId
     n_tokens: int
@@ -225,7 +224,7 @@ class Fetched:
 
 
 class TokenSource(Protocol):
-    """Where tokens come from: this node's worker, or a chain of stages."""
+    """A source of tokens: this node's worker, or a chain of stages."""
 
     @property
     def shape(self) -> Shape: ...
@@ -259,7 +258,7 @@ class TokenSource(Protocol):
 
 
 class FailoverSource(TokenSource, Protocol):
-    """Where tokens come from as long as there is anybody to make them."""
+    """A source of tokens that fails over to other pipelines."""
 
     @property
     def fetched(self) -> Fetched | None: ...

@@ -1,10 +1,10 @@
 """The lifecycle of a request of this node's clients, and that of one attempt at it: two tables of states and
 events.
 
-A chain (see chain) passes every event through its table before it acts. What a stage sends and the table
-does not have in that state breaks the protocol: the stage is blamed, and the attempt fails. Of this node's
-own events it is a defect. `python -m swarmllm.pipeline.origin.lifecycle` prints the diagrams in
-docs/job-processor.md.
+A chain (see chain) passes every event through its table before it acts. If a stage sends an event that the
+table does not allow in that state, it breaks the protocol: the stage is blamed, and the attempt fails. An
+event of this node that it does not allow is a defect. `python -m swarmllm.pipeline.origin.lifecycle` prints
+the diagrams in docs/job-processor.md.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ OVER: Final = frozenset({_S.FINISHED, _S.FAILED, _S.GIVEN_UP, _S.CLOSED})
 
 
 class RequestState(StrEnum):
-    """Of a request; the states above are those of one attempt at it."""
+    """The states of a request; `ChainState` has those of one attempt at it."""
 
     ROUTING = "no token has come, and no pipeline is there"
     PREFILL = "a pipeline is there; no token has come"

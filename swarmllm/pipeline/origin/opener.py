@@ -1,6 +1,7 @@
-"""Opens pipelines for a request: chooses a route and has its stages accept, or goes where that is lighter.
+"""Opens pipelines for a request: chooses a route and asks its stages to accept; changes to a route with less
+load where their answers show one.
 
-Each attempt has a request id of its own. One that failed is let go of before the next one starts.
+Each attempt has a request id of its own. A failed attempt is released before the next one starts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from swarmllm_proto.identifiers import ModelId, NodeId
 
 
 class PipelineOpener:
-    """As `repair.failover.Opener` promises."""
+    """Implements `repair.failover.Opener`."""
 
     def __init__(
         self,

@@ -36,15 +36,16 @@ Item = TypeVar("Item")
 
 
 class BrokenPromise(Exception):
-    """A stage said something that cannot be true of this request."""
+    """A stage sent something that cannot be true for this request."""
 
 
 class RowsNotSent(BrokenPromise):
-    """More rows are said to be done than have left: a stage on the way added some, or the last one lies."""
+    """The last stage reports more rows than were sent: a stage on the way added some, or the last stage
+    lies."""
 
 
 class FalseEnd(BrokenPromise):
-    """The last stage said that the text is over; by what was asked for it is not."""
+    """The last stage ended the text too early for what was asked."""
 
 
 class Chunk(NamedTuple):
@@ -135,7 +136,7 @@ class PromptWindow:
 
 
 class EarlyTokens(Generic[Item]):
-    """By index; bounded in number and bytes."""
+    """Tokens that came early, by index; bounded in number and bytes."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Item, int]] = {}
@@ -162,7 +163,7 @@ class EarlyTokens(Generic[Item]):
 
 @dataclass(slots=True)
 class Blamed:
-    """Because of whom an attempt failed, as far as it is known."""
+    """The nodes because of which an attempt failed, as far as they are known."""
 
     culprit: NodeId | None = None
     """The node that failed."""

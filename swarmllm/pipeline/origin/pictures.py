@@ -1,4 +1,4 @@
-"""Pictures and sounds in a prompt: what they become, and what stands for them where a prompt is a list of
+"""Pictures and sounds in a prompt: the rows that they become, and the ids that stand for them in a list of
 tokens.
 
 The encoder turns a picture or a sound into rows, as wide as the model's hidden states, and some tokens around
@@ -35,7 +35,7 @@ ROW_IDS: Final = b"rows of a picture".ljust(32)
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Who encoded one picture or sound, for people."""
+    """The node that encoded one picture or sound, for reports."""
 
     node_id: NodeId
     nickname: str
@@ -49,7 +49,7 @@ class Looked:
 
 
 class PictureMark(NamedTuple):
-    """Where a picture begins in a prompt, and what it is."""
+    """The place of a picture in a prompt, and its digest."""
 
     position: int
     digest: bytes
@@ -58,7 +58,7 @@ class PictureMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureRows:
-    """All rows of a prompt that are no tokens."""
+    """All rows of a prompt that are not tokens."""
 
     positions: Tensor
     """i32 [n], ascending."""

@@ -1,4 +1,4 @@
-"""Negotiates with the stages which rows they have already from an earlier request that began alike.
+"""Negotiates with the stages which rows they already have from an earlier request with the same beginning.
 
 Stages of a chain see hidden states, not tokens; without a name they could not tell that two prompts begin
 alike. A name is a hash, chained over blocks of 64 tokens (see `swarmllm_proto.blocks`), and it is made with
@@ -41,7 +41,8 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class PrefixNames:
-    """For one request. `secret`: 32 bytes, the same for all requests that are to recognise each other."""
+    """The names of one request's blocks. `secret`: 32 bytes, the same for all requests that share
+    prefixes."""
 
     def __init__(
         self,

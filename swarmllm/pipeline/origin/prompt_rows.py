@@ -1,11 +1,11 @@
-"""Requests for what the model makes of a prompt alone: its rows, or how likely its own tokens were.
+"""Requests that need only a prompt: its hidden states (embeddings), or the likelihood of its own tokens.
 
-Scores never take the logits of more rows than a worker's batch has room for: the worker keeps of each row
-what is told, and lets go of the rest. The last stage has to be told which tokens to score, so it knows the
-prompt, as no stage does otherwise.
+Scores never take the logits of more rows than a worker's batch has room for: the worker keeps only the
+reported scores of each row. The last stage is told which tokens to score, so it knows the prompt; no other
+request tells a stage the prompt.
 
-Both are the same walk as a prefill that never comes to its end: every chunk says that more is to follow, so
-the head samples nothing, and each PrefillProgress brings the rows or scores of a chunk.
+Both work like a prefill that never ends: every chunk says that more follows, so the head samples nothing, and
+each PrefillProgress brings the rows or scores of a chunk.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RowsChain(PromptChain[Tensor]):
 
 
 class ScoresChain(PromptChain[Scores]):
-    """Of each row how likely the prompt's next token was, and which were likeliest."""
+    """For each row the likelihood of the prompt's next token, and the likeliest tokens."""
 
     def _progress(self, message: PrefillProgress, payload: bytes | memoryview) -> None:
         if is_rows(payload, self.context.n_embd):  # No lie: it has ignored a field that it does not know.

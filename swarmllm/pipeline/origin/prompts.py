@@ -1,4 +1,4 @@
-"""Prompts as tokens, and as the rows that stand among them."""
+"""Turns prompts into tokens, with the rows of pictures and sounds among them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The requests of this node's clients: one object for each, from its prompt's tokens to its end.
 
 A request goes through attempts, one after the other. Each has a pipeline, and an id under which the
-pipeline's stages know it. Where a request stands is one state, and where its latest attempt stands is the
-state of its chain (see `lifecycle`).
+pipeline's stages know it. A request has one state, and its latest attempt has the state of its chain (see
+`lifecycle`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class OriginRequest:
 
 
 class OriginRequests:
-    """Those that run."""
+    """The requests that run."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, OriginRequest] = {}

@@ -1,4 +1,4 @@
-"""Keeps the fingerprints of logits and the log-probabilities that a last stage tells with its tokens, for a
+"""Keeps the fingerprints of logits and the log-probabilities that a last stage sends with its tokens, for a
 check. Pure."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarmllm_proto.tensors import Tensor
 
 
 class ToldFingerprints:
-    """Of the tokens of one attempt, in their order."""
+    """The fingerprints of one attempt's tokens, in their order."""
 
     def __init__(self, sampling: Sampling, *, is_kept: bool) -> None:
         """`sampling`: with the key that the stage was given. `is_kept`: somebody will look at them."""

@@ -1,8 +1,8 @@
 """Counts the rows of a prompt that each node has in its cache, by its announcements and this node's cache.
 
-A route through a node that keeps the beginning of a prompt takes less than its speed says. What another node
-announces counts there, and here too: this node fetches it before it computes. Where a fetch is declined or
-breaks off, the prompt is computed, as on any route that was chosen without this.
+A route through a node that keeps the beginning of a prompt takes less time than the node's speed suggests.
+Another node's announcement counts for that node, and for this one, which fetches the KV before it computes.
+Where a fetch is declined or breaks off, the prompt is computed as on any other route.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ fetch still pays.
 
 While it runs, it is bounded by what it has brought: a request waits no longer than it would have computed for
 the rows that are there, and a twentieth of what its whole prompt takes. So a stuck or vanished peer costs
-that twentieth, whatever came before it stopped is used, and what comes slower than it is computed ends after
-as much. The first slices are small, so that this is known soon.
+that twentieth at most, the rows that came before are used, and a transfer that is slower than computing ends
+after the same time. The first slices are small, so that this shows early.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PrefixFetchSettings:
 
 @dataclass(frozen=True, slots=True)
 class HolderPath:
-    """To one holder."""
+    """The path to one holder."""
 
     node_id: NodeId
     rtt_s: float | None = None
@@ -79,7 +79,7 @@ class HolderPath:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """How so many rows are asked for."""
+    """The slices in which rows are requested."""
 
     n_rows: int
     row_bytes: int
@@ -153,7 +153,7 @@ def choose(
 
 @dataclass(slots=True)
 class FetchClock:
-    """All that is fetched for one prompt, as time passes; times are of any steady clock, in seconds."""
+    """Limits the time of all fetches for one prompt; times are of any steady clock, in seconds."""
 
     began_s: float
     limit_s: float

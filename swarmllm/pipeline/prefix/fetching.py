@@ -1,7 +1,7 @@
 """Fetches KV of a prompt's beginning before this node's worker computes the prompt, and has it checked later.
 
-Only for requests of this node's own clients that run here as a whole. Nothing that goes wrong with it is an
-error of the request: the worker computes the prompt as it always does.
+It fetches only for requests of this node's own clients that run here as a whole. A failed fetch is no error
+of the request: the worker computes the prompt as usual.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Unchecked:
 
 @dataclass(slots=True)
 class _Asking:
-    """What one request's fetch has come to, for when its time is up in the middle of it."""
+    """The progress of one request's fetch, kept for the case that its time runs out."""
 
     holder: NodeId | None = None
     """The node that is to give something now."""
@@ -98,7 +98,7 @@ class _Asking:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A beginning, as it is asked for."""
+    """The beginning of a prompt that is requested."""
 
     model: ModelFile
     layers: LayerRange
@@ -109,7 +109,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Came:
-    """Rows that a holder gave, from the first one on."""
+    """The rows that a holder gave, from the first one on."""
 
     node_id: NodeId
     wanted: _Wanted

@@ -7,11 +7,11 @@ because a token counts when it is here and everything that was on its way is com
 twice, because the new pipeline has a request id of its own and its first token is the one after the last that
 is here.
 
-What follows is what would have followed: exactly so where the next token is a function of the text (greedy,
-or sampled with a seed, which every request has: who sent none gets a random one) and the nodes compute alike.
-Other hardware rounds otherwise, and then a sampled token may differ, as it might between two runs; it is
-still drawn from the model's distribution after what has been said. Penalties, grammars and stop strings
-take the old tokens into account; mirostat's running limit begins anew.
+The text continues as it would have without the break: exactly so where the next token is a function of the
+text (greedy, or sampled with a seed; a request without one gets a random seed) and the nodes compute alike.
+Other hardware rounds differently, and then a sampled token may differ, as it might between two runs; it is
+still drawn from the model's distribution after the text so far. Penalties, grammars and stop strings take the
+old tokens into account; mirostat's running limit begins anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Opener(Protocol):
 
 
 class Failover:
-    """A Source; `aclose` it."""
+    """A source of tokens; `aclose` it."""
 
     def __init__(
         self,

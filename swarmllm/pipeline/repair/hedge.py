@@ -58,7 +58,7 @@ class Awaited:
 
 
 class HedgeBudget:
-    """Of one origin, in rows of prompts."""
+    """The budget of one origin, in rows of prompts."""
 
     def __init__(self, part: float) -> None:
         """`part` of what its requests cost may be done again; 0: nothing."""
@@ -92,7 +92,7 @@ class HedgeBudget:
 
 
 class Hedge:
-    """Of one request."""
+    """The hedge of one request."""
 
     def __init__(self, budget: HedgeBudget) -> None:
         self._budget = budget

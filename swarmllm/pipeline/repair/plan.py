@@ -28,7 +28,7 @@ from swarmllm_proto.swarm import Stage
 
 
 class Left(NamedTuple):
-    """Of a request, at one stage."""
+    """What is left of a request at one stage."""
 
     n_rows: int = 0
     """Whose KV is there, from position 0 on."""

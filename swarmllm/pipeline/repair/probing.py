@@ -1,15 +1,15 @@
 """Asks the stages of a silent request which of them still work on it.
 
 Jobs are not acknowledged one by one, which would cost every token a message per hop. Instead a silence is
-looked into: every stage is asked whether it knows the request and whether anything of it happens there. If
-a stage does not answer or knows nothing, it is to blame; if nothing happens anywhere, a job has been
-dropped on its way. Either way the request fails within the time in which every forward should have been
-acknowledged (`rr_ack_timeout_s`), long before anybody stops waiting for a token.
+investigated: every stage is asked whether it knows the request and works on it. If a stage does not answer or
+does not know the request, it is to blame; if no stage works on it, a job was lost on its way. Either way the
+request fails within the time in which every forward should have been acknowledged (`rr_ack_timeout_s`), long
+before anybody stops waiting for a token.
 
-Each stage also says how many rows it has received and sent. So the step that a request waits for has a node:
-the last one that says it has received the row, and has not sent it on. Where two neighbours contradict each
-other, one of them lies, and which one cannot be known. A stage that is busy is not to blame, but a request
-that waits for it much longer than was planned is better done elsewhere.
+Each stage also says how many rows it has received and sent. So the request waits for a known node: the last
+one that has received the row and has not sent it on. Where two neighbours contradict each other, one of them
+lies, and which one cannot be known. A stage that is busy is not to blame, but a request that waits for it
+much longer than was planned is better done elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOVED_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Where a request that is waited for stands."""
+    """The state of a request that a client waits for."""
 
     error: SwarmLLMError | None = None
     """Why it cannot be waited for; None: somebody is at work."""

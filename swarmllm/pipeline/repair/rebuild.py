@@ -2,7 +2,7 @@
 
 The origin feeds: one piece after the other leaves the journal of a stage (or the origin's own embedding) for
 the stages that are built again, no more at once than they can take, until they have every row but the newest
-token's. That one then walks the whole pipeline, and the next token comes of it.
+token's. That row then walks the whole pipeline, and gives the next token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def left_of(stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]])
 
 
 class Feeding:
-    """Which rows leave next, and from where, while stages are built again. Pure bookkeeping."""
+    """Decides which rows are sent next, and from which stage, while stages are rebuilt. Pure bookkeeping."""
 
     def __init__(
         self,

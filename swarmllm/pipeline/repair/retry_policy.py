@@ -3,18 +3,17 @@
 Pure: the clock comes in as `now_s`.
 
 Before its first token nobody has seen anything of a request, so it is tried twice (a few times more where
-nodes only refuse it) and then refused with a status that a client understands. From then on somebody reads
-along, and a pause is better than an end: the stream looks for another pipeline for as long as its timeout
-lasts, at first at once, then at growing intervals (the caller also tries when the swarm changes).
+nodes only refuse it) and then refused with a status that a client understands. After the first token a client
+reads along, and a pause is better than an end: the stream looks for another pipeline until its timeout, first
+at once, then at growing intervals (the caller also tries when the swarm changes).
 
-Nodes that failed are avoided as long as there are others; when there are none they are asked again, because
-a worker that died is started again and a node that was lost may return. What a worker did wrong counts more
-than what the network did: a request that brings one down after the other must not take the whole swarm
-along.
+Nodes that failed are avoided as long as there are others; when there are none they are asked again, because a
+worker that died is started again and a node that was lost may return. Faults of workers count more than
+faults of the network: a request that crashes one worker after another must not take down the whole swarm.
 
 `Pace` says when a pipeline that works is so much slower than planned that another one is worth its price.
-Being slow is not guilt: a node may have got other work. It costs nobody trust, and the request goes on
-elsewhere only where others can do it, once the client has waited for as long as a change would cost.
+Being slow is no fault: a node may have got other work. It costs no trust, and the request moves only where
+other nodes can run it, once the client has waited for as long as a change would cost.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ SILENT_S = 10.0
 
 @dataclass(slots=True)
 class RetryPolicy:
-    """One request's. `token` for every token, `failed` for every failure of a pipeline."""
+    """The policy of one request. The caller calls `token` for every token and `failed` for every failure of a
+    pipeline."""
 
     timeout_s: float
     """0: a stream ends with its pipeline."""
@@ -156,7 +156,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast one pipeline was planned to be."""
+    """The planned speed of one pipeline."""
 
     first_s: float
     """To the first token."""

@@ -1,11 +1,11 @@
-"""Starts standbys beside pipelines that are slow, and gives a request to whichever has its next token first.
+"""Starts standbys beside slow pipelines; the first one to give the next token keeps the request.
 
 A standby is another attempt at the same request: the prompt and the tokens so far, computed as one prompt,
 with an id of its own. Its next token is the one that the slow pipeline owes, so nothing comes twice, and the
-text is what it would have been (see `failover`). The one that comes second is cancelled, and its stages let
-go of what they hold.
+text is what it would have been (see `failover`). The slower one is cancelled, and its stages free what they
+hold.
 
-To come second is no fault. A pipeline that was overtaken is waited for a little longer, behind the client's
+Being overtaken is no fault. A pipeline that was overtaken is waited for a little longer, behind the client's
 back: if it gives its token, it was slow, which is measured and costs no trust; if it stays silent, its stages
 are asked like those of any silent request.
 """
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Standby(NamedTuple):
-    """A pipeline that could begin now."""
+    """A pipeline that could start now."""
 
     assembly: Assembly
     spared: frozenset[NodeId]

@@ -1,9 +1,9 @@
-"""From who is reachable and holds what to the stages of one request's pipeline, or to the reason why there
-is none. `assemble` is the ten steps, in their order.
+"""Turns reachable nodes and their layers into the stages of one request's pipeline, or into the reason why
+there is none. `assemble` is the ten steps, in their order.
 
-Pure: the caller (see `route_planner`) says who is alive and how fast. What makes a route good is
-`scheduling.cheapest`'s business; here are the words for the client when there is no route, because "no
-pipeline" alone sends people to the logs.
+Pure: the caller (see `route_planner`) says who is alive and how fast. `scheduling.cheapest` compares routes.
+This module words the message for the client when there is no route, because "no pipeline" alone sends people
+to the logs.
 
 `Affinity` remembers which pipeline answered a conversation last: its KV is still there, so the next turn goes
 there too, where that is not much slower than the best.

@@ -1,4 +1,4 @@
-"""Has loaded layers cut where routes will need it, before a request waits for that.
+"""Cuts loaded layers where routes will need it, before a request waits for the cut.
 
 A stage may be any part of a range that a node holds. The worker then has to have segments of exactly that
 part, and making them takes from a tenth of a second to seconds. So when layers or holders of a model have
@@ -29,7 +29,7 @@ EVERY_S: Final = 5.0
 
 
 class Layers(Protocol):
-    """The part of WorkerPool that this needs; see there."""
+    """The part of WorkerPool that this module needs; see there."""
 
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]: ...
 
@@ -39,7 +39,7 @@ class Layers(Protocol):
 
 
 class Holdings(Protocol):
-    """The part of Registry that this needs; see there."""
+    """The part of Registry that this module needs; see there."""
 
     def held(self, model_id: ModelId) -> Mapping[NodeId, tuple[LayerRange, ...]]: ...
 

@@ -50,7 +50,7 @@ ROW_BYTES_PER_VALUE = 4
 
 @dataclass(frozen=True, slots=True)
 class OwnLoad:
-    """What this node knows better than the records that nodes publish about once a second."""
+    """This node's own load, which is newer here than in the record that it publishes about once a second."""
 
     n_active: int = 0
     """Here."""
@@ -65,7 +65,7 @@ class OwnLoad:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """From this node to its peers, by node id, and where this node is among the others."""
+    """The links from this node to its peers, by node id, and this node's network coordinate."""
 
     rtt_s: Mapping[NodeId, float] = field(default_factory=dict)
     bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)

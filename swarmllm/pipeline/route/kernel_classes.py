@@ -1,11 +1,11 @@
-"""Routes of exact requests: all stages on nodes whose kernels give equal bits.
+"""Chooses routes for exact requests: all stages on nodes whose kernels give equal bits.
 
 A node announces the class of its kernels for each model that it has loaded. Rows that pass nodes of unlike
 classes have other bits than those of a route within one, so an exact request gets a route within one class,
 or none. A node that announces no class is like no other: it can only run the whole model.
 
-Pure: what nodes announce comes in as values, and is hearsay. Who announces another class than its own
-computes rows that a check finds unequal.
+Pure: announcements come in as values, and are hearsay. A node that announces a wrong class computes rows that
+a check finds unequal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keeps how many requests run on nodes, as they said when they accepted one: newer than any record. Pure,
-with `now` passed in.
+"""Keeps the number of running requests that nodes reported when they accepted one, which is newer than any
+record. Pure, with `now` passed in.
 
-A record is a second old, and origins that choose in the same second choose alike. What a stage says with its
-acknowledgement is how things are at that moment, so an origin that meets others there can still go elsewhere.
+A record is a second old, and origins that choose in the same second choose alike. A stage's acknowledgement
+tells its load at that moment, so an origin that meets others there can still choose another route.
 """
 
 from __future__ import annotations

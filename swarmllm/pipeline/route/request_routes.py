@@ -1,8 +1,8 @@
-"""Routes for the requests of this node: asks the planner on behalf of a request, with what is known of loads,
-of nodes that may fail, and of the request's own pipelines that broke.
+"""Chooses routes for the requests of this node: asks the planner on behalf of a request, with the known
+loads, the nodes that may fail, and the request's own pipelines that broke.
 
-A route is chosen twice. The first choice is by records. The stages that accept it say what runs there at that
-moment; where that is more than the records said, the choice is made again, and a route that takes clearly
+A route is chosen twice. The first choice is by records. The stages that accept it report their load at that
+moment. Where it is higher than the records said, the planner chooses again, and a route that takes clearly
 less time is assigned instead (`lighter`).
 """
 

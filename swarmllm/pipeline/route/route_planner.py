@@ -1,8 +1,8 @@
 """Chooses which nodes run which layers of a request, from what this node knows now.
 
-Gathers (registry: holdings and what nodes say of themselves; router: who is how far; pool: what is loaded
-here) and hands on to the pure part: `inputs` for what that means, `assembly` for the choice.
-`LocalLoad` is what runs on this node, for these routes and for what the node tells others.
+It collects facts (registry: holdings and announcements of nodes; router: distances; pool: loaded layers) and
+passes them to the pure part: `inputs` computes the inputs, and `assembly` chooses. `LocalLoad` is the load of
+this node, for these routes and for the record that the node publishes.
 """
 
 from __future__ import annotations

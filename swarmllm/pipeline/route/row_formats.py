@@ -1,5 +1,5 @@
-"""In which format the rows of a request go from stage to stage: chosen by its origin, hop by hop. Pure, but
-for `measured_packing`, which times this machine.
+"""Chooses the format in which the rows of a request travel, hop by hop, at its origin. Pure, but for
+`measured_packing`, which times this machine.
 
 A hop's two nodes must both say that they know a format. `lossless` changes no bit, so it is a matter of time
 alone: what a line saves by fewer bytes against what packing and unpacking take. `q8_0` rounds rows, and the
@@ -31,7 +31,7 @@ _ROUNDS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What lossless packing does to rows of one width."""
+    """The effect of lossless packing on rows of one width."""
 
     saved: float
     """Part of the bytes."""
@@ -45,7 +45,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class HopLine:
-    """Between the nodes of one hop."""
+    """The line between the nodes of one hop."""
 
     formats: frozenset[str]
     """That both know, besides f32."""

@@ -6,9 +6,9 @@ Two kinds. *Doubts* are this node's own: a pipeline failed, and which of its nod
 known. They last until the node takes part in an answer that is completed, or for some minutes, twice as many
 with each relapse. *Accusations* are hearsay.
 
-A node that loses a pipeline tells everybody at once (PipelineError), so that the next request of another node
-does not have to find out by itself. It is hearsay: a suspect is only avoided while there are others, only
-for some seconds, never longer than until it connects anew, and what one node may say of others is bounded.
+A node that loses a pipeline tells everybody at once (PipelineError), so that other nodes' next requests avoid
+it. Because this is hearsay, a suspect is only avoided while there are others, for some seconds, and until it
+connects anew at most; the accusations of one node are bounded.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A node is connected with few others (`network.max_peers`), and the fastest pipeline of a model may lead over
 nodes of which it only knows the records. A request does without such nodes where it can, because a record
-proves no node. So the route that would be the cheapest over all reachable nodes is worked out beside the
-requests, for the models that were asked for lately, and its nodes are dialled: the next request finds them
-connected, or known as out of reach.
+proves no node. So this module computes the cheapest route over all reachable nodes in the background, for the
+models that were requested lately, and dials its nodes: the next request finds them connected, or known as
+unreachable.
 """
 
 from __future__ import annotations

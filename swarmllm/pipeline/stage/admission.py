@@ -65,7 +65,8 @@ REACH_S = 2.0
 
 
 class AssignmentRefused(Exception):
-    """Why this node takes no part. `unreachable`: because it does not reach that one."""
+    """This node takes no part in the request. `unreachable`: the next node, where this node does not reach
+    it."""
 
     busy = False
 
@@ -75,7 +76,7 @@ class AssignmentRefused(Exception):
 
 
 class StageBusy(AssignmentRefused):
-    """It would, once something else has ended."""
+    """This node would take part once another request has ended."""
 
     busy = True
 

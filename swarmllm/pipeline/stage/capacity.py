@@ -6,12 +6,12 @@ in this node's record; the worker itself remains the one that refuses.
 
 `Shares` shares the places for requests of other nodes among the nodes that ask for them. It is pure: the
 clock comes in as `now_s`. While nobody else asks, one origin may have every place. When all are taken and
-another origin is turned away, its want is remembered for a while, and origins that have their fair share get
-no more until it is served. Of `KEPT_OF` places or more, one stays free of those who have their share, for
-an origin that was served lately and holds nothing. Places that were assigned and never used are given up for
-others: after FIRST_JOB_S always, before that where their origin has more than its share. Requests that run
-are given up where their origin has more than its share, after TURN_S: one that gives a job now and then would
-keep its place for ever.
+another origin is refused, its wish is remembered for a while, and origins that have their fair share get no
+more until it is served. With `KEPT_OF` places or more, one place is kept from origins that have their share,
+for an origin that was served lately and holds nothing. Places that were assigned and never used are given up
+for others: after FIRST_JOB_S always, before that where their origin has more than its share. Requests that
+run are given up where their origin has more than its share, after TURN_S: one that gives a job now and then
+would keep its place for ever.
 
 Where more origins want places than there are, they take turns. What each has used, in seconds of a place, is
 added up and fades. A place goes to the one that has used least among those that wait and have none, and a
@@ -66,7 +66,7 @@ Stands = Callable[[NodeId], bool]
 
 @dataclass(frozen=True, slots=True)
 class HeldCapacity:
-    """By one request."""
+    """The slot and cells that one request holds."""
 
     model_id: ModelId
     n_prompt_tokens: int
@@ -79,7 +79,7 @@ class HeldCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of the model that has least left."""
+    """What is left of the model that has least left."""
 
     slots: int = 0
     """0: nobody has said."""
@@ -144,7 +144,7 @@ class StageAdmission:
 
 @dataclass(slots=True)
 class Shares:
-    """Of `capacity` places."""
+    """Divides `capacity` places."""
 
     capacity: int
     _wanting: dict[NodeId, float] = field(default_factory=dict)
@@ -265,7 +265,7 @@ class Shares:
 
 @dataclass(slots=True)
 class SeenOrigins:
-    """Since when origins ask."""
+    """Remembers since when origins have sent requests."""
 
     _seen_s: OrderedDict[NodeId, tuple[float, float]] = field(default_factory=OrderedDict)
     """When each came first, and last; who came last stands at the end."""
@@ -286,8 +286,8 @@ class SeenOrigins:
 
 @dataclass(slots=True)
 class OriginShares:
-    """Of `capacity` places, among origins that have earned trust and one party of all the others. Of these
-    those that have been here for a minute share with one party of the rest."""
+    """Divides `capacity` places among origins that have earned trust and one party of all the others. In that
+    party, origins that have been here for a minute share with one party of the rest."""
 
     capacity: int
     _among_all: PartyShares = field(init=False)
@@ -308,7 +308,7 @@ class OriginShares:
 
 @dataclass(slots=True)
 class PartyShares:
-    """Of `capacity` places, among origins that count by themselves and one party of all the others."""
+    """Divides `capacity` places among origins that count by themselves and one party of all the others."""
 
     capacity: int
     _newcomers: Shares | PartyShares

@@ -1,11 +1,11 @@
 """Shares the KV cells that a node has of a model among the nodes that ask for them, and its own users. Pure.
 
-Prompts count, because their cells are certain; how long an answer gets, nobody knows. As long as all prompts
+Only prompts count, because their cells are certain and the length of an answer is not. As long as all prompts
 fit, each request is taken. Where they do not, each origin has an equal share, and so have the node's own
 users while they use the model. All origins that have earned no trust count as one, as with places (see
-`capacity`), and divide that share among themselves. Who would have more than its share is refused for now.
-For one that would not, requests above the share of their origins give way when they have had their turn, the
-largest first.
+`capacity`), and divide that share among themselves. A request that would exceed its origin's share is refused
+for now. For a request within the share, requests above the share of their origins are given up after their
+turn, the largest first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmllm_proto.identifiers import NodeId
 
 @dataclass(frozen=True, slots=True)
 class HeldCells:
-    """By the prompt of one request of another node."""
+    """The cells that the prompt of one request of another node holds."""
 
     place: StagePlace
     n_cells: int

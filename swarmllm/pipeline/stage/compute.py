@@ -1,7 +1,7 @@
 """The interface through which the pipeline computes layers on this node.
 
-`swarmllm.workerpool.WorkerPool` is the one that does; the tests of the state machine bring their own, which
-adds numbers instead of running a model.
+`swarmllm.workerpool.WorkerPool` implements it; the tests of the state machine have one that adds numbers
+instead of running a model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LocalGeneration(Protocol):
 
 
 class ForwardCall(TypedDict):
-    """What a forward is told; see `WorkerPool.forward`."""
+    """The arguments of a forward; see `WorkerPool.forward`."""
 
     request_id: str
     layers: LayerRange
@@ -98,7 +98,7 @@ class ForwardCall(TypedDict):
 
 
 class GenerateCall(TypedDict):
-    """The same for a generation."""
+    """The arguments of a generation."""
 
     request_id: str
     tokens: Tensor

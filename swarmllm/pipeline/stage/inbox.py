@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Counts what it throws away."""
+    """Counts the messages that it drops."""
 
     sessions: Sessions
     requests: OriginRequests

@@ -1,4 +1,4 @@
-"""The actions of the job processor's states: what a walk does on this node. The decisions are `processor`'s.
+"""The actions of the job processor's states: what a walk does on this node. `processor` makes the decisions.
 
 One runner per request and node; its walks run one after the other. A token's path is kept lean on purpose,
 because every microsecond here is paid once per stage and token: no task per token, no copy of a tensor, no

@@ -1,8 +1,8 @@
 """The lifecycle of a request on a node that runs stages of it: one table of states and events.
 
-A session (see session) passes every event through this table before it acts. Whether the slot in the worker
-is freed or held for another pipeline is a state, not a flag: it is held after BREAKING and freed after
-everything else. `python -m swarmllm.pipeline.stage.lifecycle` prints the diagram in docs/job-processor.md.
+A session passes every event through this table before it acts. Whether the slot in the worker is freed or
+held for another pipeline is a state, not a flag: it is held after BREAKING and freed after everything else.
+`python -m swarmllm.pipeline.stage.lifecycle` prints the diagram in docs/job-processor.md.
 """
 
 from __future__ import annotations

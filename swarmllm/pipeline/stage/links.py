@@ -5,8 +5,8 @@ before opens the one that this node receives on. Requests share links, and each 
 stage it has here: who may send its jobs, and to whom they go on. Nothing waits for any of this. A request
 whose link is not there yet, cannot be had (no data port is reachable), or breaks goes by way of the daemons.
 
-`LinkNotices` takes what workers say unasked while a ring turns without the daemons. The event loop calls it
-between two turns, so nothing there waits: it files, or puts into a session's queue.
+`LinkNotices` takes the notices of workers that pass jobs to each other without the daemons. The event loop
+calls it, so it never waits: it records the notice, or puts it into a session's queue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Sending:
 
 
 class NoStageLinks:
-    """Where every job goes by way of the daemons."""
+    """Used where every job goes by way of the daemons."""
 
     n_jobs = 0
 

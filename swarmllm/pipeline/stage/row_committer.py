@@ -3,8 +3,8 @@ jobs.
 
 A row is signed for when it is final: the job after it is there (a guess may have been wrong), or the request
 is over. The rows are read from the worker, which keeps them for repairs, in stretches of 32; nobody on the
-token path waits for that. What the stage before has signed is kept, for the origin to see where the two
-contradict each other.
+token path waits for that. The signed statements of the previous stage are kept, for the origin to ask for
+where the two contradict each other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _F32: Final = np.dtype("<f4")
 
 
 class NoRowCommitter:
-    """Where nobody asks this node to commit."""
+    """Used where nobody asks this node to commit."""
 
     def computed(self, stage: int, position: int, n_rows: int) -> None:
         pass
@@ -96,7 +96,8 @@ class RowCommitter(NoRowCommitter):
         tell_own: Callable[[RowsCommitment], None] | None,
         ended: EndedRequests,
     ) -> None:
-        """`tell_own`: where this node is the origin. `ended` keeps rows that were refused."""
+        """`tell_own` takes the statements where this node is the origin. `ended` keeps rows that were
+        refused."""
         view = context.view
         self._context = context
         self._compute = compute
@@ -303,7 +304,7 @@ def digests_of(rows: Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RowCommitters:
-    """Of the requests in which this node takes part."""
+    """Makes the row committers of the requests in which this node takes part."""
 
     compute: Compute
     router: Router

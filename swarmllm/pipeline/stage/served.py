@@ -1,7 +1,7 @@
 """Records what this node computes for other nodes: which model, which layers, how fast, and for whom.
 
-The one keeper of these facts. Sessions tell it what they compute; status, metrics and the dashboard ask it.
-It is pure: the clock comes in as `now_s`. A token counts when the first stage that this node has of its
+It is the one owner of these facts. Sessions report what they compute; status, metrics and the dashboard ask
+it. It is pure: the clock comes in as `now_s`. A token counts when the first stage that this node has of its
 request has computed its row: once per token, however many stages are here, and not for rows of the prompt.
 Guesses that the model did not confirm count as well, because they cost the same.
 

@@ -1,5 +1,5 @@
-"""One request on one node: a bounded queue of jobs, one task that walks them in order, and what is freed at
-the end.
+"""One request on one node: a bounded queue of jobs, one task that walks them in order, and the cleanup at the
+end.
 
 Each request has its own task, so requests do not wait for each other. The queue is as long as the origin's
 window; a sender that overruns it ends the request, because waiting would hold up its other requests.
@@ -12,9 +12,8 @@ fails; the origin is then told, the slot in the worker is freed, and later messa
 Where it was another node's fault the slot is held for a while instead, because another pipeline may go on
 with what is in it.
 
-Where a request stands is one state of the table in `lifecycle`; every event passes it before it has an
-effect. An event that is impossible there is a defect of this program: it is logged, and ends this request
-alone.
+A request is in one state of the table in `lifecycle`; every event passes the table before it has an effect.
+An impossible event is a defect of this program: it is logged, and ends this request alone.
 """
 
 from __future__ import annotations

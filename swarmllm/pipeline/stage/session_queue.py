@@ -36,7 +36,7 @@ OWN_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """To be sent to the origin by the session's own task."""
+    """A message that the session's own task sends to the origin."""
 
     error: PipelineError
     ends: bool
@@ -44,7 +44,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class RelayedJob:
-    """What this node's worker wants sent."""
+    """A job that this node's worker asks the daemon to send."""
 
     receiver: NodeId
     header: bytes
@@ -53,7 +53,7 @@ class RelayedJob:
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """To be answered by this node's worker alone."""
+    """A prompt that this node's worker answers alone."""
 
     tokens: Tensor
 
@@ -62,7 +62,8 @@ Item: TypeAlias = Job | Report | RelayedJob | GivenPrompt | ReplayRows
 
 
 class NotFinite(BadTensor):
-    """No layer computes this from what is finite: it came broken. `rows`: f32 [n, n_embd]."""
+    """The rows have values that are not finite, which no layer computes from finite rows. `rows`: f32 [n,
+    n_embd]."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__("tensor", "numbers that are not finite")
@@ -130,7 +131,8 @@ def read_prompt(context: RequestContext, message: RemoteGenerateRequest, payload
 
 
 class ReceivedRows:
-    """Which rows have come to the stages here by way of the daemons, and what was lost to damage. Pure."""
+    """Tracks which rows have come to the stages here by way of the daemons, and which were lost to damage.
+    Pure."""
 
     def __init__(self, n_stages: int) -> None:
         self.n_rows = 0
@@ -166,7 +168,7 @@ class ReceivedRows:
 
 
 class Put(Enum):
-    """What became of an item."""
+    """Whether an item was queued."""
 
     QUEUED = auto()
     """Or dropped, because the request is over."""

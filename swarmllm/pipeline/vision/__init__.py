@@ -1,1 +1,1 @@
-"""Pictures on a node that has the encoder: the asked one, or another."""
+"""Encodes pictures on a node that has the encoder: this node, or another one."""

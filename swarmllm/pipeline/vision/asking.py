@@ -42,7 +42,7 @@ Why = Literal["busy", "bad picture", "died", "absent", "failed"]
 
 
 class NoAnswer(Exception):
-    """Why a node gave no rows. `event`: what it did wrong, where it did."""
+    """A node gave no rows. `event`: its fault, if it has one."""
 
     def __init__(self, why: Why, text: str, event: TrustEvent | None = None) -> None:
         super().__init__(text)

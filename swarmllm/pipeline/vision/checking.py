@@ -1,8 +1,8 @@
-"""Has some pictures that other nodes encoded encoded again, behind everything else, and notes the outcome.
+"""Has some pictures of other nodes' encoders encoded again, behind all other work, and records the outcome.
 
-Which ones is drawn by trust, as with layers, when their rows are here: who gave them cannot tell. This node's
-own encoder decides by itself. Without one other holders are asked, with requests like any other, and nobody
-is accused before two of them agree. No client waits for any of it.
+The pictures are drawn by trust, as with layers, after their rows have come, so the encoding node cannot know
+which. If this node has an encoder, its result decides. Otherwise other holders are asked, with ordinary
+requests, and no node is accused before two of them agree. No client waits for a check.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whose encoder is asked, in which order. Pure.
+"""Decides in which order the nodes with an encoder are asked. Pure.
 
-The node that runs the first layers comes first: it sees the picture's rows in any case. Then those that are
-expected to answer soonest; of a node that is trusted half as much twice the time is expected. Nodes that may
-fail come last.
+The node that runs the first layers comes first: it sees the picture's rows in any case. The nodes that are
+expected to answer soonest follow; half the trust doubles a node's expected time. Nodes that may fail come
+last.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whether pictures and their rows travel in fewer bytes: where a line is slow enough for that. Pure, but for
-`measured_half`, which times this machine.
+"""Decides whether pictures and their rows are compressed for a slow line. Pure, but for `measured_half`,
+which times this machine.
 
 Rows are rounded to f16, and pictures go through JPEG, so that the answer is no longer exactly that of a
 picture encoded here: neither is done for a node whose requests are to be exact, nor for a gain that nobody

@@ -1,8 +1,8 @@
 """The encoders of a model as an origin finds them: this node's own, or those of other nodes.
 
 All pictures and sounds of one prompt are encoded with one projector. Where this node has one for the model,
-it is that one, also while its file is gone; where it has none, the one of the node that is asked first. What
-pictures become on other nodes is kept as what they become here is.
+it is that one, also while its file is missing; otherwise it is the projector of the node that is asked first.
+Rows of pictures that other nodes encoded are cached like those of this node.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Shows a picture to holders of a projector until one of them has encoded it (`race.py` says to whom, when).
+"""Sends a picture to holders of a projector until one of them has encoded it (`race.py` decides to which and
+when).
 
-A picture that an encoder calls damaged, or that ends its process, is shown to one more node and then refused.
-Who is overtaken is told so, and keeps nothing of the picture.
+A picture that an encoder calls damaged, or that ends its process, is sent to one more node and then refused.
+A node that is overtaken gets a cancellation, and keeps nothing of the picture.
 """
 
 from __future__ import annotations

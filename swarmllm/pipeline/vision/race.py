@@ -1,9 +1,9 @@
 """Decides which holders of a projector are asked for one picture, and when the next one begins beside them.
 Pure.
 
-They are asked one after the other, while nobody knows better. A holder that says nothing for longer than one
-that lives would, or takes far longer than was expected, is not given up: the next one begins beside it, and
-the first rows win. So one picture is encoded `AT_ONCE` times at most.
+They are asked one after the other. A holder that is silent for longer than a live one would be, or takes far
+longer than expected, is not given up: the next one begins beside it, and the first rows win. One picture is
+encoded `AT_ONCE` times at most at the same time.
 
 The clock comes in as `now_s`.
 """
@@ -37,7 +37,7 @@ NODES_MAX: Final = 1024
 
 
 class Paces:
-    """How long encodings took on other nodes, seconds each, without travelling."""
+    """The seconds that encodings took on other nodes, without the network."""
 
     def __init__(self) -> None:
         self._took_s: OrderedDict[NodeId, float] = OrderedDict()

@@ -53,7 +53,7 @@ Key = tuple[NodeId, str]
 
 
 class NotEncoded(Exception):
-    """Why there are no rows, in the word that travels."""
+    """There are no rows; the text is the reason that is sent to the asking node."""
 
     def __init__(self, error: NoRows, why: str) -> None:
         super().__init__(why)

@@ -29,7 +29,7 @@ PICTURE_TOKENS_MAX: Final = 65536
 
 
 class WrongPicture(Exception):
-    """What a node says that a picture became is not what it can be. `event`: what it did wrong."""
+    """A node's encoded picture cannot be right. `event`: the fault of the node."""
 
     def __init__(self, why: str, event: TrustEvent = TrustEvent.BROKE_PROTOCOL) -> None:
         super().__init__(why)

@@ -1,4 +1,4 @@
-"""Large answers, over connections of their own, so that decoding never waits behind a transfer.
+"""Carries large answers over connections of their own, so that decoding never waits behind a transfer.
 
 A *bulk* connection is a data-plane connection (TCP, Noise, frames, heartbeat) whose hello says so. It carries
 questions and answers instead of messages: header `[u8 kind][u64 number]`, payload the body.
@@ -6,10 +6,11 @@ questions and answers instead of messages: header `[u8 kind][u64 number]`, paylo
     0 ask       1 answer       2 refused (payload: why, UTF-8)       3 busy
 
 Questions are handled side by side, so one slow answer holds up no other; at most PENDING_MAX per connection.
-The loss of a bulk connection is nobody's death: what was asked on it fails and is asked again.
+Losing a bulk connection does not mean that the peer is gone: the questions on it fail and are asked again.
 
-Two nodes that ask each other at the same moment may both dial. What the smaller node id dialled stays: the
-other turns to it once it is asked there, and so is asked nowhere else, and ends its own with the last answer.
+Two nodes that ask each other at the same moment may both dial. The connection that the smaller node id
+dialled stays. The other node turns to it once it is asked there, and ends its own connection with the last
+answer.
 
 Where the peer's data port cannot be reached, its wire is a libp2p stream (`/swarmllm/shard/1.0.0`). A better
 way is looked for now and then, beside what goes on: new questions take it, and the old connection ends with
@@ -59,7 +60,7 @@ class BulkKind(IntEnum):
 
 
 class NoBulkWay(NodeUnreachable):
-    """The peer takes no bulk connection of any kind: ask in another way."""
+    """The peer takes no bulk connection of any kind; the caller has to ask in another way."""
 
 
 _Question = Outcome[bytes | memoryview]
@@ -82,7 +83,7 @@ class BulkPeer:
 
 
 class BulkWays(Protocol):
-    """What transfers ask of the data plane."""
+    """The part of the data plane that transfers use."""
 
     def all_connections(self, node_id: NodeId) -> list[Connection]:
         """Of every kind."""
@@ -102,7 +103,7 @@ class BulkWays(Protocol):
 
 
 class Bulk:
-    """Asks and answers for large answers, over `ways`."""
+    """Sends and answers questions with large answers, over `ways`."""
 
     def __init__(
         self,

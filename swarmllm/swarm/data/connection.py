@@ -18,10 +18,10 @@ memory is bound than they hold. The writer task is never cancelled in the middle
 Noise message makes the rest undecipherable; a sender that is cancelled leaves its message to the writer if it
 has begun. A connection that must end is ended by closing its wire.
 
-**Where it stands** is one state of the table in `connection_states`; frames and this node's own decisions
-pass it before they have an effect.
+**State.** The connection is in one state of the table in `connection_states`; frames and this node's own
+decisions pass the table before they have an effect.
 
-**Living.** See keepalive; `ConnectionTimer` gives all connections of a node their looks at the clock.
+**Keepalive.** See `keepalive`; one `ConnectionTimer` serves all connections of a node.
 """
 
 from __future__ import annotations

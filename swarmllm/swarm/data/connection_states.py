@@ -1,7 +1,7 @@
 """The lifecycle of a data-plane connection: one table of states and events.
 
-A connection (see connection) passes what its peer says and what this node decides through this table before
-it acts. A frame that the table does not have in that state ends the connection. Of this node's own events it
+A connection passes its peer's frames and this node's decisions through this table before it acts. A frame
+that the table does not allow in that state ends the connection. An event of this node that it does not allow
 is a defect. `python -m swarmllm.swarm.data.connection_states` prints the diagram in docs/swarm.md.
 
 Each side says by itself that it has turned to another connection (`last`), so there are two ways to PARTED.

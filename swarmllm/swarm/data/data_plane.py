@@ -63,10 +63,10 @@ _TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
 
 
 class DataPlaneUser(Protocol):
-    """Whose messages the data plane carries."""
+    """Takes the messages that the data plane delivers."""
 
     def data_addresses_of(self, node_id: NodeId) -> Sequence[Address]:
-        """Where a peer's data port is."""
+        """The addresses of a peer's data port."""
         ...
 
     async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None: ...

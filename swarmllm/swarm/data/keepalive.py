@@ -1,5 +1,5 @@
-"""Decides whether the peer of a connection lives, and counts the messages that it has taken: pure, with the
-time passed in.
+"""Decides whether the peer of a connection is alive, and counts the messages that it has taken. Pure, with
+the time passed in.
 
 **Keepalive.** A side that has written nothing for a while pings: everything it writes tells the peer that it
 lives. The side that dialled does so sooner, and the answer to its ping counts as written by the other, so one

@@ -1,4 +1,4 @@
-"""A persistent libp2p stream as a wire: the way to a peer whose data port cannot be reached (NAT, a relay).
+"""Uses a persistent libp2p stream as the wire to a peer whose data port cannot be reached (NAT, a relay).
 
 Slower (0.6 ms instead of 0.2 ms for a small round trip, a third of the throughput), but it goes wherever
 libp2p goes.

@@ -3,20 +3,20 @@ pure.
 
 `now` is trio's clock, in seconds.
 
-**Transfers.** Messages are what somebody waits for, and one that comes while a slice of a transfer is
-encrypted or decrypted waits for the rest of that slice. So slices are small, and messages set their pace.
-After each message transfers are still for STILL_S, for another is likely then: its answer, the next row,
-the next stage's. Once it stays away they have the processor to themselves until it comes, which between two
-steps of a decoder is most of the time. Where messages come without a pause, a slice goes through every
-PATIENCE_S all the same: no transfer stands still for good.
+**Transfers.** Somebody waits for each message, and a message that arrives while a slice of a transfer is
+encrypted or decrypted waits for the rest of that slice. So slices are small, and transfers yield to messages.
+After each message transfers pause for STILL_S, because another message is likely then: its answer, the next
+row, the next stage's. If none comes they use the processor until the next message, which is most of the time
+between two steps of a decoder. Where messages come without a pause, a slice is sent every WAIT_MAX_S all the
+same, so no transfer stops for good.
 
-**Throughput.** Only large messages tell: a small one is over before the sender's window has opened, and its
-time is the network's latency. The clock starts with the first piece after the header, so that waiting for
-the sender to begin does not count. A receiver that is busy sees a slower link than there is; an average
-over many messages and the fact that routes only compare links make that bearable.
+**Throughput.** Only large messages are measured: a small one ends before the sender's window has opened, and
+its time is the network's latency. The clock starts with the first piece after the header, so that waiting for
+the sender to begin does not count. A receiver that is busy sees a slower link than there is; an average over
+many messages and the fact that routes only compare links make that bearable.
 
-**Frames.** Each has a deadline for the whole of it, so a trickle ends however steady it is. A payload that
-is slow but within its deadline goes on until others need the room that it takes.
+**Frames.** Each has a deadline for the whole of it, so a trickle ends however steady it is. A payload that is
+slow but within its deadline goes on until others need the room that it takes.
 """
 
 from __future__ import annotations

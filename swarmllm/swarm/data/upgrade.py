@@ -1,4 +1,4 @@
-"""Changing connections: from a libp2p stream to a direct connection, and from a connection to a link.
+"""Upgrades connections: from a libp2p stream to a direct connection, and from a connection to a link.
 
 A node that was behind a closed port may be reachable now: its port was opened, it moved, a hole was punched.
 Every UPGRADE_EVERY_S a direct connection is tried for each neighbour that is reached through a stream. When
@@ -85,7 +85,7 @@ _HELLO_S = 5.0
 
 
 class BetterWays(Protocol):
-    """What upgrades ask of the data plane."""
+    """The part of the data plane that upgrades use."""
 
     def connections(self, node_id: NodeId) -> list[Connection]:
         """Those that can carry messages."""

@@ -1,7 +1,7 @@
 """Carries the data plane's bytes to one peer: the interface, the hello, and TCP under Noise XX.
 
 Two wires exist: `NoiseWire` (direct TCP) and `StreamWire` (a libp2p stream, where TCP cannot be had). The
-hello is believed only as far as it can be read.
+peer's hello is validated before it is used.
 
 The handshake is libp2p's (same key, same payload, same checks), so both ends are proven to be the node ids
 they claim. After it there is no multiplexer: `[u16 length][ciphertext]`, big-endian, at most 65535 bytes, as
@@ -37,7 +37,7 @@ from swarmllm_proto.identifiers import NodeId, parse_node_id
 
 
 class WireClosed(Exception):
-    """The other end is gone, or this one was closed. The text says how it ended."""
+    """The peer is gone, or this end was closed. The text says how it ended."""
 
 
 class Wire(Protocol):
@@ -102,7 +102,7 @@ _USER_TIMEOUT_MS = 8000
 
 
 class HandshakeFailed(Exception):
-    """Whatever went wrong before the peer was known; the text is a type name, never the peer's words."""
+    """Something failed before the peer was known; the text is a type name, never the peer's words."""
 
 
 class NoiseWire:

@@ -1,4 +1,4 @@
-"""A file of nodes to meet first: one multiaddr with /p2p/ID in each line, as a swarm may publish it."""
+"""Reads a bootstrap file: one multiaddr with /p2p/ID in each line, as a swarm may publish it."""
 
 from __future__ import annotations
 

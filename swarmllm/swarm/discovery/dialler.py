@@ -1,12 +1,13 @@
-"""Whom to dial, when, and which address answers first: few connections for gossip, and the needed ones.
+"""Decides which nodes to dial and when, and races their addresses. Keeps a few connections for gossip, and
+those that callers need.
 
-Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of.
-A peer that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
-`peers_max` connections; a new address of a node (an envelope, an mDNS answer) starts the back-off
-afresh. The peers are drawn by lot: a graph in which each node has drawn a few others is connected, and no
-node is everybody's neighbour. When two nodes learn of each other at once, the one with the smaller id dials
-and the other holds back a moment. A node that a caller needs is dialled at once, however many connections
-there are (`want`).
+Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of. A peer
+that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
+`peers_max` connections; a new address of a node (an envelope, an mDNS answer) starts the back-off afresh. The
+peers are drawn at random: a graph in which each node has drawn a few others is connected, and no node is
+everybody's neighbour. When two nodes learn of each other at once, the one with the smaller id dials and the
+other holds back a moment. A node that a caller needs is dialled at once, however many connections there are
+(`want`).
 
 A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
 while (`may_answer`).
@@ -87,7 +88,7 @@ Dial = Callable[[NodeId, list[Address]], Awaitable[None]]
 
 
 class NodeUnresponsive(NodeUnreachable):
-    """There is a connection, and no answer in time."""
+    """The node is connected and did not answer in time."""
 
 
 class Dialler:

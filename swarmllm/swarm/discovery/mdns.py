@@ -1,8 +1,9 @@
-"""Finding nodes on the local network: DNS-SD under `_swarmllm._udp.local.`, with zeroconf.
+"""Finds nodes on the local network: DNS-SD under `_swarmllm._udp.local.`, with zeroconf.
 
 py-libp2p's own mDNS is left alone: it runs its upkeep in a system task, where an exception ends the process,
-and announces addresses nobody can dial. zeroconf runs in threads of its own; what it finds is carried to
-trio. Without multicast (a container) the node does without: bootstrap and gossip find everybody too.
+and announces addresses nobody can dial. zeroconf runs in threads of its own; this module passes what it finds
+to trio. Where there is no multicast (in a container), nodes are found by bootstrap addresses and gossip
+alone.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ Addresses = Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]
 
 
 class AddressBook(Protocol):
-    """What is told, and where what is learnt goes."""
+    """The addresses that this node tells others, and the place for those that it learns."""
 
     def connected_addresses(self) -> Addresses: ...
 

@@ -1,4 +1,5 @@
-"""Can others reach this node? Asked of a peer, which dials back, because nobody can see it from inside.
+"""Finds out whether others can reach this node: asks a peer to dial back, because a node cannot see this from
+inside.
 
 A peer that is asked tries the addresses of the asker's signed envelope, and only those: TCP, then the Noise
 handshake, so that "reached" means this very node and not another one that answers there. It does so for one
@@ -55,7 +56,7 @@ _NOISE = b"\x07/noise\n"
 
 @dataclass(frozen=True, slots=True)
 class DialBackTurn:
-    """When a peer had itself dialled back."""
+    """When this node last dialled back to a peer."""
 
     at_s: float
 
@@ -71,7 +72,7 @@ class Envelopes(Protocol):
 
 
 class DialBacks:
-    """The side that is asked."""
+    """The side that dials back."""
 
     def __init__(
         self,
@@ -163,7 +164,8 @@ async def _choose_noise(stream: trio.SocketStream) -> None:
 
 
 class ReachabilityChecks:
-    """The side that asks. `ask(node_id, body)` is the request; `result` is None until one was answered."""
+    """The side that asks. `ask(node_id, body)` sends the request; `result` is None until a peer has
+    answered."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""Reaches nodes that this one is not connected to, or cannot dial: the DHT, and relays.
+"""Reaches nodes that this node is not connected to, or cannot dial, by the DHT and relays.
 
 The DHT names candidates; only those that can be connected with count, and what they have they say themselves.
-What was sought in vain a moment ago is not sought again: a mistyped name would have the whole swarm asked
-each time it is repeated.
+A search that failed a moment ago is not repeated: a mistyped name would query the whole swarm each time.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ PUNCHED_MAX = 6
 
 
 class WideAreaUser(Protocol):
-    """The router, as it is seen from here."""
+    """The part of the router that this module uses."""
 
     @property
     def reachability(self) -> Reachability | None: ...
@@ -144,7 +143,7 @@ class WideArea:
 
 
 class _Node(DhtNode):
-    """This node, as the DHT and the relays ask about it."""
+    """What the DHT and the relays ask about this node."""
 
     def __init__(
         self,

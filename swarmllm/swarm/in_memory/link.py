@@ -1,4 +1,4 @@
-"""One way between two nodes in memory: ordered, bounded, as fast as it is told to be, and acknowledged.
+"""One direction between two nodes in memory: ordered, bounded, with a configured speed, and acknowledged.
 
 Acknowledging follows the same rules as on a connection of the data plane (see data.keepalive): the receiver
 tells about once a second what it has taken, and again while it is at work on what follows. Here that is
@@ -41,8 +41,8 @@ class LinkQuality:
 
 
 class MemoryLine:
-    """What carries all that goes one way between two nodes. A silent one delivers nothing and tells nobody;
-    what was under way comes when it speaks again, as TCP would send it again."""
+    """Carries everything that goes in one direction between two nodes. A silent line delivers nothing and
+    reports nothing; messages under way arrive when it works again, as with TCP's retransmission."""
 
     def __init__(self) -> None:
         self._speaks = trio.Event()

@@ -45,7 +45,7 @@ def node_id_named(name: str) -> NodeId:
 
 
 class InMemoryNetwork:
-    """All the nodes, and what lies between them. Use as an async context manager."""
+    """All the nodes, and the lines between them. Use as an async context manager."""
 
     def __init__(self, quality: LinkQuality | None = None, *, seed: int = 1) -> None:
         self.rng = random.Random(seed)

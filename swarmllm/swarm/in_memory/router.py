@@ -43,7 +43,7 @@ class Record:
 
 @dataclass(eq=False, slots=True)
 class MemoryPeer:
-    """What a node has with another while they are connected."""
+    """The state between two nodes while they are connected."""
 
     connected_since: float
     link: MemoryLink | None = None
@@ -59,7 +59,7 @@ class MemoryPeer:
 
 
 class HostNetwork(Protocol):
-    """What a node asks of the network that it is in."""
+    """The part of the network that a node uses."""
 
     nursery: trio.Nursery
     rng: random.Random

@@ -47,7 +47,7 @@ class Overrun(trio.TooSlowError):
 
 class Allowance:
     """What all connections of this process may hold together. Counted from what they hold, because the
-    library lets go of streams in a dozen places; and not for every frame, because that takes a while."""
+    library drops streams in a dozen places; and not at every frame, because counting takes a while."""
 
     def __init__(self) -> None:
         self._connections: weakref.WeakSet[BoundedYamux] = weakref.WeakSet()
@@ -127,7 +127,7 @@ class _Streams(dict[int, Any]):
 
 
 class _Buffers(dict[int, bytearray]):
-    """What has arrived and was not read, by stream."""
+    """The bytes of each stream that have arrived and were not read."""
 
     def __init__(self, connection: BoundedYamux) -> None:
         super().__init__()

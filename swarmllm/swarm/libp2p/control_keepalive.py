@@ -1,4 +1,4 @@
-"""Liveness of a peer without a data connection, from what libp2p receives.
+"""Decides whether a peer without a data connection is alive, from what libp2p receives.
 
 Between the exchange of records and the first data connection a peer counts as connected and has no keepalive;
 so does one to which no data connection can be made. All that comes over a libp2p connection shows that it

@@ -27,7 +27,8 @@ _READ_AHEAD = "_read_ahead"
 
 
 class PromptLock:
-    """One that a task passes at once where nobody holds it. Trio's gives everybody else a turn first."""
+    """A lock that a task acquires at once where nobody holds it. Trio's lock gives all other tasks a turn
+    first."""
 
     def __init__(self) -> None:
         self._lock = trio.Lock()
@@ -43,7 +44,7 @@ class PromptLock:
 
 
 class _WriteOnly:
-    """In the place of yamux's lock for many readers or one writer, of which it uses only the latter."""
+    """Replaces yamux's readers-writer lock, of which yamux uses only the write lock."""
 
     def __init__(self) -> None:
         self._lock = PromptLock()

@@ -1,4 +1,4 @@
-"""Gossip: what a node says about itself, to everybody, through everybody (gossipsub).
+"""Gossip: publishes what this node says about itself to all nodes of the swarm, with gossipsub.
 
 Topics: `swarm/models` carries envelopes (on change), `swarm/health` heartbeats (every few seconds); in a
 private swarm each is followed by `/{network_id}`.
@@ -66,7 +66,7 @@ _MESSAGES_PER_TOPIC_PER_S = 1000
 
 
 class GossipReader(Protocol):
-    """What gossip is for. Neither method may block."""
+    """Takes what gossip brings. Neither method may block."""
 
     def validate(self, topic: str, content: bytes) -> bool | None:
         """Whether to pass it on. None: no, and its forwarder is not to blame."""
@@ -77,7 +77,7 @@ class GossipReader(Protocol):
 
 @dataclass(slots=True)
 class GossipAllowance:
-    """Of one peer, at `at_s`; it grows from there."""
+    """What one peer may still send, as of `at_s`; it grows from there."""
 
     at_s: float
     n_messages: float = MESSAGES_BURST
@@ -96,7 +96,7 @@ class GossipAllowance:
 
 
 class GossipBudget:
-    """How much gossip each peer may pass on: pure. `now` is any clock that does not run backwards, in
+    """Limits how much gossip each peer may pass on: pure. `now` is any clock that does not run backwards, in
     seconds.
 
     Each peer has a bucket of messages and one of bytes. Every message counts for the peer that passes it on,

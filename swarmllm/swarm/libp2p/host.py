@@ -1,4 +1,4 @@
-"""The libp2p host: one key, TCP + Noise + yamux, hardened, with the few verbs the swarm needs.
+"""The libp2p host: one key, TCP + Noise + yamux, hardened, with the few operations that the swarm needs.
 
 Only Noise is offered: the library's default also accepts plaintext, where knowing a public key is enough to
 be believed. Only yamux: mplex has no back-pressure. No QUIC (4 MB/s, failing streams), no `bootstrap=` (hangs
@@ -95,7 +95,7 @@ _PUNCH_S = 4.0
 
 
 class Stream(Protocol):
-    """What is used of libp2p's NetStream."""
+    """The part of libp2p's NetStream that is used."""
 
     muxed_conn: Any
     muxed_stream: Any
@@ -147,8 +147,8 @@ class _Watcher(INotifee):  # type: ignore[misc]
 
 
 class Host:
-    """Outlives what it stands for: a libp2p host is attached to it by `run_libp2p`, and after a crash the
-    next one. In between nobody is connected and nobody can be reached."""
+    """Outlives crashes of libp2p: `run_libp2p` attaches a libp2p host to it, and after a crash the next one.
+    In between nobody is connected and nobody can be reached."""
 
     def __init__(self, identity: Identity, gater: ConnectionGater) -> None:
         self.node_id = identity.node_id

@@ -1,4 +1,4 @@
-"""multistream-select, the agreement on what a stream is for, in one round trip instead of two.
+"""Negotiates the protocol of a stream (multistream-select) in one round trip instead of two.
 
     both:      [varint length]/multistream/1.0.0\\n
     dialler:   [varint length]PROTOCOL\\n

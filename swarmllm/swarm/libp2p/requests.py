@@ -69,7 +69,7 @@ class _Exchange(Outcome[bytes]):
 
 @dataclass(eq=False, slots=True)
 class PeerRequests:
-    """What is under way with one peer; kept while there is any of it."""
+    """The exchanges under way with one peer; kept while there are any."""
 
     waited_for: set[_Exchange] = field(default_factory=set)
     turns: trio.Semaphore = field(default_factory=lambda: trio.Semaphore(EXCHANGES_PER_PEER))
@@ -251,7 +251,7 @@ def _no_longer_wanted(node_id: NodeId) -> DeadlineExceeded:
 
 
 class OutOfBounds(RemoteError):
-    """The length of a message is one that none may have."""
+    """A message has a length outside its limits."""
 
 
 async def _refuse_unread(stream: Stream) -> None:

@@ -1,4 +1,5 @@
-"""Whom this node talks to: asked once per connection, on both planes, before anything else is said.
+"""Decides which nodes this node talks to, once per connection, on both planes, before any other protocol
+runs.
 
 Right after the Noise handshake, when both ends know each other's proven node id:
 
@@ -9,9 +10,9 @@ Right after the Noise handshake, when both ends know each other's proven node id
    and the handshake's hash, which is different for every connection and contains both identities: it cannot
    be replayed, reflected or passed on.
 
-Who cannot prove it has learnt the node id, which the handshake itself tells, and that the connection was
-closed: no protocol was negotiated and none of ours was spoken. libp2p's own pre-shared keys were rejected:
-they fail slowly and interoperate with nobody.
+A node that cannot prove it learns the node id, which the handshake tells, and sees the connection closed. No
+protocol is negotiated with it. libp2p's own pre-shared keys were rejected: they fail slowly and interoperate
+with nobody.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CONTEXT = "swarmllm 2026 proof of membership"
 
 
 class ConnectionGated(HandshakeFailure):  # type: ignore[misc]
-    """The peer is not one to talk to. libp2p takes it for a failed handshake and closes the connection."""
+    """The gater refuses the peer. libp2p treats this as a failed handshake and closes the connection."""
 
 
 class ConnectionGater:

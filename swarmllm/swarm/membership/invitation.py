@@ -1,5 +1,5 @@
-"""One string that lets somebody join: the network's key, where to find its nodes, until when it is meant, and
-when the keys end that this one replaced.
+"""An invitation: one string with a network's key, the addresses of its nodes, its expiry date, and the expiry
+dates of the keys that this key replaced.
 
     swarmllm-join-<base64url of MessagePack and 4 bytes of its BLAKE3>
 

@@ -2,9 +2,9 @@
 
 A network is an id and one or more keys. The id is made from the first key and stays for the network's life:
 topics and the DHT are named by it, so a change of keys splits nothing. A key is 32 random bytes that only
-members know. Rotation adds a key; the one before it is accepted for a while, so that members can be told one
-after the other, and then it is worth nothing. Who rotates says how long that is. The end of each older key
-travels in invitations, so that it is the same for all members; a key whose end nobody named ends at once.
+members know. Rotation adds a key. The previous key stays valid for a while, so that members can be told one
+after the other, and then expires. The person who rotates chooses how long. The end of each older key travels
+in invitations, so that it is the same for all members; a key whose end nobody named ends at once.
 
 `network.json` in the data folder (mode 0600, never logged) also remembers the addresses that came with an
 invitation. A network without keys is the open swarm, of which only addresses need remembering.
@@ -50,7 +50,7 @@ class NetworkKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyEnd(msgspec.Struct, frozen=True, array_like=True):
-    """Until when a key is accepted that another one replaced."""
+    """The time until which a replaced key is accepted."""
 
     key_id: Annotated[bytes, Meta(min_length=KEY_ID_BYTES, max_length=KEY_ID_BYTES)]
     until: Annotated[float, Meta(ge=0, le=1e11)]

@@ -1,6 +1,7 @@
 """The allow and deny lists of the configuration.
 
-These win over whatever a node has earned (see trust.py)."""
+They override a node's trust (see trust.py).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Decides which connection is closed when there are more than a node has room for: pure.
+"""Decides which connection is closed when a node has more than its limit: pure.
 
 A new identity costs nothing, so anyone who wants to be in the way can come under hundreds of names. If those
 who came first kept their places, a swarm's own members would be left outside; with a limit for each address,
-so would the nodes behind one router. So nobody is refused while there is room, and then the one goes
+so would the nodes behind one router. So nobody is refused while there is room. After that the connection is
+closed
 
-1. of whom this node knows least (see Standing),
+1. of the node that this node knows least of (see Standing),
 2. of those, one of the network that has most connections here: an attacker has many names and few networks,
 3. of those, the one that came last, so that nobody who stays can be pushed out by waves of newcomers.
 
@@ -36,7 +37,7 @@ NETWORK_BITS: Final = {4: 24, 6: 48}
 
 
 class Standing(IntEnum):
-    """What a node is to this one, from least to most."""
+    """How well this node knows another one, from least to most."""
 
     PASSING = 0
     """It has no connection on the control plane, where it would count as a peer."""
@@ -50,7 +51,7 @@ class Standing(IntEnum):
 
 
 class ConnectionAdmission(Protocol):
-    """What this node makes of another before they talk."""
+    """Says whether another node is admitted, before the two talk."""
 
     def lets_in(self, node_id: NodeId) -> bool:
         """Whether a connection to that node is wanted at all."""
@@ -60,7 +61,7 @@ class ConnectionAdmission(Protocol):
 
 
 class Everybody:
-    """Lets everybody in, and knows nobody."""
+    """Admits everybody, and knows nobody."""
 
     def lets_in(self, node_id: NodeId) -> bool:
         return True
@@ -74,7 +75,7 @@ EVERYBODY: Final = Everybody()
 
 @dataclass(frozen=True, slots=True)
 class Standings:
-    """What this node knows of others."""
+    """The standings of other nodes."""
 
     named: Collection[NodeId] = ()
     remembered: Collection[NodeId] = ()

@@ -68,7 +68,7 @@ _SURPLUS_S = 2.0
 
 @dataclass(eq=False, slots=True)
 class PeerLiveness:
-    """What is being done about a peer; kept while it is any of this."""
+    """What is under way with a peer; kept while anything is."""
 
     greeting: trio.Event | None = None
     """There while records are being exchanged; set afterwards."""

@@ -1,12 +1,13 @@
-"""One table of all peers, and each room's view of its own part of them: pure state, bounded by the rooms.
+"""One table of all peers, and each package's view of its own part of them: pure state, bounded by the
+packages.
 
-What this node holds of a peer is one object (see `directory.Peer`) with a part for each room: its envelope,
-its reputation, its connections, and so on. A room sees its own part of all peers, as `Parts`, and decides by
-its own rules and limits when a part begins and ends. The table knows the peers: a peer begins with its first
-part and is forgotten with its last, so no part outlives its peer and no peer its parts.
+What this node holds of a peer is one object (see `directory.Peer`) with a part for each package: its
+envelope, its reputation, its connections, and so on. A package sees its own part of all peers, as `Parts`,
+and decides by its own rules and limits when a part begins and ends. The table knows the peers: a peer begins
+with its first part and is forgotten with its last, so no part outlives its peer and no peer its parts.
 
-A part that says no more than no part at all (a limit that has filled up again, a pause that is over) is let
-go of by `PeerTable.tidy`.
+`PeerTable.tidy` drops parts that mean the same as no part (a limit that has filled up again, a pause that is
+over).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Parts(Collection[NodeId], Generic[T]):
 
 
 class PassingParts(Parts[P]):
-    """Parts that time makes superfluous."""
+    """Parts that become superfluous with time."""
 
     def tidy(self, now: float) -> None:
         for node_id in [node_id for node_id, part in self.items() if part.is_over(now)]:

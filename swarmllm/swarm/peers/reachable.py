@@ -1,4 +1,4 @@
-"""Decides which nodes can be worked with, connected or not, and connects with them when there is work.
+"""Decides which nodes requests can use, connected or not, and connects with them when there is work.
 
 A node keeps few connections (`network.max_peers`) and knows many nodes. One with which there is none counts
 as reachable while its record is fresh (`EnvelopeBook` forgets it otherwise) and nothing says that a dial
@@ -32,7 +32,7 @@ IDLE_S: Final = 300.0
 
 
 class HeardNodes(Protocol):
-    """The book of envelopes, as it is seen from here."""
+    """The part of the envelope book that this module uses."""
 
     def heard(self) -> Iterator[tuple[NodeId, float]]:
         """Nodes with a record and when each gave its last sign of life, in seconds of trio's clock."""
@@ -41,7 +41,7 @@ class HeardNodes(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """Of a connection that was made because there was work."""
+    """The use of a connection that was made because there was work."""
 
     n_bytes: int
     """Of all messages with that node so far."""

@@ -1,4 +1,4 @@
-"""Stores what a node remembers of others between its runs: reputations, and where they were last found.
+"""Stores what a node remembers of others between its runs: reputations and last known addresses.
 
 One small sqlite file in the data folder, written in a thread, in transactions. It is a memory, not a truth:
 a file that is damaged is set aside and a new one begun, because nothing in it is needed to run.
@@ -39,8 +39,8 @@ Connected = Callable[[], Iterable[tuple[NodeId, Addresses]]]
 
 
 class KnownPeers:
-    """Of each peer that an earlier run left, its addresses. `network_id`: nodes of other networks are not
-    mixed."""
+    """The addresses of peers that an earlier run left. `network_id` keeps the nodes of different networks
+    apart."""
 
     def __init__(
         self,

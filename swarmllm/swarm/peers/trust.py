@@ -1,5 +1,4 @@
-"""Computes how much this node trusts others: a number in [0, 1] per node id, from what this node itself has
-seen.
+"""Computes this node's trust in others: a number in [0, 1] per node id, from what this node itself has seen.
 
 Everybody starts at NEUTRAL. Work that was verified raises it a little, in ever smaller steps; failures and
 lies lower it by a factor. Either way it drifts back to NEUTRAL, by half in HALF_LIFE_S, so that an old fault
@@ -61,13 +60,13 @@ class TrustEvent(StrEnum):
 
 
 class Note(Protocol):
-    """Where events that affect trust are noted."""
+    """Notes an event that affects trust."""
 
     def __call__(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
 
 class NodeTrust(Protocol):
-    """What pipelines ask of the trust book (see trust_keeper)."""
+    """The part of the trust book that pipelines use (see trust_keeper)."""
 
     def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
@@ -75,7 +74,7 @@ class NodeTrust(Protocol):
 
 
 class NeutralTrust:
-    """Everybody is a stranger, whatever they do."""
+    """Treats every node as a stranger, whatever it does."""
 
     def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
         pass
@@ -89,7 +88,7 @@ def ignored_event(node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
 
 
 class PeerTrust(Protocol):
-    """What the swarm asks of the trust book (see trust_keeper)."""
+    """The part of the trust book that the swarm uses (see trust_keeper)."""
 
     def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None: ...
 
@@ -103,7 +102,7 @@ class PeerTrust(Protocol):
 
 
 class NoTrust:
-    """Keeps no book."""
+    """Trusts everybody alike, and stores nothing."""
 
     def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
         return
@@ -157,7 +156,7 @@ EFFECTS: Final[dict[TrustEvent, Effect]] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event, for people who ask why."""
+    """One event, to explain a score to people."""
 
     at: float
     trust_event: TrustEvent

@@ -1,8 +1,8 @@
-"""Keeps the nodes that have left lately, for a dashboard to show them.
+"""Keeps the nodes that have left lately, for the dashboard.
 
-Pure: the clock comes in as `now_s`. A node that has left is recent for RECENT_S, because it may have lost
-its connection for a moment. Until FORGET_S it is one of those that left, then nothing of it is kept. There
-are at most DEPARTED_MAX, the latest.
+Pure: the clock comes in as `now_s`. A node that has left counts as recent for RECENT_S, because it may have
+lost its connection for a moment. It is listed until FORGET_S have passed, then nothing of it is kept. At most
+the latest DEPARTED_MAX are kept.
 """
 
 from __future__ import annotations

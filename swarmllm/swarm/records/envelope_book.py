@@ -1,4 +1,5 @@
-"""Every envelope heard, newest per node, each signature checked once: pure state, bounded, with an expiry.
+"""Keeps the newest envelope of each node, with its signature checked once: pure state, bounded, with an
+expiry.
 
 Age travels with a digest: a node that is told of an envelope takes over how long ago its writer was heard,
 instead of starting the clock anew. Without that, two nodes would tell each other of a dead third one for
@@ -334,7 +335,7 @@ class _Records(Mapping[NodeId, bytes]):
 
 
 class _RecordItems(ItemsView[NodeId, bytes]):
-    """Without a look-up for each: all of them are looked at after every change."""
+    """Iterates without a look-up per record, because all records are read after every change."""
 
     _mapping: _Records
 
@@ -348,7 +349,7 @@ KEPT_MAX = 4096
 
 
 class VerifyOnce:
-    """A `Verify` that remembers what it has found out, right or wrong."""
+    """A `Verify` that remembers its results, right or wrong."""
 
     def __init__(self, verify: Verify, kept_max: int = KEPT_MAX) -> None:
         self._verify = verify

@@ -1,7 +1,7 @@
 """Makes the record books of two nodes equal: they compare digests, and ask for what is missing.
 
-Who asks sends a fingerprint for each group of the nodes that it knows, and is told the digests of the groups
-that are not the same: two nodes that know the same thousand nodes compare 1 KiB, and not 80.
+The asking node sends a fingerprint for each group of the nodes that it knows. The other one answers with the
+digests of the groups that differ. Two nodes that know the same thousand nodes compare 1 KiB instead of 80.
 
 Runs over the request protocol with kinds of its own. A node joins late, misses gossip or wakes from a sleep:
 one exchange with any peer and it knows what that peer knows.
@@ -54,7 +54,7 @@ Ask = Callable[[NodeId, int, bytes], Awaitable[bytes]]
 
 
 class EnvelopeReader(Protocol):
-    """Where envelopes of others go."""
+    """Takes envelopes of other nodes."""
 
     def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         """Whose it is. `ages_s`: since each writer was heard, in seconds. Raises BadMessage."""

@@ -76,7 +76,7 @@ class Contradiction:
 
 
 class _Said(msgspec.Struct, frozen=True, gc=False):
-    """Of one model by one node."""
+    """What one node announces of one model."""
 
     n_layers: int
     ready: ShardAnnounce | None
@@ -90,7 +90,7 @@ class _Said(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(eq=False, slots=True)
 class IndexedRecord:
-    """A node's record that is in the index, and what it comes to."""
+    """A node's record that is in the index, and what the index took from it."""
 
     node_id: NodeId
     record: NodeRecord

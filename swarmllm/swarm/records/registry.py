@@ -54,7 +54,7 @@ LISTED_MAX = 256
 
 @dataclass(eq=False, slots=True)
 class Announced:
-    """What a node has said of itself."""
+    """What a node has announced about itself."""
 
     content: bytes | None = None
     """As it came last, whether it could be read or not."""

@@ -1,5 +1,5 @@
-"""Spreads this node's statements and takes those of others: envelopes out and in, heartbeats, and the
-repair of what was missed.
+"""Sends this node's envelopes and heartbeats, receives those of others, and fetches envelopes that gossip
+missed.
 
 The book decides what is new (envelope_book.py); this drives it: gossip on change, heartbeats after it, rarer
 and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.

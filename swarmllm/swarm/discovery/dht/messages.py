@@ -79,7 +79,7 @@ class DhtMessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A node and where somebody says it is."""
+    """A node, and the addresses that somebody gave for it."""
 
     node_id: NodeId
     addresses: tuple[Address, ...] = ()

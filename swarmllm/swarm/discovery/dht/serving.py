@@ -3,8 +3,9 @@
 `DhtCore` holds the routing table and the providers' book and answers the four questions without I/O: a
 message and the time in, a message out. `Serving` is the driver that reads questions from streams.
 
-A stream carries a few questions one after the other. Who asks faster than QUESTIONS_PER_S for longer than a
-burst, opens more streams at once than STREAMS_PER_PEER, or sends what is no message has its stream reset.
+A stream carries a few questions one after the other. A stream is reset if its peer asks faster than
+QUESTIONS_PER_S for longer than a burst, opens more streams at once than STREAMS_PER_PEER, or sends bytes that
+are no message.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _ASKERS_MAX = 1024
 
 
 class DhtNode:
-    """What the DHT asks of the node that it runs on: here one that lets everybody in and knows nobody."""
+    """What the DHT asks of the node that it runs on. These defaults admit everybody and know nobody."""
 
     def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         """Where a node says it is, as this node knows; empty: unknown."""

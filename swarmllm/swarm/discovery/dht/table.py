@@ -10,8 +10,8 @@ N_CLOSEST nearest that answer have all been asked. However many are named, no mo
 and KNOWN_MAX kept in mind, so an answer full of invented nodes costs a bounded number of dials.
 
 A node can only speak for itself, over a connection that proves who it is, so filling this takes an identity
-and a connection per handful of entries. What is full takes no newcomers until something expires: who is there
-says again every hour that it still is.
+and a connection per handful of entries. A full table takes no newcomers until an entry expires; providers
+announce themselves again every hour.
 """
 
 from __future__ import annotations

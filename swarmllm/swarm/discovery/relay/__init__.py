@@ -1,4 +1,5 @@
-"""Nodes that nobody can dial: reached through a node that both sides can reach, directly as soon as possible.
+"""Reaches nodes that nobody can dial through a node that both sides can reach, and directly as soon as
+possible.
 
 libp2p's circuit relay v2 and DCUtR (hole punching), spoken by handlers of our own in the library's messages:
 its own are 4,000 lines that would have to be hardened, and what is needed is a page of each. The relay

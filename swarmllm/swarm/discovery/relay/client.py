@@ -1,9 +1,9 @@
 """Uses relays: to be reached where nobody can dial this node, and to reach such nodes.
 
-A node whose control port a peer has tried in vain asks connected nodes for a reservation until RELAYS of
-them have given one, and tells everybody in its envelope: `/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. Who then
-finds that none of its addresses answers goes through one of those relays. Reservations are renewed in half
-of their time, and left to lapse when the node can be dialled after all. `Relaying` decides all that.
+A node whose control port a peer has tried in vain asks connected nodes for a reservation until RELAYS of them
+have given one, and tells everybody in its envelope: `/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. A node that
+finds none of these addresses answering goes through one of those relays. Reservations are renewed in half of
+their time, and left to lapse when the node can be dialled after all. `Relaying` decides all that.
 
 `Circuits` makes reservations and connections through relays, and takes those that come through one, only
 from relays that this node asked for a reservation, as many at a time as ACCEPTING_MAX. Every exchange runs
@@ -127,7 +127,7 @@ ACCEPTING_MAX = 16
 
 @dataclass(eq=False, slots=True)
 class RelayUse:
-    """What this node has with another as its relay."""
+    """The state of another node as this node's relay."""
 
     asked_at_s: float
     """For a reservation, the last time."""
@@ -241,7 +241,7 @@ _REMEMBERED_MAX = 1024
 
 
 class RelayedNode(Protocol):
-    """What relaying asks of its node."""
+    """The part of the node that relaying uses."""
 
     def is_hidden(self) -> bool:
         """Whether others were found to be unable to dial this node."""

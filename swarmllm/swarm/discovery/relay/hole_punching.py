@@ -1,14 +1,14 @@
 """Replaces a relayed connection by a direct one: both ends dial each other at the same moment (DCUtR).
 
-What stands before a node lets in what looks like an answer. So both ends send their first packet at once,
-each from the port it listens on to the port the other listens on, and each packet opens the way for the
-other's. Who was dialled through the relay begins: it dials the other directly, for that one may be reachable
-after all; if it is not, the two agree on a moment over the relay. The one that began takes the listener's
-part of the handshakes. Where that fails it dials once more, as anybody would: what stands before the other
-end (a full cone) may let in everybody now, and the other end's listener takes the listener's part.
+A NAT or firewall lets in packets that look like answers. So both ends send their first packet at the same
+moment, each from the port it listens on to the port the other listens on, and each packet opens the way for
+the other's. The node that was dialled through the relay begins: it dials the other directly, which may be
+reachable after all; if it is not, the two agree on a moment over the relay. The node that began takes the
+listener's part of the handshakes. Where that fails it dials once more in the ordinary way: the other end's
+NAT (a full cone) may now let in everybody, and the other end's listener takes the listener's part.
 
-That works where what stands before a node keeps its port: firewalls, and routers that leave a source port as
-it is while it is free, as Linux does. It is tried TRIES times. Nothing is lost when it fails.
+This works where the NAT keeps the node's port: with firewalls, and with routers that keep a source port while
+it is free, as Linux does. It is tried TRIES times. A failure costs nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AT_ONCE_MAX = 8
 
 
 class PunchingNode(Protocol):
-    """What punching asks of its node."""
+    """The part of the node that hole punching uses."""
 
     def own_addresses(self) -> tuple[Address, ...]:
         """Where the other end should dial this node."""

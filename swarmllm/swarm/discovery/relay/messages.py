@@ -45,7 +45,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Between a node and a relay."""
+    """A message between a node and a relay."""
 
     kind: Literal["reserve", "connect", "status"]
     node_id: NodeId | None = None
@@ -59,7 +59,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Between a relay and the node that is dialled through it."""
+    """A message between a relay and the node that is dialled through it."""
 
     kind: Literal["connect", "status"]
     node_id: NodeId | None = None

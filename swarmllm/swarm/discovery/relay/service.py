@@ -1,10 +1,10 @@
 """Serves as a relay: takes reservations, and carries bytes between two nodes that cannot reach each other.
 
-What a relay has promised, and whether it can promise more, `RelayBook` says (pure, bounded). Its limits are
+`RelayBook` knows what the relay has promised, and whether it can promise more (pure, bounded). Its limits are
 what an operator agrees to with `network.relay_service`, or with `swarmllm bootstrap`, which allows more. They
-are no settings: a relay that is asked for more is better joined by a second one.
+are no settings: where a swarm needs more, a second relay is better.
 
-What it carries it cannot read. It does so for nodes that reserved, over their own connections, within those
+The relay cannot read what it carries. It serves nodes that reserved over their own connections, within those
 limits. A pipe is never cancelled in the middle of a write, which would destroy the connection under it with
 everything else on it: it ends by both of its streams being reset.
 """
@@ -49,7 +49,7 @@ CIRCUIT_BYTES = 8 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Of a peer, with this relay."""
+    """A peer's reservation with this relay."""
 
     until_s: float
 
@@ -225,7 +225,7 @@ class RelayService:
 
 
 class _Pipe:
-    """Both directions between two streams."""
+    """Carries bytes in both directions between two streams."""
 
     def __init__(self, one: Stream, other: Stream) -> None:
         self._streams = one, other
