@@ -46,7 +46,7 @@ from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId
 
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 COMMAND = "python -m bench.large_swarm"
 
 
@@ -82,7 +82,7 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
     best = cheapest_route(model.n_layers, 1, held, truth)
     began_s, left, avoid = trio.current_time(), 1.0, set[NodeId]()
     while left > 0:
-        if trio.current_time() > began_s + PATIENCE_S:
+        if trio.current_time() > began_s + DEADLINE_S:
             figures.n_asked += 1
             figures.n_unserved += 1
             return

@@ -33,7 +33,7 @@ N_LAYERS = 80
 SETTLE_S = 240.0
 CHANGE_EVERY_S = 4.0
 ASK_EVERY_S = 0.5
-PATIENCE_S = 120.0
+DEADLINE_S = 120.0
 CUT_OFF_S = 60.0
 SLOWER = 4.0
 CHANGES = ("join", "join", "leave", "kill", "slow")
@@ -51,7 +51,7 @@ async def ask(world: World) -> None:
     while left > 0:
         if not origin.alive:
             return  # Whoever asked is gone, and its client with it.
-        if trio.current_time() > began_s + PATIENCE_S:
+        if trio.current_time() > began_s + DEADLINE_S:
             figures.n_asked += 1
             figures.n_unserved += 1
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from forked_process import ForkedProcess, clean_environment
 
 
@@ -39,7 +39,7 @@ class DaemonProcess:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(DEADLINE_S)
 
 
 @contextmanager
@@ -74,14 +74,14 @@ def running_daemon(
                 env=clean_environment() | (environment or {}),
             )
     try:
-        found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")
-        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
+        found = wait_for(lambda: daemon_info(process, data_dir, log), DEADLINE_S, "daemon.json")
+        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=DEADLINE_S) as http:
             yield DaemonProcess(process, data_dir, log, http, found["node_id"], found["addresses"])
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(PATIENCE_S)
+                process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import trio
 from daemon_process import toml
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.config import Config
 from swarmllm.config_sources import load_config
@@ -32,12 +32,12 @@ class Daemon:
 
     async def answers(self) -> None:
         """Asked until it does: what failed may be on its way back."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while (await self.chat()).status_code != 200:  # noqa: ASYNC110
                 await trio.sleep(0.05)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while not condition():  # noqa: ASYNC110
                 await trio.sleep(0.02)
 
@@ -59,6 +59,6 @@ async def daemon(
         running = open_daemon(config, lambda: config, ServiceManager({}))
         async with (
             running as where,
-            httpx.AsyncClient(base_url=where.api_url, trust_env=False, timeout=PATIENCE_S) as http,
+            httpx.AsyncClient(base_url=where.api_url, trust_env=False, timeout=DEADLINE_S) as http,
         ):
             yield Daemon(supervision, where, http)

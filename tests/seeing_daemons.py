@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from vision_models import projector
 
 from swarmllm.guide import GUIDE_PATH
@@ -28,5 +28,5 @@ def seeing_daemons(folder: Path) -> Iterator[DaemonProcess]:
         lines = a.http.post("/api/admin/models", json=body).text.splitlines()
         assert json.loads(lines[-1])["model"]["projector"]["path"] == str(mmproj)
         ready = "/health/ready?model=guide"
-        wait_for(lambda: a.http.get(ready).status_code == 200, PATIENCE_S, "both halves of the guide")
+        wait_for(lambda: a.http.get(ready).status_code == 200, DEADLINE_S, "both halves of the guide")
         yield a

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from daemon_process import DaemonProcess, clean_environment, daemon_info, running_daemon, toml, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from libp2p.rcmgr import Direction, new_resource_manager
 
 from swarmllm.bootstrap_node import CONNECTIONS_MAX, RELAY_LIMITS, bootstrap_settings
@@ -56,14 +56,14 @@ def bootstrap_node(folder: Path, name: str = "first", **tables: dict[str, Any]) 
             env=clean_environment(),
         )
     try:
-        found = wait_for(lambda: daemon_info(process, data_dir, log), PATIENCE_S, "daemon.json")
-        wait_for(lambda: read_bootstrap_file(printed), PATIENCE_S, "its addresses")
-        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=PATIENCE_S) as http:
+        found = wait_for(lambda: daemon_info(process, data_dir, log), DEADLINE_S, "daemon.json")
+        wait_for(lambda: read_bootstrap_file(printed), DEADLINE_S, "its addresses")
+        with httpx.Client(base_url=found["api_url"], trust_env=False, timeout=DEADLINE_S) as http:
             yield BootstrapProcess(process, config, printed, log, http, found["node_id"])
     finally:
         process.terminate()
         try:
-            process.wait(PATIENCE_S)
+            process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -97,16 +97,16 @@ def test_nodes_that_know_it_alone_find_each_other(tmp_path: Path) -> None:
             running_daemon(tmp_path, "holder", load=["guide"], network=known) as holder,
             running_daemon(tmp_path, "asked", load=[], network=known, model={"on_demand": False}) as asked,
         ):
-            wait_for(lambda: holder.node_id in peers(asked), PATIENCE_S, "each to know the other")
+            wait_for(lambda: holder.node_id in peers(asked), DEADLINE_S, "each to know the other")
             assert first.node_id in peers(asked)
-            wait_for(lambda: ask(asked).status_code == 200, PATIENCE_S, "an answer by the other's layers")
+            wait_for(lambda: ask(asked).status_code == 200, DEADLINE_S, "an answer by the other's layers")
             assert first.metric("swarmllm_peers_connected") == 2
             assert first.metric("swarmllm_nodes_known") == 2
             assert (first.metric("swarmllm_relay_reservations"), first.metric("swarmllm_ready")) == (0, 1)
             assert first.metric("swarmllm_connections_max") == CONNECTIONS_MAX
             refuses_models(first)
         first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(PATIENCE_S) == 0
+        assert first.process.wait(DEADLINE_S) == 0
 
 
 def refuses_models(node: BootstrapProcess) -> None:
@@ -131,15 +131,15 @@ def test_more_addresses_are_taken_from_the_file_at_sighup_and_nonsense_changes_n
         with running_daemon(tmp_path, "late", load=[], network=known) as late:
             nodes.write_text(f"{first.printed.read_text()}nonsense\n")
             os.kill(late.process.pid, signal.SIGHUP)
-            wait_for(lambda: "nothing is changed" in late.log.read_text(), PATIENCE_S, "the refusal")
+            wait_for(lambda: "nothing is changed" in late.log.read_text(), DEADLINE_S, "the refusal")
             assert f"{nodes}, line 3" in late.log.read_text()
             assert peers(late) == set()
             nodes.write_text(first.printed.read_text())
             os.kill(late.process.pid, signal.SIGHUP)
-            wait_for(lambda: first.node_id in peers(late), PATIENCE_S, "the connection")
+            wait_for(lambda: first.node_id in peers(late), DEADLINE_S, "the connection")
             assert "SIGHUP: 1 more bootstrap addresses" in late.log.read_text()
             os.kill(first.process.pid, signal.SIGHUP)
-            wait_for(lambda: "nothing is changed" in first.log.read_text(), PATIENCE_S, "its account")
+            wait_for(lambda: "nothing is changed" in first.log.read_text(), DEADLINE_S, "its account")
 
 
 def peers(node: DaemonProcess) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from bench.chaos import ALL_ON, PROMPTS, Chaos, Stream, chaos, run
 from swarmllm.cli.client import Client
@@ -58,5 +58,5 @@ def test_a_stream_waits_for_its_only_neighbour_and_follows_it_to_another_address
 
 def peer_addresses(swarm: Chaos) -> set[str]:
     with Client(swarm.url) as client:
-        (peer,) = wait_for(lambda: client.get("/api/admin/peers")["peers"], PATIENCE_S, "the neighbour")
+        (peer,) = wait_for(lambda: client.get("/api/admin/peers")["peers"], DEADLINE_S, "the neighbour")
     return set(peer["addresses"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from daemon_process import clean_environment, process_exists, running_daemon, toml, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.daemon import OPEN_FILES
 
@@ -27,7 +27,7 @@ def failing_daemon(folder: Path, load: list[str], **tables: Any) -> subprocess.C
     config.write_text(toml("failing", folder / "data", load, [], tables))
     command = [sys.executable, "-m", "swarmllm", "daemon", "--config", str(config)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=clean_environment()
+        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=clean_environment()
     )
 
 
@@ -40,9 +40,9 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> Non
         assert found["pid"] == node.process.pid
         assert found["node_id"] == node.stats()["node_id"]
         assert "\nswarmllm_dht_nodes 0" in node.http.get("/metrics").text
-        (worker,) = wait_for(node.worker_pids, PATIENCE_S, "a worker")
+        (worker,) = wait_for(node.worker_pids, DEADLINE_S, "a worker")
         node.process.send_signal(number)
-        assert node.process.wait(PATIENCE_S) == 0
+        assert node.process.wait(DEADLINE_S) == 0
         assert not process_exists(worker)
         assert not file.exists()
         assert "Traceback" not in node.log.read_text()
@@ -79,21 +79,21 @@ def test_a_stream_under_way_does_not_hold_up_the_end(tmp_path: Path) -> None:
     }
     with running_daemon(tmp_path, "solo", load=["guide"]) as node:
         wait_for(
-            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+            lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide to be loaded"
         )
         with node.http.stream("POST", "/v1/chat/completions", json=body) as answer:
             next(answer.iter_lines())
             node.process.terminate()
-            assert node.process.wait(PATIENCE_S) == 0
+            assert node.process.wait(DEADLINE_S) == 0
         assert "Traceback" not in node.log.read_text()
 
 
 def test_a_killed_daemon_leaves_no_workers(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "solo", load=["guide:0:4"]) as node:
-        (worker,) = wait_for(node.worker_pids, PATIENCE_S, "a worker")
+        (worker,) = wait_for(node.worker_pids, DEADLINE_S, "a worker")
         os.kill(node.process.pid, signal.SIGKILL)
         wait_for(
-            lambda: not process_exists(worker), PATIENCE_S, "the worker to notice that the daemon is gone"
+            lambda: not process_exists(worker), DEADLINE_S, "the worker to notice that the daemon is gone"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from running_daemon import config_of, daemon
 
 import swarmllm.daemon
@@ -86,7 +86,7 @@ async def test_the_daemon_ends_with_a_sentence_where_it_cannot_run_without_a_tas
     def fail(where: DaemonInfo) -> None:
         supervision.fail(name, Defect("by design"))
 
-    with pytest.raises(EssentialTaskFailed) as raised, trio.fail_after(PATIENCE_S):
+    with pytest.raises(EssentialTaskFailed) as raised, trio.fail_after(DEADLINE_S):
         await run_daemon(config_of(tmp_path, "solo", []), on_serving=fail)
     assert f"'{name}'" in raised.value.message
     assert "Defect: by design" in raised.value.message

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ N_TOKENS = 1500
 def streaming(node: DaemonProcess) -> Iterator[Iterator[Any]]:
     """A stream of N_TOKENS; its first chunk has come."""
     with (
-        openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as ai,
+        openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as ai,
         ai.chat.completions.create(
             model="guide",
             messages=QUESTION,  # type: ignore[arg-type]
@@ -52,37 +52,37 @@ def state(node: DaemonProcess) -> str:
 
 def test_a_stream_ends_whole_and_new_requests_are_refused(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "a", load=["guide"], node={"drain_timeout_s": 600}) as node:
-        wait_for(lambda: state(node) == "ready", PATIENCE_S, "the model to be loaded")
+        wait_for(lambda: state(node) == "ready", DEADLINE_S, "the model to be loaded")
         with streaming(node) as chunks:
             node.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: state(node) == "stopping", PATIENCE_S, "the node to notice")
+            wait_for(lambda: state(node) == "stopping", DEADLINE_S, "the node to notice")
             refused = node.http.post("/v1/chat/completions", json={"model": "guide", "messages": QUESTION})
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "node_stopping"
             assert last_reason(chunks) == "length"
-        assert node.process.wait(PATIENCE_S) == 0
+        assert node.process.wait(DEADLINE_S) == 0
 
 
 def test_after_the_limit_a_stream_ends_with_an_error_event(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "a", load=["guide"], node={"drain_timeout_s": 0}) as node:
-        wait_for(lambda: state(node) == "ready", PATIENCE_S, "the model to be loaded")
+        wait_for(lambda: state(node) == "ready", DEADLINE_S, "the model to be loaded")
         with streaming(node) as chunks:
             node.process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError) as caught:
                 list(chunks)
             assert caught.value.code == "node_stopping"
-        assert node.process.wait(PATIENCE_S) == 0
+        assert node.process.wait(DEADLINE_S) == 0
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "a", load=["guide"], node={"drain_timeout_s": 600}) as node:
-        wait_for(lambda: state(node) == "ready", PATIENCE_S, "the model to be loaded")
+        wait_for(lambda: state(node) == "ready", DEADLINE_S, "the model to be loaded")
         with streaming(node) as chunks:
             node.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: state(node) == "stopping", PATIENCE_S, "the node to notice")
+            wait_for(lambda: state(node) == "stopping", DEADLINE_S, "the node to notice")
             node.process.send_signal(signal.SIGINT)
-            assert node.process.wait(PATIENCE_S) == 0
+            assert node.process.wait(DEADLINE_S) == 0
             with pytest.raises((openai.APIError, httpx.HTTPError)):
                 list(chunks)
 
@@ -98,10 +98,10 @@ def test_a_stage_is_not_planned_over_but_serves_the_stream_that_runs(tmp_path: P
             node={"drain_timeout_s": 600},
         ) as stage,
     ):
-        wait_for(lambda: complete(origin), PATIENCE_S, "the origin to know holders of all layers")
+        wait_for(lambda: complete(origin), DEADLINE_S, "the origin to know holders of all layers")
         with streaming(origin) as chunks:
             stage.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: not complete(origin), PATIENCE_S, "the origin to plan without the stage")
+            wait_for(lambda: not complete(origin), DEADLINE_S, "the origin to plan without the stage")
             assert stage.process.poll() is None
             assert last_reason(chunks) == "length"
-        assert stage.process.wait(PATIENCE_S) == 0
+        assert stage.process.wait(DEADLINE_S) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 QUESTION = "What is a pipeline, and how does a request walk through the stages of one? " * 6
 N_OTHERS = 4
@@ -52,7 +52,7 @@ def test_two_nodes_beside_others_tell_what_one_tells_alone(tmp_path: Path) -> No
         ThreadPoolExecutor(N_OTHERS) as threads,
     ):
         for node in (whole, first, second):
-            wait_for(lambda node=node: is_complete(node), PATIENCE_S, "a pipeline")
+            wait_for(lambda node=node: is_complete(node), DEADLINE_S, "a pipeline")
         alone = answer(whole, exact=True)
         others = [threads.submit(answer, first, QUESTION[i:], max_tokens=60) for i in range(N_OTHERS)]
         for node in (first, second):

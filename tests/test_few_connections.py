@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +49,10 @@ def test_stages_are_dialled_when_a_request_needs_them(tmp_path: Path) -> None:
     ):
         expected = ask(middle)
         for node in (asked, first, last):
-            wait_for(lambda n=node: connected(n) == {middle.node_id}, PATIENCE_S, "one connection each")
+            wait_for(lambda n=node: connected(n) == {middle.node_id}, DEADLINE_S, "one connection each")
         middle.http.post("/api/admin/models/guide/unload", json={})
         stages = [first.node_id, last.node_id]
-        wait_for(lambda: planned(asked) == stages, PATIENCE_S, "the asked one to know who has the layers")
+        wait_for(lambda: planned(asked) == stages, DEADLINE_S, "the asked one to know who has the layers")
         assert connected(asked) == {middle.node_id}
         assert ask(asked) == expected
         assert {first.node_id, last.node_id} <= connected(asked)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from other_guide import other_guide
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def test_a_fresh_daemon_answers_and_lets_the_model_go(tmp_path: Path) -> None:
         (running,) = node.http.get("/api/ps").json()["models"]
         assert running["expires_at"]
         assert ask(node, keep_alive=0)[0] == 200
-        wait_for(lambda: not loaded(node), PATIENCE_S, "the guide to go")
+        wait_for(lambda: not loaded(node), DEADLINE_S, "the guide to go")
         assert '"done_reason":"load"' in ask(node, prompt="", keep_alive="1h")[1]
         assert loaded(node) == ["0:12"]
         assert node.http.post(f"{GUIDE}/load", json={}).status_code == 200
@@ -54,7 +54,7 @@ def test_a_model_that_another_node_uses_stays(tmp_path: Path) -> None:
         assert ask(holder, keep_alive="1h")[0] == 200
         wait_for(
             lambda: asker.http.get(f"{GUIDE}/status").json()["complete"],
-            PATIENCE_S,
+            DEADLINE_S,
             "the asker to hear of it",
         )
         body = {
@@ -86,7 +86,7 @@ def test_embeddings_say_how_long_a_model_stays(tmp_path: Path) -> None:
         assert loaded(node) == ["0:12"]
         body = {"model": "guide", "prompt": "What is a segment?"}
         assert node.http.post("/api/embeddings", json=body | {"keep_alive": 0}).status_code == 200
-        wait_for(lambda: not loaded(node), PATIENCE_S, "the guide to go")
+        wait_for(lambda: not loaded(node), DEADLINE_S, "the guide to go")
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_model_that_only_another_node_has_on_its_disk_is_loaded_when_it_is_ask
     ):
         with a.http.stream("POST", "/api/admin/models", json={"path": str(file), "name": "far"}) as added:
             assert '"result"' in list(added.iter_lines())[-1]
-        wait_for(lambda: ask(b, model="far")[0] == 200, PATIENCE_S, "the model to be loaded")
+        wait_for(lambda: ask(b, model="far")[0] == 200, DEADLINE_S, "the model to be loaded")
         far = b.http.get("/api/admin/models/far/status").json()
         assert (far["loaded"], far["stored"]) == (["0:12"], True)
         assert a.stats()["models"] == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +45,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daemon
         nodes = {"first": first, "second": second, "third": third, "checking": fourth}
         wait_for(
             lambda: len(first.http.get("/api/admin/peers").json()["peers"]) == len(nodes) - 1,
-            PATIENCE_S,
+            DEADLINE_S,
             "all nodes to know each other",
         )
         for node in (whole, *nodes.values()):
             wait_for(
                 lambda node=node: node.http.get("/api/admin/plan?model=guide").status_code == 200,
-                PATIENCE_S,
+                DEADLINE_S,
                 "a pipeline",
             )
         yield nodes | {"whole": whole}
@@ -113,7 +113,7 @@ def test_a_last_stage_that_is_told_the_prompt_remembers_how_it_went_on(
 def test_checks_of_rows_that_were_guessed_find_nothing_wrong(nodes: dict[str, DaemonProcess]) -> None:
     origin = nodes["checking"]
     assert sum(n_right(answer(origin)) for _ in range(4))
-    wait_for(lambda: checks(origin).get("right", 0), PATIENCE_S, "a check to be over")
+    wait_for(lambda: checks(origin).get("right", 0), DEADLINE_S, "a check to be over")
     assert checks(origin).keys() <= {"right", "dropped"}
     for name in HALVES:
         trust = origin.http.get(f"/api/admin/peers/{nodes[name].node_id}").json()["trust"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 N_TOKENS = 300
 BODY = {
@@ -56,9 +56,9 @@ def test_an_answer_goes_on_while_a_worker_of_its_route_stands_still(tmp_path: Pa
         running_daemon(tmp_path, "one", load=["guide:6:12"], bootstrap=asked.addresses) as one,
         running_daemon(tmp_path, "two", load=["guide:6:12"], bootstrap=asked.addresses) as two,
     ):
-        wait_for(lambda: routes(asked), PATIENCE_S, "a pipeline")
+        wait_for(lambda: routes(asked), DEADLINE_S, "a pipeline")
         peers = "/api/admin/peers"
-        wait_for(lambda: len(asked.http.get(peers).json()["peers"]) == 2, PATIENCE_S, "both others")
+        wait_for(lambda: len(asked.http.get(peers).json()["peers"]) == 2, DEADLINE_S, "both others")
         whole = asked.http.post("/v1/completions", json=BODY).json()
         (first,) = {stage["nickname"] for stage in whole["swarm"]["route"]} - {"asked"}
         slow = {"one": one, "two": two}[first]

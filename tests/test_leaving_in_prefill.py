@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SLOW = Shape(n_layers=12, n_embd=512, n_heads=8, n_kv_heads=2, n_ff=2048, n_vocab=512, context_length=16384)
 N_PROMPT, N_CHUNK = 8000, 128
 """Several seconds of prefill on a fast machine; a token is a byte."""
-PATIENCE_S = 60
+DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
                 answer = node.http.post(f"/api/admin/models{url}", json=body)
                 assert '"error"' not in answer.text, answer.text
         for node in (a, b, c):
-            wait_for(lambda node=node: is_complete(node), PATIENCE_S, "every node to know all holders")
+            wait_for(lambda node=node: is_complete(node), DEADLINE_S, "every node to know all holders")
         yield a, b, c
 
 
@@ -95,25 +95,25 @@ def test_every_node_stops_computing(
     prompt = f"{origin}{stream}" + "x" * (N_PROMPT - 10)
     with ask(nodes[origin], prompt, stream=stream) as connection:
         wait_for(
-            lambda: nodes[2].stats()["pipelines"]["active_stage_requests"] == 1, PATIENCE_S, "the last stage"
+            lambda: nodes[2].stats()["pipelines"]["active_stage_requests"] == 1, DEADLINE_S, "the last stage"
         )
         start = ticks(nodes)
         wait_for(
             lambda: all(now > then + 2 for now, then in zip(ticks(nodes), start, strict=True)),
-            PATIENCE_S,
+            DEADLINE_S,
             "every worker to compute",
         )
         if resets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     for node in nodes:
-        wait_for(lambda node=node: is_idle(node), PATIENCE_S, "the node to be idle after the client left")
+        wait_for(lambda node=node: is_idle(node), DEADLINE_S, "the node to be idle after the client left")
     seen: list[list[int]] = []
 
     def is_quiet() -> bool:
         seen.append(ticks(nodes))
         return len(seen) > 10 and seen[-1] == seen[-10]
 
-    wait_for(is_quiet, PATIENCE_S, "the workers to compute nothing more")
+    wait_for(is_quiet, DEADLINE_S, "the workers to compute nothing more")
     after = counts(nodes)
     assert after["jobs"] - before["jobs"] < N_PROMPT // N_CHUNK // 2, "most of the prompt was computed"
     assert (after["cancelled"], after["failed"]) == (before["cancelled"] + 1, before["failed"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_an_answer_goes_on_while_libp2p_starts_again_on_every_node(tmp_path: Pat
                 )
             )
         a, b, _ = nodes
-        wait_for(lambda: is_complete(a) and is_complete(b), PATIENCE_S, "all layers")
+        wait_for(lambda: is_complete(a) and is_complete(b), DEADLINE_S, "all layers")
         undisturbed = list(events(a, lambda: None))
 
         def crash_all() -> None:
@@ -71,7 +71,7 @@ def test_an_answer_goes_on_while_libp2p_starts_again_on_every_node(tmp_path: Pat
                 node.process.send_signal(signal.SIGUSR1)
             for node in nodes:
                 wait_for(
-                    lambda node=node: RESTARTED in node.log.read_text(), PATIENCE_S, "libp2p to fall over"
+                    lambda node=node: RESTARTED in node.log.read_text(), DEADLINE_S, "libp2p to fall over"
                 )
 
         disturbed = list(events(a, crash_all))
@@ -81,6 +81,6 @@ def test_an_answer_goes_on_while_libp2p_starts_again_on_every_node(tmp_path: Pat
         assert [node.log.read_text().count(RESTARTED) for node in nodes] == [1, 1, 1]
         # Nobody was lost, and what needs libp2p works again.
         for node in nodes:
-            wait_for(lambda node=node: n_peers(node) == 2, PATIENCE_S, "everybody to see the others")
-        again = wait_for(lambda: text_of(list(events(b, lambda: None))), PATIENCE_S, "libp2p to be back")
+            wait_for(lambda node=node: n_peers(node) == 2, DEADLINE_S, "everybody to see the others")
+        again = wait_for(lambda: text_of(list(events(b, lambda: None))), DEADLINE_S, "libp2p to be back")
         assert again == text_of(undisturbed)

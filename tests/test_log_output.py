@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from daemon_process import running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A, NODE_B
 
 from swarmllm import log_output
@@ -195,7 +195,7 @@ def test_a_daemon_writes_the_same_lines_to_its_file(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "attic", load=[]) as node:
         file = node.data_dir / "daemon.log"
         wait_for(
-            lambda: f"node attic (…{node.node_id[-8:]}) serves" in file.read_text(), PATIENCE_S, "a line"
+            lambda: f"node attic (…{node.node_id[-8:]}) serves" in file.read_text(), DEADLINE_S, "a line"
         )
         assert all(ISO.match(line) for line in file.read_text().splitlines())
         assert node.stop() == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from bench import starved
 
@@ -30,7 +30,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     inference = {"n_threads": 1, "n_ctx": 4096, "n_slots": 8, "max_queued_requests": N_STREAMS}
     with running_daemon(folder, "solo", load=["guide"], inference=inference) as node:
         wait_for(
-            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+            lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide to be loaded"
         )
         yield node
 
@@ -75,7 +75,7 @@ async def visit(node: DaemonProcess, seed: int, ends: list[bytes]) -> None:
 
 async def wave(node: DaemonProcess, first_seed: int) -> list[bytes]:
     ends: list[bytes] = []
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             for i in range(N_STREAMS):
                 nursery.start_soon(visit, node, first_seed + i, ends)
@@ -95,7 +95,7 @@ def left_behind(node: DaemonProcess) -> dict[str, Any]:
         )
         return None if any(busy) else stats
 
-    stats = wait_for(idle, PATIENCE_S, "the daemon to be idle")
+    stats = wait_for(idle, DEADLINE_S, "the daemon to be idle")
     assert not any(slot["is_processing"] for slot in node.http.get("/slots").json())
     pids = [node.process.pid, *node.worker_pids()]
     return {
@@ -140,4 +140,4 @@ def wait_for_quiet(node: DaemonProcess) -> dict[str, Any]:
         seen.append(left_behind(node))
         return seen[-1] if len(seen) > 5 and all(each == seen[-1] for each in seen[-5:]) else None
 
-    return dict(wait_for(same, PATIENCE_S, "the daemon to be quiet"))
+    return dict(wait_for(same, DEADLINE_S, "the daemon to be quiet"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from sound_models import sound_projector, tones, wav_of
 from vision_models import file_of, pixels, projector, text_model
 
@@ -76,14 +76,14 @@ def it_travels(
     assert (of_b["state"], of_b["is_open"], taken["loaded"]) == ("loaded", True, ["2:4"])
     assert Path(of_b["path"]).read_bytes() == mmproj.read_bytes()
     assert Path(of_b["path"]).stem == of_b["blake3"]
-    wait_for(lambda: encodes(b), PATIENCE_S, "the projector to be announced")
+    wait_for(lambda: encodes(b), DEADLINE_S, "the projector to be announced")
     other = file_of(pixels(40, 30, 3))
     own = chat(b, other)
     assert not own["swarm"]["pictures"][0]["kept"]
     assert a.stats()["pipelines"]["pictures_given"] == 1, "B has an encoder of its own"
     gone = lines(b, "/seer/unload", {"layers": "mmproj", "progress": True})["model"]["projector"]
     assert (gone["state"], gone["is_open"]) == ("unloaded", False)
-    wait_for(lambda: not encodes(b), PATIENCE_S, "the projector to be announced no more")
+    wait_for(lambda: not encodes(b), DEADLINE_S, "the projector to be announced no more")
     assert told(chat(b, shown)) == whole
     told(chat(b, file_of(pixels(40, 30, 4))))
     assert a.stats()["pipelines"]["pictures_given"] == 2
@@ -160,7 +160,7 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
         assert counted.json()["input_tokens"] == answer["usage"]["prompt_tokens"]
         with running_daemon(tmp_path, "b", load=[], inference=INFERENCE, bootstrap=a.addresses) as b:
             # The model comes from the other node, its projector from the disk.
-            wait_for(lambda: sources(b, "seer"), PATIENCE_S, "the other node to know who has the file")
+            wait_for(lambda: sources(b, "seer"), DEADLINE_S, "the other node to know who has the file")
             assert lines(b, "/seer/load", {"layers": "2:4"})["model"]["stored"]
             # So its pictures are encoded by the other node, which the answer names.
             listed = b.http.get("/v1/models").json()["data"]
@@ -190,7 +190,7 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
             for node in (a, b):
                 wait_for(
                     lambda node=node: node.http.get("/api/admin/models/seer/status").json()["complete"],
-                    PATIENCE_S,
+                    DEADLINE_S,
                     "all layers to be held",
                 )
                 cut = chat(node, shown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 
@@ -85,9 +85,9 @@ def takes_it(folder: Path) -> bool:
     # With this setting the other one gets no tokens, so what it knows of a prompt does not count there.
     with members(folder, "first", "second", local_embedding_privacy=True) as (first, second):
         cold = ask(first)
-        wait_for(lambda: announced(second).get("first", 0) > 0, PATIENCE_S, "the announcement")
+        wait_for(lambda: announced(second).get("first", 0) > 0, DEADLINE_S, "the announcement")
         # A way that nobody has measured, or only once while the other node was starting, counts as long.
-        wait_for(lambda: is_near(second), PATIENCE_S, "a short round trip")
+        wait_for(lambda: is_near(second), DEADLINE_S, "a short round trip")
         warm = ask(second)
         n_prompt = cold["usage"]["prompt_tokens"]
         whole = (n_prompt - 1) // 64 * 64
@@ -101,8 +101,8 @@ def takes_it(folder: Path) -> bool:
         assert prefix["bytes"] > 0
         assert cold["swarm"]["prefix"] is None
         # A block and the last one are computed again; then it is the second one's to give.
-        wait_for(lambda: counted(second)['checks_total{outcome="right"}'] == 1, PATIENCE_S, "the check")
-        wait_for(lambda: announced(first)["second"] > 0, PATIENCE_S, "the second one's announcement")
+        wait_for(lambda: counted(second)['checks_total{outcome="right"}'] == 1, DEADLINE_S, "the check")
+        wait_for(lambda: announced(first)["second"] > 0, DEADLINE_S, "the second one's announcement")
         assert counted(second)['fetches_total{outcome="hit"}'] == 1
         assert counted(second)["fetched_bytes_total"] == counted(first)["given_bytes_total"] > 0
         # What is here is not fetched again, and exact requests take nothing from anybody.
@@ -127,9 +127,9 @@ def test_in_an_open_swarm_prompts_are_announced_by_whoever_wants_it(tmp_path: Pa
         a = stack.enter_context(joining)
         known = [*a.addresses, *b.addresses]
         seer = stack.enter_context(running_daemon(tmp_path, "seer", load=[], bootstrap=known))
-        wait_for(lambda: announced(seer).keys() == {"silent", "open"}, PATIENCE_S, "both records")
-        wait_for(lambda: announced(seer)["open"] > 0, PATIENCE_S, "the announcement")
-        wait_for(lambda: announced(a)["open"] > 0, PATIENCE_S, "the announcement at the other one")
+        wait_for(lambda: announced(seer).keys() == {"silent", "open"}, DEADLINE_S, "both records")
+        wait_for(lambda: announced(seer)["open"] > 0, DEADLINE_S, "the announcement")
+        wait_for(lambda: announced(a)["open"] > 0, DEADLINE_S, "the announcement at the other one")
         assert n_cached(ask(a)) == 0
         assert announced(seer)["silent"] == 0
         seen = seer.http.get("/api/admin/peers/open").json()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_the_middle_is_lent_and_the_ends_are_not(tmp_path: Path) -> None:
             inference={"encrypted_pipeline": True, "n_threads": 1},
         ) as home,
     ):
-        planned = wait_for(lambda: plan(home), PATIENCE_S, "holders of all layers")
+        planned = wait_for(lambda: plan(home), DEADLINE_S, "holders of all layers")
         assert [(stage["node_id"], stage["layers"]) for stage in planned["stages"]] == [
             (home.node_id, "0:2"),
             (whole.node_id, "2:10"),

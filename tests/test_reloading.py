@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, toml, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.config import TABLES, Config, InferenceTable, NodeTable, StoreTable, keys_of
 from swarmllm.reloading import merge
@@ -46,19 +46,19 @@ def test_no_key_of_a_socket_or_a_key_to_it_is_reloaded() -> None:
 def test_a_daemon_reads_its_configuration_again(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "solo", load=[]) as node:
         hang_up(node, {"downloads": {"offline": True}, "store": {"share": False}, "api": {"port": 1}})
-        wait_for(lambda: settings(node)["downloads"]["offline"], PATIENCE_S, "the change")
+        wait_for(lambda: settings(node)["downloads"]["offline"], DEADLINE_S, "the change")
         assert settings(node)["store"]["share"] is False
         assert settings(node)["api"]["port"] == 0
         refused = node.http.post("/api/admin/downloads", json={"source": "https://example.org/x.gguf"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "offline")
         said = wait_for(
-            lambda: "after a restart" in node.log.read_text(), PATIENCE_S, "the account in the log"
+            lambda: "after a restart" in node.log.read_text(), DEADLINE_S, "the account in the log"
         )
         assert said
         assert "changed: store.share, downloads.offline; after a restart: api.port" in node.log.read_text()
         hang_up(node, {"downloads": {"ofline": True}})
         wait_for(
-            lambda: "Did you mean 'offline'?" in node.log.read_text(), PATIENCE_S, "the refusal in the log"
+            lambda: "Did you mean 'offline'?" in node.log.read_text(), DEADLINE_S, "the refusal in the log"
         )
         assert settings(node)["downloads"]["offline"] is True
         assert node.stop() == 0

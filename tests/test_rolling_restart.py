@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ class Swarm:
         """What the process ends with."""
         node = self.nodes[name]
         node.process.send_signal(signal.SIGTERM)
-        status = node.process.wait(PATIENCE_S)
+        status = node.process.wait(DEADLINE_S)
         del self.nodes[name]
         self.stacks.pop(name).close()
         return status
@@ -60,7 +60,7 @@ class Swarm:
     def wait_whole(self) -> None:
         """Every node knows that all three hold their layers."""
         for node in self.nodes.values():
-            wait_for(lambda node=node: n_holders(node) == len(LAYERS), PATIENCE_S, "all holders to be known")
+            wait_for(lambda node=node: n_holders(node) == len(LAYERS), DEADLINE_S, "all holders to be known")
 
 
 def n_holders(node: DaemonProcess) -> int:
@@ -101,7 +101,7 @@ class Asker(threading.Thread):
 
     def end(self) -> None:
         self._ends.set()
-        self.join(PATIENCE_S)
+        self.join(DEADLINE_S)
         assert not self.is_alive()
 
     def _stream(self) -> None:
@@ -110,7 +110,7 @@ class Asker(threading.Thread):
             if node is None:
                 continue
             with openai.OpenAI(
-                base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+                base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
             ) as ai:
                 try:
                     stream: Any = ai.chat.completions.create(
@@ -158,7 +158,7 @@ def more_answers(askers: list[Asker]) -> None:
         assert not any(asker.broken for asker in askers), [asker.broken for asker in askers]
         return all(asker.n_whole > n for asker, n in zip(askers, before, strict=True))
 
-    wait_for(went_on, PATIENCE_S, "further answers")
+    wait_for(went_on, DEADLINE_S, "further answers")
 
 
 def test_no_stream_breaks_while_each_node_restarts(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.swarm.peers.trust import TrustEvent
 
@@ -43,12 +43,12 @@ def test_the_node_that_is_asked_decides_whether_rows_are_rounded(tmp_path: Path)
         ) as other,
     ):
         for node in (exact, other):
-            wait_for(lambda node=node: is_complete(node), PATIENCE_S, "a pipeline")
+            wait_for(lambda node=node: is_complete(node), DEADLINE_S, "a pipeline")
 
         def plans() -> list[bool]:
             return [node.http.get("/api/admin/plan?model=guide").json()["exact"] for node in (exact, other)]
 
-        wait_for(lambda: plans() == [True, False], PATIENCE_S, "what the other one can read")
+        wait_for(lambda: plans() == [True, False], DEADLINE_S, "what the other one can read")
         for node in (exact, other):
             told = [answer(node) for _ in range(2)]
             assert [each["swarm"]["exact"] for each in told] == [node is exact] * 2

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 from daemon_process import clean_environment, toml
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.log_output import LineFormatter
 from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
@@ -23,7 +23,7 @@ from swarmllm.sd_notify import JournalFormatter, ServiceManager, is_journal
 def listen(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listener.bind(address)
-    listener.settimeout(PATIENCE_S)
+    listener.settimeout(DEADLINE_S)
     return listener
 
 
@@ -105,7 +105,7 @@ def test_a_daemon_says_when_it_is_ready_alive_and_stopping(tmp_path: Path) -> No
             process.send_signal(signal.SIGTERM)
             while not heard[-1].startswith("STOPPING"):
                 heard.append(listener.recv(1000).decode())
-            assert process.wait(PATIENCE_S) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
             process.wait()

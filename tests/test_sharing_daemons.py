@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, clean_environment, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import open_shelf
 from other_guide import other_guide
 from split_gguf import split_gguf
@@ -39,7 +39,7 @@ def command(node: DaemonProcess, *words: str, **environment: str) -> subprocess.
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=2 * DEADLINE_S,
         check=False,
     )
 
@@ -75,7 +75,7 @@ def private_nodes(
             )
         n_others = len(nodes) - 1
         for node in nodes:
-            wait_for(lambda node=node: node.stats()["peers_connected"] == n_others, PATIENCE_S, "all to meet")
+            wait_for(lambda node=node: node.stats()["peers_connected"] == n_others, DEADLINE_S, "all to meet")
         yield nodes
 
 
@@ -138,8 +138,8 @@ def test_a_model_in_four_parts_is_shared_out_over_three_nodes_with_one_command(t
         ended = command(a, "unshare", "big")
         assert ended.returncode == 0, ended
         for node in nodes:
-            wait_for(lambda node=node: held(node) == [], PATIENCE_S, "what was loaded for it to be dropped")
-            wait_for(lambda node=node: shares(node) == [], PATIENCE_S, "the share to be forgotten")
+            wait_for(lambda node=node: held(node) == [], DEADLINE_S, "what was loaded for it to be dropped")
+            wait_for(lambda node=node: shares(node) == [], DEADLINE_S, "the share to be forgotten")
         assert c.http.get("/api/admin/models").json()["models"]
 
 
@@ -151,9 +151,9 @@ def test_a_share_outlasts_its_daemon_and_leaves_what_a_person_loaded(tmp_path: P
         def shared() -> bool:
             return a.http.post("/api/admin/shares", json={"model": "guide"}).status_code == 200
 
-        wait_for(shared, PATIENCE_S, "room for the guide")
-        wait_for(lambda: shares(a)[0]["complete"], 2 * PATIENCE_S, "the guide to be complete")
-        wait_for(lambda: len(held(b)) and held(b) != ["0:2"], 2 * PATIENCE_S, "b to take its part")
+        wait_for(shared, DEADLINE_S, "room for the guide")
+        wait_for(lambda: shares(a)[0]["complete"], 2 * DEADLINE_S, "the guide to be complete")
+        wait_for(lambda: len(held(b)) and held(b) != ["0:2"], 2 * DEADLINE_S, "b to take its part")
         a.process.send_signal(signal.SIGKILL)
         a.process.wait()
         (tmp_path / "a" / "daemon.json").unlink()
@@ -162,13 +162,13 @@ def test_a_share_outlasts_its_daemon_and_leaves_what_a_person_loaded(tmp_path: P
         with running_daemon(tmp_path, "a", load=[], bootstrap=b.addresses, **tables) as again:
             wait_for(
                 lambda: [share["complete"] for share in shares(again)] == [True],
-                2 * PATIENCE_S,
+                2 * DEADLINE_S,
                 "the share to be complete again",
             )
             assert held(b) != ["0:2"]
             again.http.delete("/api/admin/shares/guide").raise_for_status()
-            wait_for(lambda: held(b) == ["0:2"], PATIENCE_S, "b to keep only what a person loaded")
-            wait_for(lambda: held(again) == [], PATIENCE_S, "a to drop its part")
+            wait_for(lambda: held(b) == ["0:2"], DEADLINE_S, "b to keep only what a person loaded")
+            wait_for(lambda: held(again) == [], DEADLINE_S, "a to drop its part")
 
 
 def test_a_node_of_the_open_swarm_accepts_nothing_unless_it_says_so(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_a_node_of_the_open_swarm_accepts_nothing_unless_it_says_so(tmp_path: Pa
         running_daemon(tmp_path, "a", load=[], **room) as a,
         running_daemon(tmp_path, "b", load=[], bootstrap=a.addresses, **room) as b,
     ):
-        wait_for(lambda: a.stats()["peers_connected"] == 1, PATIENCE_S, "both to meet")
+        wait_for(lambda: a.stats()["peers_connected"] == 1, DEADLINE_S, "both to meet")
         plan = wait_for(
             lambda: (found := a.http.get("/api/admin/shares/guide/plan").json())["refusing"] and found,
-            PATIENCE_S,
+            DEADLINE_S,
             "a to have heard of b",
         )
         assert [node["nickname"] for node in plan["refusing"]] == ["b"]

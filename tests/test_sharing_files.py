@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import FaultyServer, open_shelf
 from other_guide import other_guide
 from split_gguf import split_gguf
@@ -77,7 +77,7 @@ def test_what_a_node_cannot_fetch_another_one_does(tmp_path: Path) -> None:
         publish(hub, tmp_path / "hub")
         body = {"source": "hf:org/repo:Q8_0", "name": "big", "hf_endpoint": hub.url}
         assert a.http.post("/api/admin/shares/published", json=body).status_code == 200
-        wait_for(lambda: any(each["complete"] for each in shares(a)), 3 * PATIENCE_S, "the model to be held")
+        wait_for(lambda: any(each["complete"] for each in shares(a)), 3 * DEADLINE_S, "the model to be held")
         assert all(held(node) not in ([], ["0:12"]) for node in nodes)
         asked = command(b, "run", "--model", "big", "--max-tokens", "8", "What is a pipeline?")
         assert asked.returncode == 0, asked

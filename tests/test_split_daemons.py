@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import open_shelf
 from other_guide import other_guide
 from split_gguf import split_gguf
@@ -73,12 +73,12 @@ def test_a_model_of_four_parts_answers_whole_and_over_two_nodes(tmp_path: Path, 
         assert ask(a, "split") == expected
         done(a, f"{MODELS}/split/unload", {"progress": True})
 
-        wait_for(lambda: sources(b, "split"), PATIENCE_S, "b to know who has the parts")
+        wait_for(lambda: sources(b, "split"), DEADLINE_S, "b to know who has the parts")
         fetched = done(b, f"{MODELS}/split/load", {"layers": "5:12"})
         assert (fetched["model_id"], fetched["n_parts"]) == (model_id, 1)
         done(a, f"{MODELS}/split/load", {"layers": "0:8"})
         for node in (a, b):
-            wait_for(lambda node=node: is_complete(node, "split"), PATIENCE_S, "both to know both")
+            wait_for(lambda node=node: is_complete(node, "split"), DEADLINE_S, "both to know both")
             assert ask(node, "split") == expected
             assert events(node, f"{MODELS}/split/verify", {})[-1]["damaged"] == []
         assert a.http.delete(f"{MODELS}/split").status_code in (200, 409)
@@ -97,7 +97,7 @@ def test_a_model_of_four_parts_is_pulled_from_a_hub_and_answers(tmp_path: Path, 
         def view() -> dict[str, Any]:
             return dict(node.http.get(f"/api/admin/downloads/{started['id']}").json())
 
-        wait_for(lambda: view()["state"] in ("done", "failed"), PATIENCE_S, "the download to end")
+        wait_for(lambda: view()["state"] in ("done", "failed"), DEADLINE_S, "the download to end")
         assert (view()["state"], view()["error"], view()["model"]) == ("done", "", "split-q8_0")
         done(node, f"{MODELS}/split-q8_0/load", {})
         assert ask(node, "split-q8_0") == ask(node, "guide")

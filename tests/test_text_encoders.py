@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon_process import DaemonProcess, running_daemon
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from gguf.constants import PoolingType
 
 from tests.workers.text_encoder_files import N_CTX, N_EMBD, build
@@ -36,7 +36,7 @@ def told_by_libllama(path: Path) -> tuple[np.ndarray, list[list[int]]]:
         [sys.executable, "-c", REFERENCE, str(path), str(N_CTX), *DOCUMENTS],
         stdout=subprocess.PIPE,
         check=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
     )
     vectors, tokens = zip(*json.loads(done.stdout), strict=True)
     return np.array(vectors, np.float32), list(tokens)

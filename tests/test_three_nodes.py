@@ -14,7 +14,7 @@ import llama_cpp
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.guide import GUIDE_PATH
 
@@ -35,7 +35,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
         running_daemon(folder, "c", load=[THIRDS[2]], **tables, bootstrap=a.addresses) as c,
     ):
         for node in (a, b, c):
-            wait_for(lambda node=node: complete(node), PATIENCE_S, "every node to know holders of all layers")
+            wait_for(lambda node=node: complete(node), DEADLINE_S, "every node to know holders of all layers")
         yield a, b, c
         assert [node.stop() for node in (a, b, c)] == [0, 0, 0]
 
@@ -45,7 +45,7 @@ def complete(node: DaemonProcess) -> bool:
 
 
 def client(node: DaemonProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 def ask(node: DaemonProcess) -> str:
@@ -66,13 +66,13 @@ def test_one_id_follows_a_request_to_the_log_of_the_last_worker(nodes: tuple[Dae
         said = rf"worker \d+: DEBUG \S+ request {request_id} ended with [1-9]\d* rows"
         wait_for(
             lambda node=node, said=said: re.search(said, node.log.read_text()),
-            PATIENCE_S,
+            DEADLINE_S,
             "its worker's line",
         )
     assert f"request {request_id} of guide:" in nodes[0].log.read_text()
     for node in nodes[1:]:
         ended = f"request {request_id} of a (…{nodes[0].node_id[-8:]}) ended here"
-        wait_for(lambda node=node, ended=ended: ended in node.log.read_text(), PATIENCE_S, "the stage's line")
+        wait_for(lambda node=node, ended=ended: ended in node.log.read_text(), DEADLINE_S, "the stage's line")
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def test_after_the_prompt_workers_speak_to_each_other_directly(nodes: tuple[Daem
     for node, known in zip(nodes, before, strict=True):
         wait_for(
             lambda node=node, known=known: node.stats()["pipelines"]["jobs_by_link"] >= known + n_jobs,
-            PATIENCE_S,
+            DEADLINE_S,
             "the node to have run decode jobs that came by links",
         )
 
@@ -215,7 +215,7 @@ def test_a_stage_shows_what_it_computes_and_for_whom(nodes: tuple[DaemonProcess,
             lambda index=index, key=key: (
                 tokens(nodes[index])[key] - before[index].get(key, 0) >= n_tokens - 1
             ),
-            PATIENCE_S,
+            DEADLINE_S,
             "the stage to count its tokens",
         )
         page = nodes[index].http.get("/metrics").text
@@ -228,7 +228,7 @@ def test_honest_nodes_hold_nothing_against_each_other(nodes: tuple[DaemonProcess
     for node in nodes:
         ask(node)
     until_s = time.monotonic() + WATCHED_S
-    wait_for(lambda: time.monotonic() >= until_s, PATIENCE_S, "the time to be over")
+    wait_for(lambda: time.monotonic() >= until_s, DEADLINE_S, "the time to be over")
     for node in nodes:
         for other in nodes:
             if other is not node:
@@ -256,7 +256,7 @@ def test_closing_a_stream_frees_its_slot_on_every_node(nodes: tuple[DaemonProces
                 next(stream)
             assert nodes[1].stats()["pipelines"]["active_stage_requests"] == 1
         for node in nodes:
-            wait_for(lambda node=node: is_idle(node), PATIENCE_S, "the node to be idle after the client left")
+            wait_for(lambda node=node: is_idle(node), DEADLINE_S, "the node to be idle after the client left")
     assert nodes[0].stats()["requests"]["cancelled"] >= N_SLOTS + 1
     assert ask(nodes[0])
 

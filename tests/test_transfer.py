@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from other_guide import other_guide
 
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
@@ -54,7 +54,7 @@ def fetched_bytes(node: DaemonProcess) -> int:
 
 
 def ask(node: DaemonProcess, model: str = NAME) -> str:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as ai:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as ai:
         answer = ai.chat.completions.create(
             model=model,
             messages=QUESTION,
@@ -74,7 +74,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, model_file: Path) -> Iterato
     ):
         assert lines(a, "", {"path": str(model_file), "name": NAME})[-1]["type"] == "result"
         for node in (b, c):
-            wait_for(lambda node=node: gives(node), PATIENCE_S, "everybody to know who has the file")
+            wait_for(lambda node=node: gives(node), DEADLINE_S, "everybody to know who has the file")
         yield a, b, c
         assert [node.stop() for node in (a, b, c)] == [0, 0, 0]
 
@@ -100,16 +100,16 @@ def test_three_nodes_run_what_one_of_them_had(
     on_disk = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
     assert weights * 0.9 < on_disk < (weights + description) * 1.1, "a loaded layer lies in one file only"
 
-    wait_for(lambda: gives(c, 2), PATIENCE_S, "the last node to know both holders")
+    wait_for(lambda: gives(c, 2), DEADLINE_S, "the last node to know both holders")
     load(c, "8:12")
     load(a, "0:4")
     for node in nodes:
         wait_for(
             lambda node=node: node.http.get(f"/api/admin/models/{NAME}/status").json()["complete"],
-            PATIENCE_S,
+            DEADLINE_S,
             "every node to know holders of all layers",
         )
-    wait_for(lambda: b.http.get("/api/admin/models/guide/status").json()["sources"], PATIENCE_S, "the guide")
+    wait_for(lambda: b.http.get("/api/admin/models/guide/status").json()["sources"], DEADLINE_S, "the guide")
     assert lines(a, "/guide/load", {})[-1]["type"] == "result"
     expected = ask(a, "guide")
     assert expected
@@ -131,7 +131,7 @@ def test_a_node_killed_while_it_fetches_goes_on_where_it_was(tmp_path: Path, mod
         kept: list[int] = []
         for _ in range(4):
             with running_daemon(tmp_path, "b", load=[], bootstrap=a.addresses) as b:
-                wait_for(lambda b=b: gives(b), PATIENCE_S, "b to know who has the file")
+                wait_for(lambda b=b: gives(b), DEADLINE_S, "b to know who has the file")
                 stop_at = dice.uniform(0.05, 0.3) * total_bytes
                 with b.http.stream("POST", f"/api/admin/models/{NAME}/load", json={}) as answer:
                     first, missing_bytes = None, 0
@@ -152,7 +152,7 @@ def test_a_node_killed_while_it_fetches_goes_on_where_it_was(tmp_path: Path, mod
         assert kept == sorted(kept)
         assert kept[-1] > 0
         with running_daemon(tmp_path, "b", load=[], bootstrap=a.addresses) as b:
-            wait_for(lambda: gives(b), PATIENCE_S, "b to know who has the file")
+            wait_for(lambda: gives(b), DEADLINE_S, "b to know who has the file")
             assert load(b, f"0:{manifest.n_layers}")[-1]["model"]["complete"]
             assert lines(b, f"/{NAME}/verify", {})[-1]["damaged"] == []
             assert fetched_bytes(b) < total_bytes
@@ -171,7 +171,7 @@ def test_a_node_can_start_with_layers_that_only_others_have(tmp_path: Path, mode
         assert lines(a, "", {"path": str(model_file), "name": NAME})[-1]["type"] == "result"
         with running_daemon(tmp_path, "b", load=[f"{NAME}:4:8"], bootstrap=a.addresses) as b:
             wait_for(
-                lambda: b.http.get("/health/ready").status_code == 200, PATIENCE_S, "b to have its layers"
+                lambda: b.http.get("/health/ready").status_code == 200, DEADLINE_S, "b to have its layers"
             )
             assert b.stats()["models"][0]["layers"] == ["4:8"]
 
@@ -200,24 +200,24 @@ def test_a_model_of_a_node_beyond_the_connected_ones_is_found_and_those_of_the_d
             assert lines(holder, "", {"path": str(model_file), "name": NAME})[-1]["type"] == "result"
             told = holder.stats()["dht"]["n_announced"]
             assert told == 4, "two keys for the guide, two for this one"
-            wait_for(lambda: middle.stats()["dht"]["n_records"] == told, PATIENCE_S, "the DHT to have them")
+            wait_for(lambda: middle.stats()["dht"]["n_records"] == told, DEADLINE_S, "the DHT to have them")
             with one_more("by-name") as seeker:
-                wait_for(lambda: knows_its_way(seeker), PATIENCE_S, "it to know the one in the middle")
+                wait_for(lambda: knows_its_way(seeker), DEADLINE_S, "it to know the one in the middle")
                 assert gives(seeker), "a record says so"
                 assert load(seeker, "4:8")[-1]["model"]["loaded"] == ["4:8"]
                 assert peers(seeker) == {middle.node_id, holder.node_id}
                 assert seeker.stop() == 0
             with one_more("by-id") as seeker:
-                wait_for(lambda: knows_its_way(seeker), PATIENCE_S, "it to know the one in the middle")
+                wait_for(lambda: knows_its_way(seeker), DEADLINE_S, "it to know the one in the middle")
                 found = lines(seeker, f"/{model_id}/load", {"layers": "0:4"})[-1]
                 assert found["model"]["files"] == {"layers": ["0:4"], "embedding": True, "head": False}
                 assert seeker.stop() == 0
             os.kill(holder.process.pid, signal.SIGKILL)
-            wait_for(lambda: holder.node_id not in peers(middle), PATIENCE_S, "the dead to be missed")
+            wait_for(lambda: holder.node_id not in peers(middle), DEADLINE_S, "the dead to be missed")
         n_kept = middle.stats()["dht"]["n_records"]
         assert n_kept >= told, "the DHT names the dead for hours"
         with one_more("late") as late:
-            wait_for(lambda: knows_its_way(late), PATIENCE_S, "it to know the one in the middle")
+            wait_for(lambda: knows_its_way(late), DEADLINE_S, "it to know the one in the middle")
             for wanted in (NAME, model_id):
                 refused = late.http.post(f"/api/admin/models/{wanted}/load", json={"layers": "0:4"})
                 assert refused.status_code == 404

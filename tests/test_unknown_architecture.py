@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from workers.blueprint import write
 from workers.families import FAMILIES
 from workers.generic_families import CUT_EXACTLY, RUN_WHOLE
@@ -83,7 +83,7 @@ def test_a_verdict_is_reached_once_kept_and_passed_on(tmp_path: Path) -> None:
         assert a.http.post("/api/admin/models/exact/unload", json={}).status_code == 200
         with running_daemon(tmp_path, "b", load=[], inference=INFERENCE, bootstrap=a.addresses) as b:
             wait_for(
-                lambda: status(b, "exact")["sources"], PATIENCE_S, "the other node to know who has the file"
+                lambda: status(b, "exact")["sources"], DEADLINE_S, "the other node to know who has the file"
             )
             loaded = lines(b, "/exact/load", {"layers": "3:8"})[-1]
             assert loaded["type"] == "result", loaded
@@ -91,7 +91,7 @@ def test_a_verdict_is_reached_once_kept_and_passed_on(tmp_path: Path) -> None:
             assert lines(a, "/exact/load", {"layers": "0:3"})[-1]["type"] == "result"
             for node in (a, b):
                 wait_for(
-                    lambda node=node: status(node, "exact")["complete"], PATIENCE_S, "all layers to be held"
+                    lambda node=node: status(node, "exact")["complete"], DEADLINE_S, "all layers to be held"
                 )
                 assert complete(node, "exact") == expected
             answer = b.http.post("/api/admin/models/whole/load", json={"layers": "0:4"})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from PIL import Image
@@ -311,7 +311,7 @@ def uncut_all(questions: Sequence[Question], *, n_batch: int = N_BATCH, **settin
         input=json.dumps(asked).encode(),
         check=True,
         capture_output=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
         # glibc gives zeroed memory then: libmtmd multiplies memory that it has not written with 0 (pixtral).
         env=os.environ | {"PYTHONPATH": paths, "MALLOC_PERTURB_": "255"},
     )

@@ -288,7 +288,7 @@ class Node:
         failures: list[str] = []
         for entry, layers in wanted:
             try:
-                await self._patiently(partial(self.models.hold, entry, layers))
+                await self._retry_until_known(partial(self.models.hold, entry, layers))
             except SwarmLLMError as error:
                 log.error(  # noqa: TRY400 (the message says it all)
                     "loading %s %s failed: %s", entry.name, layers, error.message
@@ -296,7 +296,7 @@ class Node:
                 failures.append(f"{entry.name} {layers}: {error.message}")
                 self._readiness = Readiness("failed", "; ".join(failures))
         if self.config.model.restore:
-            await self._restoring.run(self._patiently)
+            await self._restoring.run(self._retry_until_known)
             await self.models.restore_projectors()
         if not failures:
             self._readiness = Readiness("ready")
@@ -465,7 +465,7 @@ class Node:
         # Its header says all that texts take; the rest comes when the request loads it.
         return entry if self.on_demand.is_wanted(entry) else await self._as_origin(entry)
 
-    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_until_known(self, act: Callable[[], Awaitable[T]]) -> T:
         """Right after the start, who has what is needed may not be connected yet."""
         until_s = trio.current_time() + (JOINING_S if self._meets_others else 0)
         while True:
@@ -480,7 +480,7 @@ class Node:
 
     async def _configured(self, text: str) -> tuple[CatalogueEntry, LayerRange]:
         try:
-            return await self._patiently(partial(self._wanted, text))
+            return await self._retry_until_known(partial(self._wanted, text))
         except SwarmLLMError as error:
             raise ConfigError(f"model.load {text}: {error.message}", field="model.load") from error
 

@@ -213,7 +213,7 @@ def _laid_over(below: LoadOptions, above: LoadOptions) -> LoadOptions:
 
 
 Act = Callable[[], Awaitable[None]]
-Patiently = Callable[[Act], Awaitable[None]]
+Retry = Callable[[Act], Awaitable[None]]
 
 RETRY_S = 30.0
 
@@ -229,8 +229,8 @@ class LoadRestorer:
         """Those of them that may be over without anybody's doing here."""
         self._tried = trio.Event()
 
-    async def run(self, patiently: Patiently) -> None:
-        """`patiently` does something again while nobody is connected yet who might help."""
+    async def run(self, retry: Retry) -> None:
+        """`retry` does something again while nobody is connected yet who might help."""
         late = []
         for load in self._remembered.all():
             try:
@@ -239,7 +239,7 @@ class LoadRestorer:
                 # Those that need nobody's help do not wait for it.
                 late.append(load)
         for load in late:
-            await self._settle(load, partial(patiently, partial(self._bring_back, load.model_id)))
+            await self._settle(load, partial(retry, partial(self._bring_back, load.model_id)))
         self._tried.set()
 
     async def keep_trying(self) -> None:

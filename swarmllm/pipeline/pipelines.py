@@ -430,7 +430,7 @@ class Pipelines:
         return (await self.stages_for(entry))[0].node_id
 
     def _start_session(self, session: Session) -> None:
-        self._tasks.start_soon(partial(self._run_session, session), session.has_failed)
+        self._tasks.spawn(partial(self._run_session, session), session.has_failed)
         self._links.join(session.context)
 
     async def _run_session(self, session: Session) -> None:

@@ -13,8 +13,8 @@ from swarmllm.supervision import spawn
 Task = Callable[[], Awaitable[None]]
 
 
-class StartsTasks(Protocol):
-    def start_soon(self, task: Task, /) -> None:
+class SpawnsTasks(Protocol):
+    def spawn(self, task: Task, /) -> None:
         """Raises SwarmLLMError while the pipelines of this node do not run."""
         ...
 
@@ -26,14 +26,14 @@ class PipelineTasks:
         self.nursery: trio.Nursery | None = None
         """None: the pipelines do not run."""
 
-    def start_soon(self, task: Task, failed: Callable[[Exception], object] | None = None, /) -> None:
+    def spawn(self, task: Task, failed: Callable[[Exception], object] | None = None, /) -> None:
         """Calls `failed` with the Exception that the task raises. Raises SwarmLLMError while the pipelines of
         this node do not run."""
         if self.nursery is None:
             raise SwarmLLMError("the node is stopping")
         spawn(self.nursery, "request", task, failed=failed)
 
-    def start_if_running(self, task: Task) -> None:
+    def spawn_if_running(self, task: Task) -> None:
         """Starts nothing while the pipelines of this node do not run."""
         if self.nursery is not None:
-            self.start_soon(task)
+            self.spawn(task)

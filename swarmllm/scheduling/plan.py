@@ -157,7 +157,7 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class ComparedRoute:
     """A whole route for comparison; it may be the chosen one. `cost_s` is None where there is no such
     route."""
 
@@ -172,7 +172,7 @@ class Plan:
     cost_s: float
     ends_s: float
     """Of the cost: to the first stage and from the last, where those are not at home."""
-    rivals: tuple[Rival, ...]
+    rivals: tuple[ComparedRoute, ...]
     refused: tuple[Refusal, ...] = ()
     """What would have been there but may not be used."""
     row_formats: tuple[RowFormat, ...] = ()
@@ -215,8 +215,8 @@ def make_plan(
     )
     home = {inputs.origin: allowed.get(inputs.origin, ())}
     rivals = [
-        _rival("all at home", choose_route(n_layers, cut_alignment, home, inputs.origin), inputs),
-        _rival(
+        _compared_route("all at home", choose_route(n_layers, cut_alignment, home, inputs.origin), inputs),
+        _compared_route(
             "fewest stages",
             choose_route(n_layers, cut_alignment, allowed, inputs.origin),
             inputs,
@@ -226,7 +226,7 @@ def make_plan(
         others_free = {node_id: allowed[node_id] for node_id in allowed if not speeds[node_id].is_full}
         if any(others_free[node_id] for node_id in others_free.keys() - home):
             away = best_with_others(n_layers, cut_alignment, home | others_free, inputs)
-            rivals.append(_rival("with other nodes", away, inputs))
+            rivals.append(_compared_route("with other nodes", away, inputs))
     ends_s = inputs.entry_s(route[0].node_id) + inputs.exit_s(route[-1].node_id)
     used = {stage.node_id for stage in route}
     without_room = tuple(
@@ -264,5 +264,5 @@ def _network_s(route: Sequence[RouteStage], index: int, inputs: RouteInputs) -> 
     return inputs.closing_s(here, route[0].node_id)
 
 
-def _rival(name: str, route: tuple[RouteStage, ...] | None, inputs: RouteInputs) -> Rival:
-    return Rival(name, route or (), route_cost_s(route, inputs) if route else None)
+def _compared_route(name: str, route: tuple[RouteStage, ...] | None, inputs: RouteInputs) -> ComparedRoute:
+    return ComparedRoute(name, route or (), route_cost_s(route, inputs) if route else None)

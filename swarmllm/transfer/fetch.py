@@ -33,7 +33,7 @@ from swarmllm.models.tensor_writer import TensorWriter
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
-from swarmllm.transfer.piece_client import HolderBusy, Lie, PieceAbsent, PieceClient
+from swarmllm.transfer.piece_client import HolderBusy, PieceAbsent, PieceClient, WrongBytes
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -310,7 +310,7 @@ class Fetch:
                     await trio.to_thread.run_sync(_close, writer)
         except PieceAbsent:
             self.plan.absent(task, node_id)
-        except Lie as error:
+        except WrongBytes as error:
             self._last_failure = error
             log.warning("%s", error.message)
             self.plan.lied(task, node_id)
@@ -335,7 +335,7 @@ class Fetch:
         chunk_list = await asking.whole("chunks", chunk_list_bytes(tensor.size_bytes), tensor.name)
         self.n_bytes += len(chunk_list)
         if digest_of(chunk_list) != tensor.blake3:
-            raise Lie(f"node {node_id} sent a wrong chunk list of {tensor.name}")
+            raise WrongBytes(f"node {node_id} sent a wrong chunk list of {tensor.name}")
         await trio.to_thread.run_sync(catalogue.keep_chunk_lists, model_id, {tensor.name: chunk_list})
         return chunk_list
 
@@ -351,7 +351,7 @@ class Fetch:
             self.n_bytes += len(data)
             self._from_nodes_bytes += len(data)
             if not await trio.to_thread.run_sync(writer.append_chunk, data):
-                raise Lie(f"node {node_id} sent wrong bytes of {tensor.name}")
+                raise WrongBytes(f"node {node_id} sent wrong bytes of {tensor.name}")
             task.sources.add(node_id)
             self._report(task, writer.n_bytes)
         await trio.to_thread.run_sync(writer.finish)

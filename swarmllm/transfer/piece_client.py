@@ -28,7 +28,7 @@ class PieceAbsent(RemoteError):
     """The holder does not have what it was asked for."""
 
 
-class Lie(RemoteError):
+class WrongBytes(RemoteError):
     """The holder sent other bytes than the model's."""
 
 

@@ -29,7 +29,7 @@ from swarmllm.swarm.peers.trust import Note, TrustEvent
 from swarmllm.swarm.router import Router
 from swarmllm.transfer.fetch import run_lanes
 from swarmllm.transfer.fetch_plan import FetchPlan, FetchTask
-from swarmllm.transfer.piece_client import HolderBusy, Lie, PieceAbsent, PieceClient
+from swarmllm.transfer.piece_client import HolderBusy, PieceAbsent, PieceClient, WrongBytes
 from swarmllm.transfer.settings import TransferSettings
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.limits import PIECE_MAX
@@ -201,7 +201,7 @@ class ProjectorFetch:
 
     def _blame(self, node_ids: Iterable[NodeId]) -> None:
         for node_id in node_ids:
-            error = Lie(f"node {node_id} sent another file than the projector that it announces")
+            error = WrongBytes(f"node {node_id} sent another file than the projector that it announces")
             log.warning("%s", error.message)
             self.liars.add(node_id)
 

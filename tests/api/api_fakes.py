@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A, B, C, node_id_named
 
 from swarmllm.api.http.app import create_app
@@ -368,7 +368,7 @@ class Stand:
         node_id = node_id_named(name)
         record = NodeRecord(node_id=node_id, nickname=f"{name}'s name", models=(announced,))
         await self.network.add(node_id).publish(encode_record(record))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while "ab" * 32 not in self.registry.models():
                 await trio.lowlevel.checkpoint()
 
@@ -434,7 +434,7 @@ async def serve_node(
     async with (
         open_node(folder, **inference) as stand,
         open_api(stand.node, stand.config, limits=limits) as stand.url,
-        httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=PATIENCE_S) as stand.http,
+        httpx.AsyncClient(base_url=stand.url, trust_env=False, timeout=DEADLINE_S) as stand.http,
     ):
         yield stand
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Stand, open_node, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A, NODE_B
 
 from swarmllm.config import ApiTable, Config, ModelTable
@@ -92,7 +92,7 @@ async def test_the_swarm_is_told_what_is_held(tmp_path: Path) -> None:
         assert decode_record(stand.router.records()[NODE_A]) == record, "nothing new, nothing said"
         stand.pool.held.clear()
         stand.node.holdings_changed()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while decode_record(stand.router.records()[NODE_A]).models:
                 await trio.lowlevel.checkpoint()
 

@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.api.http import auth
 from swarmllm.api.http.endpoint import open_api
@@ -39,7 +39,7 @@ async def serve(folder: Path, **api: object) -> AsyncIterator[tuple[Stand, str]]
 
 
 def client(url: str, verify: ssl.SSLContext | bool = False) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S, verify=verify)
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=DEADLINE_S, verify=verify)
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.errors import RemoteError
 from swarmllm_proto.ipc import TokenLogprob
@@ -83,7 +83,7 @@ async def test_other_choices_begin_with_the_first_ones_first_token(tmp_path: Pat
                 gate.set()
 
         stand.pipelines.script = Script(texts=["a"], between=look)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await stand.http.post(CHAT[0], json=CHAT[1] | {"n": 3})
     assert gate.is_set()
     assert seen[0] == 1
@@ -96,7 +96,7 @@ async def test_a_choice_that_fails_fails_the_request_and_ends_the_others(
     async with serve_node(tmp_path) as stand:
         stand.pipelines.script = Script(fail_after=1, failure=RemoteError("node-b left"))
         answer = await stand.http.post(CHAT[0], json=CHAT[1] | {"n": 3, "stream": stream})
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             for call in stand.pipelines.calls:
                 await call.ended.wait()
     assert "node-b left" in answer.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from api_fakes import serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.api.http.auth import Origins, check_host, is_loopback
 from swarmllm.api.http.endpoint import bind
@@ -151,7 +151,7 @@ async def test_a_body_without_end_is_answered_and_then_cut_off(tmp_path: Path) -
                 while True:
                     await connection.send_all(b"1000\r\n" + b" " * 4096 + b"\r\n")
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with connection, trio.open_nursery() as nursery:
                 nursery.start_soon(send_for_ever)
                 with contextlib.suppress(trio.BrokenResourceError):
@@ -167,7 +167,7 @@ async def test_an_idle_connection_is_closed_after_a_request_too(
 ) -> None:
     async with serve_node(tmp_path, limits=HttpLimits(idle_s=1.0)) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with connection:
                 await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = b"".join([data async for data in connection])
@@ -180,7 +180,7 @@ async def test_a_header_without_end_is_cut_off(tmp_path: Path, pause_s: float) -
     n_sent = 0
     async with serve_node(tmp_path, limits=HttpLimits(header_s=1.0)) as stand:
         connection = await trio.open_tcp_stream("127.0.0.1", int(stand.url.rpartition(":")[2]))
-        with trio.fail_after(PATIENCE_S), contextlib.suppress(trio.BrokenResourceError):
+        with trio.fail_after(DEADLINE_S), contextlib.suppress(trio.BrokenResourceError):
             async with connection:
                 await connection.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
                 while True:
@@ -213,7 +213,7 @@ async def test_broken_http_does_not_disturb_others(tmp_path: Path) -> None:
             WEBSOCKET,
         ):
             connection = await trio.open_tcp_stream("127.0.0.1", port)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 async with connection:
                     await connection.send_all(garbage)
                     await connection.send_eof()

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 from api_fakes import Script, Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.api.http.limits import HttpLimits
 
@@ -53,7 +53,7 @@ async def receive_until(connection: trio.SocketStream, mark: bytes) -> bytes:
 
 async def is_cancelled(stand: Stand) -> None:
     (call,) = stand.pipelines.calls
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         await call.ended.wait()
     assert call.outcome == "Cancelled"
     assert stand.node.counts.cancelled == 1
@@ -94,14 +94,14 @@ async def test_a_client_that_does_not_read_holds_no_slot(tmp_path: Path) -> None
         stand.pipelines.script = Script(texts=LONG)
         async with asking(stand):
             (call,) = stand.pipelines.calls
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 await call.ended.wait()
             assert call.outcome == "completed"
             assert stand.node.admission.n_active == 0
 
 
 async def test_a_client_that_stalls_and_then_leaves_lets_the_server_stop(tmp_path: Path) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with serve_node(tmp_path) as stand:
             stand.pipelines.script = Script(texts=LONG)
             async with asking(stand):
@@ -111,7 +111,7 @@ async def test_a_client_that_stalls_and_then_leaves_lets_the_server_stop(tmp_pat
 async def test_a_client_that_stalls_for_ever_is_cut_off(
     tmp_path: Path,
 ) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with serve_node(tmp_path, limits=HttpLimits(write_s=1.0)) as stand:
             stand.pipelines.script = Script(texts=LONG)
             connection = asking(stand)
@@ -123,7 +123,7 @@ async def test_a_client_that_stalls_for_ever_is_cut_off(
 
 
 async def test_stopping_the_server_cancels_what_runs(tmp_path: Path) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with serve_node(tmp_path) as stand:
             stand.pipelines.script = Script(texts=["one", "two"], hold_after=1)
             connection = asking(stand)
@@ -139,10 +139,10 @@ async def test_a_client_that_is_not_served_yet_leaves_the_queue(tmp_path: Path) 
         stand.pipelines.script = Script(hold_after=0)
         async with asking(stand):
             async with asking(stand):
-                with trio.fail_after(PATIENCE_S):
+                with trio.fail_after(DEADLINE_S):
                     while stand.node.admission.n_queued != 1:
                         await trio.lowlevel.checkpoint()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 while stand.node.admission.n_queued:
                     await trio.lowlevel.checkpoint()
             assert len(stand.pipelines.calls) == 1
@@ -160,6 +160,6 @@ async def test_a_connection_that_its_client_closes_is_gone_at_once(tmp_path: Pat
                 await receive_until(connection, b'{"status":"ok"}')
                 # Idle: the answer is over, and the timer runs.
                 await trio.testing.wait_all_tasks_blocked(0.05)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while trio.lowlevel.current_statistics().tasks_living > n_tasks:  # noqa: ASYNC110 (no event tells)
                 await trio.sleep(0.01)

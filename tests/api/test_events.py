@@ -16,7 +16,7 @@ import httpx
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A, node_id_named
 
 from swarmllm.api.admin import events
@@ -42,7 +42,7 @@ class Reader:
         self.names: list[str] = []
 
     async def read_until(self, condition: Callable[[dict[str, Any]], Any]) -> None:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while not (self.state.keys() >= SECTIONS and condition(self.state)):
                 name, _, data = (await self._take(b"\n\n")).partition("\n")
                 if name.startswith("event: "):
@@ -50,7 +50,7 @@ class Reader:
                     self.state[self.names[-1]] = json.loads(data.removeprefix("data: "))
 
     async def read_head(self) -> None:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             head = await self._take(b"\r\n\r\n")
         self.status = int(head.split()[1])
         assert ("text/event-stream" in head) == (self.status == 200)
@@ -198,7 +198,7 @@ async def test_a_peer_that_left_is_recent_for_a_while(
         assert reader.state["peers"]["peers"] == []
         assert (left["nickname"], left["recently"]) == ("node-b's name", True)
         assert left["models"] == [{"name": "other", "layers": ["0:2"]}]
-        assert 0 <= time.time() - left["left_at"] < PATIENCE_S
+        assert 0 <= time.time() - left["left_at"] < DEADLINE_S
         monkeypatch.setattr(departures, "RECENT_S", 0)
         await reader.read_until(lambda state: not state["peers"]["left"][0]["recently"])
 
@@ -213,7 +213,7 @@ async def test_only_so_many_may_read_and_a_place_is_given_back(
             async with reading(stand) as refused:
                 assert refused.status == 429
         (node_sections,) = made_sections
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while node_sections.n_readers:
                 await trio.lowlevel.checkpoint()
         async with reading(stand) as reader:
@@ -237,7 +237,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_nothing_is_kept_for_it
         await client.connect((host, int(port)))
         await client.send(f"GET /api/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         (node_sections,) = made_sections
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while not node_sections.n_readers:
                 await trio.lowlevel.checkpoint()
             while node_sections.n_readers:

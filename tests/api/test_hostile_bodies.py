@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hostile_bodies import BODIES, VALUES, exchanged, hostile, operations, places_of, written
 from hypothesis import HealthCheck, given, settings
 
@@ -31,7 +31,7 @@ async def complaint(stand: Stand, operation: Operation, data: bytes) -> str | No
     """What is wrong with the answer."""
     path = operation.path.replace("{name}", "guide")
     method = operation.method.upper()
-    answer = await stand.http.request(method, path, content=data, headers=JSON_TYPE, timeout=PATIENCE_S)
+    answer = await stand.http.request(method, path, content=data, headers=JSON_TYPE, timeout=DEADLINE_S)
     if answer.status_code < 400:
         return None
     try:

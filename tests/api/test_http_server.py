@@ -18,7 +18,7 @@ import pytest
 import quart
 import trio
 from api_fakes import Script, Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from http_attacks import ATTACKS, CHAT, H2_KILL, JSON, Attack, head
 
 from swarmllm.api.http import app as app_module
@@ -42,7 +42,7 @@ async def connect(stand: Stand) -> trio.SocketStream:
 async def all_of(connection: trio.abc.ReceiveStream) -> bytes:
     """All that comes until the server closes."""
     answer = b""
-    with trio.fail_after(PATIENCE_S), contextlib.suppress(trio.BrokenResourceError):
+    with trio.fail_after(DEADLINE_S), contextlib.suppress(trio.BrokenResourceError):
         while data := await connection.receive_some(65536):
             answer += data
     return answer
@@ -253,7 +253,7 @@ async def test_bodies_are_charged_before_they_are_read_and_given_back(tmp_path: 
     async with serve_node(tmp_path, limits=limits) as stand:
         async with await connect(stand) as first:
             await first.send_all(held)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 while True:
                     async with await connect(stand) as second:
                         await second.send_all(held)
@@ -262,7 +262,7 @@ async def test_bodies_are_charged_before_they_are_read_and_given_back(tmp_path: 
                     if status_of(answer) == 503:
                         break
             assert b"bodies_too_large" in answer
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while True:
                 async with await connect(stand) as third:
                     await third.send_all(held + b" " * 10_000)
@@ -351,7 +351,7 @@ async def test_clients_leave_in_every_phase_and_leave_nothing(tmp_path: Path) ->
                 await connection.send_all(request[:end])
                 if end % 2:
                     await trio.lowlevel.checkpoint()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while stand.node.admission.n_active or stand.node.requests.live():
                 await trio.lowlevel.checkpoint()
         assert (await stand.http.get("/health")).status_code == 200

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm import operating_system
 from swarmllm.api.http.limits import CHUNK_BYTES, HttpLimits
@@ -37,7 +37,7 @@ async def test_a_chunk_that_fits_takes_no_turn_of_the_event_loop() -> None:
         nursery.start_soon(other)
         await wire.write(b"data: x\n\n")
         assert not other_ran.is_set()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await client.receive_some(64) == b"data: x\n\n"
 
 
@@ -57,7 +57,7 @@ async def test_what_a_socket_does_not_take_at_once_follows_in_order(
                 await wire.write(sent[start:end])
 
         nursery.start_soon(send)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while len(received) < len(sent):
                 received += await client.receive_some(CHUNK_BYTES)
     assert received == sent
@@ -65,7 +65,7 @@ async def test_what_a_socket_does_not_take_at_once_follows_in_order(
 
 async def test_a_client_that_reads_nothing_is_given_up() -> None:
     async with open_wire(HttpLimits(write_s=0.05)) as (wire, _client):
-        with trio.fail_after(PATIENCE_S), pytest.raises(ClientGone):
+        with trio.fail_after(DEADLINE_S), pytest.raises(ClientGone):
             await wire.write(bytes(64 * 2**20))
 
 
@@ -76,7 +76,7 @@ async def test_a_client_that_has_left_is_noticed() -> None:
 
     async with open_wire() as (wire, client):
         await client.aclose()
-        with trio.fail_after(PATIENCE_S), pytest.raises(ClientGone):
+        with trio.fail_after(DEADLINE_S), pytest.raises(ClientGone):
             await write_on(wire)
 
 
@@ -86,5 +86,5 @@ async def test_nothing_is_written_for_a_request_that_is_over() -> None:
             scope.cancel()
             await wire.write(b"late")
         await wire.stream.aclose()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await client.receive_some(64) == b""

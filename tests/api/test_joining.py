@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from api_fakes import open_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A
 
 from swarmllm.api.http.endpoint import open_api
@@ -35,7 +35,7 @@ async def node(
     async with (
         open_node(folder, config=config) as stand,
         open_api(stand.node, config, KeyFile(folder)) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as http,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=DEADLINE_S) as http,
     ):
         yield http
 

@@ -20,7 +20,7 @@ from swarmllm_proto.swarm import FileAnnounce, NodeRecord, ShardAnnounce
 
 N_LIARS = 4
 COMMON = "c" * 64
-PATIENCE_S = 60
+DEADLINE_S = 60
 
 
 def record(name: str, first: int, n_models: int, **more: Any) -> bytes:
@@ -47,7 +47,7 @@ async def flood(stand: Stand) -> dict[str, InMemoryRouter]:
         await router.publish(record(name, 10_000 * (number + 1), 255, files=files))
     routers["zoe"] = stand.network.add(node_id_named("zoe"))
     await routers["zoe"].publish(record("zoe", 1, 1))
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while stand.registry.n_models() < 2 + N_LIARS * 255:
             await trio.lowlevel.checkpoint()
     return routers
@@ -90,7 +90,7 @@ async def test_holders_are_listed_up_to_a_number_this_node_first(tmp_path: Path)
             name = f"a{number:03}"
             said = NodeRecord(node_id=node_id_named(name), models=(held,), files=(given,))
             await stand.network.add(node_id_named(name)).publish(encode_record(said))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while len(stand.registry.held(guide)) <= n_peers:
                 await trio.lowlevel.checkpoint()
         shown = (await stand.http.get("/api/admin/models/guide/status")).json()
@@ -112,7 +112,7 @@ async def test_only_models_that_changed_are_worked_out_again(tmp_path: Path) -> 
         await keeper.list()
         assert keeper._coverages.n_made == n_made
         await routers["zoe"].publish(record("zoe", 2, 1, sequence=3))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while stand.registry.model(f"{2:064x}") is None:
                 await trio.lowlevel.checkpoint()
         await keeper.list()
@@ -135,12 +135,12 @@ async def test_only_nodes_whose_ranges_changed_are_merged_again(tmp_path: Path) 
         await stand.network.add(node_id_named("y")).publish(
             encode_record(NodeRecord(node_id=node_id_named("y"), models=(other,)))
         )
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while stand.registry.held(guide).keys() < {node_id_named("x"), node_id_named("y")}:
                 await trio.lowlevel.checkpoint()
         before = {view.node_id: view for view in (await stand.node.models.get("guide")).holders}
         await router.publish(holds((2, 3), sequence=2))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while stand.registry.held(guide)[node_id_named("x")] != (LayerRange(2, 3),):
                 await trio.lowlevel.checkpoint()
         after = {view.node_id: view for view in (await stand.node.models.get("guide")).holders}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 from api_fakes import Script, Stand, serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_B
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -60,7 +60,7 @@ async def test_requests_are_counted_and_timed_by_how_they_end(tmp_path: Path) ->
             while len(stand.pipelines.calls) < 3:
                 await trio.lowlevel.checkpoint()
             nursery.cancel_scope.cancel()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await stand.pipelines.calls[-1].ended.wait()
         samples = await scrape(stand)
     requests = "swarmllm_inference_requests_total"
@@ -110,7 +110,7 @@ async def test_a_scrape_says_which_models_are_complete_and_what_the_others_lack(
         record = encode_record(NodeRecord(node_id=NODE_B, models=(held,)))
         nobody = await scrape(stand)
         await stand.network.add(NODE_B).publish(record)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while NODE_B not in stand.registry.held(guide):
                 await trio.lowlevel.checkpoint()
         partly = await scrape(stand)

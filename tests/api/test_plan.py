@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 from api_fakes import serve_node
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import NODE_A, A, B, C, D, O
 
 from swarmllm.errors import NoPipeline
@@ -211,7 +211,7 @@ async def test_the_machine_is_measured_once_and_the_swarm_is_told(tmp_path: Path
     async with serve_node(tmp_path) as stand:
         await stand.node.measure(file)
         kept = file.read_bytes()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while not decode_record(stand.router.records()[NODE_A]).capability.flops:
                 await trio.lowlevel.checkpoint()
         told = decode_record(stand.router.records()[NODE_A]).capability

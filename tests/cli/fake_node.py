@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 TEXT_DELAY_FOREVER = object()
 """In a stream: keep the connection open without saying more, until the client leaves."""
@@ -90,7 +90,7 @@ def running_fake_node() -> Iterator[FakeNode]:
             self.wfile.write(b"0\r\n\r\n")
 
         def _wait_for_client_to_leave(self) -> None:
-            self.connection.settimeout(PATIENCE_S)
+            self.connection.settimeout(DEADLINE_S)
             if self.connection.recv(1) == b"":
                 node.client_left.set()
             self.close_connection = True

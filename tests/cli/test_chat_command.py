@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from click.testing import Result
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from fake_node import COMPLETIONS, END, ROLE, SWARM, TEXT_DELAY_FOREVER, FakeNode, delta, sse
 from rich.console import Console
 
@@ -59,7 +59,7 @@ def test_leaving_a_stream_closes_the_connection(answering: FakeNode) -> None:
     answering.on("POST", COMPLETIONS, [*sse(ROLE, delta("Once ")), TEXT_DELAY_FOREVER])
     with Client(answering.url) as client, closing(stream_chat(client, "guide", [])) as stream:
         assert next(stream) == "Once "
-    assert answering.client_left.wait(PATIENCE_S)
+    assert answering.client_left.wait(DEADLINE_S)
 
 
 def test_an_error_in_the_middle_is_raised_with_the_nodes_words(answering: FakeNode) -> None:

@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from fake_node import COMPLETIONS, ROLE, TEXT_DELAY_FOREVER, FakeNode, delta, sse
 from picture_files import data_url, png
 from rich.console import Console
@@ -49,7 +49,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def read_until(self, text: str, timeout_s: float = PATIENCE_S) -> str:
+    def read_until(self, text: str, timeout_s: float = DEADLINE_S) -> str:
         """What was shown since the last call, up to and including `text`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.shown:
@@ -84,10 +84,10 @@ def test_a_conversation_in_a_terminal(answering: FakeNode) -> None:
         terminal.read_until("Once upon")
         terminal.process.send_signal(2)
         terminal.read_until("Stopped.")
-        assert answering.client_left.wait(PATIENCE_S)
+        assert answering.client_left.wait(DEADLINE_S)
         terminal.read_until("› ")
         terminal.type("/quit\n")
-        assert terminal.process.wait(PATIENCE_S) == 0
+        assert terminal.process.wait(DEADLINE_S) == 0
 
 
 class Typed:
@@ -270,7 +270,7 @@ def test_what_was_typed_is_there_the_next_time_unless_nobody_wants_it(
                     terminal.read_until("400 tokens/s")
                 terminal.read_until("› ")
                 terminal.type("/quit\n")
-                assert terminal.process.wait(PATIENCE_S) == 0
+                assert terminal.process.wait(DEADLINE_S) == 0
         assert [messages[-1][1] for messages in asked(answering)] == expected
     history = tmp_path / "state" / "swarmllm" / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, merge
 from swarmllm.operating_system import family, is_alive, mark_of
 
-TIMEOUT_S = 2 * PATIENCE_S
+TIMEOUT_S = 2 * DEADLINE_S
 
 
 STARTED: list[subprocess.Popen[str]] = []

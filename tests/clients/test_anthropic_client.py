@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 from daemon_process import DaemonProcess
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ IN_OSLO = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 @pytest.fixture
 def client(node: DaemonProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    with anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ import ollama
 import openai
 import pytest
 from daemon_process import DaemonProcess
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from picture_files import data_url, png
 from seeing_daemons import seeing_daemons
 from vision_models import file_of, pixels
@@ -36,7 +36,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def ai(node: DaemonProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as ai:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as ai:
         yield ai
 
 

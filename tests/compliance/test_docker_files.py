@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOOLS = ROOT / ".venv-compliance" / "bin"
@@ -51,6 +51,6 @@ def test_the_image_is_built_and_its_nodes_answer_together() -> None:
         up = run("up", "--build", "--wait", "--wait-timeout", "300", timeout_s=3600)
         assert up.returncode == 0, (up.stdout + up.stderr)[-8000:]
         nodes = ("kitchen", "study", "attic")
-        wait_for(lambda: all(node in answer() for node in nodes), PATIENCE_S, "an answer over all three")
+        wait_for(lambda: all(node in answer() for node in nodes), DEADLINE_S, "an answer over all three")
     finally:
         subprocess.run([*compose, "down", "--volumes"], capture_output=True, timeout=300)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "http"
@@ -31,7 +31,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     inference = {"n_threads": 2, "n_ctx": 4096, "max_queued_requests": 64}
     with running_daemon(folder, "judged", load=["guide"], inference=inference) as node:
         wait_for(
-            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+            lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide to be loaded"
         )
         yield node
         assert node.process.poll() is None, "the daemon has died"

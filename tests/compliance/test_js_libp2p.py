@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from gossip_reader import ValidGossip
 
 from swarmllm.swarm.discovery.addresses import Address, own_addresses
@@ -51,7 +51,7 @@ class ForeignPeer:
     async def _ask(self, command: str, what: dict[str, str]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await self._process.stdin.send_all(json.dumps({"command": command} | what).encode() + b"\n")
             while b"\n" not in self._unread:
                 data = await self._process.stdout.receive_some()
@@ -107,12 +107,12 @@ async def test_it_dials_identifies_and_pings_our_host(host: Host, foreign: Forei
     assert [shown.removesuffix(f"/p2p/{host.node_id}") for shown in told["addresses"]] == [
         address(host).removesuffix(f"/p2p/{host.node_id}")
     ]
-    assert 0 < (await foreign.do("ping", address=address(host)))["ms"] < 1000 * PATIENCE_S
+    assert 0 < (await foreign.do("ping", address=address(host)))["ms"] < 1000 * DEADLINE_S
     assert host.is_connected(foreign.id)
 
 
 async def test_our_host_dials_it(host: Host, foreign: ForeignPeer) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         await host.dial(foreign.id, [Address("127.0.0.1", int(foreign.address.split("/")[4]))])
     assert host.is_connected(foreign.id)
     assert (await foreign.do("identify", peer=host.node_id))["protocols"]
@@ -132,7 +132,7 @@ async def test_gossip_travels_both_ways(host: Host, foreign: ForeignPeer, topic:
         await _meshed(foreign, host, gossip, topic)
         await foreign.do("publish", topic=topic, text="not what we take")
         await foreign.do("publish", topic=topic, text="valid, from there")
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             # A node hears itself.
             foreign_ones = [each async for each in _others(receive)]
         assert foreign_ones == [(topic, b"valid, from there")]
@@ -150,7 +150,7 @@ async def _others(
 
 async def _meshed(foreign: ForeignPeer, host: Host, gossip: Gossip, topic: str) -> None:
     """Ours is heard there: publish until it is, because a mesh takes a heartbeat to form."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         # It is another process's state.
         while host.node_id not in (await foreign.do("subscribers", topic=topic))["peers"]:  # noqa: ASYNC110
             await trio.sleep(0.05)
@@ -187,7 +187,7 @@ async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tup
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         # The state of several tasks, without an event.
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.05)
@@ -198,7 +198,7 @@ async def _joined(foreign: ForeignPeer, host: Host, dht: Dht) -> None:
     await foreign.do("dial", address=address(host))
     dht.met(foreign.id)
     await _until(lambda: foreign.id in dht.core.table)
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         # It is another process's state.
         while not (await foreign.do("neighbours"))["n"]:  # noqa: ASYNC110
             await trio.sleep(0.05)
@@ -215,7 +215,7 @@ async def test_what_it_provides_our_dht_finds(tmp_path: Path, foreign: ForeignPe
         await b.dial(a.node_id, [known[a.node_id]])
         dht_b.met(a.node_id)
         await _until(lambda: a.node_id in dht_b.core.table)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             (found,) = await dht_b.find_providers(key)
         assert found.node_id == foreign.id
         assert found.addresses == (Address("127.0.0.1", int(foreign.address.split("/")[4])),)

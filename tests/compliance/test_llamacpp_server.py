@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from daemon_process import running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(os.environ.get("SWARMLLM_COMPLIANCE_VENV", ROOT / ".venv-compliance"))
@@ -140,7 +140,7 @@ def test_tests_of_llamacpps_server(tmp_path: Path, record_property: Callable[[st
     inference = {"n_ctx": 256, "n_slots": 4, "max_queued_requests": 64}
     with running_daemon(tmp_path, "judged", load=["guide"], inference=inference) as node:
         wait_for(
-            lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide to be loaded"
+            lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide to be loaded"
         )
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"SWARMLLM_URL": node.url, "LLAMA_SERVER_BIN_PATH": str(program), "PORT": "18080"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 BOX = Path(__file__).with_name("systemd_box.sh")
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -51,7 +51,7 @@ class Machine:
         ]
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*self._enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+        return subprocess.run([*self._enter, *command], capture_output=True, text=True, timeout=DEADLINE_S)
 
     def said(self, *command: str | Path) -> str:
         done = self.run(*command)
@@ -89,7 +89,7 @@ def swarmllm(home: Path) -> list[str]:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < deadline, holds
         time.sleep(0.05)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import DaemonProcess, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -42,7 +42,7 @@ def seen(page: WebDriver, text: str, where: str = "main") -> Any:
         except StaleElementReferenceException:
             return False  # It was drawn anew between the two.
 
-    return wait_for(shown, PATIENCE_S, f"{text!r} in {where}")
+    return wait_for(shown, DEADLINE_S, f"{text!r} in {where}")
 
 
 def texts(page: WebDriver, selector: str) -> list[str]:
@@ -51,7 +51,7 @@ def texts(page: WebDriver, selector: str) -> list[str]:
 
 
 def find(page: WebDriver, selector: str) -> WebElement:
-    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), PATIENCE_S, selector)[0]  # type: ignore[no-any-return]
+    return wait_for(lambda: page.find_elements(By.CSS_SELECTOR, selector), DEADLINE_S, selector)[0]  # type: ignore[no-any-return]
 
 
 def picture(page: WebDriver, name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from browser_page import go, media, picture, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -71,7 +71,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("accessible")
     wait_in(folder / "kitchen" / "downloads" / "0123456789abcdef")
     with running_daemon(folder, "kitchen", load=["guide"]) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide")
         body = {"model": "guide", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 20}
         assert node.http.post("/v1/chat/completions", json=body).status_code == 200
         for source in ("http://127.0.0.1:9/unreachable.gguf", f"{node.url}/no-such-file.gguf"):
@@ -149,7 +149,7 @@ def test_axe_finds_nothing_to_complain_about(
 
     go(chromium, node, "chat")
     ask(chromium, QUESTION)
-    wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), PATIENCE_S, "the route")
+    wait_for(lambda: chromium.find_elements(By.CSS_SELECTOR, ".way .hops li"), DEADLINE_S, "the route")
     judge("chat")
     chromium.execute_script(ANSWERED)
     ask(chromium, "Code?")
@@ -163,10 +163,10 @@ def test_axe_finds_nothing_to_complain_about(
 
 
 def ask(page: WebDriver, question: str) -> None:
-    wait_for(lambda: page.find_elements(By.CSS_SELECTOR, "[data-key=send]:enabled"), PATIENCE_S, "the button")
+    wait_for(lambda: page.find_elements(By.CSS_SELECTOR, "[data-key=send]:enabled"), DEADLINE_S, "the button")
     page.find_element(By.ID, "prompt").send_keys(question, Keys.ENTER)
 
 
 def shown(page: WebDriver, view: str, text: str) -> None:
     element = page.find_element(By.ID, view)
-    wait_for(lambda: element.is_displayed() and text in element.text, PATIENCE_S, f"{text!r} in {view}")
+    wait_for(lambda: element.is_displayed() and text in element.text, DEADLINE_S, f"{text!r} in {view}")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from browser_page import find, go, media, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -63,7 +63,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProc
     ):
         wait_for(
             lambda: kitchen.http.get("/api/admin/models/guide/status").json()["missing"] == ["8:12"],
-            PATIENCE_S,
+            DEADLINE_S,
             "the nodes to know each other",
         )
         yield kitchen, study
@@ -127,7 +127,7 @@ def test_an_answer_shows_the_route_it_took(page: WebDriver, kitchen: DaemonProce
     go(page, kitchen, "chat")
     seen(page, "Under each answer stands the way")
     find(page, "#prompt").send_keys("What is a pipeline?", Keys.ENTER)
-    stages = wait_for(lambda: page.find_elements(By.CSS_SELECTOR, ".way .hops li"), PATIENCE_S, "the route")
+    stages = wait_for(lambda: page.find_elements(By.CSS_SELECTOR, ".way .hops li"), DEADLINE_S, "the route")
     assert [stage.text.split("\n")[:2] for stage in stages] == [
         ["kitchen", "0–3"],
         ["study", "4–7"],
@@ -165,7 +165,7 @@ def test_thoughts_are_folded_away_and_markdown_becomes_elements_never_html(
     page.execute_script(ANSWER, [WRITTEN[at : at + 7] for at in range(0, len(WRITTEN), 7)])
     find(page, "#prompt").send_keys("How?", Keys.ENTER)
     wait_for(
-        lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant .text ul"), PATIENCE_S, "the answer"
+        lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant .text ul"), DEADLINE_S, "the answer"
     )
     answer = find(page, ".turn.assistant > .text")
     assert [item.text for item in answer.find_elements(By.CSS_SELECTOR, "ol li")] == [
@@ -189,7 +189,7 @@ def test_a_request_is_seen_walking_through_the_layers_and_stopped(
         seen(page, "generates", ".pipeline")
         find(page, ".pipeline .split")
         assert find(page, ".flow path").get_attribute("d").count("L") == 5
-        rate = wait_for(lambda: float(find(page, ".stat .value").text.split()[0]), PATIENCE_S, "tokens/s")
+        rate = wait_for(lambda: float(find(page, ".stat .value").text.split()[0]), DEADLINE_S, "tokens/s")
         assert rate > 0
         picture(page, "live")
     seen(page, "Nothing runs right now")
@@ -204,11 +204,11 @@ def test_a_node_shows_what_it_computes_for_another_one(
     with endless_answer(kitchen):
         wait_for(
             lambda: "kitchen" in find(page, table).text and "layers 4–7" in find(page, table).text,
-            PATIENCE_S,
+            DEADLINE_S,
             "the row",
         )
         cells = f"{table} td[data-label='tokens/s']"
-        wait_for(lambda: float(find(page, cells).text.split()[0].replace("–", "0")) > 0, PATIENCE_S, "a rate")
+        wait_for(lambda: float(find(page, cells).text.split()[0].replace("–", "0")) > 0, DEADLINE_S, "a rate")
         for width in (390, 768, 1280):
             size(page, width)
             assert page.execute_script("return document.documentElement.scrollWidth") == width
@@ -216,7 +216,7 @@ def test_a_node_shows_what_it_computes_for_another_one(
             picture(page, f"serving-{width}")
     wait_for(
         lambda: "–" in find(page, f"{table} td[data-label=running]").get_property("textContent"),
-        PATIENCE_S,
+        DEADLINE_S,
         "it to be idle",
     )
 
@@ -231,7 +231,7 @@ def test_a_chat_can_be_stopped(page: WebDriver, kitchen: DaemonProcess) -> None:
     find(page, "#prompt").send_keys("What is a node?", Keys.ENTER)
     find(page, "[data-key=stop]").click()
     find(page, "[data-key=send]")
-    wait_for(lambda: kitchen.stats()["requests"]["active"] == 0, PATIENCE_S, "the generation to end")
+    wait_for(lambda: kitchen.stats()["requests"]["active"] == 0, DEADLINE_S, "the generation to end")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -245,7 +245,7 @@ def test_it_fits_every_width_and_can_be_read(page: WebDriver, kitchen: DaemonPro
         for view in VIEWS:
             page.execute_script(f"location.hash = '#{view}'")
             wait_for(
-                lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), PATIENCE_S, view
+                lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), DEADLINE_S, view
             )
             over = page.execute_script("return document.documentElement.scrollWidth - innerWidth")
             assert over <= 0, f"{view} at {width} is {over} px too wide"
@@ -258,7 +258,7 @@ def test_everything_has_a_name_and_is_reached_by_keyboard(page: WebDriver, kitch
     seen(page, "guide")
     for view in VIEWS:
         page.execute_script(f"location.hash = '#{view}'")
-        wait_for(lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), PATIENCE_S, view)
+        wait_for(lambda view=view: page.find_element(By.ID, f"view-{view}").is_displayed(), DEADLINE_S, view)
         assert list(nameless(page)) == []
     go(page, kitchen)
     seen(page, "Recent requests")
@@ -320,7 +320,7 @@ def test_a_failed_download_is_tried_again_and_cleared(
     def clear() -> None:
         find(page, "[aria-label^='Clear http']").click()
         wait_for(
-            lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Clear http']"), PATIENCE_S, "it"
+            lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Clear http']"), DEADLINE_S, "it"
         )
 
     for view in kitchen.http.get("/api/admin/downloads").json()["downloads"]:
@@ -334,9 +334,9 @@ def test_a_failed_download_is_tried_again_and_cleared(
         picture(page, "failed")
         (tmp_path / "late.gguf").write_bytes(other_guide("B"))
         find(page, "[aria-label^='Try again: http']").click()
-        wait_for(lambda: "later" in texts(page, ".model strong"), PATIENCE_S, "the model")
+        wait_for(lambda: "later" in texts(page, ".model strong"), DEADLINE_S, "the model")
     wait_for(
-        lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Cancel http']"), PATIENCE_S, "its end"
+        lambda: not page.find_elements(By.CSS_SELECTOR, "[aria-label^='Cancel http']"), DEADLINE_S, "its end"
     )
     clear()
     assert "later" in texts(page, ".model strong")
@@ -364,7 +364,7 @@ def test_a_model_is_shared_out_and_taken_back_with_a_button(page: WebDriver, tmp
     ):
         wait_for(
             lambda: len(attic.http.get("/api/admin/shares/guide/plan").json()["parts"]) == 2,
-            PATIENCE_S,
+            DEADLINE_S,
             "both to know each other",
         )
         go(page, attic, "models")
@@ -380,7 +380,7 @@ def test_a_model_is_shared_out_and_taken_back_with_a_button(page: WebDriver, tmp
         find(page, "button[aria-label='Stop sharing guide']").click()
         find(page, "button[aria-label='Share guide']")
         for node in (attic, garage):
-            wait_for(lambda node=node: not node.stats()["models"], PATIENCE_S, "the layers to be dropped")
+            wait_for(lambda node=node: not node.stats()["models"], DEADLINE_S, "the layers to be dropped")
 
 
 @contextmanager
@@ -447,16 +447,16 @@ def test_a_node_that_left_goes_from_the_list_and_colours_stay(page: WebDriver, t
         ):
             go(page, attic)
             seen(page, "complete on 3 nodes")
-            wait_for(lambda: card("barn") and card("cellar"), PATIENCE_S, "both")
+            wait_for(lambda: card("barn") and card("cellar"), DEADLINE_S, "both")
             before = page.execute_script(COLOURS)
             go(page, cellar)
-            wait_for(lambda: card("attic"), PATIENCE_S, "the other node's page")
+            wait_for(lambda: card("attic"), DEADLINE_S, "the other node's page")
             seen_there = page.execute_script(COLOURS)
             assert {name: before[name] for name in seen_there} == seen_there, "the same on every node's page"
             go(page, attic)
-            wait_for(lambda: card("barn") and card("cellar"), PATIENCE_S, "both again")
+            wait_for(lambda: card("barn") and card("cellar"), DEADLINE_S, "both again")
             cellar.process.kill()
-            wait_for(lambda: " left " in card("cellar").replace("\n", " "), PATIENCE_S, "it to have left")
+            wait_for(lambda: " left " in card("cellar").replace("\n", " "), DEADLINE_S, "it to have left")
             assert "held guide layers 8–11" in card("cellar")
             assert page.execute_script(COLOURS) == before
         seen(page, "layers 4–11 missing")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browser_page import find, go, seen
 from daemon_process import running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 
@@ -22,7 +22,7 @@ def test_a_node_with_keys_asks_for_one(page: WebDriver, tmp_path: Path) -> None:
         _, user = keys.create("app")
         _, admin = keys.create("me", is_admin=True)
         wait_for(
-            lambda: node.http.get("/api/admin/stats").status_code == 401, PATIENCE_S, "the keys to count"
+            lambda: node.http.get("/api/admin/stats").status_code == 401, DEADLINE_S, "the keys to count"
         )
         go(page, node)
         find(page, "#login[open]")

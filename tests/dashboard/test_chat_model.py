@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from browser_page import find, go, seen
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -40,12 +40,12 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 def load(node: DaemonProcess, model: str) -> None:
     node.http.post(f"/api/admin/models/{model}/load", json={}).raise_for_status()
-    wait_for(lambda: model in ready(node), PATIENCE_S, f"{model} to be ready")
+    wait_for(lambda: model in ready(node), DEADLINE_S, f"{model} to be ready")
 
 
 def unload(node: DaemonProcess, model: str) -> None:
     node.http.post(f"/api/admin/models/{model}/unload", json={}).raise_for_status()
-    wait_for(lambda: model not in ready(node), PATIENCE_S, f"{model} to be gone")
+    wait_for(lambda: model not in ready(node), DEADLINE_S, f"{model} to be gone")
 
 
 def ready(node: DaemonProcess) -> list[str]:
@@ -60,7 +60,7 @@ def options(page: WebDriver) -> list[str]:
 def open_chat(page: WebDriver, node: DaemonProcess) -> str:
     """The model that the fresh page shows."""
     go(page, node, "chat")
-    wait_for(lambda: sorted(options(page)) == ["guide", "other"], PATIENCE_S, "both models")
+    wait_for(lambda: sorted(options(page)) == ["guide", "other"], DEADLINE_S, "both models")
     page.execute_script(KEEP_WHAT_IS_ASKED)
     return shown(page)
 
@@ -76,7 +76,7 @@ def choose_other(page: WebDriver) -> str:
     key = Keys.ARROW_DOWN if is_top else Keys.ARROW_UP
     keys = ActionChains(page).click(find(page, "#model")).pause(0.3).send_keys(key).pause(0.1)
     keys.send_keys(Keys.ENTER).perform()
-    wait_for(lambda: shown(page) != first, PATIENCE_S, "the choice")
+    wait_for(lambda: shown(page) != first, DEADLINE_S, "the choice")
     return shown(page)
 
 
@@ -85,7 +85,7 @@ def ask(page: WebDriver) -> str:
     before = len(page.find_elements(By.CSS_SELECTOR, ".way"))
     find(page, "#prompt").send_keys("What is a layer?", Keys.ENTER)
     wait_for(
-        lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) > before, PATIENCE_S, "the answer's way"
+        lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) > before, DEADLINE_S, "the answer's way"
     )
     return str(page.execute_script("return asked.at(-1)"))
 
@@ -104,7 +104,7 @@ def test_the_first_choice_on_a_fresh_page_is_asked(page: WebDriver, node: Daemon
     first = open_chat(page, node)
     chosen = choose_other(page)
     assert chosen != first
-    wait_for(lambda: chosen in placeholder(page), PATIENCE_S, "the placeholder to name it")
+    wait_for(lambda: chosen in placeholder(page), DEADLINE_S, "the placeholder to name it")
     assert ask(page) == chosen == shown(page)
     assert choose_other(page) == first
     assert ask(page) == first == shown(page)
@@ -125,7 +125,7 @@ def test_a_model_that_flaps_stays_the_one_of_the_conversation(
     asked = page.execute_script("return asked.length")
     unload(node, kept)
     try:
-        wait_for(lambda: f"{kept} (unavailable)" in options(page), PATIENCE_S, "it to be unavailable")
+        wait_for(lambda: f"{kept} (unavailable)" in options(page), DEADLINE_S, "it to be unavailable")
         assert shown(page) == kept
         find(page, "#prompt").send_keys("Still there?", Keys.ENTER)
         seen(page, f"Not sent: {kept} is not available", "[role=alert]")
@@ -134,7 +134,7 @@ def test_a_model_that_flaps_stays_the_one_of_the_conversation(
         find(page, "#prompt").clear()
     finally:
         load(node, kept)
-    wait_for(lambda: sorted(options(page)) == ["guide", "other"], PATIENCE_S, "it to come back")
+    wait_for(lambda: sorted(options(page)) == ["guide", "other"], DEADLINE_S, "it to come back")
     assert shown(page) == kept
     assert not page.find_elements(By.CSS_SELECTOR, "#view-chat [role=alert]")
     assert ask(page) == kept
@@ -145,11 +145,11 @@ def test_another_model_can_be_chosen_while_one_is_unavailable(page: WebDriver, n
     kept = choose_other(page)
     unload(node, kept)
     try:
-        wait_for(lambda: f"{kept} (unavailable)" in options(page), PATIENCE_S, "it to be unavailable")
+        wait_for(lambda: f"{kept} (unavailable)" in options(page), DEADLINE_S, "it to be unavailable")
         other = choose_other(page)
         assert other != kept
         assert ask(page) == other
     finally:
         load(node, kept)
-    wait_for(lambda: sorted(options(page)) == ["guide", "other"], PATIENCE_S, "it to come back")
+    wait_for(lambda: sorted(options(page)) == ["guide", "other"], DEADLINE_S, "it to come back")
     assert ask(page) == other == shown(page)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from browser_page import find, go, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from picture_files import data_url, png
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -44,7 +44,7 @@ return event.defaultPrevented;
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("pictures")
     with running_daemon(folder, "kitchen", load=["guide"], inference={"n_threads": 1, "n_ctx": 1024}) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide")
         yield node
 
 
@@ -68,7 +68,7 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
 ) -> None:
     node.http.post("/api/admin/models/guide/unload", json={"layers": "mmproj"}).raise_for_status()
     go(page, node, "chat")
-    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), PATIENCE_S, "the model")
+    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), DEADLINE_S, "the model")
     assert not page.find_elements(By.CSS_SELECTOR, "#pictures")
     assert not give(page, ".composer", "drop", "no.png", png())
     assert not give(page, "#prompt", "paste", "no.png", png())
@@ -78,23 +78,23 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     page.execute_script(KEEP_WHAT_IS_ASKED)
     (tmp_path / "chosen.png").write_bytes(png(3, 2))
     find(page, "#pictures").send_keys(str(tmp_path / "chosen.png"))
-    wait_for(lambda: names(page, ".composer") == ["chosen.png"], PATIENCE_S, "the chosen one")
+    wait_for(lambda: names(page, ".composer") == ["chosen.png"], DEADLINE_S, "the chosen one")
     assert give(page, ".composer", "dragover", "dropped.png", png(4, 2))
     assert give(page, ".composer", "drop", "dropped.png", png(4, 2))
-    wait_for(lambda: len(names(page, ".composer")) == 2, PATIENCE_S, "the dropped one")
+    wait_for(lambda: len(names(page, ".composer")) == 2, DEADLINE_S, "the dropped one")
     assert give(page, "#prompt", "paste", "pasted.png", png(5, 2))
-    wait_for(lambda: len(names(page, ".composer")) == 3, PATIENCE_S, "the pasted one")
+    wait_for(lambda: len(names(page, ".composer")) == 3, DEADLINE_S, "the pasted one")
     shown = "return [...document.querySelectorAll('.composer img')].map((each) => each.naturalWidth)"
-    wait_for(lambda: page.execute_script(shown) == [3, 4, 5], PATIENCE_S, "small pictures")
+    wait_for(lambda: page.execute_script(shown) == [3, 4, 5], DEADLINE_S, "small pictures")
     give(page, ".composer", "drop", "evil.svg", b"<svg/>", "image/svg+xml")
     seen(page, "evil.svg is no PNG")
     give(page, ".composer", "drop", "bad.png", b"no picture")
     seen(page, "bad.png cannot be read")
     find(page, "[aria-label='Remove dropped.png']").click()
-    wait_for(lambda: names(page, ".composer") == ["chosen.png", "pasted.png"], PATIENCE_S, "two")
+    wait_for(lambda: names(page, ".composer") == ["chosen.png", "pasted.png"], DEADLINE_S, "two")
 
     find(page, "#prompt").send_keys("What is this?", Keys.ENTER)
-    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], PATIENCE_S, "the question")
+    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], DEADLINE_S, "the question")
     assert names(page, ".composer") == []
     seen(page, "tokens/s", ".way")
     seen(page, "looked at 2 pictures", ".way .looked")
@@ -109,15 +109,15 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     page.refresh()
     find(page, ".kept summary").click()
     find(page, ".kept li button").click()
-    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], PATIENCE_S, "them again")
+    wait_for(lambda: names(page, ".turn.user") == ["chosen.png", "pasted.png"], DEADLINE_S, "them again")
     page.execute_script(KEEP_WHAT_IS_ASKED)
-    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), PATIENCE_S, "the model")
+    wait_for(lambda: not find(page, "#model").get_attribute("disabled"), DEADLINE_S, "the model")
     find(page, "#prompt").send_keys("And now?", Keys.ENTER)
-    wait_for(lambda: page.execute_script("return asked.length") == 1, PATIENCE_S, "the second question")
+    wait_for(lambda: page.execute_script("return asked.length") == 1, DEADLINE_S, "the second question")
     (messages,) = page.execute_script("return asked")
     assert messages[0] == question
     assert messages[-1] == {"role": "user", "content": "And now?"}
-    wait_for(lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) == 2, PATIENCE_S, "the answer")
+    wait_for(lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) == 2, DEADLINE_S, "the answer")
     # Nobody looked again.
     assert len(texts(page, ".way .looked")) == 1
 
@@ -130,7 +130,7 @@ def test_the_strips_show_who_has_the_projector(page: WebDriver, node: DaemonProc
             attach(each, tmp_path)
             assert '"result"' in each.http.post("/api/admin/models/guide/load", json=body).text
         go(page, node)
-        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 2, PATIENCE_S, "two cells")
+        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 2, DEADLINE_S, "two cells")
         assert texts(page, ".strip .label .cut") == ["kitchen", "study"]
         labels = [
             each.get_attribute("aria-label") for each in page.find_elements(By.CSS_SELECTOR, ".mmproj.has")
@@ -143,5 +143,5 @@ def test_the_strips_show_who_has_the_projector(page: WebDriver, node: DaemonProc
             assert page.execute_script("return document.documentElement.scrollWidth") <= width
             picture(page, f"projectors-{width}")
         assert '"unloaded"' in study.http.post("/api/admin/models/guide/unload", json=body).text
-        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 1, PATIENCE_S, "one cell")
-        wait_for(lambda: texts(page, ".strip .label .cut") == ["kitchen"], PATIENCE_S, "one strip")
+        wait_for(lambda: len(texts(page, ".strips .mmproj.has")) == 1, DEADLINE_S, "one cell")
+        wait_for(lambda: texts(page, ".strip .label .cut") == ["kitchen"], DEADLINE_S, "one strip")

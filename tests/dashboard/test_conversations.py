@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser_page import find, go, picture, seen, size, texts
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -49,7 +49,7 @@ window.fetch = (where, init, ...rest) => {
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     with running_daemon(tmp_path_factory.mktemp("conversations"), "kitchen", load=["guide"]) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide")
         yield node
 
 
@@ -75,14 +75,14 @@ def press(page: WebDriver, selector: str) -> None:
 
 
 def expect(page: WebDriver, selector: str, wanted: list[str]) -> None:
-    wait_for(lambda: texts(page, selector) == wanted, PATIENCE_S, f"{wanted} in {selector}")
+    wait_for(lambda: texts(page, selector) == wanted, DEADLINE_S, f"{wanted} in {selector}")
 
 
 def ask(page: WebDriver, question: str) -> None:
     """Ask and wait for the answer's end."""
     before = len(texts(page, ".turn.assistant"))
     find(page, "#prompt").send_keys(question, Keys.ENTER)
-    wait_for(lambda: len(texts(page, ".turn.assistant")) == before + 1, PATIENCE_S, "the answer")
+    wait_for(lambda: len(texts(page, ".turn.assistant")) == before + 1, DEADLINE_S, "the answer")
     find(page, "[data-key=send]")
 
 
@@ -249,7 +249,7 @@ def test_a_conversation_is_exported_and_copied(chat: WebDriver, tmp_path: Path) 
     def exported(ending: str) -> list[Path]:
         return list(tmp_path.glob(f"conversation-*.{ending}"))
 
-    wait_for(lambda: exported("md") and exported("json"), PATIENCE_S, "both files")
+    wait_for(lambda: exported("md") and exported("json"), DEADLINE_S, "both files")
     assert exported("md")[0].read_text() == (
         "# What is a layer?\n\nModel: guide\n\n## System\n\nBe brief.\n\n"
         "## You\n\nWhat is a layer?\n\n## Answer\n\nAnswer 1\n"
@@ -266,7 +266,7 @@ def test_a_conversation_is_exported_and_copied(chat: WebDriver, tmp_path: Path) 
     expect(chat, ".turn.assistant [data-key=copy]", ["Copied"])
     find(chat, "#prompt").send_keys(Keys.CONTROL, "v")
     wait_for(
-        lambda: find(chat, "#prompt").get_attribute("value") == "Answer 1", PATIENCE_S, "what was copied"
+        lambda: find(chat, "#prompt").get_attribute("value") == "Answer 1", DEADLINE_S, "what was copied"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser_page import find, go, picture, seen, size
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import open_shelf
 from other_guide import other_guide
 from selenium.webdriver.chrome.webdriver import WebDriver
@@ -137,7 +137,7 @@ def test_a_new_node_finds_a_model_and_loads_the_guide(page: WebDriver, fresh: Da
 
 
 def seen_command(page: WebDriver) -> str:
-    return str(wait_for(lambda: find(page, "code.line").text, PATIENCE_S, "the command"))
+    return str(wait_for(lambda: find(page, "code.line").text, DEADLINE_S, "the command"))
 
 
 def test_an_invitation_is_shown_when_asked_for(page: WebDriver, tmp_path: Path) -> None:
@@ -154,6 +154,6 @@ def test_an_invitation_is_shown_when_asked_for(page: WebDriver, tmp_path: Path) 
         seen(page, "as you would a password")
         fits_every_width(page, "invitation")
         find(page, "[data-key=hide]").click()
-        wait_for(lambda: "swarmllm-join-" not in page.page_source, PATIENCE_S, "it to be hidden")
+        wait_for(lambda: "swarmllm-join-" not in page.page_source, DEADLINE_S, "it to be hidden")
         assert "swarmllm-join-" not in node.log.read_text()
         page.execute_script("sessionStorage.clear()")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from doc_blocks import Machine
 
 from bench.common.namespaces import NoNamespaces, cabled_namespaces, inside
@@ -71,7 +71,7 @@ class NamespaceMachine(Machine):
         process = self.start(command)
         stack.callback(os.close, self._terminal)
         stack.callback(stop, process)
-        wait_for(lambda: self._serves(process), PATIENCE_S, f"the daemon of {self.namespace}")
+        wait_for(lambda: self._serves(process), DEADLINE_S, f"the daemon of {self.namespace}")
         return process
 
     def inside(self) -> AbstractContextManager[None]:
@@ -93,7 +93,7 @@ def namespace_machines(folder: Path, names: Sequence[str]) -> Iterator[dict[str,
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(PATIENCE_S)
+        process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

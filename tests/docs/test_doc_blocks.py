@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks
 from faulty_server import open_shelf
 from other_guide import other_guide
@@ -37,7 +37,7 @@ class RunningNode:
     def __init__(self, machine: Machine, command: str) -> None:
         self.machine = machine
         self.process = machine.start(command)
-        found = wait_for(self._daemon_info, PATIENCE_S, "daemon.json")
+        found = wait_for(self._daemon_info, DEADLINE_S, "daemon.json")
         self.url = str(found["api_url"])
         self.address = str(found["addresses"][0])
 
@@ -49,7 +49,7 @@ class RunningNode:
             return None
 
     def answers(self, model: str) -> bool:
-        answer = httpx.get(f"{self.url}/api/admin/models/{model}/status", trust_env=False, timeout=PATIENCE_S)
+        answer = httpx.get(f"{self.url}/api/admin/models/{model}/status", trust_env=False, timeout=DEADLINE_S)
         return bool(answer.json().get("complete"))
 
     def type(self, block: Block) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,7 @@ class RunningNode:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -87,7 +87,7 @@ def node(
     """One that serves the whole guide."""
     machine = Machine(tmp_path_factory.mktemp("machines") / "only")
     node = start(machine, "swarmllm daemon --load guide")
-    wait_for(lambda: node.answers("guide"), PATIENCE_S, "the guide to be loaded")
+    wait_for(lambda: node.answers("guide"), DEADLINE_S, "the guide to be loaded")
     return node
 
 
@@ -135,7 +135,7 @@ def _follow_the_quickstart(start: Callable[[Machine, str], RunningNode], folder:
             nodes[name] = start(machines[name], command)
             continue
         typed = replace(block, code=block.code.replace("INVITATION", invitation))
-        done = wait_for(partial(_worked, machines[name], nodes.get(name), typed), PATIENCE_S, str(block))
+        done = wait_for(partial(_worked, machines[name], nodes.get(name), typed), DEADLINE_S, str(block))
         if block.commands == ["swarmllm invite"]:
             invitation = done.stdout.strip()
         asked.append(done.stdout)

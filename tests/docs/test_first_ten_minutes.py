@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from doc_blocks import PAGES, Block, Machine, blocks
 from namespace_machines import NamespaceMachine, namespace_machines
 
@@ -77,15 +77,15 @@ def test_a_newcomer_sees_what_the_page_shows(machines: dict[str, NamespaceMachin
             machine = machines[name]
             if block.code.startswith(STOPS_SECOND):
                 daemons["second"].send_signal(signal.SIGINT)
-                assert daemons["second"].wait(PATIENCE_S) == 0
+                assert daemons["second"].wait(DEADLINE_S) == 0
             if block.commands[0].startswith("swarmllm daemon"):
                 (command,) = block.commands
                 daemons[name] = machine.start_daemon(command, stack)
-                wait_for(partial(shows, machine, shown.get(block.code, "")), PATIENCE_S, str(block))
+                wait_for(partial(shows, machine, shown.get(block.code, "")), DEADLINE_S, str(block))
                 continue
             said = shown.get(block.code, "")
             filled = replace(block, code=block.code.replace("INVITATION", invitation))
-            printed = wait_for(partial(typed, machine, filled, said), PATIENCE_S, str(block))
+            printed = wait_for(partial(typed, machine, filled, said), DEADLINE_S, str(block))
             n_typed += 1
             if "swarmllm invite" in block.commands:
                 (invitation,) = re.findall(r"swarmllm-join-\S+", printed)

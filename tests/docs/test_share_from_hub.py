@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 from daemon_process import wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from doc_blocks import PAGES, blocks
 from faulty_server import FaultyServer, open_shelf
 from namespace_machines import NamespaceMachine, namespace_machines
@@ -82,7 +82,7 @@ def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_pa
                 machine.start_daemon(block.commands[0], stack)
                 continue
             code = replace(block, code=block.code.replace("INVITATION", invitation)).code
-            done = wait_for(lambda m=machine, c=code: typed(m, c), PATIENCE_S, str(block))
+            done = wait_for(lambda m=machine, c=code: typed(m, c), DEADLINE_S, str(block))
             if block.commands == ["swarmllm invite"]:
                 invitation = done.stdout.strip()
 
@@ -96,7 +96,7 @@ def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_pa
         assert reached.n_bytes < len(MODEL), "the third has fetched more than its layers"
 
         ask = 'swarmllm chat --model big --max-tokens 8 "What is a pipeline?" --route'
-        answer = wait_for(lambda: typed(machines["second"], ask), PATIENCE_S, "an answer")
+        answer = wait_for(lambda: typed(machines["second"], ask), DEADLINE_S, "an answer")
         route = answer.stdout + answer.stderr
         assert all(nickname in route for nickname in NICKNAMES), route
         assert "3 nodes" in route

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.downloads import Download, DownloadRequest, Downloads, DownloadSettings, SharedDigests
 from swarmllm.guide import DRAFT_PATH, GUIDE_PATH
@@ -52,7 +52,7 @@ class Stand:
 
     async def fetch(self, source: str, **options: Any) -> Download:
         download = self.downloads.start(DownloadRequest(source, **options))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await download.ended.wait()
         return download
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import download_stand
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from download_stand import PIECE_BYTES, SETTINGS, Stand, guide
 
 from swarmllm.models import CatalogueEntry, LayerRange, needed_tensors
@@ -45,7 +45,7 @@ def header_bytes() -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 (what other nodes say)
             await trio.sleep(0.01)
 

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import trio
 from blake3 import blake3
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from download_stand import GUIDE_DATA, SETTINGS, Stand, guide, open_stand
 from faulty_server import FaultyServer
 
@@ -148,7 +148,7 @@ async def gossip(*members: Member, now_s: float = 0.0, others: tuple[NodeRecord,
 
 async def settle(*members: Member, now_s: float = 0.0, others: tuple[NodeRecord, ...] = ()) -> None:
     """Until nothing is being fetched any more."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         for _ in range(5):
             await gossip(*members, now_s=now_s, others=others)
             for each in members:

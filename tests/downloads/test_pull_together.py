@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import FaultyServer
 from other_guide import other_guide
 
@@ -38,7 +38,7 @@ def pull(node: DaemonProcess, source: str, layers: str) -> dict[str, Any]:
         now = dict(node.http.get(f"/api/admin/downloads/{download['id']}").json())
         return now if now["state"] in ("done", "failed", "cancelled") else None
 
-    found: dict[str, Any] = wait_for(ended, PATIENCE_S, "the end of the download")
+    found: dict[str, Any] = wait_for(ended, DEADLINE_S, "the end of the download")
     assert (found["state"], found["error"], found["model"]) == ("done", "", NAME)
     return found
 
@@ -110,7 +110,7 @@ def test_three_nodes_pull_a_third_each_and_answer(
 
             nodes = {"0:4": a, "4:8": b, "8:12": c}
             for layers, node in nodes.items():
-                wait_for(lambda node=node: status(node)["model_id"], PATIENCE_S, "the node to know the model")
+                wait_for(lambda node=node: status(node)["model_id"], DEADLINE_S, "the node to know the model")
                 assert status(node)["model_id"] == manifest.model_id
                 assert load(node, NAME, layers)["loaded"] == [layers]
             load(a, "guide", "0:12")
@@ -118,7 +118,7 @@ def test_three_nodes_pull_a_third_each_and_answer(
             assert uncut
             for node in nodes.values():
                 wait_for(
-                    lambda node=node: status(node)["complete"], PATIENCE_S, "every node to know the holders"
+                    lambda node=node: status(node)["complete"], DEADLINE_S, "every node to know the holders"
                 )
                 assert ask(node, NAME) == uncut
             assert [node.stop() for node in (a, c)] == [0, 0]

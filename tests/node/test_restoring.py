@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.errors import BadModel, ModelNotFound, NodeUnreachable, WorkerError
 from swarmllm.models import LayerRange, merge
@@ -54,12 +54,12 @@ class Stand:
             raise self.faults[entry.model_id]
         self.held[entry.model_id] = merge([*self.loaded(entry.model_id), layers])
 
-    async def patiently(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def retry(self, act: Callable[[], Awaitable[None]]) -> None:
         self.n_patient += 1
         await act()
 
     async def run(self) -> None:
-        await self.restoring.run(self.patiently)
+        await self.restoring.run(self.retry)
 
 
 @pytest.mark.parametrize("failure", [BadModel("its file is gone"), RuntimeError("its file is gone")])
@@ -132,7 +132,7 @@ async def test_what_is_unloaded_while_it_comes_back_does_not() -> None:
     stand = Stand("abc")
     for name in "ab":
         stand.stuck[name] = trio.Event()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stand.run)
             await stand.stuck["a"].wait()
@@ -146,7 +146,7 @@ async def test_what_is_unloaded_while_it_comes_back_does_not() -> None:
 async def test_the_end_of_the_daemon_is_not_taken_for_a_failure() -> None:
     stand = Stand("a")
     stand.stuck["a"] = trio.Event()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stand.run)
             await stand.stuck["a"].wait()

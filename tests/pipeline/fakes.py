@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from msgspec import UNSET
 
 from bench.common.arithmetic import fake_entry
@@ -150,13 +150,13 @@ class Swarm:
             await self[node_id].say(capability)
         said = {node_id: self[node_id].capability(capability) for node_id, capability in said.items()}
         known = self[listener].registry
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while any(known.nodes()[node_id].capability != said[node_id] for node_id in said):
                 await trio.lowlevel.checkpoint()
 
     async def quiet(self) -> None:
         """Wait until no node has a request or a slot left."""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while any(_busy(node) for node in self.nodes.values()):
                 await trio.lowlevel.checkpoint()
 
@@ -185,7 +185,7 @@ async def open_swarm(
         swarm = Swarm(network, entry, start)
         for node_id, pool in holdings.items():
             await swarm.start(node_id, pool)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while any(len(node.registry.nodes()) < len(holdings) for node in swarm.nodes.values()):
                 await trio.lowlevel.checkpoint()
         yield swarm

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D, node_id_named
 
 from bench.common.arithmetic import FakePool
@@ -322,6 +322,6 @@ async def test_only_connected_holders_are_used() -> None:
 
 
 async def _until_forgotten(swarm: Swarm, node_id: str) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while node_id in swarm[A].registry.reachable():
             await trio.lowlevel.checkpoint()

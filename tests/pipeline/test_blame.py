@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import LAST, LIAR, A, B, C, H, I, M
 from trio.testing import MockClock
 
@@ -104,7 +104,7 @@ async def test_the_stage_that_refuses_bad_rows_keeps_its_trust_and_the_request_i
         change_rows(swarm, LIAR, change)
         await prefer(swarm, LIAR, M)
         for _ in range(20):
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
             assert swarm[A].trust.score(H) >= NEUTRAL
             assert swarm[A].trust.score(M) >= NEUTRAL
@@ -134,7 +134,7 @@ async def test_a_token_outside_the_vocabulary_ends_only_the_attempt(first: str) 
 
         router.send = lie  # type: ignore[method-assign]
         await prefer(swarm, LIAR, M)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         assert swarm[first].trust.score(LIAR) < NEUTRAL
         assert swarm[A].trust.score(M) >= NEUTRAL
@@ -158,7 +158,7 @@ async def test_a_token_for_a_request_of_others_costs_its_sender_only(part: bool)
                 await swarm[LIAR].router.send(A, *encode_job(token, b"no "))
 
         pools[H].before_forward = intrude
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         await swarm.quiet()
         assert swarm[A].trust.explain(LIAR).counts["broke protocol"] >= 1
@@ -172,13 +172,13 @@ async def test_without_another_holder_bad_rows_cost_the_honest_stage_nothing() -
     async with open_swarm(pools) as swarm:
         change_rows(swarm, LIAR, not_numbers)
         for _ in range(6):
-            with pytest.raises(SwarmLLMError), trio.fail_after(PATIENCE_S):
+            with pytest.raises(SwarmLLMError), trio.fail_after(DEADLINE_S):
                 await ask(swarm)
         assert swarm[A].trust.score(H) >= NEUTRAL
         assert swarm[H].trust.score(LIAR) < NEUTRAL
         swarm.kill(LIAR)
         await swarm.start(M, FakePool("4:8"))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while M not in swarm[A].registry.nodes():
                 await trio.lowlevel.checkpoint()
             assert await ask(swarm) == await uncut(PROMPT, 6)
@@ -221,7 +221,7 @@ async def test_the_origin_knows_that_its_own_rows_were_good(alone: bool) -> None
             await prefer(swarm, LIAR, M, H)
             await twenty_requests(swarm, LIAR, (M, H))
             return
-        with pytest.raises(RemoteError), trio.fail_after(PATIENCE_S):
+        with pytest.raises(RemoteError), trio.fail_after(DEADLINE_S):
             await ask(swarm)
         assert swarm[A].trust.score(LIAR) < NEUTRAL
 
@@ -317,7 +317,7 @@ async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -
 
         router.send = no_token  # type: ignore[method-assign]
         await prefer(swarm, LIAR, M)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm) == await uncut(PROMPT, 6)
         assert swarm[A].trust.score(LIAR) < NEUTRAL
         await twenty_requests(swarm, LIAR, (M,))
@@ -342,7 +342,7 @@ async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobod
         router.send = no_end  # type: ignore[method-assign]
         await prefer(swarm, LIAR, M)
         for _ in range(3):
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
         assert swarm[A].trust.score(M) >= NEUTRAL
 
@@ -380,7 +380,7 @@ async def test_rows_that_lead_nowhere_cost_no_honest_stage_its_trust(skip: str) 
         change_rows(swarm, LIAR, twist)
         await prefer(swarm, LIAR, M)
         for _ in range(3):
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 assert await ask(swarm) == await uncut(PROMPT, 6)
         for here in (A, H, LAST, M):
             for there in (H, LAST, M):
@@ -401,7 +401,7 @@ async def test_a_stage_that_is_sent_too_much_at_once_keeps_its_trust(n_copies: i
         router.send = again_and_again  # type: ignore[method-assign]
         await prefer(swarm, LIAR, M)
         for _ in range(3):
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 assert await ask(swarm)
         for here in (A, H, LAST, M):
             for there in (H, LAST, M):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -66,7 +66,7 @@ async def test_a_cancelled_client_frees_every_node(phase: str) -> None:
             pools[B].before_forward = stop_at
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, swarm, A)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 await reached.wait()
             nursery.cancel_scope.cancel()
         await wait_all_tasks_blocked(0.01)
@@ -87,7 +87,7 @@ async def test_a_lost_node_fails_the_stream_at_once_and_the_others_are_freed() -
                     if piece.index == 5:
                         swarm.kill(B)
 
-        with pytest.raises(NodeUnreachable, match="nick-b"), trio.fail_after(PATIENCE_S):
+        with pytest.raises(NodeUnreachable, match="nick-b"), trio.fail_after(DEADLINE_S):
             await read()
         assert len(texts) >= 6
         await swarm.quiet()
@@ -103,7 +103,7 @@ async def test_a_lost_origin_frees_the_stages() -> None:
                 await ask(swarm, A, n_tokens=4000)
 
         nursery.start_soon(client)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while not pools[C].slots:
                 await trio.lowlevel.checkpoint()
         swarm.kill(A)
@@ -121,7 +121,7 @@ async def test_a_node_lost_before_the_first_token_is_replaced_by_another_holder(
             await trio.sleep_forever()
 
         pools[chosen].before_forward = die
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm, A) == await uncut(PROMPT, 12)
         assert swarm[A].pipelines.statistics().retries == 1
         await swarm.quiet()

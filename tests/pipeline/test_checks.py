@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from trio.testing import MockClock
 
 from bench.common.arithmetic import PRIME, FakePool, uncut
@@ -473,7 +473,7 @@ async def test_only_the_origin_gets_rows_and_only_at_boundaries_of_the_stage() -
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, swarm)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 await entered.wait()
             assert (await rows(A, 4)).known
             assert (await rows(A, 8)).known

@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -100,7 +100,7 @@ async def ask(
     swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, checked)
     before = swarm[A].pipelines.statistics()
     prompt = Prompt(messages=[{"role": "user", "content": question}])
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(
             prompt,
             swarm.entry,
@@ -150,7 +150,7 @@ async def test_what_was_computed_again_for_a_broken_pipeline_is_right(
         swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, asked)
         sampling = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
         prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[1]}])
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(prompt, entry, sampling) as generation:
                 async for piece in generation:
                     if piece.index == 6:
@@ -293,7 +293,7 @@ def lies_steadily(pool: WorkerPool, part: float) -> None:
 
 async def announced(swarm: Swarm, kv_types: dict[NodeId, str]) -> None:
     known = swarm[A].registry
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         for node_id, kv_type in kv_types.items():
             # It repeats what it knows of itself, which may come later than what A knows of it.
             while _capability(swarm[node_id].registry, node_id) != _capability(known, node_id):

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import LIAR, A, B, C, D, H, I, J, M, N
 from trio.testing import MockClock
 
@@ -187,7 +187,7 @@ async def test_honest_stages_sign_for_every_row_and_nobody_loses_anything(
             chain, ledger = request.chain, request.ledger
             assert len(chain.computed_tokens) > 5 * 32
             for stage in range(2):
-                with trio.fail_after(PATIENCE_S):
+                with trio.fail_after(DEADLINE_S):
                     await request.wait_for(partial(ledger.is_agreed, stage, 0, len(chain.computed_tokens)))
                 assert ledger.is_agreed(stage, 0, len(chain.computed_tokens))
         counts = [swarm[A].trust.explain(node_id).counts for node_id in (LIAR, M, N, H)]

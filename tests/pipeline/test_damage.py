@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, M, X, Z
 from trio.testing import wait_all_tasks_blocked
 
@@ -88,7 +88,7 @@ async def test_a_damaged_job_is_repeated_and_the_text_is_the_same(
     }
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(swarm, node_id, CASES[case])
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         assert len(positions) == 1
         assert swarm[A].pipelines.statistics().repeats == 1
@@ -103,7 +103,7 @@ async def test_a_token_damaged_on_its_way_to_the_first_stage_is_repeated(first: 
         positions = damage_on_arrival(
             swarm, first, lambda job: job.step == "embed" and job.position > 27, times=2
         )
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await ask(swarm) == await uncut(PROMPT, 12)
         # The origin repeats here without a message that could be damaged again.
         assert positions == ([28, 29] if first == A else [28, 28])
@@ -114,7 +114,7 @@ async def test_a_line_that_always_damages_fails_the_request() -> None:
     pools = {A: FakePool("0:6"), B: FakePool("6:12")}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         damage_on_arrival(swarm, B, lambda job: True, times=1000)
-        with pytest.raises(RemoteError, match="4 jobs arrived damaged"), trio.fail_after(PATIENCE_S):
+        with pytest.raises(RemoteError, match="4 jobs arrived damaged"), trio.fail_after(DEADLINE_S):
             await ask(swarm)
         await swarm.quiet()
 
@@ -219,7 +219,7 @@ async def test_a_job_that_makes_no_sense_fails_the_request_with_the_field(
         monkeypatch.setattr(swarm[A].router, "send", send)
         with (
             pytest.raises(RemoteError, match=rf"node nick-b \({B}\): .*{complaint}"),
-            trio.fail_after(PATIENCE_S),
+            trio.fail_after(DEADLINE_S),
         ):
             await ask(swarm)
         assert n_sent
@@ -263,7 +263,7 @@ async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, co
                     pass
 
         pools[B].before_forward = lie
-        with pytest.raises(RemoteError, match=complaint) as failure, trio.fail_after(PATIENCE_S):
+        with pytest.raises(RemoteError, match=complaint) as failure, trio.fail_after(DEADLINE_S):
             await read()
         assert f"nick-b ({B})" in str(failure.value)
         await swarm.quiet()

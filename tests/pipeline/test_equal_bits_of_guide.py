@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -87,7 +87,7 @@ async def ask(
     """The nodes of the route, after the check of that node. `loads`: what the origin loads meanwhile."""
     swarm[A].pipelines._checker.trust = Trusting(swarm[A].trust, checked)
     before = swarm[A].pipelines.statistics()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(Prompt(text=text), swarm.entry, sampling) as generation:
             assert [piece async for piece in generation]
             assert generation.is_apart

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C
 
 from bench.common.arithmetic import FakePool, uncut
@@ -25,7 +25,7 @@ EXACT = Sampling(max_tokens=N_TOKENS, temperature=0.0, exact=True)
 
 async def asked(swarm: Swarm, sampling: Sampling = EXACT) -> tuple[str, list[str], bool]:
     """The text, the nodes of the route, and whether the answer says that it is exact."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
             text = "".join([piece.text async for piece in generation])
             return text, [stage.node_id for stage in generation.route], generation.is_apart
@@ -54,7 +54,7 @@ async def test_over_a_cut_every_stage_knows_and_pieces_are_whole() -> None:
     prompt = "exact " * 40
     calls = [record(pool) for pool in pools.values()]
     async with open_swarm(pools, settings=PipelineSettings(prefill_chunk_tokens=150)) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(Prompt(text=prompt), swarm.entry, EXACT) as generation:
                 text = "".join([piece.text async for piece in generation])
                 assert generation.is_apart

@@ -21,7 +21,7 @@ from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm_proto.ipc import Sampling
 
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 LOST = NodeUnreachable("a node is gone")
 
 
@@ -74,7 +74,7 @@ class Pipelines:
 
 
 def a_request() -> OriginRequest:
-    return OriginRequest("req_1", fake_entry(), np.ones(4, np.int32), Sampling(), RetryPolicy(PATIENCE_S))
+    return OriginRequest("req_1", fake_entry(), np.ones(4, np.int32), Sampling(), RetryPolicy(DEADLINE_S))
 
 
 async def read(source: Failover, n: int) -> list[int]:

@@ -33,7 +33,7 @@ from swarmllm.pipeline.check.verdict import (
     judge_tokens,
     logits_apart,
 )
-from swarmllm.pipeline.origin.output import BrokenPromise
+from swarmllm.pipeline.origin.output import ImpossibleReport
 from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.fingerprints import N_DRAWN, N_VALUES, drawn_tokens, encode_fingerprint
@@ -342,7 +342,7 @@ def test_other_fingerprints_are_no_honest_stages(sequence: tuple[Any, ...], word
     *before, last = sequence
     for fingerprint in before:
         told.take(fingerprint)
-    with pytest.raises(BrokenPromise, match=words):
+    with pytest.raises(ImpossibleReport, match=words):
         told.take(last)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, H
 
 from bench.common.arithmetic import FakePool
@@ -37,7 +37,7 @@ class Refusing(FakePool):
 
 
 async def ask(swarm: Swarm, sampling: Sampling) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(Prompt(text="?"), swarm.entry, sampling) as generation:
             async for _ in generation:
                 pass

@@ -11,7 +11,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from msgspec.structs import replace
 from node_ids import A, B, C, D
 
@@ -277,7 +277,7 @@ async def test_a_stream_survives_a_killed_worker(tmp_path: Path, entry: Catalogu
 
     async with guide_swarm(tmp_path, entry, THIRDS) as swarm:
         undisturbed = await read(-1)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await read(9) == undisturbed
         await swarm.quiet()
 
@@ -292,7 +292,7 @@ async def test_a_spare_is_built_up_from_what_the_others_have(
         await swarm.tell(A, {D: computes(entry.model_id, 10.0)})
         expected = await ask(swarm, A, QUESTIONS[0])
         tokens = []
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(prompt, entry, GREEDY) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)

@@ -23,7 +23,7 @@ from swarmllm.pipeline.repair.hedge import (
     LONGEST_PAUSE_S,
     LOOK_AGAIN_S,
     SOON_S,
-    Awaited,
+    AwaitedToken,
     Hedge,
     HedgeBudget,
 )
@@ -42,8 +42,10 @@ SECONDS = st.floats(0, 1e4, allow_nan=False)
 WORKS = st.floats(1, 1e5, allow_nan=False)
 
 
-@given(st.builds(Awaited, SECONDS, SECONDS, SECONDS), SECONDS)
-def test_a_standby_begins_only_where_it_is_expected_to_be_earlier(awaited: Awaited, standby_s: float) -> None:
+@given(st.builds(AwaitedToken, SECONDS, SECONDS, SECONDS), SECONDS)
+def test_a_standby_begins_only_where_it_is_expected_to_be_earlier(
+    awaited: AwaitedToken, standby_s: float
+) -> None:
     begins = Hedge(HedgeBudget(0.05)).begins(awaited, standby_s, 1.0, 0.0)
     is_far = max(awaited.silent_s, awaited.usual_s) >= max(SOON_S, FAR * awaited.planned_s)
     assert begins == (is_far and awaited.expected_s > standby_s)
@@ -78,13 +80,13 @@ def test_the_next_look_is_later_each_time_but_comes(outcomes: list[str]) -> None
     hedge, now_s, pause_s = Hedge(HedgeBudget(0.05)), 0.0, LOOK_AGAIN_S
     for outcome in outcomes:
         (hedge.lost if outcome == "lost" else hedge.nothing_found)(now_s)
-        at_s = hedge.look_at_s(Awaited(0.0, 1e3), now_s)
+        at_s = hedge.look_at_s(AwaitedToken(0.0, 1e3), now_s)
         assert at_s == now_s + min(pause_s, LONGEST_PAUSE_S)
         now_s, pause_s = at_s, 2 * pause_s
 
 
 def test_after_a_race_that_was_lost_a_standby_has_to_be_twice_as_early() -> None:
-    hedge, awaited = Hedge(HedgeBudget(1.0)), Awaited(0.1, 3.0)
+    hedge, awaited = Hedge(HedgeBudget(1.0)), AwaitedToken(0.1, 3.0)
     assert hedge.begins(awaited, 2.0, 1.0, 0.0)
     hedge.lost(0.0)
     assert not hedge.begins(awaited, 2.0, 1.0, 0.0)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D
 
 from bench.common.arithmetic import FakePool, uncut
@@ -32,7 +32,7 @@ WIDE, NARROW = "0.3.36-avx512-f16-00000000", "0.3.36-avx2-f16-11111111"
 
 async def asked(swarm: Swarm, sampling: Sampling = EXACT) -> tuple[str, list[NodeId]]:
     """The text, and the nodes of the route."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
             text = "".join([piece.text async for piece in generation])
             assert generation.is_apart == sampling.exact

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.lowlevel
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, O
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -283,7 +283,7 @@ async def test_two_tokens_that_come_the_wrong_way_round_are_put_right() -> None:
         swarm[A].router.serve(pipelines.on_request, deliver)
         prompt = "where do the layers live?"
         text = ""
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with pipelines.generate(
                 Prompt(text=prompt), swarm.entry, Sampling(max_tokens=12)
             ) as generation:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, B, C
@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, BrokenPromise, EarlyTokens
+from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, EarlyTokens, ImpossibleReport
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.ipc import Sampling
@@ -27,7 +27,7 @@ PROMPT = "what comes first?"
 
 
 async def ask(swarm: Swarm, n_tokens: int = 12) -> str:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=n_tokens)
         ) as generation:
@@ -123,10 +123,10 @@ def test_whatever_the_order_of_arrival_all_are_given_in_theirs(order: list[int])
 
 def test_what_waits_is_bounded_in_number_and_bytes() -> None:
     early = EarlyTokens[bytes]()
-    with pytest.raises(BrokenPromise, match="ahead"):
+    with pytest.raises(ImpossibleReport, match="ahead"):
         early.put(EARLY_TOKENS_MAX + 2, b"", 0, 1)
     early.put(3, b"", 2**20, 1)
-    with pytest.raises(BrokenPromise, match="bytes"):
+    with pytest.raises(ImpossibleReport, match="bytes"):
         early.put(4, b"", 1, 1)
     early.put(3, b"again", 2**20, 1)
     assert early.take(3) == b""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D
 from vision_models import picture
 
@@ -64,7 +64,7 @@ def near(swarm: Swarm) -> None:
 
 
 async def until(swarm: Swarm, is_so: Callable[[PipelineStatistics], bool]) -> PipelineStatistics:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while not is_so(counts := swarm[A].pipelines.statistics()):
             await trio.lowlevel.checkpoint()
     return counts

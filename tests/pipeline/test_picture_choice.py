@@ -33,7 +33,7 @@ from swarmllm.pipeline.vision.race import (
     NODES_MAX,
     SILENCE_S,
     USUAL_S,
-    Paces,
+    EncodingTimes,
     Race,
     Runner,
 )
@@ -58,7 +58,7 @@ N_EMBD = 4
 
 
 def test_a_slow_encoding_counts_at_once_and_a_fast_one_by_and_by() -> None:
-    paces = Paces()
+    paces = EncodingTimes()
     assert paces.expected_s(A) == USUAL_S
     for took_s, expected_s in ((4.0, 4.0), (10.0, 10.0), (5.0, 9.0), (9.0, 9.0)):
         paces.took(A, took_s)
@@ -66,7 +66,7 @@ def test_a_slow_encoding_counts_at_once_and_a_fast_one_by_and_by() -> None:
 
 
 def test_the_paces_of_the_latest_nodes_are_kept() -> None:
-    paces = Paces()
+    paces = EncodingTimes()
     for n in range(NODES_MAX):
         paces.took(NodeId(f"n{n}"), 7.0)
     paces.took(NodeId("n0"), 7.0)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from msgspec import UNSET
 from node_ids import A, B, C, D
 from vision_models import N_BATCH, picture, pixels
@@ -121,7 +121,7 @@ async def test_a_stream_goes_on_where_a_stage_was_lost(
     holdings = {A: "0:1", B: f"1:{n - 1}", C: f"{n - 1}:{n}", D: f"1:{n - 1}"}
     async with swarm_of(tmp_path, entry, holdings) as swarm:
         tokens, told = [], []
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(asking(pictures, TEXT), entry, SAMPLING) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)
@@ -158,7 +158,7 @@ async def test_nodes_that_do_not_know_where_rows_stand_take_no_part(
             swarm[node_id].picture_runs = node_id != B
         await swarm.tell(A, {node_id: NodeCapability() for node_id in (B, C, D)})
         for _ in range(2):
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 async with swarm[A].pipelines.generate(prompt, grid_entry, SAMPLING) as generation:
                     async for _piece in generation:
                         pass

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D
 from vision_models import N_BATCH, picture, pixels, projector, text_model, uncut
 
@@ -88,7 +88,7 @@ def asking(shown: Sequence[Picture], text: str = TEXT) -> Prompt:
 
 
 async def seen_by(swarm: Swarm, prompt: Prompt, sampling: Sampling = SAMPLING) -> Seen:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(prompt, swarm.entry, sampling) as generation:
             pieces = [piece async for piece in generation]
         await swarm.quiet()
@@ -200,7 +200,7 @@ async def test_a_stream_goes_on_where_a_stage_was_lost(
     async with swarm_of(tmp_path, entry, holdings) as swarm:
         undisturbed = (await seen_by(swarm, prompt, sampling)).tokens
         tokens = []
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(prompt, entry, sampling) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D
 from vision_models import (
     GRID_FAMILIES,
@@ -165,7 +165,7 @@ class Pools:
 
     async def answer(self, swarm: Swarm, prompt: Prompt) -> Answer:
         self._written.write_bytes(b"")
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(prompt, swarm.entry, SAMPLING) as generation:
                 tokens = [piece.token async for piece in generation]
             await swarm.quiet()

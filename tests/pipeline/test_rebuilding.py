@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D, E, F, X, node_id_named
 from trio.testing import MockClock
 
@@ -63,7 +63,7 @@ async def test_only_the_lost_stages_compute_again(
         pools = {node_id: node.pool for node_id, node in swarm.nodes.items()}
         expected = await uncut(PROMPT, N_TOKENS)
         route = await swarm[A].pipelines.stages_for(swarm.entry)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, *victims, at=at))
         assert text == expected
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
@@ -96,7 +96,7 @@ async def test_a_stage_that_stays_takes_the_lost_ones_place_beside_its_own(
                     await trio.lowlevel.checkpoint()
                 swarm.kill(victim)
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -109,7 +109,7 @@ async def test_without_a_journal_the_stages_above_compute_again_and_those_below_
     pools = pools_of(a="0:3", b="3:6", c="6:9", d="9:12", e="6:9")
     pools[B].keeps_journals = False
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, C))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -122,7 +122,7 @@ async def test_with_no_journal_anywhere_the_origin_embeds_the_tokens_again() -> 
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8")
     pools[A].keeps_journals = False
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, B))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_rebuilt == 1
@@ -140,7 +140,7 @@ async def test_the_spare_dies_too_and_then_another_one_goes_on() -> None:
                 await trio.sleep_forever()
 
         pools[D].before_forward = die
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, B))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
@@ -172,7 +172,7 @@ async def test_a_spare_that_is_lost_while_it_is_asked_costs_nobody_what_he_has()
                 swarm[C].router.serve(busy, swarm[C].pipelines.on_message)
                 swarm.kill(B)
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == [A, E, C]
@@ -191,7 +191,7 @@ async def test_a_spare_that_refuses_is_passed_over() -> None:
             return encode_response(PipelineAck(request_id=request.request_id, accepted=False, reason="no"))
 
         swarm[D].router.serve(refuse, pipelines.on_message)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, B))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == [A, E, C]
@@ -206,7 +206,7 @@ async def test_where_a_journal_cannot_be_read_after_all_everything_is_computed_a
 
     pools[B].read_journal = unreadable  # type: ignore[method-assign]
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, C))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1
@@ -218,7 +218,7 @@ async def test_a_row_that_is_damaged_while_a_stage_is_built_again_is_sent_again(
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="8:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         positions = damage_on_arrival(swarm, D, lambda job: job.position == position)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, C))
         assert positions == [position]
         assert text == await uncut(PROMPT, N_TOKENS)
@@ -278,7 +278,7 @@ async def test_what_is_held_of_a_lost_origin_is_let_go() -> None:
                 swarm.kill(A)
                 reading.cancel()
 
-        with reading, trio.fail_after(PATIENCE_S):
+        with reading, trio.fail_after(DEADLINE_S):
             await read(swarm, A, both)
         await swarm.quiet()
 
@@ -323,7 +323,7 @@ async def test_no_more_is_held_than_could_run() -> None:
             session = sessions.by_request[f"r{i}"]
             assert sessions.cancel(A, f"r{i}", hold=True)
             await session.done.wait()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while len(pool.slots) > 2:
                 await trio.lowlevel.checkpoint()
         assert {each.context.request_id for each in sessions.held()} == set(pool.slots) == {"r3", "r4"}
@@ -355,7 +355,7 @@ async def test_an_id_is_of_one_request_whether_it_runs_or_is_held() -> None:
         assert first.state is not SessionState.HELD, "nobody could find it"
         assert sessions.running("r") is second
         assert not sessions.held()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while first.state is not SessionState.ENDED:
                 await trio.lowlevel.checkpoint()
         second.stop(hold=True)
@@ -397,7 +397,7 @@ async def test_a_stranger_gets_nothing_of_what_is_held_and_has_nothing_sent() ->
             acks.append(await swarm[B].pipelines._sessions.acknowledge(X, assignment))
             swarm[B].pipelines._sessions.cancel(X, "stolen")
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, steal)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (acks[0].accepted, acks[0].kept, generation.n_recoveries) == (True, (), 0)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
@@ -33,11 +33,11 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture, PromptPictures, parse_picture
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin.pictures import Looked
+from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.vision.choice import Encoder, by_projector, in_order
-from swarmllm.pipeline.vision.race import FAR, SILENCE_S, USUAL_S, Paces, Race, Runner
+from swarmllm.pipeline.vision.race import FAR, SILENCE_S, USUAL_S, EncodingTimes, Race, Runner
 from swarmllm.pipeline.vision.serving import PLACES, SLICE_S
 from swarmllm.pipeline.vision.slices import parts_of
 from swarmllm.scheduling.constraints import Constraints
@@ -110,14 +110,14 @@ async def seeing(*holders: str, **settings: Any) -> AsyncIterator[Swarm]:
 
 
 async def known(swarm: Swarm, holders: set[str]) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while set(swarm[A].registry.encoders(BLIND.model_id)) != holders:
             await trio.lowlevel.checkpoint()
 
 
 async def look(
     swarm: Swarm, shown: Picture = SHOWN, entry: CatalogueEntry = BLIND
-) -> tuple[EncodedPicture, Looked]:
+) -> tuple[EncodedPicture, EncodedBy]:
     encoder = (await swarm[A].pipelines.encoders.by_projector(entry, [shown], "messages[0]"))[0]
     encoded = await encoder.encode(shown, "messages[0]")
     return encoded, encoder.looked[0]
@@ -418,7 +418,7 @@ def test_busy_ones_are_asked_again_after_all_others() -> None:
 
 
 def test_a_pace_rises_at_once_and_falls_by_and_by() -> None:
-    paces = Paces()
+    paces = EncodingTimes()
     assert paces.expected_s("a") == USUAL_S
     paces.took("a", 10.0)
     paces.took("a", 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, M
 from trio.testing import wait_all_tasks_blocked
 
@@ -72,7 +72,7 @@ async def test_leaving_early_frees_the_other_node() -> None:
 async def test_a_stream_survives_its_only_stage() -> None:
     async with open_swarm(pools_of(a="", b="0:12", c="0:12"), settings=SETTINGS) as swarm:
         victim = (await swarm[A].pipelines.stages_for(swarm.entry))[0].node_id
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert (generation.shape, generation.n_recoveries) == ("remote-generate", 1)
@@ -81,7 +81,7 @@ async def test_a_stream_survives_its_only_stage() -> None:
 
 async def test_a_stream_goes_on_as_a_chain_where_no_node_has_everything() -> None:
     async with open_swarm(pools_of(a="", b="0:12", c="0:6", d="6:12"), settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, B))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.shape == "chain"
@@ -92,7 +92,7 @@ async def test_a_worker_that_dies_there_is_asked_again() -> None:
     pools = pools_of(a="", b="0:12")
     pools[B].before_forward = dies_at({len(PROMPT) + 4})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 1

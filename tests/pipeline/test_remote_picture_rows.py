@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C
 from vision_models import picture, pixels
 
@@ -36,7 +36,7 @@ async def test_rows_of_another_nodes_encoder_are_those_of_one_here_bit_for_bit(
     )
     async with swarm_of(tmp_path, entry, {A: "0:2", B: "2:4", C: ""}) as swarm:
         await swarm[C].announce_projectors(announced)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while C not in swarm[A].registry.encoders(entry.model_id):
                 await trio.lowlevel.checkpoint()
         swarm.entry = replace(entry, projector=None)

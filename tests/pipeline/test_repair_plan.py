@@ -11,8 +11,8 @@ from node_ids import A, C, D, E, node_id_named
 
 from bench.common.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.origin.output import BrokenPromise
-from swarmllm.pipeline.repair.plan import Left, Rebuild, is_anew, rebuilds, repair_route
+from swarmllm.pipeline.origin.output import ImpossibleReport
+from swarmllm.pipeline.repair.plan import Rebuild, StageRemainder, is_anew, rebuilds, repair_route
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
@@ -27,7 +27,12 @@ from .fakes import open_swarm
 from .test_assembly import ask, held, stages
 
 N_DUE = 10
-WHOLE, LOST, NO_JOURNAL, BEHIND = Left(10, 10), Left(), Left(10, 4), Left(9, 10)
+WHOLE, LOST, NO_JOURNAL, BEHIND = (
+    StageRemainder(10, 10),
+    StageRemainder(),
+    StageRemainder(10, 4),
+    StageRemainder(9, 10),
+)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ WHOLE, LOST, NO_JOURNAL, BEHIND = Left(10, 10), Left(), Left(10, 4), Left(9, 10)
     ],
 )
 def test_lost_stages_get_their_rows_from_the_nearest_journal(
-    left: list[Left], expected: list[Rebuild]
+    left: list[StageRemainder], expected: list[Rebuild]
 ) -> None:
     assert list(rebuilds(left, N_DUE)) == expected
 
@@ -64,12 +69,12 @@ def test_nothing_is_left_where_the_tokens_have_to_go_through_every_stage() -> No
     assert not is_anew((), 1)
 
 
-LEFT = st.builds(Left, st.integers(0, 12), st.integers(0, 12))
+LEFT = st.builds(StageRemainder, st.integers(0, 12), st.integers(0, 12))
 
 
 @given(st.lists(LEFT, min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 5))
 def test_whatever_is_left_every_stage_ends_with_its_rows_once_and_keeps_what_is_whole(
-    left: list[Left], n_due: int, chunk_tokens: int
+    left: list[StageRemainder], n_due: int, chunk_tokens: int
 ) -> None:
     """Played through: what a stage sends must have been computed there, in order, from the first row on."""
     computed = [list(range(each.n_rows)) for each in left]
@@ -107,7 +112,7 @@ def test_a_piece_that_was_damaged_leaves_again_and_what_was_never_sent_is_a_brok
     assert feeding.next_embedded() is None, "a stage has the rows, and sends them"
     sent = [message.position for message in feeding.next_replays("r")]
     assert sent == [0, 4]
-    with pytest.raises(BrokenPromise):
+    with pytest.raises(ImpossibleReport):
         feeding.passed(9)
     feeding.passed(4)
     feeding.window.rewind(4)

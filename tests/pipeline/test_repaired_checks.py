@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.repaired import comparable_rows
-from swarmllm.pipeline.repair.plan import Left, rebuilds, recomputed
+from swarmllm.pipeline.repair.plan import StageRemainder, rebuilds, recomputed
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
@@ -129,7 +129,7 @@ def test_only_rows_of_which_neighbours_have_the_same_records_are_compared(
     kept: list[tuple[bool, bool]], n_due: int, data: st.DataObject
 ) -> None:
     """Played: who made the rows that each stage has sent, and those that came to it."""
-    left = [Left(n_due * has_kv, n_due * (has_kv and has_journal)) for has_kv, has_journal in kept]
+    left = [StageRemainder(n_due * has_kv, n_due * (has_kv and has_journal)) for has_kv, has_journal in kept]
     again = recomputed(rebuilds(left, n_due))
     n_rows = n_due + data.draw(st.integers(1, 40))
     late = ["late"] * (n_rows - n_due)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D
 
 from bench.common.arithmetic import FakePool, uncut
@@ -45,7 +45,7 @@ async def test_every_node_knows_and_logs_each_attempt_by_an_id_that_begins_with_
                     swarm.kill(B)
 
             pools[node_id].before_forward = note
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(
                 Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=N_TOKENS), request_id=request_id
             ) as generation:

@@ -26,7 +26,7 @@ from swarmllm.pipeline.stage.ended_requests import (
 )
 from swarmllm.pipeline.stage.row_committer import NoRowCommitter, RowCommitter, RowCommitters, digests_of
 from swarmllm.pipeline.stage.session_queue import NotFinite
-from swarmllm.pipeline.tasks import StartsTasks
+from swarmllm.pipeline.tasks import SpawnsTasks
 from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.membership.signer import open_signer
 from swarmllm.swarm.router import Router
@@ -71,12 +71,12 @@ class Parts:
             cast(Compute, self),
             cast(Router, self),
             InMemorySigner(here),
-            cast(StartsTasks, self),
+            cast(SpawnsTasks, self),
             None,
             self.ended,
         )
 
-    def start_soon(self, task: Callable[[], Awaitable[None]]) -> None:
+    def spawn(self, task: Callable[[], Awaitable[None]]) -> None:
         self.waiting.append(task)
 
     async def read_journal(self, model: Any, *, request_id: str, end: int, position: int, n_rows: int) -> Any:
@@ -341,7 +341,7 @@ async def test_who_is_asked_to_has_rows_and_sends_them_on(
         cast(Compute, parts),
         cast(Router, parts),
         InMemorySigner(here),
-        cast(StartsTasks, parts),
+        cast(SpawnsTasks, parts),
         lambda _: None,
     )
     assert isinstance(row_committers(context(here, stages, wants), EndedRequests()), RowCommitter) is signs

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import A, B, C, D
@@ -246,7 +246,7 @@ async def told(swarm: Swarm, question: str, kill: str = "", n_tokens: int = 40) 
     prompt = Prompt(messages=[{"role": "user", "content": question}])
     greedy = Sampling(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
     tokens = []
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(prompt, swarm.entry, greedy) as generation:
             async for piece in generation:
                 tokens.append(piece.token)
@@ -350,7 +350,7 @@ async def test_honest_stages_are_right_to_the_bit_however_rows_travel(
         for number, question in enumerate(QUESTIONS * 2):
             before = swarm[A].pipelines.statistics()
             await told(swarm, question + "?" * number, n_tokens=20)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 while True:
                     counts = swarm[A].pipelines.statistics()
                     if counts.checked + counts.checks_dropped > before.checked + before.checks_dropped:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from node_ids import LIAR, A, B, C, H, M, node_id_named
@@ -41,7 +41,7 @@ from swarmllm.pipeline.stage.capacity import (
 )
 from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import ForwardCall
-from swarmllm.pipeline.stage.session_queue import OWN_MAX, Put, RelayedJob, SessionQueue
+from swarmllm.pipeline.stage.session_queue import OWN_MAX, PutResult, RelayedJob, SessionQueue
 from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import decode_response, encode_job, encode_request
@@ -56,7 +56,7 @@ PROMPT = "is there room?"
 
 
 async def ask(swarm: Swarm, node_id: str = A) -> str:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[node_id].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
         ) as generation:
@@ -458,15 +458,15 @@ async def test_a_member_that_has_earned_trust_is_served_beside_new_identities(
 async def test_what_a_node_puts_into_its_own_queue_leaves_the_part_of_others_free() -> None:
     queue, item = SessionQueue(2), RelayedJob("x", b"", b"")
     for _ in range(OWN_MAX):
-        assert queue.put(item, is_foreign=False) is Put.QUEUED
+        assert queue.put(item, is_foreign=False) is PutResult.QUEUED
     n_foreign = 0
-    while queue.put(item, is_foreign=True) is Put.QUEUED:
+    while queue.put(item, is_foreign=True) is PutResult.QUEUED:
         n_foreign += 1
     assert n_foreign == 2 * 3 + 8
     for _ in range(OWN_MAX + 1):
         await queue.get()
-    assert queue.put(item, is_foreign=True) is Put.QUEUED
-    assert queue.put(item, is_foreign=True) is Put.OVERRUN
+    assert queue.put(item, is_foreign=True) is PutResult.QUEUED
+    assert queue.put(item, is_foreign=True) is PutResult.OVERRUN
 
 
 @pytest.mark.parametrize("n", [1, 8])

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C
 from sound_models import sound, sound_file, sound_projector
 from vision_models import N_BATCH, Question, Uncut, text_model, uncut_all
@@ -83,7 +83,7 @@ async def test_rows_of_another_nodes_encoder_are_those_of_one_here(tmp_path: Pat
     (shown, *_), first = heard(), answers_of_one_process(entry)[0]
     async with swarm_of(tmp_path, entry, {A: "0:2", B: "2:4", C: ""}) as swarm:
         await swarm[C].announce_projectors(announced)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while C not in swarm[A].registry.encoders(entry.model_id):
                 await trio.lowlevel.checkpoint()
         swarm.entry = replace(entry, projector=None)
@@ -101,7 +101,7 @@ async def test_rows_of_another_nodes_encoder_are_those_of_one_here(tmp_path: Pat
             with pytest.raises(InvalidRequest, match="takes no pictures; send text only"):
                 await encoders.require(swarm.entry, "f", needs)
         await swarm[C].announce_projectors()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while C in swarm[A].registry.encoders(entry.model_id):
                 await trio.lowlevel.checkpoint()
         with pytest.raises(VisionEncoderUnavailable, match="no node that encodes sounds"):

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, D, E, M, node_id_named
 from trio.testing import MockClock
 
@@ -67,7 +67,7 @@ def kills(swarm: Swarm, *node_ids: str, at: int = 5) -> Act:
 @pytest.mark.parametrize(("victim", "spare"), [(B, "4:8"), (C, "8:12")])
 async def test_a_dead_node_is_replaced_by_another_holder(victim: str, spare: str) -> None:
     async with open_swarm(pools_of(a="0:4", b="4:8", c="8:12", d=spare), settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, victim))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert D in {stage.node_id for stage in generation.route}
@@ -81,7 +81,7 @@ async def test_a_dead_node_is_replaced_by_another_holder(victim: str, spare: str
 async def test_two_nodes_that_die_together_are_replaced() -> None:
     pools = pools_of(a="0:4", b="4:8", c="8:12", d="4:8", e="8:12")
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm, B, C))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert [stage.node_id for stage in generation.route] == [A, D, E]
@@ -97,7 +97,7 @@ async def test_one_node_dies_after_the_other() -> None:
             if index in (3, 11):
                 swarm.kill(next(order))
 
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, act)
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
@@ -167,7 +167,7 @@ async def test_a_worker_that_dies_is_asked_again_once_it_is_back(where: str) -> 
     pools = pools_of(a="0:4", b="4:8", c="8:12")
     pools[where].before_forward = dies_at({len(PROMPT) + 3, len(PROMPT) + 9})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.n_recoveries == 2
@@ -179,7 +179,7 @@ async def test_a_worker_here_that_runs_the_whole_model_dies(position: int) -> No
     pools = pools_of(a="0:12", b="")
     pools[A].before_forward = dies_at({position})
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             text, generation = await read(swarm, A, kills(swarm))
         assert text == await uncut(PROMPT, N_TOKENS)
         assert generation.is_local
@@ -201,7 +201,7 @@ async def test_a_request_that_kills_every_worker_is_given_up() -> None:
 
     pools[B].before_forward = pools[C].before_forward = always
     async with open_swarm(pools, settings=SETTINGS) as swarm:
-        with pytest.raises(RemoteError, match="signal 11"), trio.fail_after(PATIENCE_S):
+        with pytest.raises(RemoteError, match="signal 11"), trio.fail_after(DEADLINE_S):
             await read(swarm, A, kills(swarm))
         assert n_deaths == 3
         await swarm.quiet()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool
@@ -57,7 +57,7 @@ async def test_a_stage_that_tells_other_log_probabilities_is_wrong(
     async with open_swarm(heads(liar("8:12")), settings=ALWAYS) as swarm:
         await prefer(swarm, LIAR, M, N)
         sampling = Sampling(max_tokens=6, logprobs=True, top_logprobs=1)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(Prompt(text="how likely?"), swarm.entry, sampling) as told:
                 assert [piece async for piece in told]
         await checked(swarm, 1)

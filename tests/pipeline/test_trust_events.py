@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A, B, C, M
 from trio.testing import wait_all_tasks_blocked
 
@@ -25,7 +25,7 @@ PROMPT = "who may be trusted?"
 
 
 async def ask(swarm: Swarm) -> str:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=6)
         ) as generation:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from node_ids import A
 
 from bench.common.arithmetic import uncut
@@ -28,7 +28,7 @@ SETTLED = 10
 
 async def answered(swarm: Swarm) -> bool:
     """A request of A: whether its text is that of the uncut model."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with swarm[A].pipelines.generate(
             Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=N_TOKENS)
         ) as generation:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S as DEADLINE_S
 
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from swarmllm.swarm.libp2p_router import Libp2pRouter
-
-
-DEADLINE_S = PATIENCE_S
 
 
 class Swarm(Protocol):

@@ -11,7 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
-from swarmllm.pipeline.stage.session_queue import Put, RelayedJob, SessionQueue
+from swarmllm.pipeline.stage.session_queue import PutResult, RelayedJob, SessionQueue
 from swarmllm.swarm.byte_budget import (
     AT_ONCE_BYTES,
     LIMITS,
@@ -283,13 +283,13 @@ async def test_a_requests_queue_holds_so_many_bytes_of_a_sender() -> None:
 
     def put(target: SessionQueue, sender: str) -> bool:
         was = target.put(item, is_foreign=True, sender=sender, n_bytes=40)
-        assert was is not Put.OVERRUN
-        return was is Put.QUEUED
+        assert was is not PutResult.OVERRUN
+        return was is PutResult.QUEUED
 
     assert [put(queue, "a") for _ in range(3)] == [True, True, False]
     assert not put(other, "a")
     assert put(other, "b")
-    assert other.put(item, is_foreign=False) is Put.QUEUED
+    assert other.put(item, is_foreign=False) is PutResult.QUEUED
     await queue.get()
     assert not put(queue, "a")
     await queue.get()

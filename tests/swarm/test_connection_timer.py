@@ -11,7 +11,7 @@ from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import CHECK_S
 
 
-class Looked:
+class EncodedBy:
     """Notes its looks; `sooner_s` is when it wants the next one, after the first."""
 
     def __init__(self, *, sooner_s: float | None = None, fails: bool = False) -> None:
@@ -35,7 +35,7 @@ class Looked:
 async def test_connections_that_come_at_different_times_are_looked_at_together(
     autojump_clock: MockClock,
 ) -> None:
-    timer, first, second = ConnectionTimer(), Looked(), Looked()
+    timer, first, second = ConnectionTimer(), EncodedBy(), EncodedBy()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(timer.run)
         began_s = trio.current_time()
@@ -53,7 +53,7 @@ async def test_connections_that_come_at_different_times_are_looked_at_together(
 
 
 async def test_a_connection_that_wants_a_look_sooner_gets_it(autojump_clock: MockClock) -> None:
-    timer, each = ConnectionTimer(), Looked(sooner_s=0.1 * CHECK_S)
+    timer, each = ConnectionTimer(), EncodedBy(sooner_s=0.1 * CHECK_S)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(timer.run)
         with timer.looking_at(each):
@@ -66,7 +66,7 @@ async def test_a_connection_that_wants_a_look_sooner_gets_it(autojump_clock: Moc
 
 
 async def test_an_error_ends_its_connection_and_no_other(autojump_clock: MockClock) -> None:
-    timer, broken, sound = ConnectionTimer(), Looked(fails=True), Looked()
+    timer, broken, sound = ConnectionTimer(), EncodedBy(fails=True), EncodedBy()
     with Supervision().active():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(timer.run)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from faulty_server import FaultyServer, Handler, open_shelf, well
 from gguf_parts import LLAMA, gguf_bytes
 from node_ids import A, B, node_id_named
@@ -132,7 +132,7 @@ async def test_a_wrong_file_costs_a_tensor_per_lane_and_names_who_named_it(
     wrong(web_server)
     caplog.set_level(logging.INFO, "swarmllm.transfer")
     async with open_world(tmp_path) as world:
-        giver, taker = await two_nodes(world, settings=replace(SETTINGS, piece_timeout_s=PATIENCE_S))
+        giver, taker = await two_nodes(world, settings=replace(SETTINGS, piece_timeout_s=DEADLINE_S))
         files, refused = files_on(web_server), trio.Event()
         (named,) = files.named([(B, NAME)])
 
@@ -190,7 +190,7 @@ class StoppingHub:
         handler.end_headers()
         handler.wfile.write(data[start : start + 4096])
         self._token.run_sync_soon(self.asked.set)
-        self.over.wait(PATIENCE_S)
+        self.over.wait(DEADLINE_S)
         handler.reset()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import trio
 import trio.testing
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from gguf_parts import LLAMA, gguf_bytes
 from msgspec import UNSET
 
@@ -151,7 +151,7 @@ async def _no_messages(sender: str, header: bytes, payload: memoryview) -> None:
 
 @asynccontextmanager
 async def open_world(folder: Path) -> AsyncIterator[World]:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
             yield World(network, nursery, folder)
             nursery.cancel_scope.cancel()

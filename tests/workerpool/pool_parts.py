@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -30,7 +30,7 @@ async def fake_pool(
 ) -> AsyncIterator[WorkerPool]:
     """A pool of fake workers; at the end none of their processes is left."""
     command = [sys.executable, str(FAKE_WORKER), *([habit] if habit else [])]
-    settings = {"start_timeout_s": PATIENCE_S, "stop_timeout_s": 5.0, **settings}
+    settings = {"start_timeout_s": DEADLINE_S, "stop_timeout_s": 5.0, **settings}
     pool = WorkerPool(
         WorkerSettings(cache_dir=folder / "cache", **settings),
         folder / "run",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 import trio.testing
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm.workerpool import channel as channel_module
 from swarmllm.workerpool.channel import Channel, ChannelClosed
@@ -53,7 +53,7 @@ async def test_frames_larger_than_the_socket_buffer_arrive_whole_and_in_order(
         nursery.start_soon(channel.flush)
         for call_id, payload in enumerate(payloads):
             channel.send(encode_ipc(Embed(id=call_id), payload))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             assert await read_frames(far, len(payloads)) == list(enumerate(payloads))
         nursery.cancel_scope.cancel()
 
@@ -76,7 +76,7 @@ async def test_a_full_backlog_makes_callers_wait_until_the_worker_reads(
         nursery.start_soon(wait_for_room)
         await trio.testing.wait_all_tasks_blocked()
         assert not there_is_room.is_set()
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await read_frames(far, 1)
             await there_is_room.wait()
         nursery.cancel_scope.cancel()
@@ -92,7 +92,7 @@ async def test_nobody_waits_for_room_in_a_channel_that_is_given_up(
         nursery.start_soon(channel.room)
         await trio.testing.wait_all_tasks_blocked()
         channel.abandon()
-        nursery.cancel_scope.deadline = trio.current_time() + PATIENCE_S
+        nursery.cancel_scope.deadline = trio.current_time() + DEADLINE_S
     assert not nursery.cancel_scope.cancelled_caught
 
 
@@ -103,7 +103,7 @@ async def test_messages_before_the_end_are_delivered(pair: tuple[socket.socket, 
     token = Token(id=3, request_id="r", index=0, token=5)
     far.send(b"".join([*encode_ipc(token, b"five"), *encode_ipc(Done(id=4))]))
     far.close()
-    with pytest.raises(ChannelClosed) as caught, trio.fail_after(PATIENCE_S):
+    with pytest.raises(ChannelClosed) as caught, trio.fail_after(DEADLINE_S):
         await channel.receive()
     assert str(caught.value) == ""
     assert received == [(token, b"five"), (Done(id=4), b"")]
@@ -124,7 +124,7 @@ async def test_broken_frames_end_the_connection_with_the_reason(
     near, far = pair
     far.send(sent)
     far.close()
-    with pytest.raises(ChannelClosed, match=complaint), trio.fail_after(PATIENCE_S):
+    with pytest.raises(ChannelClosed, match=complaint), trio.fail_after(DEADLINE_S):
         await Channel(near, ignore).receive()
 
 
@@ -136,5 +136,5 @@ async def test_writing_to_a_worker_that_is_gone_is_no_error_of_the_writer(
     far.close()
     channel.send(encode_ipc(Embed(id=1)))
     channel.send(encode_ipc(Embed(id=2)))
-    with pytest.raises(ChannelClosed), trio.fail_after(PATIENCE_S):
+    with pytest.raises(ChannelClosed), trio.fail_after(DEADLINE_S):
         await channel.flush()

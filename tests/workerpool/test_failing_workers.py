@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from pool_parts import BROKEN_MODEL, CALL_TIMEOUT_S, MODEL, ROWS, fake_pool, forward, pids, process_exists
 
 from swarmllm.errors import BadModel, ContextFull, Overloaded, WorkerDied, WorkerError
@@ -49,11 +49,11 @@ async def test_a_killed_worker_fails_its_requests_at_once_and_the_next_call_brin
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(wait_in_vain)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(DEADLINE_S):
                 while pool.statistics()[0].n_pending < 3:
                     await trio.lowlevel.checkpoint()
             os.kill(pid, signal.SIGKILL)
-            nursery.cancel_scope.deadline = trio.current_time() + PATIENCE_S
+            nursery.cancel_scope.deadline = trio.current_time() + DEADLINE_S
         assert failures == [f"worker process {pid} was killed by SIGKILL"] * 3
         assert pool.loaded(MODEL.model_id) == (LayerRange(0, 4), LayerRange(8, 12))
         np.testing.assert_array_equal(await forward(pool), ROWS + 4)
@@ -106,7 +106,7 @@ async def test_a_worker_that_breaks_the_contract_is_ended_with_the_reason(
 ) -> None:
     async with fake_pool(tmp_path) as pool:
         await pool.info(MODEL)
-        with pytest.raises(WorkerDied) as caught, trio.fail_after(PATIENCE_S):
+        with pytest.raises(WorkerDied) as caught, trio.fail_after(DEADLINE_S):
             await forward(pool, order)
         assert reason in caught.value.message
         np.testing.assert_array_equal(await forward(pool), ROWS + 4)
@@ -126,7 +126,7 @@ async def test_a_worker_that_does_not_come_up_is_reported(tmp_path: Path, habit:
     # Long enough for a process to start and connect.
     options = {"start_timeout_s": 3.0} if habit.startswith("never") else {}
     async with fake_pool(tmp_path, habit, **options) as pool:
-        with pytest.raises(WorkerDied) as caught, trio.fail_after(PATIENCE_S):
+        with pytest.raises(WorkerDied) as caught, trio.fail_after(DEADLINE_S):
             await pool.info(MODEL)
         assert reason in caught.value.message
 
@@ -153,7 +153,7 @@ async def test_a_stopped_process_is_killed_after_the_call_timeout(tmp_path: Path
         await pool.info(MODEL)
         (pid,) = pids(pool)
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match="did not answer Forward"), trio.fail_after(PATIENCE_S):
+        with pytest.raises(WorkerDied, match="did not answer Forward"), trio.fail_after(DEADLINE_S):
             await forward(pool)
         assert not process_exists(pid)
 
@@ -185,7 +185,7 @@ async def test_a_fatal_error_answers_its_call_and_ends_the_worker(tmp_path: Path
 async def test_a_worker_that_ignores_shutdown_is_killed_at_the_end(tmp_path: Path) -> None:
     async with fake_pool(tmp_path, "stubborn", stop_timeout_s=0.1) as pool:
         await pool.load(MODEL, LayerRange(0, 4))
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await pool.stop(MODEL.model_id)
         assert "had to be killed" in pool.statistics()[0].last_end
         await pool.info(MODEL)

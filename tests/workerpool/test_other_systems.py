@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 from daemon_process import running_daemon, wait_for
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from pool_parts import FAKE_WORKER
 
 from swarmllm import memory_info, operating_system, process_use
@@ -39,8 +39,8 @@ def connections() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.mark.slow
 async def test_a_worker_is_started_and_reaped(tmp_path: Path) -> None:
-    with trio.fail_after(PATIENCE_S):
-        process = await WorkerProcess.spawn([sys.executable, str(FAKE_WORKER)], tmp_path, PATIENCE_S)
+    with trio.fail_after(DEADLINE_S):
+        process = await WorkerProcess.spawn([sys.executable, str(FAKE_WORKER)], tmp_path, DEADLINE_S)
         assert process.connection is not None
         assert process.exit_status is None
         had_to_kill = await process.reap(grace_s=0.0)
@@ -49,8 +49,8 @@ async def test_a_worker_is_started_and_reaped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_exit_of_a_worker_is_noticed(tmp_path: Path) -> None:
-    with trio.fail_after(PATIENCE_S), pytest.raises(WorkerDied) as caught:
-        await WorkerProcess.spawn([sys.executable, str(FAKE_WORKER), "exits"], tmp_path, PATIENCE_S)
+    with trio.fail_after(DEADLINE_S), pytest.raises(WorkerDied) as caught:
+        await WorkerProcess.spawn([sys.executable, str(FAKE_WORKER), "exits"], tmp_path, DEADLINE_S)
     assert "exited with status 3 before it connected; its last words: no such model" in caught.value.message
 
 
@@ -64,7 +64,7 @@ def test_a_daemon_answers_and_ends(tmp_path: Path) -> None:
     with running_daemon(
         tmp_path, "elsewhere", load=["guide"], program=("-c", code), inference=inference
     ) as node:
-        wait_for(lambda: node.http.get("/health/ready").status_code == 200, PATIENCE_S, "the guide")
+        wait_for(lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide")
         asked = {"model": "guide", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         answer = node.http.post("/v1/chat/completions", json=asked).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] > 0
@@ -122,7 +122,7 @@ def test_a_process_is_known_by_its_number_only() -> None:
         assert (mark.pid, mark.started_ticks) == (child.pid, 0)
         assert operating_system.is_alive(mark)
         child.kill()
-        child.wait(PATIENCE_S)
+        child.wait(DEADLINE_S)
         assert not operating_system.is_alive(mark)
         assert operating_system.family(child.pid) == []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from pool_parts import (
     CALL_TIMEOUT_S,
     MODEL,
@@ -96,7 +96,7 @@ async def test_a_model_that_is_forgotten_while_its_worker_starts_gets_none(tmp_p
 async def test_nothing_is_kept_of_models_whose_workers_left_idle(tmp_path: Path) -> None:
     async with fake_pool(tmp_path, idle_timeout_s=0.2) as pool:
         await pool.tokenize(MODEL, text="hi")
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while pool.statistics():  # noqa: ASYNC110 - nobody is told
                 await trio.sleep(0.05)
         assert (await pool.tokenize(MODEL, text="hi")).tolist() == [104, 105]
@@ -118,7 +118,7 @@ async def test_a_cut_that_fails_is_left_to_the_request_that_needs_it(
         await pool.load(MODEL, LayerRange(0, 12))
         for start in (0, 4, 9):
             pool.cut(MODEL.model_id, LayerRange(start, 12), if_idle=True)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while "cut ahead" not in caplog.text:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         np.testing.assert_array_equal(await forward(pool), ROWS + 4)
@@ -216,7 +216,7 @@ async def test_a_generation_ends_with_its_worker(tmp_path: Path) -> None:
                         os.kill(pids(pool)[0], signal.SIGKILL)
 
         await pool.info(MODEL)
-        with pytest.raises(WorkerDied, match="SIGKILL"), trio.fail_after(PATIENCE_S):
+        with pytest.raises(WorkerDied, match="SIGKILL"), trio.fail_after(DEADLINE_S):
             await generate_and_kill()
 
 
@@ -227,7 +227,7 @@ async def test_a_generation_that_hangs_is_found_out_by_a_probe(tmp_path: Path) -
         async with pool.generate(MODEL, request_id="hang", tokens=prompt, sampling=Sampling()) as stream:
             with (
                 pytest.raises(WorkerDied, match="did not answer ReleaseRequestKv"),
-                trio.fail_after(PATIENCE_S),
+                trio.fail_after(DEADLINE_S),
             ):
                 await anext(stream)
 
@@ -269,14 +269,14 @@ async def test_loads_and_unloads_go_on_when_their_caller_leaves_with_what_follow
         with trio.CancelScope() as scope:
             scope.cancel()
             await pool.load(MODEL, LayerRange(0, 4), then=follow)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await changed.wait()
         assert pool.models() == {MODEL.model_id: (LayerRange(0, 4),)} == seen.pop()
         changed = trio.Event()
         with trio.CancelScope() as scope:
             scope.cancel()
             await pool.unload(MODEL.model_id, then=follow)
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             await changed.wait()
         assert pool.models() == {} == seen.pop()
         with pytest.raises(Conflict):
@@ -289,7 +289,7 @@ async def test_a_worker_without_layers_leaves_when_it_is_idle(tmp_path: Path) ->
         await pool.load(OTHER_MODEL, LayerRange(0, 4))
         await pool.tokenize(MODEL, text="hi")
         (holder,) = pids(pool)[:1]
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while pids(pool) != [holder]:  # noqa: ASYNC110 (the state of a process)
                 await trio.sleep(0.01)
         assert (await pool.tokenize(MODEL, text="hi")).tolist() == [104, 105]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from pool_parts import FAKE_WORKER
 
 from swarmllm.errors import WorkerDied
@@ -68,7 +68,7 @@ async def test_another_process_cannot_take_the_workers_place(tmp_path: Path) -> 
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(spawn)
-        with trio.fail_after(PATIENCE_S), socket.socket(socket.AF_UNIX) as impostor:
+        with trio.fail_after(DEADLINE_S), socket.socket(socket.AF_UNIX) as impostor:
             impostor.setblocking(False)
             while not connects(impostor, tmp_path):
                 await trio.lowlevel.checkpoint()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from pool_parts import pids, process_exists
 
 import swarmllm.guide
@@ -179,7 +179,7 @@ async def test_a_killed_worker_fails_its_generation_and_is_reloaded_by_the_next(
                 async for token, _ in stream:
                     if token.index == 3:
                         os.kill(pid, signal.SIGKILL)
-                        scope.deadline = trio.current_time() + PATIENCE_S
+                        scope.deadline = trio.current_time() + DEADLINE_S
 
         with (
             trio.CancelScope() as scope,
@@ -211,7 +211,7 @@ async def test_a_request_does_not_go_on_in_the_process_that_replaces_its_own(tmp
         (pid,) = pids(pool)
         os.kill(pid, signal.SIGKILL)
         # Even if another request has brought a fresh process up in between.
-        with trio.fail_after(PATIENCE_S):
+        with trio.fail_after(DEADLINE_S):
             while True:
                 try:
                     await pool.embed(GUIDE, tokens)

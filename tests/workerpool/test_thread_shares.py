@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 from hypothesis import given
 from hypothesis import strategies as st
 from pool_parts import MODEL, OTHER_MODEL, fake_pool
@@ -94,7 +94,7 @@ def threads_of(pool: WorkerPool) -> dict[str, int]:
 
 
 async def until(pool: WorkerPool, *expected: int) -> None:
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while list(threads_of(pool).values()) != list(expected):  # noqa: ASYNC110
             await trio.sleep(0.01)
 
@@ -115,7 +115,7 @@ async def test_two_workers_that_generate_share_the_threads(tmp_path: Path) -> No
                 await anext(second)
                 await until(pool, 3, 2)
                 await pool.unload(MODEL.model_id)
-                with trio.fail_after(PATIENCE_S):
+                with trio.fail_after(DEADLINE_S):
                     while threads_of(pool)[OTHER_MODEL.model_id] != 5:  # noqa: ASYNC110
                         await trio.sleep(0.01)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S as DEADLINE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_worker_message, encode_ipc
@@ -21,7 +21,6 @@ from swarmllm_proto.tensors import decode_tensor, encode_tensor
 
 M = TypeVar("M")
 
-DEADLINE_S = PATIENCE_S
 GREEDY = ipc.Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 

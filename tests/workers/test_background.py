@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
@@ -43,11 +43,11 @@ class Gate:
     def wait(self) -> None:
         self.arrived.release()
         self.on_arrival()
-        assert self.opened.acquire(timeout=PATIENCE_S)
+        assert self.opened.acquire(timeout=DEADLINE_S)
 
     def until_arrived(self, inbox: ThreadInbox | None = None) -> None:
         """`inbox`: parts that come before are handled meanwhile."""
-        while not self.arrived.acquire(timeout=PATIENCE_S if inbox is None else 0):
+        while not self.arrived.acquire(timeout=DEADLINE_S if inbox is None else 0):
             assert inbox is not None
             receive(inbox)
 
@@ -67,7 +67,7 @@ def inbox() -> Iterator[ThreadInbox]:
 
 
 def receive(inbox: ThreadInbox) -> None:
-    readable, _, _ = select.select([inbox.descriptor], [], [], PATIENCE_S)
+    readable, _, _ = select.select([inbox.descriptor], [], [], DEADLINE_S)
     assert readable
     inbox.run()
 
@@ -143,9 +143,9 @@ def test_python_code_is_interrupted_in_any_thread_and_only_there() -> None:
 
     thread = threading.Thread(target=endless)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(DEADLINE_S)
     assert found == ["it ran for more than 0.05 s"]
-    with bounded(PATIENCE_S):
+    with bounded(DEADLINE_S):
         found.clear()
 
 
@@ -168,7 +168,7 @@ print(count())
         [sys.executable, "-c", program],
         env=worker_environment(),
         capture_output=True,
-        timeout=PATIENCE_S,
+        timeout=DEADLINE_S,
         check=True,
     )
     assert run.stdout == b"10\n"

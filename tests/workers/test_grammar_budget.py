@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc import Sampling
@@ -68,7 +68,7 @@ class Greedy:
 
 run_child(0, Greedy())
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False).returncode == 7
+    assert subprocess.run([sys.executable, "-c", script], timeout=DEADLINE_S, check=False).returncode == 7
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_the_grammar_process_may_die(loaded: Worker) -> None:
     for child in map(int, children):
         alive = os.pidfd_open(child)
         os.kill(child, signal.SIGKILL)
-        assert select.select([alive], [], [], PATIENCE_S)[0], "its end is seen before anything is asked"
+        assert select.select([alive], [], [], DEADLINE_S)[0], "its end is seen before anything is asked"
         os.close(alive)
     sampling = Sampling(json_schema='{"type":"boolean"}', temperature=0.0, max_tokens=8)
     texts = []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deadlines import PATIENCE_S
+from deadlines import DEADLINE_S
 
 from swarmllm_workers import operating_system
 from swarmllm_workers.decode.bounded_call import TookTooLong, bounded
@@ -79,7 +79,7 @@ def test_an_inbox_wakes_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     for number in range(100_000):  # more than a pipe holds
         inbox.put(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert select.select([inbox.descriptor], [], [], PATIENCE_S)[0]
+    assert select.select([inbox.descriptor], [], [], DEADLINE_S)[0]
     inbox.run()
     assert done == list(range(100_000))
     assert not select.select([inbox.descriptor], [], [], 0)[0]

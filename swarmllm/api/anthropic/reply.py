@@ -12,7 +12,7 @@ import msgspec
 
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.api.output.swarm_report import swarm_object
@@ -55,7 +55,7 @@ class AnthropicReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
         blocks: list[Json] = []
         if heard.reasoning:
@@ -71,7 +71,7 @@ class AnthropicReply:
         usage = _usage(generation) if generation else {"input_tokens": 0, "output_tokens": 0}
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         return b"".join(map(self._found, self._parser.feed(passage.text)))
 
     def waiting(self) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.response import EVENT_STREAM, WAITING
 from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
 from swarmllm.errors import SwarmLLMError
@@ -91,10 +91,10 @@ class NativeReply:
         """Tokens of which no text has come yet."""
         self._has_new_line = False
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         return self.body([self.choice(passage, generation)], {}, generation)
 
-    def choice(self, passage: Passage, generation: Generation) -> Json:
+    def choice(self, passage: TextDelta, generation: Generation) -> Json:
         self._has_new_line = "\n" in passage.text
         tokens = [piece.token for piece in passage.pieces] if self._returns_tokens else []
         told = self._end(passage.text, generation) | {"tokens": tokens} | _probabilities(passage.pieces)
@@ -108,7 +108,7 @@ class NativeReply:
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         """One event per token that adds text; those that add none come with the next one."""
         events: list[bytes] = []
         for piece in passage.pieces:

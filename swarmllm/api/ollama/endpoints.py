@@ -26,7 +26,7 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import models
 from swarmllm.api.ollama.models import TAG, catalogue_name, details, modified
-from swarmllm.api.ollama.reply import ChatWords, GenerateWords, OllamaReply, timestamp
+from swarmllm.api.ollama.reply import ChatShape, GenerateShape, OllamaReply, timestamp
 from swarmllm.api.openai.chat_request import chat_call, json_schema, refuse_unless_neutral
 from swarmllm.api.openai.pictures import RequestPictures, seen_by
 from swarmllm.api.openai.schema import (
@@ -247,7 +247,7 @@ async def chat() -> Response:
     _refuse_unsupported(body)
     keep_alive_s = parse_keep_alive(body.keep_alive)
     if not body.messages:
-        return await _nothing_asked(ChatWords(body.model), name, keep_alive_s)
+        return await _nothing_asked(ChatShape(body.model), name, keep_alive_s)
     pictures = RequestPictures()
     messages = [_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)]
     settings = _settings(name, body)
@@ -256,7 +256,7 @@ async def chat() -> Response:
     call = chat_call(request, pictures)
     ask, (parser,) = await prepare(call, effort_field="think")
     ask = replace(ask, keep_alive_s=keep_alive_s)
-    return await answer(ask, OllamaReply(ChatWords(body.model), parser), stream=body.stream is not False)
+    return await answer(ask, OllamaReply(ChatShape(body.model), parser), stream=body.stream is not False)
 
 
 @ollama.post("/generate")
@@ -269,7 +269,7 @@ async def generate() -> Response:
             raise InvalidRequest(f"{field} is not supported here.", field=field)
     keep_alive_s = parse_keep_alive(body.keep_alive)
     if not body.prompt:
-        return await _nothing_asked(GenerateWords(body.model), name, keep_alive_s)
+        return await _nothing_asked(GenerateShape(body.model), name, keep_alive_s)
     preset = await preset_of(name)
     settings = sampling_with(preset, _settings(name, body))
     asked = RequestPictures()
@@ -288,7 +288,7 @@ async def generate() -> Response:
     max_tokens = _max_tokens(body.options) or preset.max_tokens
     ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
     parser = OutputParser(opened_reasoning=opened)
-    return await answer(ask, OllamaReply(GenerateWords(body.model), parser), stream=body.stream is not False)
+    return await answer(ask, OllamaReply(GenerateShape(body.model), parser), stream=body.stream is not False)
 
 
 @ollama.get("/version")
@@ -383,7 +383,7 @@ def _refuse_unsupported(body: OllamaRequest) -> None:
             raise InvalidRequest("is not supported here; leave it out.", field=field)
 
 
-async def _nothing_asked(words: ChatWords | GenerateWords, name: str, keep_alive_s: float | None) -> Response:
+async def _nothing_asked(words: ChatShape | GenerateShape, name: str, keep_alive_s: float | None) -> Response:
     """Ollama's way to load a model beforehand, or with a `keep_alive` of 0 to let it go. What a person has
     loaded stays."""
     node = current_node()

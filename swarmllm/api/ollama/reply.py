@@ -9,7 +9,7 @@ import msgspec
 
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall
@@ -17,11 +17,11 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation
 
 
-class Words(Protocol):
+class ReplyShape(Protocol):
     def say(self, text: str, calls: list[FoundCall] | None = None, reasoning: str = "") -> Json: ...
 
 
-class ChatWords:
+class ChatShape:
     """/api/chat says it in a message."""
 
     def __init__(self, model: str) -> None:
@@ -39,7 +39,7 @@ class ChatWords:
         return {"model": self._model, "created_at": timestamp(), "message": message}
 
 
-class GenerateWords:
+class GenerateShape:
     """/api/generate says it plainly."""
 
     def __init__(self, model: str) -> None:
@@ -51,7 +51,7 @@ class GenerateWords:
 
 
 class OllamaReply:
-    def __init__(self, words: Words, parser: OutputParser) -> None:
+    def __init__(self, words: ReplyShape, parser: OutputParser) -> None:
         self._words = words
         self._parser = parser
 
@@ -59,14 +59,14 @@ class OllamaReply:
     def stream_type(self) -> str:
         return "application/x-ndjson"
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
         return encode(self._words.say(heard.text, heard.calls, heard.reasoning) | _end(generation))
 
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         return b"".join(map(self._line, self._parser.feed(passage.text)))
 
     def waiting(self) -> bytes:

@@ -14,7 +14,7 @@ from swarmllm.api.http.json import encode
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.api.output.choices import answer_choices, usage
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
@@ -115,11 +115,11 @@ class ChatReply:
         self._n_sent_calls = 0
         self._text_prefix, self._text_suffix = self._around_text()
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
         return self.body([self.choice(passage, generation)], usage(generation), generation)
 
-    def choice(self, passage: Passage, generation: Generation) -> Json:
+    def choice(self, passage: TextDelta, generation: Generation) -> Json:
         heard = self._parser.whole(passage.text)
         message: Json = {"role": "assistant", "content": heard.text, "refusal": None}
         if heard.reasoning:
@@ -149,7 +149,7 @@ class ChatReply:
         # Neither an empty content nor null: clients add up what is there.
         return self._chunk({"role": "assistant", "refusal": None})
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
         self._untold += [_token(each) for each in passage.logprobs]
         return b"".join(map(self._found, self._parser.feed(passage.text)))

@@ -29,7 +29,7 @@ from swarmllm.api.openai.schema import (
     sampling_of,
 )
 from swarmllm.api.output.choices import answer_choices, usage
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.presets import preset_of, sampling_with
 from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING, Ask
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
@@ -169,10 +169,10 @@ class CompletionReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         return self.body([self.choice(passage, generation)], usage(generation), generation)
 
-    def choice(self, passage: Passage, generation: Generation) -> Json:
+    def choice(self, passage: TextDelta, generation: Generation) -> Json:
         echo = self._echo if passage.prompt is None else ""
         passage = replace(passage, text=echo + passage.text)
         return self._choice(passage, _finish_reason(generation))
@@ -182,9 +182,9 @@ class CompletionReply:
         return encode(body | {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)})
 
     def first(self, generation: Generation | None) -> bytes:
-        return self.text(Passage(self._echo)) if self._echo and not self._is_scored else b""
+        return self.text(TextDelta(self._echo)) if self._echo and not self._is_scored else b""
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         return self._event({"choices": [self._choice(passage, None)]})
 
     def waiting(self) -> bytes:
@@ -194,7 +194,7 @@ class CompletionReply:
         return self.finish(generation) + self.end(usage(generation))
 
     def finish(self, generation: Generation) -> bytes:
-        choice = self._choice(Passage(""), _finish_reason(generation))
+        choice = self._choice(TextDelta(""), _finish_reason(generation))
         told: Json = {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)}
         return self._event({"choices": [choice]} | told)
 
@@ -208,7 +208,7 @@ class CompletionReply:
         usage_field: Json = {"usage": None} if self._include_usage else {}
         return b"data: " + encode(self.head | usage_field | fields) + b"\n\n"
 
-    def _choice(self, passage: Passage, finish_reason: str | None) -> Json:
+    def _choice(self, passage: TextDelta, finish_reason: str | None) -> Json:
         text = passage.text if passage.prompt is None else self._echo + passage.text
         return {
             "index": self._index,
@@ -217,7 +217,7 @@ class CompletionReply:
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, passage: Passage) -> Json | None:
+    def _logprobs(self, passage: TextDelta) -> Json | None:
         """OpenAI's old form: one list per property."""
         tokens, prompt = passage.logprobs, passage.prompt
         if prompt is None and not tokens:

@@ -33,7 +33,7 @@ from swarmllm.api.openai.responses_request import (
     responses_call,
 )
 from swarmllm.api.openai.schema import Json, Message
-from swarmllm.api.output.feed import Passage
+from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import EVENT_STREAM, WAITING, answer
 from swarmllm.api.output.swarm_report import swarm_object
@@ -224,7 +224,7 @@ class ResponsesReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: Passage, generation: Generation) -> bytes:
+    def full(self, passage: TextDelta, generation: Generation) -> bytes:
         heard = self._parser.whole(passage.text)
         items = [ReasoningText(heard.reasoning)] if heard.reasoning else []
         said = [heard.text] if heard.text.strip() or not heard.calls else []
@@ -238,7 +238,7 @@ class ResponsesReply:
             "response.in_progress", {"response": begun}
         )
 
-    def text(self, passage: Passage) -> bytes:
+    def text(self, passage: TextDelta) -> bytes:
         return self._events(self._parser.feed(passage.text))
 
     def waiting(self) -> bytes:

@@ -19,7 +19,7 @@ from quart import Response
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import plain_errors
 from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.output.feed import MIN_FLUSH_INTERVAL_S, Feed, Passage
+from swarmllm.api.output.feed import MIN_FLUSH_INTERVAL_S, Feed, TextDelta
 from swarmllm.api.output.response import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, Reply, answer, stream_response
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.node import Node
@@ -32,7 +32,7 @@ Json = dict[str, object]
 class ChoiceReply(Reply, Protocol):
     """A Reply that can also be one choice of several."""
 
-    def choice(self, passage: Passage, generation: Generation) -> Json: ...
+    def choice(self, passage: TextDelta, generation: Generation) -> Json: ...
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes: ...
 
@@ -85,7 +85,7 @@ def _of_choice(ask: Ask, index: int) -> Ask:
 
 async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
-    done: dict[int, tuple[Passage, Generation]] = {}
+    done: dict[int, tuple[TextDelta, Generation]] = {}
     first_token = [trio.Event() for _ in asks[::n]]
 
     async def run(index: int) -> None:
@@ -94,7 +94,7 @@ async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) ->
         async with node.generate(*asks[index].terms) as generation:
             first_token[index // n].set()
             pieces = [piece async for piece in generation]
-            done[index] = Passage.of(pieces, generation.prompt), generation
+            done[index] = TextDelta.of(pieces, generation.prompt), generation
 
     with plain_errors():
         async with trio.open_nursery() as nursery:

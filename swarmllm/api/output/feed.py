@@ -29,7 +29,7 @@ MIN_FLUSH_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class TextDelta:
     """What a few tokens added."""
 
     text: str
@@ -41,9 +41,9 @@ class Passage:
     """The same by token, those included that added no text."""
 
     @staticmethod
-    def of(pieces: Iterable[GeneratedText], prompt: PromptScores | None = None) -> Passage:
+    def of(pieces: Iterable[GeneratedText], prompt: PromptScores | None = None) -> TextDelta:
         pieces = tuple(pieces)
-        return Passage(
+        return TextDelta(
             "".join(piece.text for piece in pieces),
             tuple(piece.logprobs for piece in pieces if piece.logprobs),
             prompt,
@@ -117,7 +117,7 @@ class Feed:
             return True
         return False
 
-    async def take(self, timeout_s: float) -> Passage | None:
+    async def take(self, timeout_s: float) -> TextDelta | None:
         """All that has gathered, nothing at the end, None when nothing came within `timeout_s`."""
         flush_at_s = self._last_take_s + MIN_FLUSH_INTERVAL_S
         if not self.finished and trio.current_time() < flush_at_s:
@@ -129,11 +129,11 @@ class Feed:
         self._last_take_s = trio.current_time()
         return self.collect()
 
-    def collect(self) -> Passage:
+    def collect(self) -> TextDelta:
         """All that has gathered, at once."""
         pieces, self._pieces, self._has_text = self._pieces, [], False
         prompt, self._prompt = self._prompt, None
-        return Passage.of(pieces, prompt)
+        return TextDelta.of(pieces, prompt)
 
     def _finish(self) -> None:
         self.finished = True

@@ -108,7 +108,7 @@ Item = str | ReasoningText | FoundCall
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ParsedOutput:
     """A whole answer."""
 
     text: str
@@ -135,9 +135,9 @@ class OutputParser:
         rest = self._parsed(self._reasoning.finish())
         return [*rest, *self._parser.finish()] if self._parser else rest
 
-    def whole(self, text: str) -> Heard:
+    def whole(self, text: str) -> ParsedOutput:
         items = [*self.feed(text), *self.finish()]
-        return Heard(
+        return ParsedOutput(
             "".join(item for item in items if isinstance(item, str)),
             "".join(item.text for item in items if isinstance(item, ReasoningText)),
             [item for item in items if isinstance(item, FoundCall)],

@@ -17,7 +17,7 @@ from quart import Response
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import plain_errors
 from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.output.feed import Feed, Passage
+from swarmllm.api.output.feed import Feed, TextDelta
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt
@@ -67,13 +67,13 @@ class Reply(Protocol):
         """Content type of the stream."""
         ...
 
-    def full(self, passage: Passage, generation: Generation) -> bytes: ...
+    def full(self, passage: TextDelta, generation: Generation) -> bytes: ...
 
     def first(self, generation: Generation | None) -> bytes:
         """None where the stream begins before the generation."""
         ...
 
-    def text(self, passage: Passage) -> bytes: ...
+    def text(self, passage: TextDelta) -> bytes: ...
 
     def waiting(self) -> bytes:
         """A sign of life that changes nothing."""
@@ -92,7 +92,7 @@ async def _whole(ask: Ask, reply: Reply) -> Response:
     """A client that leaves cancels this task, and with it the generation."""
     with plain_errors():
         async with current_node().generate(*ask.terms) as generation:
-            passage = Passage.of([piece async for piece in generation], generation.prompt)
+            passage = TextDelta.of([piece async for piece in generation], generation.prompt)
     response = Response(reply.full(passage, generation), content_type="application/json")
     response.headers.update(swarm_headers(generation))
     return response

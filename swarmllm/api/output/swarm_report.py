@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarmllm import __version__
 from swarmllm.node.embeddings import Embedded
 from swarmllm.pipeline.origin.generation import Generation, StageReport
-from swarmllm.pipeline.origin.pictures import Looked
+from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm_proto.identifiers import NodeId
 
 Json = dict[str, object]
@@ -21,8 +21,8 @@ def swarm_object(generation: Generation) -> Json:
         "exact": generation.is_exact and not any(each.is_rounded for each in generation.looked),
         "apart": generation.is_apart,
         "route": [stage_json(stage) for stage in generation.route],
-        "pictures": [_looked_json(each) for each in generation.looked if each.medium == "picture"],
-        "sounds": [_looked_json(each) for each in generation.looked if each.medium == "sound"],
+        "pictures": [_encoded_by_json(each) for each in generation.looked if each.medium == "picture"],
+        "sounds": [_encoded_by_json(each) for each in generation.looked if each.medium == "sound"],
         "prefix": _prefix_json(generation),
         "guesses": {"checked": generation.guesses.checked, "right": generation.guesses.right},
         "queue_ms": milliseconds(timings.queue_s),
@@ -36,7 +36,7 @@ def swarm_object(generation: Generation) -> Json:
     }
 
 
-def _looked_json(looked: Looked) -> Json:
+def _encoded_by_json(looked: EncodedBy) -> Json:
     return {
         "node": looked.node_id,
         "nickname": looked.nickname,

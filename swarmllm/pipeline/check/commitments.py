@@ -27,7 +27,7 @@ from msgspec import UNSET
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.charges import Charges
-from swarmllm.pipeline.check.ledger import Disagreement, Impossible, Ledger, Side
+from swarmllm.pipeline.check.ledger import Disagreement, ImpossibleCommitment, Ledger, Side
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import OVER
 from swarmllm.pipeline.tasks import PipelineTasks
@@ -198,20 +198,20 @@ class Commitments:
             is_theirs = pair[0].node_id == message.node_id and pair[1].node_id == sender
             if is_theirs and all(each.commits is True for each in pair) and stage not in request.settled:
                 request.settled.add(stage)
-                self.tasks.start_if_running(partial(self._settle_refusal, request, stage, message.position))
+                self.tasks.spawn_if_running(partial(self._settle_refusal, request, stage, message.position))
                 return
 
     def _add(self, sender: NodeId, request: _Request, said: RowsCommitment) -> None:
         try:
             found = request.ledger.add(said)
-        except Impossible as error:
+        except ImpossibleCommitment as error:
             self._note(sender, f"a commitment that cannot be: {error}")
             return
         request.said.unpark_all()
         for contradiction in found:
             if contradiction.stage not in request.settled:
                 request.settled.add(contradiction.stage)
-                self.tasks.start_if_running(partial(self._settle, request, contradiction))
+                self.tasks.spawn_if_running(partial(self._settle, request, contradiction))
 
     async def _settle(self, request: _Request, found: Disagreement) -> None:
         sender, receiver = request.node_id(found.stage), request.node_id(found.stage + 1)

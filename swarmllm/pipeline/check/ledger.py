@@ -16,7 +16,7 @@ Side = Literal["sent", "received"]
 SIDES: Final[tuple[Side, Side]] = ("sent", "received")
 
 
-class Impossible(Exception):
+class ImpossibleCommitment(Exception):
     """A statement that no honest stage makes about the request."""
 
 
@@ -28,7 +28,7 @@ class Disagreement(NamedTuple):
     n_rows: int
 
 
-class Said(NamedTuple):
+class SignedStretch(NamedTuple):
     """Of one stretch."""
 
     n_rows: int
@@ -40,7 +40,7 @@ class Ledger:
         """`n_rows_max`: rows that the request can have."""
         self._last = n_stages - 1
         self._n_rows_max = n_rows_max
-        self._said: dict[tuple[int, Side, int], Said] = {}
+        self._said: dict[tuple[int, Side, int], SignedStretch] = {}
         """By stage, side and position of the stretch."""
         self._repeated: list[tuple[int, int]] = []
 
@@ -53,18 +53,18 @@ class Ledger:
         self._repeated.append((first, end))
 
     def add(self, said: RowsCommitment) -> list[Disagreement]:
-        """Stretches of which two neighbours say different things since now. Raises Impossible."""
+        """Stretches of which two neighbours say different things since now. Raises ImpossibleCommitment."""
         if said.stage > self._last:
-            raise Impossible(f"there is no stage {said.stage}")
+            raise ImpossibleCommitment(f"there is no stage {said.stage}")
         if said.position + said.n_rows > self._n_rows_max:
-            raise Impossible(f"rows up to {said.position + said.n_rows} of {self._n_rows_max}")
+            raise ImpossibleCommitment(f"rows up to {said.position + said.n_rows} of {self._n_rows_max}")
         if bool(said.sent) is (said.stage == self._last) or (said.received and not said.stage):
-            raise Impossible(f"rows that stage {said.stage} does not have")
+            raise ImpossibleCommitment(f"rows that stage {said.stage} does not have")
         new_ones = [(side, *each) for side in SIDES for each in _stretches(said, getattr(said, side))]
         for side, position, new in new_ones:
             known = self._said.get((said.stage, side, position), new)
             if known != new and not self.is_doubtful(position):
-                raise Impossible(f"another digest of rows {position} to {position + new.n_rows}")
+                raise ImpossibleCommitment(f"another digest of rows {position} to {position + new.n_rows}")
         found: list[Disagreement] = []
         for side, position, new in new_ones:
             key = said.stage, side, position
@@ -87,7 +87,7 @@ class Ledger:
         found = self._said.get((stage, side, position))
         return found.digest if found is not None and found.n_rows == n_rows else None
 
-    def stretch_with(self, stage: int, position: int) -> tuple[int, Said] | None:
+    def stretch_with(self, stage: int, position: int) -> tuple[int, SignedStretch] | None:
         """Of what a stage says to have sent, the stretch that has this row: (its position, ...)."""
         start = position - position % STRETCH_ROWS
         found = self._said.get((stage, "sent", start))
@@ -120,8 +120,8 @@ def spans(position: int, n_rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(STRETCH_ROWS, position + n_rows - start)
 
 
-def _stretches(said: RowsCommitment, digests: bytes) -> Iterator[tuple[int, Said]]:
+def _stretches(said: RowsCommitment, digests: bytes) -> Iterator[tuple[int, SignedStretch]]:
     for (position, n_rows), digest in zip(
         spans(said.position, said.n_rows), stretch_digests(digests), strict=False
     ):
-        yield position, Said(n_rows, digest)
+        yield position, SignedStretch(n_rows, digest)

@@ -69,7 +69,7 @@ TELL_TIMEOUT_S = 5.0
 UNSEEN_S = 1.5
 """Nodes publish a change of load once a second, and it takes time to arrive."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
-Weigh = Callable[[Mapping[NodeId, int]], Awaitable[None]]
+OnReportedLoads = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
 raises ends the attempt."""
 
@@ -113,7 +113,7 @@ class Attempts:
         request: OriginRequest,
         assignment: PipelineAssignment,
         pace: Pace,
-        weigh: Weigh | None = None,
+        weigh: OnReportedLoads | None = None,
     ) -> AbstractAsyncContextManager[TokenSource]:
         """The latest attempt at a request. Adds to what the request avoids the node because of which it
         fails."""
@@ -135,7 +135,7 @@ class Attempts:
         assignment: PipelineAssignment,
         kind: type[AnyChain],
         pace: Pace | None = None,
-        weigh: Weigh | None = None,
+        weigh: OnReportedLoads | None = None,
     ) -> AsyncIterator[AnyChain]:
         """The same, where stages on other nodes take part in it."""
         context = request.context
@@ -221,7 +221,7 @@ class Attempts:
             finally:
                 self.let_go(chain.context.request_id, chain.context.view.stages)
 
-        self._tasks.start_if_running(collect)
+        self._tasks.spawn_if_running(collect)
 
     async def _agree(
         self,
@@ -229,7 +229,7 @@ class Attempts:
         chain: Chain,
         session: Session,
         assignment: PipelineAssignment,
-        weigh: Weigh | None,
+        weigh: OnReportedLoads | None,
     ) -> Callable[[], None]:
         """Ask every stage to take part; how the chain begins then."""
         context, timeout_s = chain.context, self._settings.ack_timeout_s
@@ -263,7 +263,7 @@ class Attempts:
         if is_here:
             self._sessions.take_prompt(last, message)
         else:
-            self._tasks.start_if_running(partial(self._ask_to_guess, last, encode_request(message)))
+            self._tasks.spawn_if_running(partial(self._ask_to_guess, last, encode_request(message)))
 
     async def _ask_to_guess(self, node_id: NodeId, body: bytes) -> None:
         try:
@@ -300,7 +300,7 @@ class Attempts:
             if node_id == here:
                 self._sessions.cancel(here, request_id)
             else:
-                self._tasks.start_if_running(partial(self._tell, node_id, header, payload))
+                self._tasks.spawn_if_running(partial(self._tell, node_id, header, payload))
 
     # Of the chains.
 
@@ -351,7 +351,7 @@ class Attempts:
         )
         header, payload = encode_job(message)
         for node_id in self._router.connected() - {culprit}:
-            self._tasks.start_if_running(partial(self._tell, node_id, header, payload))
+            self._tasks.spawn_if_running(partial(self._tell, node_id, header, payload))
 
     async def _tell(self, node_id: NodeId, header: bytes, payload: bytes | memoryview) -> None:
         with trio.move_on_after(TELL_TIMEOUT_S):

@@ -26,13 +26,13 @@ from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, St
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
     Blamed,
-    BrokenPromise,
     Chunk,
     EarlyTokens,
-    FalseEnd,
+    ImpossibleReport,
     PromptWindow,
     RowsNotSent,
     TokenLog,
+    WrongEnd,
     require_end,
     require_stop_string,
     require_token,
@@ -40,7 +40,7 @@ from swarmllm.pipeline.origin.output import (
 from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
-from swarmllm.pipeline.repair.plan import Left, is_anew, rebuilds, recomputed
+from swarmllm.pipeline.repair.plan import StageRemainder, is_anew, rebuilds, recomputed
 from swarmllm.pipeline.repair.rebuild import Feeding
 from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, Pace
 from swarmllm.pipeline.request import OriginMessage, RequestContext
@@ -208,7 +208,7 @@ class Chain:
         inner = () if self.pictures is None else self.pictures.ends
         return (*inner, self.context.n_prompt_tokens)
 
-    def resume(self, session: Session, left: Sequence[Left]) -> None:
+    def resume(self, session: Session, left: Sequence[StageRemainder]) -> None:
         """The same in the place of a pipeline that broke: its stages still have this."""
         n_due = len(self.prompt) - 1
         planned = rebuilds(left, n_due)
@@ -352,19 +352,19 @@ class Chain:
                 else:
                     self._require_possible(ChainEvent.PROGRESS)
                     self._progress(message, payload)
-        except BrokenPromise as error:
+        except ImpossibleReport as error:
             others = self.node_ids - {sender, self.context.view.node_id}
             if isinstance(error, RowsNotSent) and others:
                 self.blamed.doubted = others | {sender}
             else:
                 self.blame(sender)
-                self.blamed.has_lied = isinstance(error, FalseEnd) and self.blamed.culprit == sender
+                self.blamed.has_lied = isinstance(error, WrongEnd) and self.blamed.culprit == sender
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
     def _require_possible(self, event: ChainEvent) -> None:
         """Of what a stage says, which may come at a time at which nobody has asked it for anything."""
         if event not in LIFECYCLE.rows[self._state]:
-            raise BrokenPromise(f"{event.value}, while {self._state.value}")
+            raise ImpossibleReport(f"{event.value}, while {self._state.value}")
 
     def fail(self, error: Exception) -> None:
         was_over = self._state in OVER
@@ -458,7 +458,7 @@ class Chain:
         here = self.context.view.node_id
         is_of_rows = message.kind in (BAD_ROWS, UNUSABLE_ROWS)
         if is_of_rows and not self.context.view.hands_to(message.node_id, sender):
-            raise BrokenPromise(f"it gets no rows from {self._name(message.node_id)}")
+            raise ImpossibleReport(f"it gets no rows from {self._name(message.node_id)}")
         if message.kind == BAD_ROWS and message.node_id != here:
             # One of the two lies, and which cannot be seen from here.
             self.blamed.doubted = frozenset({sender, message.node_id})
@@ -480,7 +480,7 @@ class Chain:
         )
         if position < self.window.n_tokens:
             if self.has_begun:
-                raise BrokenPromise(f"no job is under way at {position}")
+                raise ImpossibleReport(f"no job is under way at {position}")
             (self.window if self._feeding is None else self._feeding.window).rewind(position)
             self._feed()
         elif self._tokens.repeats_now(position):

@@ -20,7 +20,7 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pictures import NO_PICTURES, PromptPictures
-from swarmllm.pipeline.origin.pictures import Looked
+from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Effort, FinishReason, GuessCount, Scores, TokenLogprob
@@ -299,7 +299,7 @@ class Generation:
         tokenize_s: float = 0.0,
         is_apart: bool = False,
         prompt: PromptScores | None = None,
-        looked: Sequence[Looked] = (),
+        looked: Sequence[EncodedBy] = (),
     ) -> None:
         """`first` None: there is nothing to come. `prompt`: where that was asked for."""
         self.looked = tuple(looked)

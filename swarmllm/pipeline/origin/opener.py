@@ -14,7 +14,7 @@ from functools import partial
 import trio
 
 from swarmllm.errors import NoPipeline, SwarmLLMError
-from swarmllm.pipeline.origin.attempts import Attempts, Weigh
+from swarmllm.pipeline.origin.attempts import Attempts, OnReportedLoads
 from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.request import request_context
@@ -110,7 +110,7 @@ class PipelineOpener:
                 assembly, accepted, may_weigh = accepted, None, False
         raise AssertionError("the last route is not weighed")
 
-    def _weigh(self, request: OriginRequest, assembly: Assembly) -> Weigh:
+    def _weigh(self, request: OriginRequest, assembly: Assembly) -> OnReportedLoads:
         began_s = trio.current_time()
 
         async def weigh(n_running: Mapping[NodeId, int]) -> None:

@@ -34,7 +34,7 @@ ROW_IDS: Final = b"rows of a picture".ljust(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class EncodedBy:
     """The node that encoded one picture or sound, for reports."""
 
     node_id: NodeId
@@ -69,7 +69,7 @@ class PictureRows:
     those in which one process would compute the prompt."""
     marks: tuple[PictureMark, ...]
     """One for each picture, in their order."""
-    looked: tuple[Looked, ...] = ()
+    looked: tuple[EncodedBy, ...] = ()
     """Who looked at each picture."""
     runs: tuple[PictureRun, ...] = ()
     """Of the rows those that stand on a grid or see each other."""

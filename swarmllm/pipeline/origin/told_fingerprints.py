@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import UnsetType
 
-from swarmllm.pipeline.origin.output import BrokenPromise
+from swarmllm.pipeline.origin.output import ImpossibleReport
 from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.tensors import Tensor
@@ -33,22 +33,22 @@ class ToldFingerprints:
         self._is_due = True
 
     def take(self, fingerprint: bytes | UnsetType, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        """With the next token. Raises BrokenPromise for one that is none, and where the stage tells those of
+        """With the next token. Raises ImpossibleReport for one that is none, and where the stage tells those of
         some tokens only, or of none although it has announced that it tells them."""
         if not self._is_asked:
             return
         tells = not isinstance(fingerprint, UnsetType)
         if self._is_due and not tells:
-            raise BrokenPromise("no fingerprint comes with a token")
+            raise ImpossibleReport("no fingerprint comes with a token")
         if self._n_tokens and tells is not self._tells:
-            raise BrokenPromise("fingerprints come with some of the tokens")
+            raise ImpossibleReport("fingerprints come with some of the tokens")
         self._tells, self._n_tokens = tells, self._n_tokens + 1
         if isinstance(fingerprint, UnsetType):
             return
         try:
             decode_fingerprint(fingerprint)
         except ValueError as error:
-            raise BrokenPromise(f"a fingerprint of {error}") from None
+            raise ImpossibleReport(f"a fingerprint of {error}") from None
         self._newest = fingerprint
         if self._is_kept:
             self._told.append(fingerprint)

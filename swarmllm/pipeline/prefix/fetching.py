@@ -87,7 +87,7 @@ class _Unchecked:
 
 
 @dataclass(slots=True)
-class _Asking:
+class _FetchProgress:
     """The progress of one request's fetch, kept for the case that its time runs out."""
 
     holder: NodeId | None = None
@@ -97,7 +97,7 @@ class _Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedPrefix:
     """The beginning of a prompt that is requested."""
 
     model: ModelFile
@@ -108,11 +108,11 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Came:
+class _GivenRows:
     """The rows that a holder gave, from the first one on."""
 
     node_id: NodeId
-    wanted: _Wanted
+    wanted: _WantedPrefix
     n_rows: int
     """Of whole blocks."""
     parts: list[PrefixKv]
@@ -164,7 +164,7 @@ class PrefixFetcher:
     ) -> AsyncIterator[Fetched | None]:
         """Before a prompt is computed: what could be had of its beginning is in the worker. It is checked
         after the block. Raises nothing of its own."""
-        asking = _Asking()
+        asking = _FetchProgress()
         fetched = None
         if not is_exact and len(self._unchecked) < CHECKS_MAX:
             with trio.move_on_after(self.settings.asker_timeout_s) as scope:
@@ -188,7 +188,7 @@ class PrefixFetcher:
             self._has_work = trio.Event()
             await self._has_work.wait()
 
-    async def _bring(self, entry: CatalogueEntry, tokens: Tensor, asking: _Asking) -> Fetched | None:
+    async def _bring(self, entry: CatalogueEntry, tokens: Tensor, asking: _FetchProgress) -> Fetched | None:
         model_id, n_layers = entry.model_id, entry.manifest.n_layers
         layers = whole_range(self.store, model_id, n_layers)
         n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
@@ -248,12 +248,12 @@ class PrefixFetcher:
         hashes: Sequence[bytes],
         here: PrefixLookedUp,
         clock: FetchClock,
-        asking: _Asking,
+        asking: _FetchProgress,
         grants: ExitStack,
-    ) -> _Came | None:
+    ) -> _GivenRows | None:
         """The most that a holder gave: of all holders of the longest beginning, and of shorter ones, the
         soonest is asked first, and another one where it breaks off."""
-        best: _Came | None = None
+        best: _GivenRows | None = None
         asked: set[NodeId] = set()
         n_known = here.n_blocks * BLOCK_TOKENS
         while len(asked) < TRIES:
@@ -273,7 +273,7 @@ class PrefixFetcher:
                 self.counts.prefix_misses += 1
                 break
             grants.enter_context(grant)
-            wanted = _Wanted(model, layers, hashes[: match.n_blocks], here.kv_format, slices)
+            wanted = _WantedPrefix(model, layers, hashes[: match.n_blocks], here.kv_format, slices)
             came = await self._fetch(wanted, offer, clock, n_known, asking)
             if came is not None and came.n_rows > n_best:
                 best = came
@@ -290,7 +290,9 @@ class PrefixFetcher:
         records = (self.registry.node(node_id) for node_id in node_ids)
         return [record.capability for record in records if record is not None]
 
-    async def _take_in(self, came: _Came, tokens: Tensor, asking: _Asking, began_s: float) -> Fetched | None:
+    async def _take_in(
+        self, came: _GivenRows, tokens: Tensor, asking: _FetchProgress, began_s: float
+    ) -> Fetched | None:
         """None: a miss. Raises SwarmLLMError of this node's worker."""
         wanted, n_rows = came.wanted, came.n_rows
         own = np.array(tokens[:n_rows], np.int32)
@@ -323,8 +325,8 @@ class PrefixFetcher:
         self.counts.prefix_misses += 1
 
     async def _fetch(
-        self, wanted: _Wanted, offer: Offer, clock: FetchClock, n_known: int, asking: _Asking
-    ) -> _Came | None:
+        self, wanted: _WantedPrefix, offer: Offer, clock: FetchClock, n_known: int, asking: _FetchProgress
+    ) -> _GivenRows | None:
         """What came from one holder without a gap, in whole blocks; None: nothing, or it lied."""
         node_id, every = offer.path.node_id, wanted.slices.all()
         waiting = deque(enumerate(every))
@@ -355,9 +357,9 @@ class PrefixFetcher:
             self._failed(node_id, reason, lost_s)
             if reason.trust_event is not None:
                 return None
-        return _Came(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
+        return _GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
 
-    async def _ask(self, wanted: _Wanted, node_id: NodeId, first_row: int, n_rows: int) -> PrefixKv:
+    async def _ask(self, wanted: _WantedPrefix, node_id: NodeId, first_row: int, n_rows: int) -> PrefixKv:
         request = PrefixKvFetch(
             model_id=wanted.model.model_id,
             names=join_names(wanted.names),
@@ -382,7 +384,7 @@ class PrefixFetcher:
             raise NotGiven("the answer has no rows or no digest", TrustEvent.BROKE_PROTOCOL)
         return piece
 
-    async def _take(self, came: _Came) -> int:
+    async def _take(self, came: _GivenRows) -> int:
         """Raises NotGiven for what is no KV of these rows, SwarmLLMError of this node's worker."""
         wanted, parts, n_blocks = came.wanted, came.parts, came.n_rows // BLOCK_TOKENS
         snapshot = PrefixSnapshotResponse(

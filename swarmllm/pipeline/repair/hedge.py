@@ -31,7 +31,7 @@ USUAL_TOKENS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class AwaitedToken:
     """The next token of a request."""
 
     planned_s: float
@@ -104,12 +104,12 @@ class Hedge:
     def is_on(self) -> bool:
         return self._budget.is_on
 
-    def look_at_s(self, awaited: Awaited, now_s: float) -> float:
+    def look_at_s(self, awaited: AwaitedToken, now_s: float) -> float:
         """When a standby is to be looked for, unless the token has come by then."""
         late_s = 0.0 if awaited.is_late else awaited.late_after_s - awaited.silent_s
         return max(now_s + late_s, self._not_before_s)
 
-    def begins(self, awaited: Awaited, standby_s: float, work: float, now_s: float) -> bool:
+    def begins(self, awaited: AwaitedToken, standby_s: float, work: float, now_s: float) -> bool:
         """Whether the standby, which would give the token after `standby_s`, begins now; then its `work`
         counts as done. It has to be the better by far where others before it came too late."""
         is_better = awaited.is_late and awaited.expected_s > standby_s * 2.0**self._n_lost

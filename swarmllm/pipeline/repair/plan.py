@@ -27,7 +27,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import Stage
 
 
-class Left(NamedTuple):
+class StageRemainder(NamedTuple):
     """What is left of a request at one stage."""
 
     n_rows: int = 0
@@ -49,7 +49,7 @@ class Rebuild:
         return 0 if self.source is None else self.source + 1
 
 
-def rebuilds(left: Sequence[Left], n_due: int) -> tuple[Rebuild, ...]:
+def rebuilds(left: Sequence[StageRemainder], n_due: int) -> tuple[Rebuild, ...]:
     """What has to happen before a pipeline goes on whose stages have this left, until each has `n_due` rows;
     top down."""
     found: list[Rebuild] = []

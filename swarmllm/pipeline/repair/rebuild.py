@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from swarmllm.pipeline.origin.assignment import assign
 from swarmllm.pipeline.origin.output import Chunk, PromptWindow
 from swarmllm.pipeline.origin.prefixes import Asker
-from swarmllm.pipeline.repair.plan import Left, Rebuild
+from swarmllm.pipeline.repair.plan import Rebuild, StageRemainder
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm_proto.identifiers import NodeId
@@ -28,7 +28,7 @@ async def what_is_left(
     asker: Asker,
     *,
     timeout_s: float,
-) -> tuple[tuple[Left, ...], dict[NodeId, PipelineAck]]:
+) -> tuple[tuple[StageRemainder, ...], dict[NodeId, PipelineAck]]:
     """Ask every stage to take part in what resumes another request; what each still has of it, and what the
     other nodes said. Raises as `assign` does."""
     acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=asker.blamed)
@@ -37,13 +37,15 @@ async def what_is_left(
     return left_of(assignment.stages, said), acks
 
 
-def left_of(stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]]) -> tuple[Left, ...]:
+def left_of(
+    stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]]
+) -> tuple[StageRemainder, ...]:
     """What each stage has, by what its own node says; no node speaks for another."""
-    left = [Left()] * len(stages)
+    left = [StageRemainder()] * len(stages)
     for node_id, kept in said.items():
         for rows in kept:
             if rows.stage < len(stages) and stages[rows.stage].node_id == node_id:
-                left[rows.stage] = Left(rows.n_rows, rows.n_journal)
+                left[rows.stage] = StageRemainder(rows.n_rows, rows.n_journal)
     return tuple(left)
 
 
@@ -93,7 +95,8 @@ class Feeding:
         return self.now is None
 
     def passed(self, position: int) -> bool:
-        """Rows below `position` are where they are to be; whether more than before. Raises BrokenPromise."""
+        """Rows below `position` are where they are to be; whether more than before. Raises
+        ImpossibleReport."""
         has_advanced = self.window.passed(position)
         if self.window.n_passed >= self._n_due:
             self.advance()

@@ -26,7 +26,7 @@ from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
-from swarmllm.pipeline.repair.hedge import USUAL_TOKENS, Awaited, Hedge, HedgeBudget
+from swarmllm.pipeline.repair.hedge import USUAL_TOKENS, AwaitedToken, Hedge, HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import Pace
 from swarmllm.pipeline.request import request_context
 from swarmllm.pipeline.route.assembly import Assembly
@@ -199,7 +199,7 @@ class Standbys:
         async def leave() -> None:
             await self._leave(beside, slow, closing, standby.spared)
 
-        self.tasks.start_if_running(leave)
+        self.tasks.spawn_if_running(leave)
 
     async def _leave(
         self, beside: OriginRequest, slow: Chain, closing: AsyncExitStack, spared: frozenset[NodeId]
@@ -226,10 +226,10 @@ def may_be_repeated(request: OriginRequest) -> bool:
     return not request.sampling.exact and not request.sampling.mirostat
 
 
-def awaited(chain: Chain) -> Awaited:
+def awaited(chain: Chain) -> AwaitedToken:
     pace, n_tokens = chain.pace, chain.account.n_decoded
     assert pace is not None, "it answers a request"
-    return Awaited(
+    return AwaitedToken(
         pace.token_s if chain.has_begun else pace.first_s,
         chain.silent_s,
         chain.decode_s / n_tokens if n_tokens >= USUAL_TOKENS else 0.0,

@@ -24,7 +24,7 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.ended_requests import EndedRequests, RefusedRows
 from swarmllm.pipeline.stage.session_queue import NotFinite
-from swarmllm.pipeline.tasks import StartsTasks
+from swarmllm.pipeline.tasks import SpawnsTasks
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import encode_job
@@ -92,7 +92,7 @@ class RowCommitter(NoRowCommitter):
         compute: Compute,
         router: Router,
         signer: RowSigner,
-        tasks: StartsTasks,
+        tasks: SpawnsTasks,
         tell_own: Callable[[RowsCommitment], None] | None,
         ended: EndedRequests,
     ) -> None:
@@ -217,7 +217,7 @@ class RowCommitter(NoRowCommitter):
     def _look(self) -> None:
         if not self._is_due and any(self._due()):
             self._is_due = True
-            self._tasks.start_soon(self._work)
+            self._tasks.spawn(self._work)
 
     def _due(self) -> Iterator[_Stage]:
         for stage in self._stages.values():
@@ -309,7 +309,7 @@ class RowCommitters:
     compute: Compute
     router: Router
     signer: RowSigner
-    tasks: StartsTasks
+    tasks: SpawnsTasks
     tell_own: Callable[[RowsCommitment], None]
     """Of requests of this node's clients."""
 

@@ -53,7 +53,7 @@ from swarmllm.pipeline.stage.session_queue import (
     GivenPrompt,
     Item,
     NotFinite,
-    Put,
+    PutResult,
     ReceivedRows,
     RelayedJob,
     Report,
@@ -493,9 +493,9 @@ class Session:
     def _enqueue(self, item: Item, sender: NodeId | None = None, n_bytes: int = 0) -> None:
         """Of an event that has passed."""
         put = self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes)
-        if put is Put.QUEUED:
+        if put is PutResult.QUEUED:
             return
-        if put is Put.OVERRUN:
+        if put is PutResult.OVERRUN:
             overrun = RemoteError("more jobs at once than the window allows")
             self._refused = overrun, sender or self.view.node_id
         else:

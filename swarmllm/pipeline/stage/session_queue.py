@@ -167,7 +167,7 @@ class ReceivedRows:
         self._damaged_at = None
 
 
-class Put(Enum):
+class PutResult(Enum):
     """Whether an item was queued."""
 
     QUEUED = auto()
@@ -191,22 +191,24 @@ class SessionQueue:
     def __repr__(self) -> str:
         return f"<SessionQueue {len(self._items)} items, {self._n_foreign} of other nodes>"
 
-    def put(self, item: Item, *, is_foreign: bool, sender: NodeId | None = None, n_bytes: int = 0) -> Put:
+    def put(
+        self, item: Item, *, is_foreign: bool, sender: NodeId | None = None, n_bytes: int = 0
+    ) -> PutResult:
         """`sender`: the node that it came from, with so many bytes."""
         if self._is_closed:
-            return Put.QUEUED
+            return PutResult.QUEUED
         n_own = len(self._items) - self._n_foreign
         if self._n_foreign >= self._foreign_max if is_foreign else n_own >= OWN_MAX:
-            return Put.OVERRUN
+            return PutResult.OVERRUN
         grant = None
         if sender is not None and n_bytes:
             grant = self._budget.reserve(sender, BudgetKind.JOBS, n_bytes)
             if grant is None:
-                return Put.NO_ROOM
+                return PutResult.NO_ROOM
         self._items.append((item, is_foreign, grant))
         self._n_foreign += is_foreign
         self._came.set()
-        return Put.QUEUED
+        return PutResult.QUEUED
 
     async def get(self) -> Item:
         """The next item. The one before has been dealt with."""

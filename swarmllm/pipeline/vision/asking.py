@@ -75,7 +75,7 @@ async def ask(
 ) -> EncodedPicture:
     """`heard` is called with each answer. A node that is left before its last row is told so. Raises
     NoAnswer."""
-    asking = _Asking(router, node_id, question, new_request_id(), heard)
+    asking = _PictureExchange(router, node_id, question, new_request_id(), heard)
     try:
         with _travelling(len(question.picture.data)):
             first = await asking.brought()
@@ -104,7 +104,7 @@ def _travelling(n_bytes: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
+class _PictureExchange:
     router: Router
     node_id: NodeId
     question: PictureQuestion

@@ -23,7 +23,7 @@ from swarmllm.errors import (
 )
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Medium, MediumName, Picture, name_of, parse_picture
-from swarmllm.pipeline.origin.pictures import Looked
+from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm.pipeline.prefix.choice import HolderPath
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
@@ -57,7 +57,7 @@ class ProjectorEncoders:
     projector: Digest
     _holders: list[Encoder]
     """Other nodes, in the order in which they are asked."""
-    looked: list[Looked] = field(default_factory=list)
+    looked: list[EncodedBy] = field(default_factory=list)
     """One for each picture, in their order."""
 
     async def encode(self, picture: Medium, field: str) -> EncodedPicture:
@@ -68,7 +68,7 @@ class ProjectorEncoders:
         )
         took_s = trio.current_time() - began_s
         self.looked.append(
-            Looked(
+            EncodedBy(
                 node_id,
                 self._encoders.nickname_of(node_id),
                 len(encoded.rows),

@@ -20,7 +20,7 @@ from swarmllm.pipeline.prefix.choice import AvoidedPeers
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.asking import NoAnswer, PictureQuestion, ask
 from swarmllm.pipeline.vision.choice import TRIED_MAX, Encoder
-from swarmllm.pipeline.vision.race import Paces, Race, Runner
+from swarmllm.pipeline.vision.race import EncodingTimes, Race, Runner
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.router import Router
@@ -50,7 +50,7 @@ class HappyEyeballs:
         self._counts = counts
         self._trust = trust
         self._budget = budget
-        self.paces = Paces()
+        self.paces = EncodingTimes()
         self.avoided = AvoidedPeers()
         """Nodes that did not give what they announced, or not in time, and so are asked last."""
 

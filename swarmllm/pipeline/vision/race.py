@@ -36,7 +36,7 @@ USUAL_S: Final = 1.0
 NODES_MAX: Final = 1024
 
 
-class Paces:
+class EncodingTimes:
     """The seconds that encodings took on other nodes, without the network."""
 
     def __init__(self) -> None:

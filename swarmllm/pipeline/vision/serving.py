@@ -27,7 +27,7 @@ from swarmllm.pipeline.prefix.choice import AvoidedPeers
 from swarmllm.pipeline.stage.capacity import OriginShares, StagePlace
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.tasks import StartsTasks
+from swarmllm.pipeline.tasks import SpawnsTasks
 from swarmllm.pipeline.vision.slices import HALF, parts_of, rows_each
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant
 from swarmllm.swarm.peers.trust import EARNED_MIN, NodeTrust, TrustEvent
@@ -136,7 +136,7 @@ class PictureServing:
         counts: PipelineStatistics,
         trust: NodeTrust,
         budget: ByteBudget,
-        tasks: StartsTasks,
+        tasks: SpawnsTasks,
         n_places: int = PLACES,
     ) -> None:
         self._compute = compute
@@ -223,7 +223,7 @@ class PictureServing:
         )
         self._encodings[key] = encoding
         try:
-            self._tasks.start_soon(partial(self._run, encoding))
+            self._tasks.spawn(partial(self._run, encoding))
         except SwarmLLMError:
             self._drop(encoding)
             raise

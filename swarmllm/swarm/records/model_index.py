@@ -75,7 +75,7 @@ class Contradiction:
         return f"it gives model {self.model_id[:12]} {self.said} layers, which has {self.known}"
 
 
-class _Said(msgspec.Struct, frozen=True, gc=False):
+class _Announced(msgspec.Struct, frozen=True, gc=False):
     """What one node announces of one model."""
 
     n_layers: int
@@ -94,7 +94,7 @@ class IndexedRecord:
 
     node_id: NodeId
     record: NodeRecord
-    said: dict[ModelId, _Said] = field(default_factory=dict)
+    said: dict[ModelId, _Announced] = field(default_factory=dict)
     """By model id, in the order in which the node names them."""
     ranges: dict[ModelId, tuple[LayerRange, ...]] = field(default_factory=dict)
     """The held ranges in `said`, made when they are asked for. The same object as long as the node says the
@@ -218,11 +218,11 @@ class ModelIndex:
                     chosen[model_id] = None
         return list(chosen)
 
-    def _own(self, model_id: ModelId) -> _Said | None:
+    def _own(self, model_id: ModelId) -> _Announced | None:
         own = self._nodes.get(self._node_id)
         return own.said.get(model_id) if own is not None else None
 
-    def _true(self, model_id: ModelId, model: _Model) -> Iterator[tuple[IndexedRecord, _Said]]:
+    def _true(self, model_id: ModelId, model: _Model) -> Iterator[tuple[IndexedRecord, _Announced]]:
         """The announcements that do not contradict this node, where it knows the number of layers."""
         own = self._own(model_id)
         for indexed in model.nodes:
@@ -238,7 +238,7 @@ class ModelIndex:
                 contradiction = Contradiction(other.node_id, model_id, said, own.n_layers)
                 self._note(other.node_id, TrustEvent.BROKE_PROTOCOL, str(contradiction))
 
-    def _put_in(self, indexed: IndexedRecord, model_id: ModelId, said: _Said) -> None:
+    def _put_in(self, indexed: IndexedRecord, model_id: ModelId, said: _Announced) -> None:
         model = self._models.get(model_id)
         if model is None:
             model = self._models[model_id] = _Model()
@@ -251,7 +251,7 @@ class ModelIndex:
         self._touched()
         self._blame(indexed, model_id, model)
 
-    def _take_out(self, indexed: IndexedRecord, model_id: ModelId, said: _Said) -> None:
+    def _take_out(self, indexed: IndexedRecord, model_id: ModelId, said: _Announced) -> None:
         model = self._models[model_id]
         del model.nodes[indexed]
         indexed.ranges.pop(model_id, None)
@@ -294,7 +294,7 @@ class ModelIndex:
         return SwarmModel(model_id, name, n_layers, held, tuple(sorted(self.files(model_id))))
 
 
-def _said(record: NodeRecord) -> dict[ModelId, _Said]:
+def _said(record: NodeRecord) -> dict[ModelId, _Announced]:
     """A model that is named twice counts as it is named first, and so does its number of layers."""
     ready: dict[ModelId, ShardAnnounce] = {}
     for shard in record.models:
@@ -306,7 +306,7 @@ def _said(record: NodeRecord) -> dict[ModelId, _Said]:
             files.setdefault(file.model_id, file)
     ids = islice(dict.fromkeys((*ready, *files)), NODE_MODELS_MAX)
     return {
-        m: _Said((ready.get(m) or files[m]).n_layers, ready.get(m), files.get(m), record.nickname)
+        m: _Announced((ready.get(m) or files[m]).n_layers, ready.get(m), files.get(m), record.nickname)
         for m in ids
     }
 

@@ -33,16 +33,18 @@ _WORK: Final = re.compile(r"\b(?:compute|output) buffer size = +([\d.]+) MiB")
 
 
 @dataclass(frozen=True)
-class Taken:
+class MemoryUse:
     kv_bytes: int
     """Of keys and values, and of recurrent states."""
     work_bytes: int
 
 
-_known: WeakKeyDictionary[GgufFile, dict[tuple[object, ...], Taken | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[GgufFile, dict[tuple[object, ...], MemoryUse | None]] = WeakKeyDictionary()
 
 
-def rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> Taken | None:
+def rehearse(
+    source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int
+) -> MemoryUse | None:
     """Of a segment of layers [start, end), for batches of so many rows. None where libllama does not say: on
     a GPU, elsewhere than on Linux, and where it cannot run them at all."""
     if settings.n_gpu_layers or not operating_system.IS_LINUX:
@@ -62,7 +64,7 @@ def rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n
     return known[key]
 
 
-def _rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> Taken:
+def _rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> MemoryUse:
     n_layers = n_layers_of(source)
     with _header(source, start, end, n_layers) as path, heard() as lines:
         model = Model(path, use_mmap=False, is_rehearsal=True)
@@ -73,7 +75,7 @@ def _rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, 
             Context(model, made).close()
         finally:
             model.close()
-    return Taken(_bytes(_CELLS, lines), _bytes(_WORK, lines))
+    return MemoryUse(_bytes(_CELLS, lines), _bytes(_WORK, lines))
 
 
 @contextmanager

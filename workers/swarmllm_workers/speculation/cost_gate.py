@@ -17,24 +17,24 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-LEARNING: Final = 0.2
+STEP_TIME_ALPHA: Final = 0.2
 """Weight of the newest step's duration."""
 OUTLIER: Final = 3.0
 """A step that took so many times what was expected was held up by something else, and counts as this."""
-MEMORY: Final = 0.94
+RATE_DECAY: Final = 0.94
 """Of what a guess weighs in how often guesses are right, what is left after the next one."""
-HOPE: Final = 0.6
-"""Of guesses of a kind that has not been tried, the part that is right; it weighs as much as HOPE_WEIGHT
+PRIOR_RATE: Final = 0.6
+"""Of guesses of a kind that has not been tried, the part that is right; it weighs as much as PRIOR_WEIGHT
 guesses."""
-HOPES: Final = {"ngram-2": 0.3, "ngram-3": 0.45, "ngram-again": 0.95, "model": 0.7}
-HOPE_WEIGHT: Final = 2.0
-SURE: Final = 4.5
+PRIOR_RATES: Final = {"ngram-2": 0.3, "ngram-3": 0.45, "ngram-again": 0.95, "model": 0.7}
+PRIOR_WEIGHT: Final = 2.0
+KNOWN_FROM: Final = 4.5
 """Guesses of a kind, hope among them, after which what is known of them is more than that."""
 GUESS_COST: Final = 0.3
 """Of a further guess, in steps without guesses, before one was measured."""
 GAIN_MIN: Final = 1.05
 """Below that a difference is noise."""
-ALLOWED: Final = 0.005
+EXPLORATION_SHARE: Final = 0.005
 """Of all steps, for trying what may not pay."""
 START_STEPS: Final = 2.0
 """What may be lost on trying before that, in steps."""
@@ -55,7 +55,7 @@ class _Record:
     """Of one kind of guess."""
 
     n_right: float
-    n_tried: float = HOPE_WEIGHT
+    n_tried: float = PRIOR_WEIGHT
     gains: list[float] = field(default_factory=list)
     """Tokens/s with 1, 2 ... guesses, in those without; an estimate that is made anew now and then."""
     n_asked: int = 0
@@ -67,11 +67,11 @@ class _Record:
         return self.n_right / self.n_tried
 
     def saw(self, is_right: bool) -> None:
-        self.n_right = self.n_right * MEMORY + is_right
-        self.n_tried = self.n_tried * MEMORY + 1.0
+        self.n_right = self.n_right * RATE_DECAY + is_right
+        self.n_tried = self.n_tried * RATE_DECAY + 1.0
 
     def halved(self) -> _Record:
-        part = max(0.5, HOPE_WEIGHT / self.n_tried)
+        part = max(0.5, PRIOR_WEIGHT / self.n_tried)
         return _Record(self.n_right * part, self.n_tried * part)
 
 
@@ -116,7 +116,7 @@ class CostGate:
         gains = record.gains[:n_max]
         gain = max(gains)
         n_best, pays, start_steps = gains.index(gain) + 1, gain >= GAIN_MIN, start_s / self.plain_s
-        if pays and record.n_tried >= SURE and (1.0 - 1.0 / gain) * n_left >= start_steps:
+        if pays and record.n_tried >= KNOWN_FROM and (1.0 - 1.0 / gain) * n_left >= start_steps:
             return n_best
         if self.spare_steps <= start_steps:
             return 0
@@ -131,7 +131,7 @@ class CostGate:
         the next one for as long as that stage takes for it, which is half at most of what it adds to a trip.
         0: guesses of the kind are not known to pay."""
         record = self._record(kind)
-        if record.n_tried < SURE or not self.plain_s or max(self._gains(kind, record.rate)) < GAIN_MIN:
+        if record.n_tried < KNOWN_FROM or not self.plain_s or max(self._gains(kind, record.rate)) < GAIN_MIN:
             return 0
         price = max(self._cost(kind, n_piece) - 1.0, 0.0) / 2 + 0.01
         return int(math.log(price / (1.0 + price)) / math.log(min(record.rate, RATE_MAX)))
@@ -149,7 +149,7 @@ class CostGate:
         """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""
         if not n_guessed:
             self.plain_s = _mean(self.plain_s, seconds) if self.plain_s else seconds
-            self._spare(ALLOWED)
+            self._spare(EXPLORATION_SHARE)
             return
         costs, expected, cost = self._costs_of(kind), self._cost(kind, n_guessed), seconds / self.plain_s
         costs[n_guessed] = _mean(expected, cost) if costs else cost
@@ -157,13 +157,13 @@ class CostGate:
         for i in range(min(n_right + 1, n_guessed)):
             record.saw(i < n_right)
         record.gains = []
-        self._spare(n_right + 1 + ALLOWED - costs[n_guessed] - start_s / self.plain_s)
+        self._spare(n_right + 1 + EXPLORATION_SHARE - costs[n_guessed] - start_s / self.plain_s)
 
     def _spare(self, n_steps: float) -> None:
         self.spare_steps = min(self.spare_steps + n_steps, SAVED_STEPS_MAX)
 
     def _record(self, kind: str) -> _Record:
-        return self._records.setdefault(kind, _Record(HOPES.get(kind, HOPE) * HOPE_WEIGHT))
+        return self._records.setdefault(kind, _Record(PRIOR_RATES.get(kind, PRIOR_RATE) * PRIOR_WEIGHT))
 
     def _costs_of(self, kind: str) -> dict[int, float]:
         return self._costs.setdefault(kind.partition("-")[0], {})
@@ -191,4 +191,4 @@ class CostGate:
 
 
 def _mean(old: float, new: float) -> float:
-    return old + LEARNING * (min(new, OUTLIER * old) - old)
+    return old + STEP_TIME_ALPHA * (min(new, OUTLIER * old) - old)
