@@ -33,8 +33,8 @@ class ToldFingerprints:
         self._is_due = True
 
     def take(self, fingerprint: bytes | UnsetType, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        """With the next token. Raises ImpossibleReport for one that is none, and where the stage tells those of
-        some tokens only, or of none although it has announced that it tells them."""
+        """With the next token. Raises ImpossibleReport for one that is none, and where the stage tells those
+        of some tokens only, or of none although it has announced that it tells them."""
         if not self._is_asked:
             return
         tells = not isinstance(fingerprint, UnsetType)
