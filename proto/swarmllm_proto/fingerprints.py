@@ -1,5 +1,5 @@
-"""Fingerprints of the logits that a token was taken from: few enough bytes to be told with every token, and
-enough of them to tell whose logits they are once somebody computes them again.
+"""Fingerprints of the logits that a token was sampled from: few enough bytes to send with every token, and
+enough to recognise the logits when somebody computes them again.
 
 Which tokens' logits are told follows from a number that the origin draws for each request, and from the
 token's index. The stage that tells them with the token cannot know whether a node will look.

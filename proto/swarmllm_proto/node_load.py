@@ -1,4 +1,5 @@
-"""The load of a node, as it says between two records: a few numbers that change with every request."""
+"""The load of a node, as it is announced between two records: a few numbers that change with every
+request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a prompt whose places are not one after the other, or that see rows behind them: of pictures.
+"""Runs of picture rows in a prompt: rows whose positions are not consecutive, or that attend to later rows.
 
 A request counts rows, everywhere. What libllama calls positions is another thing where a model rotates by
 line and column (M-RoPE): the rows of such a picture stand at one time, on a grid, and take as many positions

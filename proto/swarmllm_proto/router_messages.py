@@ -23,7 +23,7 @@ Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
 
 
 class PeerExchangeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request: where are the nodes you know?"""
+    """Request: the addresses of the nodes that the peer knows."""
 
     v: int = WIRE_VERSION
     n_max: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = PEERS_MAX
@@ -48,7 +48,7 @@ class PeerExchangeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DialBackRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request: can you reach me? The addresses tried are those of the sender's newest envelope, no others."""
+    """Request: dial the sender back, only at the addresses of its newest envelope."""
 
     v: int = WIRE_VERSION
 

@@ -1,4 +1,4 @@
-"""What the header of a sound's file says: WAV, FLAC and MP3.
+"""Reads the headers of sound files: WAV, FLAC and MP3.
 
 Nothing is decoded. The daemon refuses by it what is too long or nothing that an encoder reads; the worker
 that decodes learns from it where the sound begins and ends, so that its decoder never sees tags, cover

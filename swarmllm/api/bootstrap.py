@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a bootstrap node: health and metrics, and a sentence for who asks for more."""
+"""The HTTP endpoint of a bootstrap node: health, metrics, and an error for all other requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bootstrap.get("/health")(alive)
 
 
 class NoModelsHere(InvalidRequest):
-    """This node is one by which others find each other; it answers no requests."""
+    """This is a bootstrap node; it answers no requests."""
 
     http_status = 404
     code = "bootstrap_node"

@@ -34,7 +34,7 @@ class CommandFailed(click.ClickException):
 
 
 class WrongUsage(CommandFailed):
-    """What was typed cannot be meant."""
+    """The command line is wrong."""
 
     exit_code = EXIT_USAGE
 

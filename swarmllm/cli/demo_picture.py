@@ -1,4 +1,5 @@
-"""The picture that the demo asks about: the dashboard's strips of a model whose middle third nobody holds."""
+"""The picture that the demo asks about: the dashboard's layer strips of a model whose middle third no node
+holds."""
 
 from __future__ import annotations
 

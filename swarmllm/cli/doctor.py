@@ -1,7 +1,7 @@
-"""`swarmllm doctor`: what keeps this node from working well, and what to do about it.
+"""`swarmllm doctor`: finds problems of this node, and names the remedies.
 
-Every check is a function from what was looked at to findings; looking is done by the small functions at the
-end, so that a test can show a machine that it has not got.
+Every check is a function from facts to findings. The small functions at the end collect the facts, so that a
+test can pass those of another machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`swarmllm plan`: the route a request would take, its cost taken apart, and why not another one."""
+"""`swarmllm plan`: the route that a request would take, the parts of its cost, and the costs of other
+routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`swarmllm models alias`, `preset` and `create`: further names of a model, and what holds under them."""
+"""`swarmllm models alias`, `preset` and `create`: further names of a model, and the settings under these
+names."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Collects the digests of a file's tensors that nodes tell each other, and decides which of them hold.
+"""Collects the digests of a file's tensors that nodes send each other, and decides which of them to trust.
 
 Pure.
 
-Tensors are numbered in the order of their offsets. What this node hashed itself is the truth about its file.
-A node that contradicts it speaks of another file, or lies; of two others that contradict each other, it is
-not known which one does. None of them is believed about any tensor, and nothing is put together while
-there is a contradiction: a model made of two files would be a model that nobody made.
+Tensors are numbered in the order of their offsets. This node's own digests are the truth about its file. A
+node that contradicts them has another file, or lies; where two other nodes contradict each other, this node
+cannot know which one does. None of them is believed about any tensor, and nothing is put together while there
+is a contradiction: a model made of two files would be a model that nobody made.
 
 A span says which bytes of a file are there, and which are to be fetched next.
 """

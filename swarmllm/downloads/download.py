@@ -1,4 +1,4 @@
-"""One download: what was asked for, how far it is, how it ended."""
+"""One download: its request, its progress, and its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedFileRequest:
 
 @dataclass(frozen=True, slots=True)
 class DownloadRequest:
-    """What a caller has asked for; enough to ask for it again."""
+    """The request of a caller, with everything needed to repeat it."""
 
     source: str
     _: KW_ONLY

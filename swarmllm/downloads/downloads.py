@@ -1,7 +1,7 @@
 """Starts, continues and lists the downloads of a node.
 
-What a download needs comes from two rooms: `find` knows the models of this node
-and of the swarm, the store behind the transfer keeps what has come.
+A download uses two packages: `find` looks up models of this node and of the swarm, and the store of
+`transfer` keeps the fetched bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reads from its header alone which model a file on a web server is, for plans made before it is fetched.
+"""Describes the model of a file on a web server from its header alone, for plans that are made before it is
+fetched.
 
 No tensor is read, so every digest is `UNKNOWN` and the manifest's ModelId is nobody's. Sizes, layers and cuts
 are those of the model.

@@ -1,8 +1,8 @@
 """Finds models on a hub by a term, and reads the headers of what it finds.
 
-The hub answers with repositories and the names of their files. Of each repository one GGUF is looked at: the
-one in the quantisation that most people want. At most `READS_MAX` headers are read, and nothing else of the
-files; what has not come when the time is over is told as such.
+The hub answers with repositories and the names of their files. One GGUF of each repository is read: the one
+in the most common quantisation. At most `READS_MAX` headers are read, and nothing else of the files; results
+that are missing when the time is over are marked as such.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FILE = re.compile(r"[^:?#\s\\]{1,400}", re.ASCII)
 
 
 class _Repository(msgspec.Struct):
-    """What Hugging Face says about one, as far as it matters here."""
+    """The fields of Hugging Face's description of a repository that are used."""
 
     id: Annotated[str, Meta(max_length=200)]
     siblings: list[Sibling] = []

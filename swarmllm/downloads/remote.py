@@ -1,4 +1,5 @@
-"""One file on a web server, read in ranges, from servers that break off, lie, redirect and lose patience.
+"""Reads one file on a web server in ranges, from servers that disconnect, redirect, answer wrongly and limit
+rates.
 
 Redirects are followed here, not by httpx: a token goes to the host it is for and to no other, and https never
 becomes http. The address is resolved anew for every piece, because the places that hubs redirect to expire.
@@ -64,7 +65,7 @@ HashedPiece = bytes | Span | Zeros
 
 @dataclass(frozen=True, slots=True)
 class HashedPieces:
-    """A file on a server, front to back, and what it must hash to."""
+    """A file on a server, read front to back, and its expected hash."""
 
     url: str
     sha256: str
@@ -72,7 +73,7 @@ class HashedPieces:
 
 
 class FileRemote(Protocol):
-    """What a download needs of a server."""
+    """The interface of a remote file to a download."""
 
     @property
     def url(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Settings of downloads, and the schedule by which a server is asked again or given up."""
+"""Settings of downloads, and the schedule of retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The swarm works out together which model it is that each has fetched some layers of.
+"""Identifies a model that several nodes have fetched parts of, by the digests that they exchange.
 
 A node that waits asks every connected node what it knows of the file: when its layers are there, when a node
 connects, and now and then, because an answer may have been lost. A node that waits for the same file is told

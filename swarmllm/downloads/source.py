@@ -6,7 +6,7 @@ Pure.
 `hf:ORG/REPO` the only one. `https://...` is an address. Plain http is for this machine only: elsewhere
 anybody on the way could change what is fetched.
 
-What can go wrong between this node and a web server is an error from here.
+The errors between this node and a web server are defined here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DownloadError(SwarmLLMError):
 
 
 class DownloadRefused(DownloadError):
-    """The server will not give it, now or on another attempt."""
+    """The server refuses the file for good."""
 
 
 class FileChanged(DownloadError):
@@ -42,7 +42,7 @@ class FileChanged(DownloadError):
 
 
 class Broken(DownloadError):
-    """The connection or the answer broke; another attempt may not."""
+    """The connection or the answer broke; another attempt may succeed."""
 
 
 class ServerBusy(Broken):
@@ -171,8 +171,8 @@ def model_files(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose_file(repo: str, names: list[str], wanted: str) -> str:
-    """The one GGUF that is meant, or the first of its parts. Raises InvalidRequest that lists what there
-    is."""
+    """Chooses the one GGUF that matches, or the first of its parts. Raises InvalidRequest with a list of the
+    files."""
     there = model_files(names)
     fitting = [
         first for first, files in there.items() if any(wanted.lower() in file.lower() for file in files)

@@ -395,7 +395,7 @@ class Catalogue:
 
 
 class _Read(NamedTuple):
-    """What is known of a file that was read whole, now or before."""
+    """The facts about a file that has been read completely, now or earlier."""
 
     manifest: Manifest
     state: FileState

@@ -28,7 +28,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """In Jinja."""
+    """A value, as a Jinja expression."""
 
     name: str
 

@@ -206,7 +206,7 @@ MAY_LACK_TENSORS = frozenset({"deci"})
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """What reading a whole file has shown."""
+    """The result of reading a whole file."""
 
     manifest: Manifest
     state: FileState

@@ -1,7 +1,8 @@
 """Projectors that this node has fetched, from a hub or from other nodes: one folder, each file called after
 the BLAKE3 of what is in it.
 
-A projector that its user has given stays where it lies, and is none of this store's. Everything here blocks.
+A projector file that the user has attached stays where it is, and does not belong to this store. Everything
+here blocks.
 """
 
 from __future__ import annotations

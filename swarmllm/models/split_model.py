@@ -52,7 +52,7 @@ class PartHeader:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """Where a tensor of the joined file really lies."""
+    """The place of a tensor of the joined file in its part."""
 
     part: int
     """From 0."""

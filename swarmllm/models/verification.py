@@ -161,7 +161,7 @@ def seal_is_right(segment: SegmentPlace) -> bool:
 
 
 class Verification:
-    """Reads what is there of a model and tells how far it is."""
+    """Reads the present parts of a model and reports progress."""
 
     def __init__(self, entry: CatalogueEntry, segments: Sequence[SegmentPlace], progress: Progress) -> None:
         """`segments`: those with a right header."""

@@ -59,7 +59,7 @@ class Ranked:
 
 @contextmanager
 def _blamed_on(field: str) -> Iterator[None]:
-    """What is wrong with a text is told of its field; what is wrong with the model stays the model's."""
+    """Reports an error in a text under that text's field. Errors of the model keep their own field."""
     try:
         yield
     except InvalidRequest as error:

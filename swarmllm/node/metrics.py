@@ -236,7 +236,7 @@ def build_labels() -> tuple[str, str, str]:
 
 
 def process_families(node: ObservedProcess) -> Iterator[Metric]:
-    """What there is of every kind of node."""
+    """The process metrics of every kind of node."""
     yield family(metric.INFO, [(build_labels(), 1)])
     yield family(metric.STARTED, [((), node.started_at)])
     yield family(metric.LONGEST_STEP, [((), node.watchdog.longest_s)])

@@ -271,7 +271,7 @@ class LoadRestorer:
             self._has_failed(load, error)
 
     async def _bring_back(self, model_id: ModelId) -> None:
-        """Raises ModelNotFound, NodeUnreachable; all else is said, and does not stop anything."""
+        """Loads the layers again. Raises ModelNotFound and NodeUnreachable; logs all other errors."""
         finished = False
         while not finished and (load := self._remembered.get(model_id)) is not None:
             with self._remembered.until_forgotten(model_id):

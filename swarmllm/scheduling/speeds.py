@@ -139,8 +139,8 @@ class StageTime:
 
 
 def layer_times(stages: Sequence[StageTime], spent_s: float, handling_s: float = 0.0) -> dict[NodeId, float]:
-    """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together. Of what no
-    stage says that it computed, `handling_s` are nobody's."""
+    """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together. Of the time
+    that no stage reports, `handling_s` are charged to no node."""
     told_s = sum(stage.told_s for stage in stages)
     n_layers = sum(stage.n_layers for stage in stages)
     if spent_s <= 0 or n_layers < 1:

@@ -204,8 +204,8 @@ class Repairs:
         n_rows: int,
         ranges: Sequence[LayerRange],
     ) -> tuple[KeptRows, ...]:
-        """Give what is held of `resumes` to a request that has nothing yet: at most `n_rows` rows. What there
-        is, for each range. Raises as `forward` does."""
+        """Gives the held KV of `resumes` to a request that has none yet: at most `n_rows` rows. Returns the
+        kept rows of each range. Raises as `forward` does."""
         worker = await self._hosts.of(model).worker_for(request_id, 0)
         message = ResumeRequest(
             id=worker.new_id(),

@@ -137,7 +137,8 @@ class HeldLayers:
         return {model_id: hosted.settings.n_ctx for model_id, hosted in self._hosts.items() if hosted.wanted}
 
     def kernel_class(self, model_id: ModelId) -> str:
-        """What is announced of a model that is loaded here (see `ShardAnnounce`); "": it is like nobody's."""
+        """The kernel class that is announced of a model that is loaded here (see `ShardAnnounce`); "": it
+        equals no other node's."""
         hosted = self._hosts.get(model_id)
         return hosted.kernel_class if hosted is not None and hosted.wanted else ""
 

@@ -156,8 +156,8 @@ Fingerprint = Annotated[bytes, Meta(max_length=64)]
 
 
 class TokenAgain(msgspec.Struct, frozen=True, array_like=True):
-    """What a row gave that was sampled again, after the tokens that were told; travels as an array of its
-    fields in this order."""
+    """The token that a row gave when it was sampled again, after the reported tokens; travels as an array of
+    its fields in this order."""
 
     token: TokenId
     ends: bool
@@ -177,14 +177,14 @@ that differs."""
 
 
 class DaemonMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
-    """What every message to a worker carries."""
+    """The base of every message to a worker."""
 
     id: CallId
     """Chosen by the daemon, never reused while the call is open; every answer carries it."""
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
-    """What every message from a worker carries."""
+    """The base of every message from a worker."""
 
     id: CallId = 0
     """Of the call that is answered; 0: nobody asked."""
@@ -196,8 +196,7 @@ layers, or, of a model over several nodes, any of these at its last stage."""
 
 
 class InfillTokens(msgspec.Struct, frozen=True, array_like=True):
-    """With which a model is asked for what stands between two texts; travels as an array of its fields in
-    this order."""
+    """The special tokens for fill-in-the-middle prompts; travels as an array of its fields in this order."""
 
     prefix: TokenId
     suffix: TokenId

@@ -1,4 +1,5 @@
-"""Messages about KV that outlives its request: kept prefixes, and what a broken pipeline leaves (see `ipc`).
+"""Messages about KV that outlives its request: kept prefixes, and KV of requests whose pipeline broke (see
+`ipc`).
 
 Names travel in the payload, 32 bytes each, one after the other. A `scope` keeps what one origin named apart
 from what another did: who chooses the names could call any rows anything.
@@ -154,7 +155,8 @@ HeldRanges = Annotated[tuple[tuple[LayerIndex, LayerIndex], ...], Meta(min_lengt
 
 
 class KeptRows(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of a request in one range of layers; travels as an array of its fields in this order."""
+    """The rows that are kept of a request in one range of layers; travels as an array of its fields in this
+    order."""
 
     n_rows: TokenCount = 0
     """Whose KV is there, from position 0 on."""

@@ -1,4 +1,4 @@
-"""The part of `ipc` about links, and about what comes and goes by them."""
+"""Messages about links, and about the jobs that travel by them (see `ipc`)."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class TakePrompt(DaemonMessage, frozen=True, tag=True):
 
 
 class Arrived(WorkerMessage, frozen=True, tag=True):
-    """A job message came by a link and is not for this worker to deal with (id 0). Payload: its
-    frame."""
+    """A job message came by a link that this worker does not handle itself (id 0). Payload: its frame."""
 
     sender: NodeId
 

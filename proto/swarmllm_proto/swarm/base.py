@@ -1,8 +1,9 @@
 """Parts of the messages between nodes (see `swarm`): bases, checks, kept KV, broken pipelines.
 
-Unlike the names in a pipeline's assignment these hashes have no secret in them: anyone who has the same model
-and the same beginning of a prompt makes the same ones, and so finds out who has its KV. It also finds out
-that somebody asked for just that, which is why a node says nothing of the kind unless it was told to.
+Unlike the names in a pipeline's assignment, these hashes contain no secret: a node with the same model and
+the same beginning of a prompt computes the same hashes, and so finds the nodes that have its KV. It also
+learns that somebody sent this prompt, which is why nodes announce these hashes only where their user has
+switched it on.
 """
 
 from __future__ import annotations
@@ -118,8 +119,7 @@ class PrefixKv(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StageRows(msgspec.Struct, frozen=True, array_like=True):
-    """What one stage still has of a request that it took part in; travels as an array of its fields in this
-    order."""
+    """The rows that one stage still has of a request; travels as an array of its fields in this order."""
 
     stage: StageIndex
     n_rows: TokenCount

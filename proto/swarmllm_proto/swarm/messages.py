@@ -5,8 +5,8 @@ has a response; a *job message* is the header of one frame on the persistent str
 with the tensor in the frame's payload. A job never carries the prompt: the origin embeds it, and stages see
 hidden states.
 
-What a record is made of is `gc=False`: a node keeps hundreds of thousands of them, none can be part of a
-cycle, and a collection that looks at each stops everything else.
+The parts of a record are `gc=False`: a node keeps hundreds of thousands of them, none can be part of a cycle,
+and a collection that visits each stops everything else.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FileAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False
 
 
 class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What layers of one model took on a node: averages per layer and row; 0: never observed."""
+    """The latency of layers of one model on a node: averages per layer and row; 0: never observed."""
 
     model_id: ModelId
     decode_s: Seconds = 0.0
@@ -139,7 +139,7 @@ class ObservedLatency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ObservedLink(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What lies between a node and one of its peers."""
+    """The measured link between a node and one of its peers."""
 
     node_id: NodeId
     rtt_s: Seconds
@@ -152,7 +152,7 @@ PlaceSize = Annotated[float, Meta(ge=0, le=30)]
 
 
 class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Where a node floats among the others: distances are round trips in seconds (Vivaldi)."""
+    """The network coordinate of a node: distances are round trips in seconds (Vivaldi)."""
 
     position_s: tuple[Place, Place, Place]
     height_s: PlaceSize
@@ -324,7 +324,7 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request, origin -> stage: nothing has been heard of this request; how does it stand? Answered by
+    """Request, origin -> stage: asks for the state of a request that has been silent. Answered by
     StageState."""
 
     v: int = WIRE_VERSION

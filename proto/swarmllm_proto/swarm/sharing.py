@@ -53,7 +53,7 @@ class SharedFile(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
 
 
 class FetchedFile(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a node does about its parts of a SharedFile."""
+    """The progress of a node with its parts of a SharedFile."""
 
     header: Digest
     state: Literal["fetching", "done", "failed"]

@@ -42,7 +42,7 @@ class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """What nobody can see in a GGUF's header but needs to check a ModelId. Travels inside Pieces."""
+    """The data that a ModelId covers and a GGUF's header does not contain. Travels inside Pieces."""
 
     header_bytes: Count
     """Before the first tensor."""

@@ -1,7 +1,7 @@
-"""Messages between nodes about pictures (see `swarm`): who encodes them, and what they become.
+"""Messages between nodes about pictures (see `swarm`): announcements of encoders, requests and encoded rows.
 
 A picture goes to the encoder's node in slices, each with the request's id, and its rows come back in slices.
-Nothing of it can be asked for by another node, or under another id.
+No other node can ask for them, and no other id gives them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProjectorAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=
 
 
 class VisionEncodeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: what a model's vision encoder makes of a picture. Answered by VisionEncodeResponse.
+    """Request: encode a picture with a model's vision encoder. Answered by VisionEncodeResponse.
 
     Sent again with the same `request_id` for the next slice of the picture, while the answer is that there
     are no rows yet, and for further rows.

@@ -1,12 +1,11 @@
 """GET /api/events: everything a dashboard shows, as one stream of server-sent events.
 
-The state of the node is cut into sections (`node`, `peers`, `models`, `requests`,
-`downloads`, `shares`, `work`). A reader gets each
-of them once, whole, and again when it has changed. Whole sections instead of differences, because then a
-reader that is slow simply misses what was in between: nothing is queued for anybody, what a reader costs is
-one reference per section, and one that stops reading is cut off like every other client that stalls.
+The state of the node is cut into sections (`node`, `peers`, `models`, `requests`, `downloads`, `shares`,
+`work`). A reader gets each of them once, whole, and again when it has changed. It sends whole sections
+instead of differences, so that a slow reader simply misses the states in between: nothing is queued, a reader
+costs one reference per section, and a reader that stalls is disconnected like any other client.
 
-The sections are made at most once per INTERVAL_S however many look on, and not at all while nobody does.
+The sections are made at most once per INTERVAL_S for all readers, and not at all without one.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ async def _events(node_sections: NodeSections) -> AsyncIterator[bytes]:
 
 
 class ReaderSeat:
-    """One reader's place, held from before its answer begins until its request ends."""
+    """The place of one reader, held from before its answer begins until its request ends."""
 
     def __init__(self, readers: Counter[str], key_id: str) -> None:
         self._readers = readers

@@ -135,8 +135,7 @@ def _reachability(found: Reachability | None) -> Json | None:
 
 
 def model_json(view: ModelView) -> Json:
-    """Of holders, sources and missing ranges as many as people look at; how many there are is said beside
-    them."""
+    """Lists only the first holders, sources and missing ranges, with their total numbers."""
     entry = view.entry
     manifest = entry.manifest if entry else None
     holders = [

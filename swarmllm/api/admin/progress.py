@@ -91,7 +91,7 @@ class ProgressStream(Generic[T]):
 
 
 class Works:
-    """What runs now, for those who look on without having asked for it."""
+    """The work that runs now, for readers of /api/events."""
 
     def __init__(self) -> None:
         self._works: list[ProgressStream[Any]] = []

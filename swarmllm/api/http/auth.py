@@ -5,12 +5,12 @@ a busy node does not ask its disk for every request.
 
 A page in the user's browser can send requests to 127.0.0.1. Four checks keep it out. The Host header must be
 a name of this machine, or a page whose own domain was re-pointed at 127.0.0.1 (DNS rebinding) would count as
-same-origin. A request that carries the Origin of another site is refused outright, reads included, unless
-the operator let that site in (CORS). So is one of which the browser says that another site caused it
-(Sec-Fetch-Site), except for a link to the dashboard. And what changes something in administration must be
-`application/json`, with or without a body: a page cannot send that type, nor PUT, PATCH or DELETE, before a
-preflight, and no preflight of another site's page is granted for administration. This check needs no header
-that a browser might leave out.
+same-origin. A request that carries the Origin of another site is refused outright, reads included, unless the
+operator let that site in (CORS). A request that the browser marks as caused by another site (Sec-Fetch-Site)
+is refused too, except for a link to the dashboard. Finally, administration requests that change something
+must be `application/json`, with or without a body: a page cannot send that type, or PUT, PATCH or DELETE,
+before a preflight, and no preflight of another site's page is granted for administration. This check needs no
+header that a browser might leave out.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ _THIS_MACHINES = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d
 
 
 class Origins:
-    """Whose pages may send requests. Of `allowed`, "*" is any page, "localhost" any that comes from the
-    machine that its browser runs on."""
+    """Decides which web pages may send requests. In `allowed`, "*" is any page, and "localhost" any page from
+    the machine that its browser runs on."""
 
     def __init__(self, allowed: Collection[str] = ()) -> None:
         self._allowed = frozenset(origin.lower().rstrip("/") for origin in allowed)

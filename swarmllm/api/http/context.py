@@ -1,6 +1,6 @@
-"""Gives handlers what each of them needs: the node, who asks, which model, and which conversation.
+"""Gives handlers the node, the caller, the model and the conversation of a request.
 
-Which conversation a request belongs to, whatever its client calls that.
+Finds the conversation that a request belongs to, by the fields of any API.
 """
 
 from __future__ import annotations

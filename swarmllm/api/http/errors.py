@@ -1,9 +1,9 @@
 """Every failure as OpenAI's error object, and the body decoder whose failures name the field.
 
-msgspec says where it stopped (`$.messages[0].role`); OpenAI's clients look at `param` (`messages[0].role`).
-An unknown or missing field is not part of msgspec's path, so it is appended. Unexpected exceptions leave as a
-plain 500 without their text. The log gets one line without it, since it may quote what the user sent, and a
-bounded number of such lines, since a client may have found out how to provoke them.
+msgspec reports where it stopped (`$.messages[0].role`); OpenAI's clients look at `param`
+(`messages[0].role`). An unknown or missing field is not part of msgspec's path, so it is appended. Unexpected
+exceptions leave as a plain 500 without their text. The log gets one line without it, since it may quote what
+the user sent, and a bounded number of such lines, since a client may have found out how to provoke them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Forbidden(InvalidRequest):
 
 
 class UnexpectedError(SwarmLLMError):
-    """What a client is told about a fault of ours that no one foresaw."""
+    """The error that a client gets for an unexpected fault of this program."""
 
 
 async def read_body(kind: type[T], *, optional: bool = False, any_type: bool = False) -> T:

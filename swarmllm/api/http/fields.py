@@ -1,8 +1,9 @@
 """Fields of a request's body that its type does not have: which are ignored and which are refused.
 
-Clients send fields that nobody asked them for. A body's type names those that are known: `ignored` change
-nothing in an answer, `refused` would and cannot be honoured. All others are ignored too, unless `api.strict`
-is set. The header `x-swarm-ignored` tells what was ignored. Values of such fields are never decoded.
+Clients send fields that this API does not have. A body's type lists the known ones: `ignored` fields change
+nothing in an answer; `refused` fields would, and are not supported. All others are ignored too, unless
+`api.strict` is set. The header `x-swarm-ignored` lists the ignored fields. Values of such fields are never
+decoded.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def header_of(names: list[str]) -> str:
 
 @dataclass(slots=True)
 class _Walk:
-    """From a body to the same without the fields that its type does not have."""
+    """Removes the fields from a body that its type does not have."""
 
     is_strict: bool
     ignored: dict[str, None] = field(default_factory=dict)

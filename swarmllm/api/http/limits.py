@@ -130,8 +130,8 @@ class Decision(Generic[C]):
 
 @dataclass
 class ConnectionPlaces(Generic[C]):
-    """Who is connected. Where all places are taken, a new connection takes the place that has waited longest
-    among those of the address with the most waiting ones: connections that trickle cannot keep others out."""
+    """The open connections. Where all places are taken, a new connection takes the place that has waited
+    longest among those of the address with the most waiting ones: slow connections cannot keep others out."""
 
     limits: HttpLimits
     _places: dict[ConnectionPlace[C], None] = field(default_factory=dict)

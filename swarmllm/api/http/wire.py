@@ -1,4 +1,4 @@
-"""The socket of one HTTP connection, or TLS on it: every read and write ends."""
+"""The socket of one HTTP connection, or TLS on it: every read and write has a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer, or nobody who reads."""
+    """The client has gone, or does not read."""
 
 
 class HttpWire:

@@ -22,7 +22,7 @@ class ReplyShape(Protocol):
 
 
 class ChatShape:
-    """/api/chat says it in a message."""
+    """The shape of /api/chat: the text is in a message."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -40,7 +40,7 @@ class ChatShape:
 
 
 class GenerateShape:
-    """/api/generate says it plainly."""
+    """The shape of /api/generate: the text is a field of its own."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -100,7 +100,7 @@ class ChatReply:
         index: int = 0,
         head: Json | None = None,
     ) -> None:
-        """`head`: of the reply that this one is another choice of."""
+        """`head`: the head of the first choice's reply."""
         self.head: Json = head or {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),

@@ -148,7 +148,7 @@ class CompletionReply:
         index: int = 0,
         head: Json | None = None,
     ) -> None:
-        """`head`: of the reply that this one is another choice of."""
+        """`head`: the head of the first choice's reply."""
         self.head: Json = head or {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",

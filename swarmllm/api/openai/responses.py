@@ -1,7 +1,7 @@
 """POST /v1/responses: the endpoints, their answers and events, and what is kept of the answers.
 
-A node is not a place where conversations are kept: they are gone when it stops, and before that when others
-need their room. A request with another key than the one that asked sees none of them.
+A node does not archive conversations: they are lost when it stops, or earlier when others need their room. A
+request with another API key sees none of them.
 
 Reasoning is not counted apart from the answer: `reasoning_tokens` is 0, and `output_tokens` has them all.
 """
@@ -343,7 +343,7 @@ class ResponsesReply:
 
 
 class _OpenItem:
-    """A message, or reasoning, that is being told."""
+    """A message, or reasoning, that is being streamed."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

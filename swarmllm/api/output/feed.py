@@ -1,11 +1,11 @@
 """A generation that runs beside the HTTP response it feeds.
 
 The response must not set the pace of the model: a slot in a worker is worth more than a slow reader's
-comfort. So each streamed request has two tasks in one nursery, the *feed*, which drains the generation into a
-buffer of text, and the writer of the response, which takes whatever has gathered. Together they coalesce:
-what came while the writer was busy becomes one chunk, and between two chunks at least MIN_FLUSH_INTERVAL_S
-pass, which nobody can see and which keeps a model of a thousand tokens per second from spending its core on
-HTTP. The buffer is bounded by the model's context.
+comfort. So each streamed request has two tasks in one nursery: the *feed*, which drains the generation into a
+buffer of text, and the writer of the response, which takes the buffered text. Text that came while the writer
+was busy becomes one chunk, and between two chunks at least MIN_FLUSH_INTERVAL_S pass, which nobody can see
+and which keeps a model of a thousand tokens per second from spending its core on HTTP. The buffer is bounded
+by the model's context.
 
 The feed lives in the request's nursery (see `app.Connection`), not in the handler: between a handler's return
 and the first byte of its response there is a moment that belongs to neither, and a client may leave just
@@ -30,7 +30,7 @@ MIN_FLUSH_INTERVAL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a few tokens added."""
+    """The text that a few tokens added."""
 
     text: str
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()

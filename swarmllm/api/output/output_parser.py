@@ -2,8 +2,8 @@
 
 Every dialect words the same three.
 
-Only the beginning of an answer can be reasoning; a tag further down is part of what is said. Chat templates
-of some models open the tag themselves, then the answer begins inside (see `opened_reasoning`).
+Only the beginning of an answer can be reasoning; a tag further down is part of the text. Chat templates of
+some models open the tag themselves, then the answer begins inside (see `opened_reasoning`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ Item = str | ReasoningText | FoundCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer."""
+    """A whole answer, parsed."""
 
     text: str
     reasoning: str

@@ -1,6 +1,7 @@
 """Fills in what a request leaves out from the preset of the model's name.
 
-The request's own words go first."""
+The request's own fields take precedence.
+"""
 
 from __future__ import annotations
 

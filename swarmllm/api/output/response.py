@@ -1,8 +1,8 @@
 """Runs one generation as one HTTP response, whatever the dialect.
 
-A `Reply` knows how its API words things; here is what all of them share: a failure before the first text has
-its own HTTP status, a stream that waits says so before clients time out, and a client that leaves
-takes the generation with it.
+A `Reply` writes the format of its API. This module has what all of them share: a failure before the first
+text has its own HTTP status, a waiting stream sends a comment before clients time out, and a generation ends
+when its client leaves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a node needs to answer."""
+    """The arguments of one generation."""
 
     model: str
     prompt: Prompt

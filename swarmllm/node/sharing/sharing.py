@@ -68,7 +68,7 @@ class Sharing:
         models: FindsModels,
         joining: Joining | None = None,
     ) -> None:
-        """`joining`: None: who is there is known."""
+        """`joining`: None where the other nodes are known already."""
         self._joining = joining
         self._placing = placing
         self._registry = registry

@@ -167,7 +167,7 @@ class Commitments:
                 del self._requests[key]
 
     def take(self, sender: NodeId, said: RowsCommitment) -> bool:
-        """From another node. False: the request is none of this node."""
+        """Takes a statement of another node. False: this node has no such request."""
         request = self._requests.get(said.request_id)
         if request is None or self.signer is None:
             return False

@@ -280,7 +280,7 @@ def judge_tokens(
 
 
 def _ends_falsely(told: int, again: Sampled) -> bool:
-    """The text is said to end with a token that ends none."""
+    """Whether the stage ended the text with a token that ends no text."""
     return told == again.token and not again.is_end
 
 

@@ -249,8 +249,7 @@ def require_token(token: int, n_vocab: int, n_bytes: int) -> None:
 
 
 def require_stop_string(token: SampledToken, n_stop: int) -> None:
-    """Raises ImpossibleReport where the stop string that is said to have ended the text is none of
-    `n_stop`."""
+    """Raises ImpossibleReport if the stage names a stop string that is not one of the `n_stop`."""
     if token.stopped_by is None:
         return
     if token.stopped_by >= n_stop or token.finish_reason != "stop":

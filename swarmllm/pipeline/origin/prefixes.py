@@ -139,9 +139,9 @@ async def agree(
 
 
 def last_names(side: OriginSide | None, node_id: NodeId) -> tuple[StageBlocks, ...]:
-    """What a node is told of a request that is over. Nothing before the first token: the prompt's names came
-    with the assignment, and a worker that computes it still would have to answer before it hears that nobody
-    wants it."""
+    """The block names that a node gets with the end of a request. None before the first token: the assignment
+    brought the prompt's names, and a worker that still computes the prompt would have to answer before it
+    hears of the cancellation."""
     return side.prefixes_of(node_id) if side is not None and side.has_begun else ()
 
 

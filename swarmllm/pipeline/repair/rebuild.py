@@ -111,7 +111,7 @@ class Feeding:
         return None if chunk is None else chunk._replace(left=chunk.left + 1, until=self.now.until)
 
     def next_replays(self, request_id: str) -> Iterable[ReplayRows]:
-        """What a stage is to send once more now."""
+        """The rows that a stage has to send again now."""
         if self.now is None or self.now.source is None:
             return
         while (chunk := self.window.next_chunk()) is not None:

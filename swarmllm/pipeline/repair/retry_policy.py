@@ -105,7 +105,8 @@ class RetryPolicy:
         self._has_begun = True
 
     def failed(self, error: SwarmLLMError, now_s: float) -> float:
-        """When to try again. Raises what the client is to be told where that would be in vain."""
+        """Returns the time of the next attempt. Raises the client's error where another attempt is
+        hopeless."""
         cause = self._cause
         if self._cause is None:
             self._cause, self._since_s = error, now_s

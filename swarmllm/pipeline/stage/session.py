@@ -277,7 +277,7 @@ class Session:
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
-        """Send a job message of this node's worker. False: that is none of its business."""
+        """Sends a job message of this node's worker. False: the session does not send this message."""
         if receiver not in self.view.node_ids:
             return False
         self._put(RelayedJob(receiver, header, payload))

@@ -96,8 +96,9 @@ class Encoders:
         kept: KeptPictures | None = None,
         checker: PictureChecker | None = None,
     ) -> None:
-        """`first_stage`: the node that would run a model's first layers now; raises NoPipeline. `kept`: what
-        pictures became, of this node's own encoders, too. `checker` is told of rows that come from others."""
+        """`first_stage`: the node that would run a model's first layers now; raises NoPipeline. `kept`: the
+        cache of encoded pictures, of this node's encoders too. `checker` is told of rows that come from
+        others."""
         self._compute = compute
         self._router = router
         self._registry = registry

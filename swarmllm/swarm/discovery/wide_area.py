@@ -170,7 +170,7 @@ class _Node(DhtNode):
         return self._gater.lets_in(node_id)
 
     def serves(self) -> bool:
-        """Until a peer has tried in vain."""
+        """True until a peer has failed to dial this node."""
         found = self._user.reachability
         return found is None or any(reached for _, reached in found.control)
 

@@ -125,8 +125,8 @@ class ReachableNodes:
         return [node_id for since_s, node_id in found[: max(0, n_surplus)] if now - since_s >= IDLE_S]
 
     def announce_changes(self, now: float) -> None:
-        """Tell of nodes that have become reachable, or are no longer, by time alone. A node that was so for a
-        moment only is told of, too: somebody may have asked in that moment."""
+        """Publishes changes of reachability that time alone causes. It includes nodes that were reachable
+        only for a moment, because somebody may have asked in that moment."""
         self._last = self.at(now)
         told_otherwise, self._told_otherwise = self._told_otherwise, set()
         for node_id in told_otherwise:

@@ -262,7 +262,7 @@ class TrustBook:
         return NEUTRAL if known is None else drifted(known.score, now - known.at)
 
     def known(self) -> frozenset[NodeId]:
-        """Of whom there is something to tell."""
+        """The nodes that have a reputation here."""
         return frozenset(self._known)
 
     def reputation(self, node_id: NodeId) -> Reputation | None:

@@ -224,9 +224,9 @@ class Registry:
         return self._index.model(model_id)
 
     def listed(self, limit: int = LISTED_MAX) -> Sequence[ModelId]:
-        """Ids of models that reachable nodes and this one hold or have files of. Where there are more than
-        `limit`, nodes take turns: the first that each names, then the second of each, this node first. So
-        nobody's announcements push out those of others."""
+        """Ids of models that reachable nodes and this node hold or have files of. Where there are more than
+        `limit`, nodes take turns: the first model of each, then the second of each, this node first. So no
+        node's announcements push out those of others."""
         self._settle_all()
         key = (self._index.version, limit)
         if self._listed is None or self._listed[0] != key:

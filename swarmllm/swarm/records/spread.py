@@ -163,7 +163,7 @@ class RecordSpread:
         return seal(heartbeat, self._identity.sign)
 
     async def reach_through(self, circuits: tuple[str, ...]) -> None:
-        """This node is to be found there too from now on, and through no other relays."""
+        """From now on this node announces these relays, and no others."""
         own = [text for text in self.own.addresses if CircuitAddress.parse(text) is None]
         addresses = (*own[: ADDRESSES_MAX - len(circuits)], *circuits)
         self.own = msgspec.structs.replace(self.own, addresses=addresses)

@@ -93,7 +93,7 @@ class DhtCore:
         self._node = node
 
     def answer(self, sender: NodeId, message: Message, now: float) -> Message | None:
-        """None: nothing is said to that. Raises BadMessage for what no honest node asks."""
+        """None: the message has no answer. Raises BadMessage for a question that no honest node asks."""
         match message.kind:
             case DhtMessageKind.PING:
                 return Message(DhtMessageKind.PING)

@@ -277,7 +277,7 @@ class Relaying:
 
     @property
     def relays(self) -> tuple[NodeId, ...]:
-        """Through which this node can be reached now."""
+        """The relays through which this node can be reached now."""
         return tuple(sorted(self._reserved()))
 
     def _reserved(self) -> dict[NodeId, float]:
