@@ -321,6 +321,9 @@ def test_so_many_cancellations_are_remembered_and_none_pushes_out_rows() -> None
     assert ended.answer(O, fetch, 1.0)
     assert ended.answer(O, fetch, REFUSED_S) is None
     assert len(ended._ended) == CANCELLED_MAX
+    ended.keep_rows("r5", RefusedRows(O, 1, 0, 1, bytes(16), None, 0.0))
+    assert ended.answer(O, fetch, REFUSED_S) is None
+    assert ended.is_cancelled(O, "r5"), "also once its rows are gone"
 
 
 @pytest.mark.parametrize(
