@@ -123,7 +123,8 @@ def main() -> None:
     for kind, answers in measured(looker, args.pictures, args.seed).items():
         wrong = [each for each in answers if each[1] != each[2]]
         shares[kind] = 1 - len(wrong) / len(answers)
-        print(f"{kind:8} n {len(answers)}  right {shares[kind]:.3f}")
+        n_captions = len({expected for _, expected, _ in answers})
+        print(f"{kind:8} n {len(answers)}  captions {n_captions}  right {shares[kind]:.3f}", flush=True)
         for question, expected, answer in wrong[: args.wrong]:
             print(f"  {question}\n    expected: {expected}\n    answered: {answer}")
     looker.close()

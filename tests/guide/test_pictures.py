@@ -92,7 +92,7 @@ def test_heldout_pictures_are_read_by_the_shipped_files(looker: Looker, kind: st
     assert sum(right) >= FLOORS[kind] * len(right), answers
 
 
-FLOORS = {"number": 0.9, "shapes": 0.5, "bars": 0.7, "strips": 0.9}
+FLOORS = {"number": 0.9, "shapes": 0.8, "bars": 0.8, "strips": 0.9}
 """A little under the measured shares (docs/guide-model.md): 20 pictures vary by some."""
 
 

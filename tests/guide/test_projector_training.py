@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.guide.vision.captions import N_CAPTION, N_ENDING, N_ROWS, caption, token_rows
 from swarmllm.guide.vision.drawing import as_seen, draw
-from swarmllm.guide.vision.export import export_projector
+from swarmllm.guide.vision.export import export_projector, read_tower
 from swarmllm.guide.vision.frozen import guide_model, guide_tokenizer
 from swarmllm.guide.vision.scenes import KINDS, scene
 from swarmllm.guide.vision.tower import Tower, TowerShape
@@ -28,6 +28,7 @@ from swarmllm.guide.vision.train import (
     state_hash,
     train_words,
 )
+from swarmllm.guide.vision.tune import ProjectorTuning, TuningRecipe
 from swarmllm_workers.vision.projector import Projector
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,28 @@ def test_the_words_are_learned_alike_twice() -> None:
     assert torch.equal(first.ending, second.ending)
     assert torch.equal(first.changes, second.changes)
     assert first.changes.any()
+
+
+def test_tuning_through_the_guide_lowers_the_loss_and_repeats() -> None:
+    recipe = TuningRecipe(n_steps=4, n_batch=3, rate=0.01, n_warm_up=1, noise=0.0)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        tuning = ProjectorTuning(Tower(SHAPE), recipe)
+        runs.append(([tuning.step()[0] for _ in range(recipe.n_steps)], state_hash(tuning.tower)))
+    assert runs[0] == runs[1]
+    losses, _ = runs[0]
+    assert losses[-1] < losses[0]
+
+
+def test_a_file_is_read_as_the_tower_that_it_is_of(tmp_path: Path) -> None:
+    tower = Tower(SHAPE)
+    for number in range(2):
+        export_projector(tower, tmp_path / f"{number}.gguf", name="test")
+        read = read_tower(tmp_path / f"{number}.gguf", SHAPE)
+        if number:
+            assert state_hash(read) == state_hash(tower), "rounded once, it stays"
+        tower = read
 
 
 def test_libmtmd_makes_the_rows_of_the_tower(tmp_path: Path) -> None:

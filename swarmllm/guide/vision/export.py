@@ -1,4 +1,4 @@
-"""From a trained tower to a quantised GGUF that libmtmd loads beside the guide."""
+"""From a trained tower to a quantised GGUF that libmtmd loads beside the guide, and back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Final
 
 import gguf
 import numpy as np
+import torch
 
 from .drawing import SIDE
-from .tower import MEAN, STD, Tower
+from .tower import MEAN, STD, Tower, TowerShape
 
 QUANTISED: Final = gguf.GGMLQuantizationType.Q8_0
 
@@ -55,6 +56,20 @@ def export_projector(tower: Tower, path: Path, *, name: str) -> None:
     writer.write_tensors_to_file()
     writer.close()
     part.replace(path)
+
+
+def read_tower(path: Path, shape: TowerShape | None = None) -> Tower:
+    """The tower in a file of `export_projector`, with its matrices as they were rounded. Raises KeyError or
+    RuntimeError where the file has other tensors than the shape."""
+    tower = Tower(shape or TowerShape())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    state = {}
+    for own_name, weight in tower.state_dict().items():
+        tensor = tensors[_gguf_name(own_name)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        state[own_name] = torch.from_numpy(values).reshape(weight.shape).clone()
+    tower.load_state_dict(state)
+    return tower
 
 
 def _gguf_name(own_name: str) -> str:

@@ -1,21 +1,22 @@
-"""The guide as it is in its file, in PyTorch and frozen, and its tokenizer.
+"""The guide as it is in its file, in PyTorch and frozen, its tokenizer, and how well it answers.
 
 Its weights are those that libllama uses: the quantised matrices of the file, as float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from ..data import PATTERN
+from ..data import IGNORED, PATTERN
 from ..model import GUIDE_SHAPE, Llama, rotate
-from ..template import SPECIAL_TOKENS
+from ..template import ANSWER_PREFIX, IM_END, SPECIAL_TOKENS
 
 
 def guide_tokenizer(path: Path) -> Tokenizer:
@@ -95,3 +96,25 @@ class FrozenGuide:
             h = layer.ffn_norm(x)
             x = x + layer.ffn_down(silu(layer.ffn_gate(h)) * layer.ffn_up(h))
         return x
+
+
+def answers_loss(
+    guide: FrozenGuide, tokenizer: Tokenizer, rows: Tensor, questions: Sequence[str], answers: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Mean loss of the answers' tokens where a user's message begins with rows, f32 [batch, n, n_embd], and a
+    question; and which answers are right as a whole with greedy decoding, bool [batch]."""
+    asked = [tokenizer.encode(f"{each}{IM_END}\n{ANSWER_PREFIX}").ids for each in questions]
+    said = [tokenizer.encode(f"{each}{IM_END}").ids for each in answers]
+    width = max(len(text) + len(answer) for text, answer in zip(asked, said, strict=True)) - 1
+    ids = torch.full((len(said), width), tokenizer.encode(IM_END).ids[0])
+    targets = torch.full((len(said), width), IGNORED)
+    for row, (text, answer) in enumerate(zip(asked, said, strict=True)):
+        whole = (text + answer)[:-1]
+        ids[row, : len(whole)] = torch.tensor(whole)
+        targets[row, len(text) - 1 : len(whole)] = torch.tensor(answer)
+    hidden = guide.hidden(torch.cat((rows, guide.model.token_embd(ids)), 1))[:, rows.shape[1] :]
+    learned = targets != IGNORED
+    logits = guide.model.output(hidden[learned])
+    wrong = torch.zeros(targets.shape, dtype=torch.bool)
+    wrong[learned] = logits.argmax(-1) != targets[learned]
+    return cross_entropy(logits, targets[learned]), ~wrong.any(1)

@@ -16,12 +16,11 @@ from typing import Final
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding
+from torch.nn.functional import embedding
 
-from ..data import IGNORED
-from ..template import ANSWER_PREFIX, IM_END, IM_START
+from ..template import IM_START
 from .captions import N_CAPTION, N_ENDING, N_ROWS, caption, token_rows
-from .frozen import FrozenGuide
+from .frozen import FrozenGuide, answers_loss
 from .questions import ask_about
 from .scenes import BARS, NUMBER, SHAPES, STRIPS, scene
 
@@ -40,7 +39,6 @@ class PictureWords(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._guide, self._tokenizer = guide, tokenizer
         embed = guide.model.token_embd
-        self.padding = tokenizer.encode(IM_END).ids[0]
         filler = token_rows(tokenizer, "")[-1]
         start = embed.weight[filler] + 0.3 * embed.weight.std() * torch.randn(N_ENDING, embed.embedding_dim)
         self.ending = nn.Parameter(start.clone())
@@ -64,18 +62,8 @@ class PictureWords(nn.Module):  # type: ignore[misc]
     def loss(self, asked: list[tuple[str, str, str]], rng: random.Random | None) -> tuple[Tensor, Tensor]:
         """Mean loss of the answers' tokens, and which answers are right as a whole, bool [batch]. `rng`: for
         the noise, without which there is none."""
-        shown, texts, answers = [], [], []
-        for _, question, answer in asked:
-            shown.append(token_rows(self._tokenizer, answer)[self._n_kept :])
-            texts.append(self._tokenizer.encode(f"{question}{IM_END}\n{ANSWER_PREFIX}").ids)
-            answers.append(self._tokenizer.encode(f"{answer}{IM_END}").ids)
-        width = max(len(text) + len(answer) for text, answer in zip(texts, answers, strict=True)) - 1
-        ids = torch.full((len(asked), width), self.padding)
-        targets = torch.full((len(asked), width), IGNORED)
-        for row, (text, answer) in enumerate(zip(texts, answers, strict=True)):
-            whole = (text + answer)[:-1]
-            ids[row, : len(whole)] = torch.tensor(whole)
-            targets[row, len(text) - 1 : len(whole)] = torch.tensor(answer)
+        answers = [answer for _, _, answer in asked]
+        shown = [token_rows(self._tokenizer, answer)[self._n_kept :] for answer in answers]
         embed = self._guide.model.token_embd
         numbers = torch.tensor(shown)
         tokens = embed(numbers) + embedding(numbers, self.changes)
@@ -83,9 +71,6 @@ class PictureWords(nn.Module):  # type: ignore[misc]
         if rng is not None:
             generator = torch.Generator().manual_seed(rng.randrange(2**62))
             rows = rows + NOISE * embed.weight.std() * torch.randn(rows.shape, generator=generator)
-        hidden = self._guide.hidden(torch.cat((rows, embed(ids)), 1))[:, rows.shape[1] :]
-        learned = targets != IGNORED
-        logits = self._guide.model.output(hidden[learned])
-        wrong = torch.zeros(targets.shape, dtype=torch.bool)
-        wrong[learned] = logits.argmax(-1) != targets[learned]
-        return cross_entropy(logits, targets[learned]), ~wrong.any(1)
+        return answers_loss(
+            self._guide, self._tokenizer, rows, [question for _, question, _ in asked], answers
+        )
