@@ -35,6 +35,8 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(PYTEST) tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
 
+VOCABULARIES := $(addsuffix .gguf,$(addprefix ggml-vocab-,llama-spm starcoder bert-bge))
+
 compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	@$(BOOTSTRAP) --extra test
 	npm install --no-package-lock --no-audit --no-fund --prefix tests/compliance/js_libp2p
@@ -46,7 +48,7 @@ compliance:  ## run foreign implementations against ours (needs Node.js and npm)
 	.venv-compliance/bin/pip download --quiet --no-deps --no-binary jsonschema --dest .venv-compliance/suite jsonschema==4.26.0
 	tar -xzf .venv-compliance/suite/jsonschema-4.26.0.tar.gz -C .venv-compliance/suite
 	.venv-compliance/bin/pip download --quiet --no-deps --no-binary llama-cpp-python --dest .venv-compliance/suite llama-cpp-python==0.3.36
-	tar -xzf .venv-compliance/suite/llama_cpp_python-0.3.36.tar.gz -C .venv-compliance/suite llama_cpp_python-0.3.36/vendor/llama.cpp/models/templates llama_cpp_python-0.3.36/vendor/llama.cpp/tools/server/tests $(addprefix llama_cpp_python-0.3.36/vendor/llama.cpp/,include ggml/include common src vendor tests/test-llama-archs.cpp)
+	tar -xzf .venv-compliance/suite/llama_cpp_python-0.3.36.tar.gz -C .venv-compliance/suite $(addprefix llama_cpp_python-0.3.36/vendor/llama.cpp/models/,templates $(VOCABULARIES)) llama_cpp_python-0.3.36/vendor/llama.cpp/tools/server/tests $(addprefix llama_cpp_python-0.3.36/vendor/llama.cpp/,include ggml/include common src vendor tests/test-llama-archs.cpp)
 	command -v promtool || (cd .venv-compliance && apt-get download prometheus && dpkg-deb -x prometheus_*.deb prometheus)
 	SWARMLLM_COMPLIANCE=1 $(BIN)/pytest tests/compliance tests/dashboard/test_accessibility.py
 

@@ -91,6 +91,7 @@ async def test_a_stream_has_role_text_finish_usage_and_done(tmp_path: Path) -> N
     assert (finish["swarm"]["shape"], finish["swarm"]["exact"]) == ("local", True)
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 10
+    assert usage["timings"] == finish["timings"] != {}
     assert done == {"done": True}
     assert len({chunk["id"] for chunk in chunks[:-1]}) == 1
 

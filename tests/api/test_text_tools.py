@@ -389,3 +389,12 @@ async def test_a_chat_takes_llamacpps_short_form_of_a_schema(tmp_path: Path) -> 
             form = {"json_schema": schema} | other
             refused = await stand.http.post("/v1/chat/completions", json=body | form)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "json_schema")
+
+
+async def test_a_stream_begins_with_null_on_llamacpps_path_only(tmp_path: Path) -> None:
+    body = {"model": "guide", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with serve_node(tmp_path) as stand:
+        for path, content in (("/chat/completions", {"content": None}), ("/v1/chat/completions", {})):
+            answer = await stand.http.post(path, json=body)
+            first = json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
+            assert first["choices"][0]["delta"] == {"role": "assistant", "refusal": None} | content

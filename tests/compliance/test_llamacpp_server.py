@@ -1,35 +1,50 @@
 """llama.cpp's own server tests, with its server's command line started as this daemon.
 
 They are in the source distribution of `llama-cpp-python`, from where `make compliance` takes them. They
-expect tiny models of their own, of which none is in a package registry, and larger ones from the web. The
-guide answers in place of each. FAILING says why each test that fails does."""
+expect tiny models of their own, of which none is in a package registry, and larger ones from the web. Random
+models with real vocabularies answer in their place (`llamacpp/stand_ins.py`). FAILING says why each test
+that fails does."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
 import pytest
-from daemon_process import running_daemon, wait_for
-from deadlines import DEADLINE_S
+from daemon_process import DaemonProcess, running_daemon
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(os.environ.get("SWARMLLM_COMPLIANCE_VENV", ROOT / ".venv-compliance"))
-SHIM = Path(__file__).parent / "llamacpp" / "llama_server.py"
+HERE = Path(__file__).parent / "llamacpp"
+SHIM = HERE / "llama_server.py"
+sys.path.insert(0, str(HERE))
+
+from stand_ins import build_stand_ins  # noqa: E402
+
 TIMEOUT_S: Final = 3600
 ENDS: Final = ("failure", "error", "skipped")
 JUDGED: Final = (
+    "test_basic",
     "test_chat_completion",
     "test_compat_anthropic",
     "test_compat_oai_responses",
     "test_completion",
+    "test_ctx_shift",
     "test_embedding",
     "test_ignore_eos",
+    "test_infill",
+    "test_metrics",
+    "test_rerank",
+    "test_security",
+    "test_sleep",
     "test_template",
     "test_tokenize",
     "test_tool_call",
@@ -98,19 +113,12 @@ DESELECTED: Final = {
 }
 """Tests of judged files that ask for a larger model, or for what is not offered here."""
 LEFT_OUT: Final = {
-    "test_basic": "names, tags, page and number of slots from that server's command line",
     "test_compat_gcp": "Vertex AI's envelope around requests",
-    "test_ctx_shift": "context shift: answers end where the context is full",
-    "test_infill": "infill, with a model of its own",
     "test_kv_keep_only_active": "how that server keeps KV",
     "test_lora": "LoRA adapters",
     "test_mcp_servers": "MCP servers that the server starts",
-    "test_metrics": "that server's names of metrics",
     "test_proxy": "its proxy for MCP",
-    "test_rerank": "the order of a reranking model from the web; tests/test_text_encoders.py has ours",
     "test_router": "a router over several servers",
-    "test_security": "keys and CORS from that server's command line; tests/api has ours",
-    "test_sleep": "unloading after idle seconds from the command line",
     "test_slot_save": "slots in files",
     "test_speculative": "draft models of its own, by the command line",
     "test_stream": "streams that are resumed by name",
@@ -120,7 +128,7 @@ LEFT_OUT: Final = {
 """Files of that suite that ask for what is not offered here, or not in this way."""
 
 
-def folder() -> Path:
+def tests_folder() -> Path:
     found = sorted(FOREIGN.glob("suite/llama_cpp_python-*/vendor/llama.cpp/tools/server/tests"))
     if not found:
         pytest.skip("the tests are not here: make compliance fetches them")
@@ -129,39 +137,84 @@ def folder() -> Path:
 
 def test_no_file_of_the_suite_is_forgotten() -> None:
     known = {*JUDGED, *LEFT_OUT}
-    assert {path.stem for path in (folder() / "unit").glob("test_*.py")} == known
+    assert {path.stem for path in (tests_folder() / "unit").glob("test_*.py")} == known
 
 
-def test_tests_of_llamacpps_server(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    program = tmp_path / "llama-server"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SHIM}" "$@"\n')
+KEYS: Final = ("sk-this-is-the-secret-key", "test-multiple-addresses")
+"""The suite's own."""
+KINDS: Final[dict[str, dict[str, dict[str, object]]]] = {
+    "plain": {},
+    "slots": {"inference": {"n_slots": 4, "max_concurrent_requests": 4}},
+    "keyed": {"api": {"allowed_origins": ["*"]}},
+    "local": {"api": {"allowed_origins": ["localhost"]}},
+    "idle": {"model": {"keep_alive_s": 1.0}},
+}
+"""What cannot be set while a daemon runs, as `llamacpp/llama_server.py` names it."""
+
+
+@contextmanager
+def running_daemons(folder: Path) -> Iterator[dict[str, DaemonProcess]]:
+    """By kind."""
+    with ExitStack() as stack:
+        daemons: dict[str, DaemonProcess] = {}
+        for kind, tables in KINDS.items():
+            (folder / kind).mkdir(mode=0o700)
+            if kind == "keyed":
+                keys = folder / kind / "keys.json"
+                keys.write_text(json.dumps([_key(i, secret) for i, secret in enumerate(KEYS)]))
+                keys.chmod(0o600)
+            inference = {"n_ctx": 256, "n_slots": 2, "max_concurrent_requests": 2, "max_queued_requests": 64}
+            told = {**tables, "inference": inference | tables.get("inference", {})}
+            daemons[kind] = stack.enter_context(running_daemon(folder, kind, load=[], **told))
+        yield daemons
+
+
+def _key(index: int, secret: str) -> dict[str, object]:
+    key = {"id": f"{index:08x}", "name": f"suite-{index}", "is_admin": True, "created_at": 0.0}
+    return key | {"sha256": hashlib.sha256(secret.encode()).hexdigest()}
+
+
+def run_suite(folder: Path, arguments: Sequence[str]) -> tuple[list[ElementTree.Element], str]:
+    """The cases, and what was printed. `folder`: for daemons and models."""
+    stand_ins = folder / "models"
+    if not stand_ins.exists():
+        stand_ins.mkdir()
+        build_stand_ins(stand_ins, tests_folder().parents[2] / "models")
+    program = folder / "llama-server"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{SHIM}" "$@"\n')
     program.chmod(0o755)
-    report = tmp_path / "report.xml"
-    inference = {"n_ctx": 256, "n_slots": 4, "max_queued_requests": 64}
-    with running_daemon(tmp_path, "judged", load=["guide"], inference=inference) as node:
-        wait_for(
-            lambda: node.http.get("/health/ready").status_code == 200, DEADLINE_S, "the guide to be loaded"
-        )
+    report = folder / "report.xml"
+    with running_daemons(folder) as daemons:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"SWARMLLM_URL": node.url, "LLAMA_SERVER_BIN_PATH": str(program), "PORT": "18080"}
+        environment |= {
+            "SWARMLLM_URLS": json.dumps({kind: daemon.url for kind, daemon in daemons.items()}),
+            "SWARMLLM_STAND_INS": str(stand_ins),
+            "LLAMA_SERVER_BIN_PATH": str(program),
+            "PORT": "18080",
+        }
         done = subprocess.run(
             [
-                *(FOREIGN / "bin" / "python", "-m", "pytest", "-q", "--tb=line", "--timeout=60"),
-                *("-p", "no:cacheprovider", f"--junitxml={report}"),
-                *(f"--deselect=unit/{name}" for name in DESELECTED),
-                *(f"unit/{name}.py" for name in JUDGED),
+                *(FOREIGN / "bin" / "python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
+                # Without the fixture that starts each of its servers once.
+                *("--timeout=60", "-o", "timeout_func_only=true", f"--junitxml={report}", *arguments),
             ],
-            cwd=folder(),
+            cwd=tests_folder(),
             env=environment,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
-        assert node.process.poll() is None, "the daemon has died"
-        assert "Traceback" not in node.log.read_text()
+        for daemon in daemons.values():
+            assert daemon.process.poll() is None, "the daemon has died"
+            assert "Traceback" not in daemon.log.read_text()
     assert report.exists(), (done.stdout + done.stderr)[-4000:]
-    cases = list(ElementTree.parse(report).iter("testcase"))
+    return [*ElementTree.parse(report).iter("testcase")], done.stdout
+
+
+def test_tests_of_llamacpps_server(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    deselected = [f"--deselect=unit/{name}" for name in DESELECTED]
+    cases, told = run_suite(tmp_path, [*deselected, *(f"unit/{name}.py" for name in JUDGED)])
     passed = [case for case in cases if not any(case.find(kind) is not None for kind in ENDS)]
     record_property(
         f"tests of llama.cpp's server passed, of {len(cases)}, at least {PASSED_MIN}", len(passed)
@@ -169,5 +222,5 @@ def test_tests_of_llamacpps_server(tmp_path: Path, record_property: Callable[[st
     failed = {case.get("name", "").partition("[")[0] for case in cases if case not in passed}
     unexplained = failed - FAILING.keys()
     record_property(f"of these that fail without a reason here, at most {STARVED_MAX}", sorted(unexplained))
-    assert len(passed) >= PASSED_MIN, done.stdout[-8000:]
+    assert len(passed) >= PASSED_MIN, told[-8000:]
     assert len(unexplained) <= STARVED_MAX, unexplained

@@ -19,8 +19,7 @@ from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp.completion import MEDIA_MARKER, NativeCompletion, read_completion
 from swarmllm.api.llamacpp.infill import InfillRequest, filled_in
 from swarmllm.api.llamacpp.reply import generation_settings
-from swarmllm.api.openai.chat import completions as chat_completions
-from swarmllm.api.openai.chat import input_tokens, models
+from swarmllm.api.openai.chat import answer_chat, input_tokens, models
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.embeddings import embed
 from swarmllm.api.openai.pictures import seen_by
@@ -78,11 +77,15 @@ class TemplateRequest(Body, frozen=True):
 text_tools = Blueprint("text_tools", __name__)
 
 # The same without /v1, as that server has them.
-text_tools.post("/chat/completions")(chat_completions)
 text_tools.post("/chat/completions/input_tokens")(input_tokens)
 text_tools.get("/models")(models)
 text_tools.post("/embeddings")(embed)
 text_tools.post("/responses")(respond)
+
+
+@text_tools.post("/chat/completions")
+async def chat_completions() -> Response:
+    return await answer_chat(begins_with_null=True)
 
 
 @text_tools.errorhandler(ContextFull)

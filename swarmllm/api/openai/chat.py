@@ -33,12 +33,18 @@ Json = dict[str, object]
 
 @chat.post("/chat/completions")
 async def completions() -> Response:
+    return await answer_chat()
+
+
+async def answer_chat(*, begins_with_null: bool = False) -> Response:
+    """`begins_with_null`: a stream's first chunk has a content, which is null, as llama.cpp's server has it."""
     call = chat_call(await read_request(ChatRequest))
     ask, parsers = await prepare(call)
     replies: list[ChatReply] = []
     for index, parser in enumerate(parsers):
         head = replies[0].head if replies else None
         replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
+        replies[-1].begins_with_null = begins_with_null
     return await answer_choices([ask], replies, stream=call.stream)
 
 
@@ -107,12 +113,15 @@ class ChatReply:
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
+        self.begins_with_null = False
         self._index = index
         self._untold: list[Json] = []
         """Log-probabilities of tokens whose text is held back."""
         self._parser = parser
         self._include_usage = include_usage
         self._n_sent_calls = 0
+        self._timings: Json = {}
+        """Of this choice, once it has ended."""
         self._text_prefix, self._text_suffix = self._around_text()
 
     def full(self, passage: TextDelta, generation: Generation) -> bytes:
@@ -146,8 +155,9 @@ class ChatReply:
         return WAITING
 
     def first(self, generation: Generation | None) -> bytes:
-        # Neither an empty content nor null: clients add up what is there.
-        return self._chunk({"role": "assistant", "refusal": None})
+        # Usually neither an empty content nor null: clients add up what is there.
+        content: Json = {"content": None} if self.begins_with_null else {}
+        return self._chunk({"role": "assistant"} | content | {"refusal": None})
 
     def text(self, passage: TextDelta) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
@@ -160,13 +170,15 @@ class ChatReply:
     def finish(self, generation: Generation) -> bytes:
         """What was held back, the finish chunk."""
         chunks = [self._found(item) for item in self._parser.finish()]
-        told: Json = {"timings": llamacpp_timings(generation), "swarm": swarm_object(generation)}
+        self._timings = {"timings": llamacpp_timings(generation)}
+        told = self._timings | {"swarm": swarm_object(generation)}
         chunks.append(self._chunk({}, self._finish_reason(generation), told))
         return b"".join(chunks)
 
     def end(self, usage: Json) -> bytes:
         """The usage chunk, the end."""
-        return (self._event({"choices": [], "usage": usage}) if self._include_usage else b"") + DONE
+        told = self._event({"choices": [], "usage": usage} | self._timings) if self._include_usage else b""
+        return told + DONE
 
     def error(self, error: SwarmLLMError) -> bytes:
         """The stream's last event: no finish chunk and no [DONE], so that nobody takes the rest for an

@@ -83,10 +83,10 @@ function row(model, work, shares, again) {
 /** What went wrong the last time that something was done with a model. */
 export const messageOf = (model) => messages.get(model.model_id);
 
-export function progress(label, done, total, note = "") {
+export function progress(label, done, total, note = "", shown = label) {
   return h("div", { class: "progress" },
     h("progress", { "aria-label": label, ...(total ? { max: total, value: done } : {}) }),
-    h("div", { class: "row between small muted" }, h("span", { class: "cut" }, label), h("span", null, total ? `${bytes(done)} of ${bytes(total)}` : "", note)));
+    h("div", { class: "row between small muted" }, h("span", { class: "cut" }, shown), h("span", null, total ? `${bytes(done)} of ${bytes(total)}` : "", note)));
 }
 
 const ENDED = { done: "fetched", cancelled: "cancelled", failed: "failed" };
@@ -102,7 +102,7 @@ function download(each, again) {
       isRunning && h("button", { type: "button", class: "quiet", "data-key": "cancel", "aria-label": `Cancel ${each.source}`, onclick: ask("DELETE", "") }, "Cancel"),
       ["failed", "cancelled"].includes(each.state) && h("button", { type: "button", class: "quiet", "data-key": "retry", "aria-label": `Try again: ${each.source}`, onclick: ask("POST", "/retry") }, "Try again"),
       !isRunning && h("button", { type: "button", class: "quiet", "data-key": "clear", title: each.state === "done" ? "The model stays" : "What has arrived is deleted", "aria-label": `Clear ${each.source}`, onclick: ask("POST", "/clear") }, "Clear")),
-    isRunning && progress(each.source, each.done_bytes, each.total_bytes, left),
+    isRunning && progress(each.source, each.done_bytes, each.total_bytes, left, ""),
     each.trouble && h("p", { class: "bad small" }, `${each.trouble}; trying again`),
     each.error && h("p", { class: "bad small" }, each.error));
 }
