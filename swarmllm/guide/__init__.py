@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DRAFT_PATH", "GUIDE_PATH", "GUIDE_TEMPERATURE", "PROJECTOR_PATH"]
+__all__ = ["DRAFT_PATH", "GUIDE_PATH", "GUIDE_TEMPERATURE", "GUIDE_TYPICAL_P", "PROJECTOR_PATH"]
 
 GUIDE_PATH = Path(__file__).with_name("guide.gguf")
 """The guide: a 12-layer llama chat model of at most 10 MB that answers questions about SwarmLLM."""
@@ -22,3 +22,7 @@ PROJECTOR_PATH = Path(__file__).with_name("mmproj-guide.gguf")
 GUIDE_TEMPERATURE = 0.3
 """For requests to the guide that name none. At 1 it mixes two of its answers three times as often
 (docs/guide-model.md)."""
+
+GUIDE_TYPICAL_P = 0.35
+"""For requests to the guide that name none. Where the guide is unsure how to begin, its likeliest beginning
+may lead to a mixture; this keeps the beginnings whose surprise is nearest to the expected one."""

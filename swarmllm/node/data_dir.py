@@ -10,7 +10,7 @@ from typing import TypeVar
 import trio
 
 from swarmllm.errors import ConfigError, StoreLocked
-from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE, PROJECTOR_PATH
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE, GUIDE_TYPICAL_P, PROJECTOR_PATH
 from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.presets import Preset, Presets, SamplingDefaults
 from swarmllm.models.projector import read_projector
@@ -54,8 +54,8 @@ def open_catalogue(data_dir: Path) -> Catalogue:
     is_new = all(entry.name != GUIDE_NAME for entry in catalogue.list())
     _attach_projector(catalogue, catalogue.ensure(GUIDE_PATH, GUIDE_NAME))
     if is_new:
-        preset = Preset(sampling=SamplingDefaults(temperature=GUIDE_TEMPERATURE))
-        Presets(catalogue).put(GUIDE_NAME, preset)
+        sampling = SamplingDefaults(temperature=GUIDE_TEMPERATURE, typical_p=GUIDE_TYPICAL_P)
+        Presets(catalogue).put(GUIDE_NAME, Preset(sampling=sampling))
     return catalogue
 
 

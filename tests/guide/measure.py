@@ -15,7 +15,7 @@ from typing import Any
 
 import llama_cpp
 
-from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE, GUIDE_TYPICAL_P
 from swarmllm.guide.corpus import Sample, heldout
 from swarmllm.guide.scoring import Verdict, is_learned, judge, summary
 from swarmllm.guide.template import answer_text, render
@@ -31,9 +31,9 @@ class Answerer:
             str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False
         )
 
-    def answer(self, sample: Sample, temperature: float = 0.0, seed: int = 0) -> str:
-        """What the model says in place of the last message of the sample. Nothing but the temperature changes
-        how tokens are drawn, as in a node's answer to a request that says nothing of it."""
+    def answer(self, sample: Sample, temperature: float = 0.0, typical_p: float = 1.0, seed: int = 0) -> str:
+        """What the model says in place of the last message of the sample. Nothing else changes how tokens are
+        drawn, as in a node's answer to a request that says nothing of it."""
         prompt = render(sample.messages[:-1], sample.tools, add_generation_prompt=True)
         ids = self.llama.tokenize(prompt.encode(), add_bos=False, special=True)
         completion: Any = self.llama.create_completion(
@@ -44,6 +44,7 @@ class Answerer:
             top_k=0,
             top_p=1.0,
             min_p=0.0,
+            typical_p=typical_p,
         )
         text: str = completion["choices"][0]["text"]
         return text
@@ -51,12 +52,12 @@ class Answerer:
     def judge_all(self, samples: Iterable[Sample]) -> list[Verdict]:
         return [judge(sample, self.answer(sample)) for sample in samples]
 
-    def drawn(self, n_questions: int, n_samples: int, temperature: float) -> list[Verdict]:
+    def drawn(self, n_questions: int, n_samples: int, temperature: float, typical_p: float) -> list[Verdict]:
         """Held-out single questions, each answered several times."""
         singles = [sample for sample in heldout() if sample.category.startswith("single/")]
         chosen = [singles[i * len(singles) // n_questions] for i in range(n_questions)]
         return [
-            judge(sample, self.answer(sample, temperature, seed=1000 * i + j))
+            judge(sample, self.answer(sample, temperature, typical_p, seed=1000 * i + j))
             for i, sample in enumerate(chosen)
             for j in range(n_samples)
         ]
@@ -73,10 +74,11 @@ def main() -> None:
     parser.add_argument("--wrong", type=int, default=0, help="show this many wrong answers per category")
     parser.add_argument("--drawn", type=int, help="ask 50 single questions, each this many times")
     parser.add_argument("--temperature", type=float, default=GUIDE_TEMPERATURE, help="of --drawn")
+    parser.add_argument("--typical-p", type=float, default=GUIDE_TYPICAL_P, help="of --drawn")
     parser.add_argument("--json", type=Path, help="file for the table")
     args = parser.parse_args()
     if args.drawn:
-        drawn = Answerer(args.model, args.threads).drawn(50, args.drawn, args.temperature)
+        drawn = Answerer(args.model, args.threads).drawn(50, args.drawn, args.temperature, args.typical_p)
         mixed = [verdict for verdict in drawn if not (verdict.on_topic or is_learned(verdict.answer))]
         right, n = sum(verdict.on_topic for verdict in drawn), len(drawn)
         print(f"n {n}  on topic {right / n:.3f}  no answer of the corpus {len(mixed) / n:.3f}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swarmllm.guide import DRAFT_PATH, GUIDE_PATH, GUIDE_TEMPERATURE
+from swarmllm.guide import DRAFT_PATH, GUIDE_PATH, GUIDE_TEMPERATURE, GUIDE_TYPICAL_P
 from swarmllm.guide.corpus import heldout
 from swarmllm.guide.scoring import Verdict, is_learned, parse_tool_calls, summary
 from swarmllm.guide.template import render
@@ -45,10 +45,10 @@ def test_heldout_conversations_are_answered_well(verdicts: list[Verdict], family
     assert row["on_topic"] >= FLOORS[family]
 
 
-def test_answers_drawn_as_the_guide_is_set_up_are_hardly_ever_mixtures(guide: Answerer) -> None:
-    drawn = guide.drawn(50, 2, GUIDE_TEMPERATURE)
-    assert sum(verdict.on_topic for verdict in drawn) >= 0.88 * len(drawn)
-    assert sum(not (verdict.on_topic or is_learned(verdict.answer)) for verdict in drawn) <= 0.03 * len(drawn)
+def test_answers_drawn_as_the_guide_is_set_up_are_no_mixtures(guide: Answerer) -> None:
+    drawn = guide.drawn(50, 2, GUIDE_TEMPERATURE, GUIDE_TYPICAL_P)
+    assert sum(verdict.on_topic for verdict in drawn) >= 0.86 * len(drawn)
+    assert [verdict.answer for verdict in drawn if not (verdict.on_topic or is_learned(verdict.answer))] == []
 
 
 def test_a_heldout_question_that_needs_a_tool_gets_a_call_of_the_right_function(

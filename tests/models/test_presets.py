@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from swarmllm.api.ollama.models import modelfile
 from swarmllm.api.openai.schema import SAMPLING_NAMES
 from swarmllm.errors import Conflict, InvalidRequest, ModelNotFound
-from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE
+from swarmllm.guide import GUIDE_PATH, GUIDE_TEMPERATURE, GUIDE_TYPICAL_P
 from swarmllm.models import Catalogue, build_manifest
 from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.modelfile import parse_modelfile
@@ -190,7 +190,8 @@ def test_sizes_are_told_as_people_say_them() -> None:
 
 def test_the_guide_comes_with_a_preset_that_is_the_users_from_then_on(tmp_path: Path) -> None:
     presets = Presets(open_catalogue(tmp_path))
-    assert presets.all() == {"guide": Preset(sampling=SamplingDefaults(temperature=GUIDE_TEMPERATURE))}
+    sampling = SamplingDefaults(temperature=GUIDE_TEMPERATURE, typical_p=GUIDE_TYPICAL_P)
+    assert presets.all() == {"guide": Preset(sampling=sampling)}
     presets.put("guide", NO_PRESET)
     assert Presets(open_catalogue(tmp_path)).all() == {}
     own = Preset(system="Be brief.")

@@ -37,7 +37,7 @@ async def completions() -> Response:
 
 
 async def answer_chat(*, begins_with_null: bool = False) -> Response:
-    """`begins_with_null`: a stream's first chunk has a content, which is null, as llama.cpp's server has it."""
+    """`begins_with_null`: a stream's first chunk has a null content, as llama.cpp's server has it."""
     call = chat_call(await read_request(ChatRequest))
     ask, parsers = await prepare(call)
     replies: list[ChatReply] = []

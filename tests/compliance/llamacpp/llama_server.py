@@ -61,6 +61,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hf-repo", default="")
     parser.add_argument("--ctx-size", type=int, default=4096)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--kv-unified", action="store_true")
     parser.add_argument("--n-predict", type=int)
     parser.add_argument("--chat-template", default="")
     parser.add_argument("--chat-template-file")
@@ -126,8 +127,8 @@ def prepare(daemon: Daemon, asked: argparse.Namespace) -> None:
     path = str(model_file(asked))
     first, *others = (asked.alias or "model").split(",")
     names = {*others, *NAMES} - {first}
-    # That server divides its context among its slots.
-    n_ctx = max(16, asked.ctx_size // asked.parallel)
+    # That server divides its context among its slots, unless they share it.
+    n_ctx = max(16, asked.ctx_size // (1 if asked.kv_unified else asked.parallel))
     is_encoder = asked.reranking or asked.embedding
     is_there = False
     for model in daemon.call("GET", "/api/admin/models")["models"]:
