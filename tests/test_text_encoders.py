@@ -59,8 +59,10 @@ def test_vectors_and_ranks_of_whole_models(tmp_path: Path) -> None:
     raw, tokens = told_by_libllama(bert)
     with running_daemon(tmp_path, "encoding", load=[]) as node:
         add(node, bert, "bert")
-        add(node, ranker, "ranker")
         asked = {"model": "bert", "input": DOCUMENTS}
+        assert node.http.post("/v1/embeddings", json={"input": DOCUMENTS}).json()["model"] == "bert"
+        add(node, ranker, "ranker")
+        assert refused(node, "/v1/embeddings", {"input": DOCUMENTS}) == "model"
         answer = node.http.post("/v1/embeddings", json=asked)
         assert answer.status_code == 200, answer.text
         vectors = np.array([each["embedding"] for each in answer.json()["data"]], np.float32)

@@ -14,6 +14,7 @@ from swarmllm.api.admin.progress import Works
 from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
 from swarmllm.keys import ApiKey
+from swarmllm.models.manifest import is_text_encoder
 from swarmllm.node import Node
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
@@ -51,14 +52,18 @@ def current_works() -> Works:
     return cast(Works, current_app.extensions[WORKS])
 
 
-async def model_or_only_one(name: str | None) -> str:
+async def model_or_only_one(name: str | None, *, prefers_encoders: bool = False) -> str:
     """For endpoints whose original serves one model and therefore takes no name: the one that can answer now.
+    `prefers_encoders`: the one that encodes whole texts, where there is one; it need not be loaded.
 
     Raises InvalidRequest where that is not clear.
     """
     if name is not None:
         return name
-    names = [view.name for view in await current_node().models.own() if view.complete]
+    views = await current_node().models.own()
+    names = [view.name for view in views if view.complete]
+    if prefers_encoders:
+        names = [each.name for each in views if each.entry and is_text_encoder(each.entry.manifest)] or names
     if len(names) != 1:
         raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
     return names[0]

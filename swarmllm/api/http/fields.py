@@ -48,7 +48,9 @@ async def read_request(kind: type[T], *, any_type: bool = False) -> T:
     decode = partial(decode_request, data, kind, is_strict=current_config().api.strict)
     body = await trio.to_thread.run_sync(decode) if len(data) > LARGE_BYTES else decode()
     if isinstance(body, msgspec.Struct) and getattr(body, "model", None) == "":
-        body = msgspec.structs.replace(body, model=await model_or_only_one(None))
+        prefers_encoders = bool(getattr(body, "prefers_encoders", False))
+        model = await model_or_only_one(None, prefers_encoders=prefers_encoders)
+        body = msgspec.structs.replace(body, model=model)
     return body
 
 

@@ -24,6 +24,8 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     ignored = frozenset({"user", "truncate", "truncation", "keep_alive", "client_metadata"})
     refused = frozenset({"truncate_prompt_tokens", "input_type", "instruction", "embd_normalize"})
 
+    prefers_encoders = True
+
     model: ModelName = ""
     """"": the only one that can answer."""
     input: Inputs

@@ -24,6 +24,8 @@ class RerankRequest(Body, frozen=True, kw_only=True):
     ignored = frozenset({"user", "truncate", "truncation_direction"})
     refused = frozenset({"max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "raw_scores"})
 
+    prefers_encoders = True
+
     model: ModelName = ""
     """"": the only one that can answer."""
     query: Text

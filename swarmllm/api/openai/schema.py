@@ -35,6 +35,8 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields that the type has and that are not offered, each with the values that ask for nothing."""
     refuses_unknown: ClassVar[bool] = False
     """Whether that holds for whatever is not known."""
+    prefers_encoders: ClassVar[bool] = False
+    """Whether a body without a model means the one that encodes whole texts."""
 
 
 class TextPart(Body, frozen=True, tag_field="type", tag="text"):

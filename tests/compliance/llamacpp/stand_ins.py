@@ -56,7 +56,9 @@ class _Builder:
     def matrix(self, name: str, n_columns: int, n_rows: int) -> None:
         scale = n_columns**-0.5
         values = self._random.normal(0, scale, (n_rows, n_columns))
-        self.writer.add_tensor(name, values.astype(np.float16 if n_rows > 1 else np.float32))
+        # A row of these is added to what f32 is computed with, which ggml does of f32 only.
+        is_f32 = n_rows == 1 or name == "token_types.weight"
+        self.writer.add_tensor(name, values.astype(np.float32 if is_f32 else np.float16))
 
     def vector(self, name: str, size: int, around: float = 0.0) -> None:
         self.writer.add_tensor(name, (around + self._random.normal(0, 0.1, size)).astype(np.float32))
