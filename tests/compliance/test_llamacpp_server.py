@@ -44,13 +44,12 @@ JUDGED: Final = (
     "test_metrics",
     "test_rerank",
     "test_security",
-    "test_sleep",
     "test_template",
     "test_tokenize",
     "test_tool_call",
 )
-PASSED_MIN: Final = 140
-"""Of 291; 145 of the 267 that ran in 33 minutes of a busy machine, before streams of forced calls passed."""
+PASSED_MIN: Final = 210
+"""Of 371; 223 of the 345 that ran on a busy machine, before text encoders answered without a model's name."""
 STARVED_MAX: Final = 3
 """Tests that fail without a reason below: each has a minute, which is too little on a busy machine."""
 WORDS: Final = "words or token counts of that server's tiny model"
@@ -120,8 +119,6 @@ FAILING: Final = {
     "test_responses_with_openai_library": WORDS,
     "test_return_progress": "return_progress is ignored, and told so",
     "test_server_model_aliases_and_tags": "models have no tags",
-    "test_server_sleep_metrics_buckets": METRICS,
-    "test_server_sleep_read_only_endpoints": METRICS,
     "test_server_slots": "/slots is always there, as by default in that server",
     "test_verbose_debug": VERBOSE,
     "test_with_qwen_model": "skipped by the suite itself",
@@ -141,6 +138,7 @@ LEFT_OUT: Final = {
     "test_mcp_servers": "MCP servers that the server starts",
     "test_proxy": "its proxy for MCP",
     "test_router": "a router over several servers",
+    "test_sleep": "unloading after idle seconds from the command line",
     "test_slot_save": "slots in files",
     "test_speculative": "draft models of its own, by the command line",
     "test_stream": "streams that are resumed by name",
@@ -169,7 +167,6 @@ KINDS: Final[dict[str, dict[str, dict[str, object]]]] = {
     "slots": {"inference": {"n_slots": 4, "max_concurrent_requests": 4}},
     "keyed": {"api": {"allowed_origins": ["*"]}},
     "local": {"api": {"allowed_origins": ["localhost"]}},
-    "idle": {"model": {"keep_alive_s": 1.0}},
 }
 """What cannot be set while a daemon runs, as `llamacpp/llama_server.py` names it."""
 

@@ -3,7 +3,7 @@
 Nothing of a request or an answer is changed: bytes are passed on as they are. What is set here is what that
 server is told on its command line (model, context, sampling, template, names), and the names under which the
 suite asks for its only model, because llama.cpp ignores them. Which of the daemons in SWARMLLM_URLS answers
-depends on what cannot be set while a daemon runs (slots, keys, origins, time until a model is unloaded).
+depends on what cannot be set while a daemon runs (slots, keys, origins).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 URLS = json.loads(os.environ["SWARMLLM_URLS"])
-"""By kind: plain, slots, keyed, local, idle."""
+"""By kind: plain, slots, keyed, local."""
 PLAIN_SLOTS = 2
 MODELS = Path(os.environ["SWARMLLM_STAND_INS"])
 NAMES = (
@@ -71,7 +71,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pooling", default="cls")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--cors-origins", default="")
-    parser.add_argument("--sleep-idle-seconds", type=float)
     known, _ = parser.parse_known_args()
     return known
 
@@ -97,8 +96,6 @@ def kind_of(asked: argparse.Namespace) -> str:
         return "keyed"
     if asked.cors_origins:
         return "local"
-    if asked.sleep_idle_seconds is not None:
-        return "idle"
     return "slots" if asked.parallel > PLAIN_SLOTS else "plain"
 
 
@@ -146,7 +143,7 @@ def prepare(daemon: Daemon, asked: argparse.Namespace) -> None:
         daemon.call("POST", "/api/admin/models", {"path": path, "name": first})
         for name in sorted(names):
             daemon.call("POST", f"/api/admin/models/{first}/alias", {"name": name})
-        if not is_encoder and asked.sleep_idle_seconds is None:
+        if not is_encoder:
             daemon.call("POST", f"/api/admin/models/{first}/load", {"n_ctx": n_ctx})
     if not is_encoder:
         for name in (first, *names):
