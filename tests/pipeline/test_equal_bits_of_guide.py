@@ -127,7 +127,8 @@ async def test_honest_nodes_have_equal_bits_beside_other_requests(
         swarm[N].pipelines._checker.chance = lambda: 0.999  # It draws nothing.
         await nursery.start(others_ask, swarm, N)
         for length, temperature in ((1, 0.0), (7, 1.0)):
-            sampling = Sampling(temperature=temperature, seed=5, max_tokens=70, ignore_eos=True, exact=True)
+            asked = {"temperature": temperature, "seed": 5, "logprobs": True, "top_logprobs": 5}
+            sampling = Sampling(max_tokens=70, ignore_eos=True, exact=True, **asked)
             await ask(swarm, TEXT * length, checked, sampling)
         nursery.cancel_scope.cancel()
         explained = swarm[A].trust.explain(checked)
