@@ -17,7 +17,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from swarmllm.models import LayerRange, Manifest
 from swarmllm.pipeline.route.assembly import Assembly, Question, assemble
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX, GAIN
 from swarmllm.pipeline.route.suspects import sparing
+from swarmllm.pipeline.route.untried import unless_much_longer
 from swarmllm.pipeline.route.warming import DIALS_MAX, EVERY_S
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage
@@ -54,18 +56,21 @@ def stages_of(chosen: Assembly) -> tuple[RouteStage, ...]:
     return tuple(RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in chosen.stages)
 
 
-def choose(question: Question, avoid: set[NodeId], origin: Origin) -> Assembly:
-    """Raises NoPipeline."""
-    untried = sorted(origin.reachable.untried(trio.current_time()))
+def choose(question: Question, avoid: set[NodeId], origin: Origin, *, may_risk: bool) -> Assembly:
+    """As `RequestRoutes.choose` does. Raises NoPipeline."""
+    now = trio.current_time()
+    untried = sorted(origin.reachable.untried(now) & question.holders.keys())
 
     def without(avoided: set[NodeId]) -> Assembly:
-        return assemble(Question(**(vars_of(question) | {"avoid": avoided})))
+        return assemble(replace(question, avoid=avoided))
 
-    return sparing(without, avoid, untried)
+    def timed(suspects: Sequence[NodeId]) -> Assembly:
+        found = sparing(without, avoid, suspects)
+        return replace(found, cost_s=route_cost_s(stages_of(found), question.inputs))
 
-
-def vars_of(question: Question) -> dict[str, Any]:
-    return {name: getattr(question, name) for name in Question.__dataclass_fields__}
+    if may_risk and origin.untried.may_be_taken(now):
+        return unless_much_longer(timed, (), untried)
+    return timed(untried)
 
 
 async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
@@ -80,7 +85,7 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
         nursery.start_soon(warm, swarm, origin)
     held, truth = swarm.truth(origin.node, model, size)
     best = cheapest_route(model.n_layers, 1, held, truth)
-    began_s, left, avoid = trio.current_time(), 1.0, set[NodeId]()
+    began_s, left, avoid, n_tries = trio.current_time(), 1.0, set[NodeId](), 0
     while left > 0:
         if trio.current_time() > began_s + DEADLINE_S:
             figures.n_asked += 1
@@ -88,15 +93,22 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
             return
         told: dict[NodeId, int] = {}
         try:
-            chosen = choose(swarm.known(origin, model, size, told), avoid, origin)
+            question = swarm.known(origin, model, size, told)
+            chosen = choose(question, avoid, origin, may_risk=not n_tries)
         except NoPipeline:
             avoid.clear()
             await trio.sleep(1.0)
             continue
+        n_tries += 1
+        risked = chosen.node_ids & origin.reachable.untried(trio.current_time())
         refused = await assign(swarm, origin, model, stages_of(chosen), told)
         if refused:
+            if risked & refused - set(origin.connected):
+                origin.untried.failed(trio.current_time())
             avoid |= refused
             continue
+        if risked:
+            origin.untried.accepted()
         route = await lighter(swarm, origin, model, size, stages_of(chosen), avoid, told)
         left = await walk(swarm, origin, model, size, route, left)
         figures.n_rerouted += left > 0
@@ -168,7 +180,7 @@ async def lighter(
     for _ in range(CHANGES_MAX):
         question = swarm.known(origin, model, size, told)
         try:
-            other = stages_of(choose(question, avoid, origin))
+            other = stages_of(choose(question, avoid, origin, may_risk=False))
         except NoPipeline:
             return route
         known = question.inputs

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import trio
 
@@ -29,11 +29,12 @@ from swarmllm.node.announcing.record_changes import RecordChanges
 from swarmllm.node.placing.plan import next_step, plan_of, shape_of
 from swarmllm.pipeline.route.assembly import Question
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.untried import UntriedNodes
 from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.coordinates import Coordinate, SteadyCoordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
 from swarmllm.scheduling.placement import Hysteresis, ModelShape
-from swarmllm.scheduling.speeds import Observations
+from swarmllm.scheduling.speeds import MachineSpeed, Observations
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import PEERS_MAX, Dialler
@@ -88,8 +89,10 @@ def make_model(number: int) -> Manifest:
     n_layers, layer_mb, _ = MODELS[number % len(MODELS)]
     sizes = {"layer": layer_mb * 10**6, "embedding": layer_mb * 10**6, "head": layer_mb * 10**6}
     kinds = [("embedding", EMBEDDING_INDEX), *(("layer", i) for i in range(n_layers)), ("head", HEAD_INDEX)]
+    # Without a hash of its own a model would have the id of every other one with as many layers.
+    blake3 = f"{number:064x}"
     shards = tuple(
-        Shard(index=i, kind=kind, size_bytes=sizes[kind], blake3="0" * 64, tensors=())  # type: ignore[arg-type]
+        Shard(index=i, kind=kind, size_bytes=sizes[kind], blake3=blake3, tensors=())  # type: ignore[arg-type]
         for kind, i in kinds
     )
     return Manifest(
@@ -188,11 +191,16 @@ class Origin:
         self.connected: Parts[float] = Parts.alone()
         self.dialler = Dialler(node.node_id, random.Random(seed), PEERS_MAX)
         self.reachable = ReachableNodes(book, self.dialler, self.connected, ChangeFeed())
+        self.untried = UntriedNodes()
         self.asked: dict[str, tuple[Manifest, int, int]] = {}
         self.n_dials = 0
         self.n_dials_in_vain = 0
         for peer in peers:
             self.meets(peer)
+
+    def needs(self, node: Node) -> bool:
+        """As `Pipelines.may_need` has it."""
+        return node.model.name in self.asked
 
     def heard(self, node_ids: Collection[NodeId], now: float) -> None:
         for node_id in node_ids:
@@ -258,6 +266,12 @@ class LargeSwarm:
             )
             for number, node_id in enumerate(self.rng.sample(ids, n_origins))
         ]
+        for origin in self.origins:
+            origin.reachable.is_needed = partial(self._is_needed, origin)
+
+    def _is_needed(self, origin: Origin, node_id: NodeId) -> bool:
+        node = self.nodes.get(node_id)
+        return node is not None and origin.needs(node)
 
     def born(self) -> Node:
         rng = self.rng
@@ -277,6 +291,7 @@ class LargeSwarm:
             layer_bytes / (layer_s * rng.uniform(0.6, 1.6)),
             is_newcomer=self.settled,
         )
+        node.observations.machine = MachineSpeed(node.guess_bytes_per_s, node.guess_bytes_per_s * 100)
         self.nodes[node_id] = node
         self.holders[id_of(model)][node_id] = node
         return node

@@ -294,6 +294,11 @@ class Pipelines:
         """See `Sessions`."""
         return self._sessions.used_by_others_s(model_id)
 
+    def may_need(self, node_id: NodeId) -> bool:
+        """Whether a node says that it holds layers of a model that was asked for here lately."""
+        record = self._registry.node(node_id)
+        return record is not None and any(self._routes.warming.keeps(each.model_id) for each in record.models)
+
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
         return self._here.room()

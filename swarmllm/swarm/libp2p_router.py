@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -198,6 +198,11 @@ class Libp2pRouter:
 
     def untried(self) -> frozenset[NodeId]:
         return self._reachable.untried(trio.current_time())
+
+    def count_first(self, is_needed: Callable[[NodeId], bool]) -> None:
+        """Where more nodes are known than can count, those of which this is true count before others with
+        which there has been no connection."""
+        self._reachable.is_needed = is_needed
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
         if node_id != self.node_id:

@@ -15,6 +15,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
 from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size, prefill_here_s
+from swarmllm.pipeline.route.request_routes import UNTRIED
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import ForwardCall
@@ -162,3 +163,16 @@ async def test_a_token_is_planned_without_the_prompt() -> None:
     assert chosen[0].token_s == chosen[1].token_s
     assert chosen[0].first_s < chosen[1].first_s
     assert chosen[0].first_s > chosen[0].token_s
+
+
+async def test_an_untried_node_is_spared_until_the_others_have_much_more_to_do() -> None:
+    async with open_swarm(pools_of(a="0:6", b="6:12", c="6:12"), settings=SETTINGS) as swarm:
+        planner = swarm[A].pipelines._routes.planner
+        size, quiet, busy = RequestSize(), OwnLoad(), OwnLoad(told={C: 50})
+        for load, chosen in ((quiet, C), (busy, B)):
+            found = await planner.choose(swarm.entry, size, load, (), untried={B})
+            assert found.node_ids == {A, chosen}
+            plan = await planner.plan(swarm.entry, size, load, {}, {B: UNTRIED})
+            assert {stage.node_id for stage in plan.stages} == {A, chosen}
+        found = await planner.choose(swarm.entry, size, busy, (), suspects=[B])
+        assert found.node_ids == {A, C}, "a suspect is spared at any price"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import trio
 from node_ids import A, B, C, D
+from trio.testing import MockClock
 
 from bench.common.arithmetic import fake_entry
 from swarmllm.errors import NoPipeline
@@ -19,6 +20,7 @@ from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.request_routes import DOUBTED, GAIN, UNTRIED, LighterRoute, RequestRoutes
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.suspects import Suspects
+from swarmllm.pipeline.route.untried import PAUSE_S
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
 from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm_proto.identifiers import NodeId
@@ -63,8 +65,11 @@ class Stand:
         self.met.append((n_tokens, n_asking))
         return OwnLoad(len(self.met), "", sent, told)
 
-    def untried(self) -> list[str]:
-        return self.untried_nodes
+    def untried(self) -> frozenset[str]:
+        return frozenset(self.untried_nodes)
+
+    def connected(self) -> frozenset[str]:
+        return frozenset({A, B, C, D} - set(self.untried_nodes))
 
     async def choose(
         self, entry: object, size: RequestSize, load: OwnLoad, avoid: object, **how: Any
@@ -78,9 +83,9 @@ class Stand:
         return self.answer
 
     async def plan(
-        self, entry: object, size: RequestSize, load: OwnLoad, suspects: Mapping[NodeId, str]
-    ) -> tuple[RequestSize, OwnLoad, Mapping[NodeId, str]]:
-        return size, load, suspects
+        self, entry: object, size: RequestSize, load: OwnLoad, suspects: Any, untried: Any
+    ) -> tuple[RequestSize, OwnLoad, Mapping[NodeId, str], Mapping[NodeId, str]]:
+        return size, load, suspects, untried
 
 
 def request(n_tokens: int = 10, max_tokens: int = 7, **fields: Any) -> OriginRequest:
@@ -108,7 +113,7 @@ async def test_a_plan_does_without_those_that_a_request_would_do_without() -> No
     stand.untried_nodes = [B, C]
     stand.suspects.doubt([B], trio.current_time())
     planned: Any = await stand.routes.plan(ENTRY, RequestSize(1, 1))
-    assert planned[2] == {B: DOUBTED, C: UNTRIED}
+    assert planned[2:] == ({B: DOUBTED}, {C: UNTRIED})
 
 
 @pytest.mark.parametrize("max_tokens", [7, EXPECTED_OUTPUT_TOKENS + 5])
@@ -139,6 +144,51 @@ async def test_first_those_are_spared_that_this_request_waits_for_and_last_the_u
     stand.suspects.doubt([C], trio.current_time())
     await stand.routes.choose(request(), suspected=[B])
     assert stand.asked[0]["suspects"] == [B, C, D]
+    assert stand.asked[0]["untried"] == ()
+
+
+async def test_only_a_request_that_nobody_waits_for_yet_may_lead_over_untried_nodes() -> None:
+    stand = Stand()
+    stand.untried_nodes = [D]
+    await stand.routes.choose(request(n_attempts=1))
+    await stand.routes.choose(request(n_attempts=2))
+    await stand.routes.choose(request(n_attempts=1), accepted=VIA_B)
+    assert [(each["suspects"], each["untried"]) for each in stand.asked] == [([], {D}), ([D], ()), ([D], ())]
+
+
+async def test_after_a_dial_in_vain_requests_do_without_untried_nodes_until_one_has_accepted(
+    autojump_clock: MockClock,
+) -> None:
+    stand = Stand()
+    stand.untried_nodes = [B]
+    unlucky = request(n_attempts=1)
+    await stand.routes.choose(unlucky)
+    assert unlucky.risked == {B}
+    unlucky.recovery.avoid.add(B)
+    unlucky.n_attempts = 2
+    await stand.routes.choose(unlucky)
+    await stand.routes.choose(request(n_attempts=1))
+    assert stand.asked[-1]["suspects"] == [B]
+    planned: Any = await stand.routes.plan(ENTRY, RequestSize(1, 1))
+    assert planned[2:] == ({B: UNTRIED}, {})
+    await trio.sleep(PAUSE_S)
+    lucky = request(n_attempts=1)
+    await stand.routes.choose(lucky)
+    assert stand.asked[-1]["untried"] == {B}
+    stand.routes.took_over(lucky, VIA_B)
+    assert stand.routes._untried._n_failures == 0
+
+
+async def test_a_stage_that_refused_was_not_dialled_in_vain() -> None:
+    stand = Stand()
+    stand.untried_nodes = [B]
+    refused = request(n_attempts=1)
+    await stand.routes.choose(refused)
+    stand.untried_nodes = []
+    refused.recovery.avoid.add(B)
+    refused.n_attempts = 2
+    await stand.routes.choose(refused)
+    assert stand.routes._untried.may_be_taken(trio.current_time())
 
 
 async def test_an_accepted_route_stays_where_nobody_has_more_to_do_than_it_had_said() -> None:

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from bench.common.large_swarm import N_MODELS, id_of, make_model
 from bench.large_swarm import simulate
+
+
+def test_each_model_of_the_simulation_is_another_one() -> None:
+    assert len({id_of(make_model(number)) for number in range(N_MODELS)}) == N_MODELS
 
 
 @pytest.mark.slow

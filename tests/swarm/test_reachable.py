@@ -96,6 +96,14 @@ def test_names_that_were_never_connected_do_not_count_without_end() -> None:
     assert "old friend" in stand.nodes.at(200.0)
 
 
+def test_of_too_many_names_those_count_that_routes_could_need() -> None:
+    stand = Stand()
+    stand.hears(*(f"n{number}" for number in range(UNTRIED_MAX)), "needed", "other")
+    assert "needed" not in stand.nodes.at(200.0)
+    stand.nodes.is_needed = lambda node_id: node_id == "needed"
+    assert stand.nodes.untried(200.0) == {"needed", *(f"n{number}" for number in range(UNTRIED_MAX - 1))}
+
+
 def test_a_node_that_was_lost_counts_again_when_it_is_heard_of_later() -> None:
     stand = Stand()
     stand.hears("a", now=10.0)

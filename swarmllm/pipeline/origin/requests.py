@@ -68,6 +68,8 @@ class OriginRequest:
     """Tokens that the reader has."""
     tried: list[Attempt] = field(default_factory=list)
     """The latest one, and those whose stages may still hold what it can go on with."""
+    risked: frozenset[NodeId] = frozenset()
+    """Of the latest route, the nodes with which there had been no connection."""
     n_attempts: int = 0
     context: RequestContext | None = None
     """Of the latest attempt, once it has a route."""

@@ -23,6 +23,7 @@ from swarmllm.pipeline.route.inputs import NOTHING_CACHED, OwnLoad
 from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
+from swarmllm.pipeline.route.untried import UntriedNodes
 from swarmllm.pipeline.route.warming import RouteWarming
 from swarmllm.pipeline.stage.capacity import EXPECTED_OUTPUT_TOKENS
 from swarmllm.scheduling.plan import Plan
@@ -85,6 +86,7 @@ class RequestRoutes:
         self._cached_rows = cached_rows
         self._told = ReportedLoads()
         self._affinity = Affinity()
+        self._untried = UntriedNodes()
         self.announced_s = planner.announced_s
         self.warming = RouteWarming(router, planner, partial(self._load, n_asking=0))
 
@@ -108,11 +110,13 @@ class RequestRoutes:
 
     async def plan(self, entry: CatalogueEntry, request: RequestSize) -> Plan:
         """The same route with its reasons; nothing runs. Raises NoPipeline."""
-        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
-        suspects = dict.fromkeys(ordered, DOUBTED)
-        for node_id in self._router.untried():
-            suspects.setdefault(node_id, UNTRIED)
-        return await self.planner.plan(entry, request, self._load(entry, request, n_asking=0), suspects)
+        now = trio.current_time()
+        suspects = dict.fromkeys(self._suspects.ordered(now, self._trust.score), DOUBTED)
+        untried = {node_id: UNTRIED for node_id in self._router.untried() if node_id not in suspects}
+        if not self._untried.may_be_taken(now):
+            suspects, untried = suspects | untried, {}
+        load = self._load(entry, request, n_asking=0)
+        return await self.planner.plan(entry, request, load, suspects, untried)
 
     async def choose(
         self,
@@ -135,25 +139,32 @@ class RequestRoutes:
         cached_rows = self._cached_rows(entry, request.rows) if may_know else NOTHING_CACHED
         size = RequestSize(n_prompt, n_output, cached_rows)
         load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
-        self.warming.asked(entry, size, trio.current_time())
-        ordered = self._suspects.ordered(trio.current_time(), self._trust.score)
+        now = trio.current_time()
+        self.warming.asked(entry, size, now)
+        if request.risked & request.recovery.avoid - self._router.connected():
+            self._untried.failed(now)
+        untried = self._router.untried()
+        # Who waits already, or has stages that have accepted, takes no risk.
+        may_risk = request.n_attempts <= 1 and not suspected and accepted is None
+        may_risk = may_risk and self._untried.may_be_taken(now)
         suspects = dict.fromkeys(
             (
                 *sorted(suspected, key=self._trust.score),
                 # What broke this request's pipelines will break the next: others' doubts count less.
                 *by_doubts(request.recovery.doubted, self._trust.score),
-                *ordered,
-                *self._router.untried(),
+                *self._suspects.ordered(now, self._trust.score),
+                *(() if may_risk else untried),
             )
         )
         unable = self._unable(request)
         try:
-            return await self.planner.choose(
+            chosen = await self.planner.choose(
                 entry,
                 size,
                 load,
                 frozenset(request.recovery.avoid) | unable,
                 suspects=list(suspects),
+                untried=untried if may_risk else (),
                 previous=previous,
                 broken=broken,
                 accepted=accepted,
@@ -165,6 +176,8 @@ class RequestRoutes:
             if unable:
                 raise NoPipeline(f"{error.message} {UNABLE.format(len(unable))}") from None
             raise
+        request.risked = chosen.node_ids & untried
+        return chosen
 
     def _unable(self, request: OriginRequest) -> frozenset[NodeId]:
         """Nodes that do not say that they know how the rows of its pictures stand."""
@@ -201,6 +214,8 @@ class RequestRoutes:
     def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
         """The request goes to these stages, all of which have accepted."""
         self._affinity.remember(request.entry.model_id, request.conversation, assembly.stages)
+        if request.risked & assembly.node_ids:
+            self._untried.accepted()
 
     def pace(self, request: OriginRequest, assembly: Assembly) -> Pace:
         return Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))

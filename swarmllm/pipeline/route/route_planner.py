@@ -31,6 +31,7 @@ from swarmllm.pipeline.route.row_formats import (
     measured_packing,
 )
 from swarmllm.pipeline.route.suspects import sparing
+from swarmllm.pipeline.route.untried import unless_much_longer
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.capacity import HeldCapacity, Room, room_left
@@ -152,6 +153,7 @@ class RoutePlanner:
         avoid: Collection[NodeId],
         *,
         suspects: Sequence[NodeId] = (),
+        untried: Collection[NodeId] = (),
         previous: Sequence[Stage] = (),
         broken: Assembly | None = None,
         accepted: Assembly | None = None,
@@ -159,8 +161,9 @@ class RoutePlanner:
         is_exact: bool = False,
         within: KernelGroup | None = None,
     ) -> Assembly:
-        """Without those to avoid, and without as many suspects as can be spared. `previous`: the pipeline of
-        the conversation's last turn. `broken`: the request's own, to be repaired where that is worth it.
+        """Without those to avoid, and without as many suspects as can be spared. `untried`: nodes that are
+        spared too, unless the route takes much longer then. `previous`: the pipeline of the conversation's
+        last turn. `broken`: the request's own, to be repaired where that is worth it.
         `accepted`: the route that its stages have accepted already; it stays unless it takes more than
         `accepted_factor` times what the best one takes. `is_exact`: its rows may not be rounded, and nodes of
         one class compute them; `within`: of this one. Raises NoPipeline."""
@@ -168,7 +171,7 @@ class RoutePlanner:
         if is_exact:
             known = replace(known, classes=self._classes(entry.model_id, known.held), within=within)
         if accepted is None:
-            work = partial(_choose, known, avoid, tuple(suspects), tuple(previous), broken)
+            work = partial(_choose, known, avoid, tuple(suspects), tuple(untried), tuple(previous), broken)
         else:
             work = partial(_choose_instead, known, avoid, tuple(suspects), accepted, accepted_factor)
         if known.n_ranges <= INLINE_RANGES_MAX:
@@ -201,11 +204,12 @@ class RoutePlanner:
         size: RequestSize,
         load: OwnLoad,
         suspects: Mapping[NodeId, str] = NO_SUSPECTS,
+        untried: Mapping[NodeId, str] = NO_SUSPECTS,
     ) -> Plan:
-        """In a thread, because reasons take many times as long as the choice. `suspects`: as `choose` has
-        them, and why each is one. Raises NoPipeline."""
+        """In a thread, because reasons take many times as long as the choice. `suspects`, `untried`: as
+        `choose` has them, and why each is one. Raises NoPipeline."""
         known = self._known(entry, size, load)
-        plan = await trio.to_thread.run_sync(_plan, known, suspects)
+        plan = await trio.to_thread.run_sync(_plan, known, suspects, untried)
         stages = [
             Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end)
             for stage in plan.stages
@@ -305,6 +309,7 @@ def _choose(
     known: _Known,
     avoid: Collection[NodeId],
     suspects: Sequence[NodeId],
+    untried: Collection[NodeId],
     previous: Sequence[Stage],
     broken: Assembly | None,
 ) -> Assembly:
@@ -321,25 +326,31 @@ def _choose(
             return find(asked)
         return in_one_class(asked, known.classes, find, within=known.within)
 
-    chosen = _timed(_sparing(choose, avoid, suspects, known.unsigned), question.inputs)
+    def timed(spared: Sequence[NodeId]) -> Assembly:
+        return _timed(_sparing(choose, avoid, spared, known.unsigned), question.inputs)
+
+    chosen = unless_much_longer(timed, suspects, known.held.keys() & untried)
     if broken is not None:
         return chosen
     return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
 
 
-def _plan(known: _Known, suspects: Mapping[NodeId, str]) -> Plan:
+def _plan(known: _Known, suspects: Mapping[NodeId, str], untried: Mapping[NodeId, str]) -> Plan:
     """Pure. Raises NoPipeline."""
     question = _question(known)
-    spared: set[NodeId] = set()
+    spared: dict[tuple[Stage, ...], set[NodeId]] = {}
 
     def find(avoided: set[NodeId]) -> Assembly:
-        nonlocal spared
         found = assemble(replace(question, avoid=avoided))
-        spared = avoided
+        spared[found.stages] = avoided
         return found
 
-    _sparing(find, (), tuple(suspects), known.unsigned)
-    return plan_route(question, {each: suspects.get(each, UNSIGNED) for each in sorted(spared)})
+    def timed(suspected: Sequence[NodeId]) -> Assembly:
+        return _timed(_sparing(find, (), suspected, known.unsigned), question.inputs)
+
+    chosen = unless_much_longer(timed, tuple(suspects), known.held.keys() & untried.keys())
+    reasons = {**untried, **suspects}
+    return plan_route(question, {each: reasons.get(each, UNSIGNED) for each in sorted(spared[chosen.stages])})
 
 
 def _sparing(
@@ -363,7 +374,7 @@ def _choose_instead(
     factor: float,
 ) -> Assembly:
     """Pure. Raises NoPipeline."""
-    best = _choose(known, avoid, suspects, (), None)
+    best = _choose(known, avoid, suspects, (), (), None)
     inputs = _question(known).inputs
     if not accepted.node_ids <= inputs.speeds.keys():
         return accepted  # One of them tells of its layers no more, but has accepted.

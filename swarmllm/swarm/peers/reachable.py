@@ -8,12 +8,13 @@ for `IDLE_S` more; then this node ends it, where it has more connections than it
 
 A reachable node may be dead, or never have been: a record proves its writer's key, and keys cost nothing. A
 dial in vain costs the request that makes it, and no other. So what was never connected is `untried`: routes
-do without such nodes where they can, and at most `UNTRIED_MAX` of them count.
+do without such nodes where that costs little, and at most `UNTRIED_MAX` of them count. Where there are more,
+those count first that the routes of this node could need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -63,6 +64,8 @@ class ReachableNodes:
         self._connected = connected
         self._feed = feed
         self._uses: Parts[Use] = Parts.alone() if uses is None else uses
+        self.is_needed: Callable[[NodeId], bool] = lambda node_id: False
+        """Whether a route of this node could lead over that one, by its record."""
         self._last: frozenset[NodeId] = frozenset()
         self._told_otherwise: set[NodeId] = set()
         """Of which somebody who asked since then was told otherwise than `_last` has it."""
@@ -81,13 +84,15 @@ class ReachableNodes:
         return frozenset(self._others(now)[1])
 
     def _others(self, now: float) -> tuple[list[NodeId], list[NodeId]]:
-        """Not connected: those that were, and the first `UNTRIED_MAX` that never were."""
+        """Not connected: those that were, and `UNTRIED_MAX` that never were."""
         tried: list[NodeId] = []
         untried: list[NodeId] = []
         dialler, connected = self._dialler, self._connected
         for node_id, heard_at_s in self._book.heard():
             if node_id not in connected and dialler.may_answer(node_id, heard_at_s, now):
                 (tried if dialler.is_tried(node_id) else untried).append(node_id)
+        if len(untried) > UNTRIED_MAX:
+            untried.sort(key=self.is_needed, reverse=True)
         return tried, untried[:UNTRIED_MAX]
 
     async def reach(self, node_id: NodeId, timeout_s: float) -> None:
