@@ -43,7 +43,7 @@ from swarmllm.pipeline.route.assembly import Assembly, Question, assemble
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX, GAIN
 from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.route.untried import unless_much_longer
-from swarmllm.pipeline.route.warming import DIALS_MAX, EVERY_S
+from swarmllm.pipeline.route.warming import DIALS_MAX, EVERY_S, ROUTES
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage
 from swarmllm_proto.identifiers import NodeId
@@ -240,11 +240,17 @@ async def warm(swarm: LargeSwarm, origin: Origin) -> None:
     """Connects with nodes of probable routes, as `pipeline.route.warming` does."""
     for model, *size in list(origin.asked.values()):
         question = swarm.known(origin, model, (size[0], size[1]), {})
-        try:
-            route = stages_of(assemble(question))
-        except NoPipeline:
-            continue
-        missing = sorted({stage.node_id for stage in route} - set(origin.connected) - {origin.node.node_id})
+        needed = dict[NodeId, None]()
+        for _ in range(ROUTES):
+            try:
+                route = stages_of(assemble(replace(question, avoid=tuple(needed))))
+            except NoPipeline:
+                break
+            found = sorted({stage.node_id for stage in route} - {origin.node.node_id})
+            if not found:
+                break
+            needed |= dict.fromkeys(found)
+        missing = [node_id for node_id in needed if node_id not in origin.connected]
         async with trio.open_nursery() as nursery:
             for node_id in missing[:DIALS_MAX]:
                 nursery.start_soon(reach, swarm, origin, node_id)

@@ -57,14 +57,23 @@ def test_an_untried_node_is_spared_unless_the_route_takes_much_longer_then(
 def test_a_suspect_is_spared_at_any_price() -> None:
     routes = Routes(route("a", 100.0), route("b", 1.0), route("c", 50.0))
     assert unless_much_longer(routes.find, (B,), {C, B}).node_ids == {C}
-    assert routes.asked == [(B, C), (B,)]
+    assert routes.asked == [(B,), (B, C)]
 
 
-def test_where_there_is_no_other_route_or_nothing_untried_one_search_is_enough() -> None:
-    routes = Routes(route("b", 1.0))
-    assert unless_much_longer(routes.find, (), {B}).node_ids == {B}
-    assert unless_much_longer(routes.find, (C,), ()).node_ids == {B}
-    assert routes.asked == [(B,), (C,)]
+def test_where_the_best_route_leads_over_no_untried_node_one_search_is_enough() -> None:
+    routes = Routes(route("b", 1.0), route("a", 2.0))
+    assert unless_much_longer(routes.find, (C,), {A}).node_ids == {B}
+    assert routes.asked == [(C,)]
+
+
+def test_where_all_nodes_are_untried_none_is_spared_by_a_long_way_round() -> None:
+    best, longest = route("b", 1.0), route("a", 100.0)
+
+    def find(suspects: Sequence[str]) -> Assembly:
+        """As `sparing` does: without all there is no route, so it spares as many as it can."""
+        return longest if suspects else best
+
+    assert unless_much_longer(find, (), {A, B, C}) is best
     with pytest.raises(NoPipeline):
         unless_much_longer(Routes().find, (), {B})
 

@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable, NoPipeline
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE
-from swarmllm.pipeline.route.warming import ASKED_S, DIALS_MAX, EVERY_S, MODELS_MAX, RouteWarming
+from swarmllm.pipeline.route.warming import ASKED_S, DIALS_MAX, EVERY_S, MODELS_MAX, ROUTES, RouteWarming
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Stand:
     node_id: str = A
     dead: set[str] = field(default_factory=set)
     routes: dict[str, list[str]] = field(default_factory=dict)
+    others: list[list[str]] = field(default_factory=list)
+    """Of every model, after its own."""
     known: set[str] = field(default_factory=lambda: {A, B, C, "d"})
     linked: set[str] = field(default_factory=set)
     dialled: list[str] = field(default_factory=list)
@@ -49,11 +51,13 @@ class Stand:
         self.linked.add(node_id)
 
     async def choose(self, entry: Any, size: object, load: object, avoid: object) -> Any:
-        assert (size, load, avoid) == (DEFAULT_SIZE, self, ())
-        self.planned.append(entry.model_id)
-        if entry.model_id not in self.routes:
-            raise NoPipeline("nobody has it")
-        return SimpleNamespace(stages=[SimpleNamespace(node_id=x) for x in self.routes[entry.model_id]])
+        assert (size, load) == (DEFAULT_SIZE, self)
+        if not avoid:
+            self.planned.append(entry.model_id)
+        for route in (self.routes.get(entry.model_id), *self.others):
+            if route is not None and not set(route) & set(avoid):
+                return SimpleNamespace(stages=[SimpleNamespace(node_id=each) for each in route])
+        raise NoPipeline("nobody has it")
 
 
 async def test_the_nodes_of_a_route_are_dialled_that_are_not_connected() -> None:
@@ -73,6 +77,20 @@ async def test_one_that_does_not_answer_keeps_no_other_waiting_and_is_tried_agai
     assert sorted(stand.dialled) == sorted([B, C])
     await stand.warming.warm(EVERY_S)
     assert sorted(stand.dialled) == sorted([B, B, C])
+
+
+async def test_the_nodes_of_the_next_best_routes_are_dialled_after_those_of_the_best() -> None:
+    stand = Stand(routes={"m": [A, B]}, others=[[B, "e"], [A, C], [C], ["d"], ["f"]])
+    stand.ask("m")
+    await stand.warming.warm(0.0)
+    assert sorted(stand.dialled) == sorted([B, C, "d"]), f"{ROUTES} routes without a node in common"
+
+
+async def test_a_model_that_runs_here_needs_nobody_else() -> None:
+    stand = Stand(routes={"m": [A]})
+    stand.ask("m")
+    await stand.warming.warm(0.0)
+    assert stand.dialled == []
 
 
 async def test_a_long_route_is_dialled_a_few_at_a_time() -> None:

@@ -52,11 +52,12 @@ class UntriedNodes:
 def unless_much_longer(
     find: Callable[[Sequence[NodeId]], Assembly], suspects: Sequence[NodeId], untried: Collection[NodeId]
 ) -> Assembly:
-    """What `find` gives without the untried nodes, or with them where that takes much less time. `find` is
-    given nodes to do without where there are others, the most doubtful first, and says what its route takes
-    (`cost_s`). Raises what it raises."""
-    spared = find((*suspects, *(node_id for node_id in untried if node_id not in suspects)))
-    if not untried or not spared.node_ids.isdisjoint(untried):
-        return spared
+    """What `find` gives without as many untried nodes as can be spared, or with them where that takes much
+    less time. `find` is given nodes to do without where there are others, the most doubtful first, and says
+    what its route takes (`cost_s`). Raises what it raises."""
     best = find(suspects)
+    if best.node_ids.isdisjoint(untried):
+        return best
+    # Where it cannot do without all of them, neither may it go a long way round to do without some.
+    spared = find((*suspects, *(node_id for node_id in untried if node_id not in suspects)))
     return best if spared.cost_s > GAIN * best.cost_s + DIAL_S else spared

@@ -1,10 +1,11 @@
 """Keeps connections with the nodes of the routes that the next requests will probably take.
 
 A node is connected with few others (`network.max_peers`), and the fastest pipeline of a model may lead over
-nodes of which it only knows the records. A request does without such nodes where it can, because a record
-proves no node. So this module computes the cheapest route over all reachable nodes in the background, for the
-models that were requested lately, and dials its nodes: the next request finds them connected, or known as
-unreachable.
+nodes of which it only knows the records. A request does without such nodes where that costs it little, because a record
+proves no node. So this module computes the cheapest routes over all reachable nodes in the background, for the
+models that were requested lately, and dials their nodes: the next request finds them connected, or known as
+unreachable. It computes more than one route, because the cheapest one changes with the loads of nodes and
+with the length of the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ EVERY_S: Final = 10.0
 MODELS_MAX: Final = 8
 ASKED_S: Final = 1800.0
 """For so long after its last request a model's route is kept connected."""
-DIALS_MAX: Final = 4
+ROUTES: Final = 3
+"""Of a model, without a node in common."""
+DIALS_MAX: Final = 6
 """In one round, and model."""
 
 
@@ -81,14 +84,20 @@ class RouteWarming:
                 await self._warm_one(asked)
 
     async def _warm_one(self, asked: _Asked) -> None:
-        try:
-            route = await self._routes.choose(
-                asked.entry, asked.size, self._load(asked.entry, asked.size), avoid=()
-            )
-        except SwarmLLMError:
-            return
-        needed = {stage.node_id for stage in route.stages}
-        missing = sorted(needed - self._router.connected() - {self._router.node_id})
+        here, needed = self._router.node_id, dict[NodeId, None]()
+        for _ in range(ROUTES):
+            try:
+                route = await self._routes.choose(
+                    asked.entry, asked.size, self._load(asked.entry, asked.size), avoid=tuple(needed)
+                )
+            except SwarmLLMError:
+                break
+            found = sorted({stage.node_id for stage in route.stages} - {here})
+            if not found:
+                break
+            needed |= dict.fromkeys(found)
+        connected = self._router.connected()
+        missing = [node_id for node_id in needed if node_id not in connected]
         async with trio.open_nursery() as nursery:
             for node_id in missing[:DIALS_MAX]:
                 nursery.start_soon(self._reach, node_id)
