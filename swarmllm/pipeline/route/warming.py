@@ -1,11 +1,11 @@
 """Keeps connections with the nodes of the routes that the next requests will probably take.
 
 A node is connected with few others (`network.max_peers`), and the fastest pipeline of a model may lead over
-nodes of which it only knows the records. A request does without such nodes where that costs it little, because a record
-proves no node. So this module computes the cheapest routes over all reachable nodes in the background, for the
-models that were requested lately, and dials their nodes: the next request finds them connected, or known as
-unreachable. It computes more than one route, because the cheapest one changes with the loads of nodes and
-with the length of the prompt.
+nodes of which it only knows the records. A request does without such nodes where that costs it little,
+because a record proves no node. So this module computes the cheapest routes over all reachable nodes in the
+background, for the models that were requested lately, and dials their nodes: the next request finds them
+connected, or known as unreachable. It computes more than one route, because the cheapest one changes with the
+loads of nodes and with the length of the prompt.
 """
 
 from __future__ import annotations
