@@ -48,8 +48,8 @@ JUDGED: Final = (
     "test_tokenize",
     "test_tool_call",
 )
-PASSED_MIN: Final = 210
-"""Of 371; 223 of the 345 that ran on a busy machine, before text encoders answered without a model's name."""
+PASSED_MIN: Final = 250
+"""Of 368, of which 273 passed in parts on a busy machine."""
 STARVED_MAX: Final = 3
 """Tests that fail without a reason below: each has a minute, which is too little on a busy machine."""
 WORDS: Final = "words or token counts of that server's tiny model"

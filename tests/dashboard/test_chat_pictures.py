@@ -1,7 +1,8 @@
-"""Pictures in the dashboard's chat, in a real browser: chosen, dropped, pasted, taken away, sent and kept."""
+"""Pictures and sounds in the dashboard's chat, in a browser: chosen, dropped, pasted, removed, sent."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from picture_files import data_url, png
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from sound_models import sound_projector, tones, wav_of
 from vision_models import projector
 
 from swarmllm.guide import GUIDE_PATH
@@ -48,15 +50,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield node
 
 
-def attach(node: DaemonProcess, folder: Path) -> None:
-    mmproj = projector(folder / "mmproj.gguf", "janus_pro", 256)
+def attach(node: DaemonProcess, folder: Path, mmproj: Path | None = None) -> None:
+    mmproj = mmproj or projector(folder / "mmproj.gguf", "janus_pro", 256)
     body = {"path": str(GUIDE_PATH), "name": "guide", "mmproj": str(mmproj)}
     assert '"result"' in node.http.post("/api/admin/models", json=body).text
 
 
 def names(page: WebDriver, where: str) -> list[str]:
     script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.alt)"
-    return [str(name) for name in page.execute_script(script, f"{where} .pictures img")]
+    return [str(name) for name in page.execute_script(script, f"{where} .attachments img")]
 
 
 def give(page: WebDriver, selector: str, kind: str, name: str, data: bytes, media: str = "image/png") -> bool:
@@ -69,7 +71,7 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     node.http.post("/api/admin/models/guide/unload", json={"layers": "mmproj"}).raise_for_status()
     go(page, node, "chat")
     wait_for(lambda: not find(page, "#model").get_attribute("disabled"), DEADLINE_S, "the model")
-    assert not page.find_elements(By.CSS_SELECTOR, "#pictures")
+    assert not page.find_elements(By.CSS_SELECTOR, "#files")
     assert not give(page, ".composer", "drop", "no.png", png())
     assert not give(page, "#prompt", "paste", "no.png", png())
 
@@ -77,7 +79,7 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     seen(page, "Add picture", ".composer")
     page.execute_script(KEEP_WHAT_IS_ASKED)
     (tmp_path / "chosen.png").write_bytes(png(3, 2))
-    find(page, "#pictures").send_keys(str(tmp_path / "chosen.png"))
+    find(page, "#files").send_keys(str(tmp_path / "chosen.png"))
     wait_for(lambda: names(page, ".composer") == ["chosen.png"], DEADLINE_S, "the chosen one")
     assert give(page, ".composer", "dragover", "dropped.png", png(4, 2))
     assert give(page, ".composer", "drop", "dropped.png", png(4, 2))
@@ -120,6 +122,35 @@ def test_pictures_are_chosen_dropped_pasted_taken_away_sent_and_kept(
     wait_for(lambda: len(page.find_elements(By.CSS_SELECTOR, ".way")) == 2, DEADLINE_S, "the answer")
     # Nobody looked again.
     assert len(texts(page, ".way .looked")) == 1
+
+
+def test_a_sound_is_chosen_played_sent_and_kept(page: WebDriver, node: DaemonProcess, tmp_path: Path) -> None:
+    attach(node, tmp_path, sound_projector(tmp_path / "ears.gguf", "ultravox", 256))
+    go(page, node, "chat")
+    seen(page, "Add sound", ".composer")
+    page.execute_script(KEEP_WHAT_IS_ASKED)
+    give(page, ".composer", "drop", "chosen.png", png())
+    seen(page, "chosen.png is no WAV, MP3 or FLAC.")
+    hum = tmp_path / "hum.wav"
+    hum.write_bytes(wav_of(tones(2.0)))
+    find(page, "#files").send_keys(str(hum))
+    seen(page, "hum.wav", ".composer .attachments")
+    find(page, ".composer audio[aria-label='hum.wav']")
+    page.execute_script("document.querySelector('.composer audio').preload = 'auto'")
+    length_s = "return document.querySelector('.composer audio').duration"
+    wait_for(lambda: page.execute_script(length_s) == 2.0, DEADLINE_S, "the sound to be playable")
+
+    find(page, "#prompt").send_keys("What is this?", Keys.ENTER)
+    seen(page, "heard 1 sound", ".way .looked")
+    audio = {"data": base64.b64encode(hum.read_bytes()).decode(), "format": "wav"}
+    content = [{"type": "input_audio", "input_audio": audio}, {"type": "text", "text": "What is this?"}]
+    assert page.execute_script("return asked") == [[{"role": "user", "content": content}]]
+    assert not page.find_elements(By.CSS_SELECTOR, ".composer audio")
+
+    page.refresh()
+    find(page, ".kept summary").click()
+    find(page, ".kept li button").click()
+    find(page, ".turn.user audio[aria-label='hum.wav']")
 
 
 def test_the_strips_show_who_has_the_projector(page: WebDriver, node: DaemonProcess, tmp_path: Path) -> None:

@@ -1,18 +1,18 @@
 // A conversation, and under each answer the way it took; and the conversations that the browser keeps.
 
+import { gallery, intake, readFiles } from "./attachments.js";
 import { asJson, asMarkdown, copy, download, erase, isAnswer, matching, messagesOf, readAll, title, write } from "./conversations.js";
 import { h, show } from "./dom.js";
 import { clock, layerText, ms, plural, rate } from "./format.js";
 import { call, pieces } from "./link.js";
 import { markdown } from "./markdown.js";
-import { gallery, intake, readPictures } from "./pictures.js";
 import { hops, timeBar } from "./routes.js";
 
 let conversation = begin();
 let running = null;
 let names = null;
-let seeing = new Set(); // names of the models that take pictures
-let pictures = []; // of the next question
+let takenBy = new Map(); // by the name of a model, the kinds of files that it takes
+let attachments = []; // of the next question
 let kept = null; // by id; null until they are read
 let search = "";
 let editing = null; // the question's place
@@ -41,6 +41,10 @@ async function read(again) {
     for (const each of await readAll()) {
       if (kept.has(each.id)) continue;
       const last = each.turns.at(-1);
+      for (const turn of each.turns) {
+        if (turn.pictures) turn.attachments = turn.pictures.map((picture) => ({ kind: "picture", ...picture }));
+        delete turn.pictures;
+      }
       if (last?.role === "assistant" && !last.content && !last.error && !last.stopped && !last.swarm) last.error = "The page was closed before the answer came.";
       kept.set(each.id, { ...each, refused: false });
     }
@@ -62,7 +66,7 @@ function open(own, again) {
   running?.abort();
   conversation = own;
   editing = copied = stayed = null;
-  pictures = [];
+  attachments = [];
   again();
 }
 
@@ -78,14 +82,14 @@ function remove(own, again) {
 async function refresh(root, state) {
   const models = (await (await call("GET", "v1/models")).json()).data;
   names = models.filter((model) => model.ready).map((model) => model.id);
-  seeing = new Set(models.filter((model) => model.architecture.input_modalities.includes("image")).map((model) => model.id));
+  takenBy = new Map(models.map((model) => [model.id, [["picture", "image"], ["sound", "audio"]].filter(([, modality]) => model.architecture.input_modalities.includes(modality)).map(([kind]) => kind)]));
   renderChat(root, state);
 }
 
 export function renderChat(root, state) {
   if (state.models) {
     names = state.models.models.filter((model) => model.complete).map((model) => model.name);
-    seeing = new Set(state.models.models.filter((model) => (model.projector && model.projector.state !== "unloaded") || model.encoders.length).map((model) => model.name));
+    takenBy = new Map(state.models.models.map((model) => [model.name, model.takes]));
   } else if (names === null && state.link.status === "limited") { names = []; refresh(root, state).catch(() => {}); }
   const ready = names || [];
   if (!conversation.fixed && !ready.includes(conversation.model)) conversation.model = ready[0] || null;
@@ -100,12 +104,13 @@ export function renderChat(root, state) {
   };
   const again = () => renderChat(root, state);
   if (kept === null) read(again);
+  const kinds = takenBy.get(model) || [];
   const add = async (files) => {
     trouble = "";
-    try { pictures.push(...await readPictures(files)); } catch (error) { trouble = error.message; }
+    try { attachments.push(...await readFiles(files, kinds)); } catch (error) { trouble = error.message; }
     again();
   };
-  const takes = seeing.has(model) ? intake(add) : {};
+  const takes = kinds.length ? intake(add, kinds) : {};
   const log = root.querySelector(".log");
   const atEnd = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   show(root,
@@ -114,7 +119,7 @@ export function renderChat(root, state) {
     h("div", { class: "log", "data-key": "log", role: "log", "aria-label": "Conversation", tabindex: "0" }, turns.length ? turns.map((each, index) => turn(each, index, root, state)) : intro(ready, state)),
     !ready.length && turns.length > 0 && h("p", { class: "small bad", "data-key": "nobody", role: "status" }, nobody(state), " ", h("a", { href: "#models" }, "Models")),
     h("form", { class: "composer", "data-key": "composer", ...takes.drop, onsubmit: (event) => { event.preventDefault(); send(root, state); } },
-      pictures.length > 0 && gallery(pictures, (index) => { pictures.splice(index, 1); again(); }),
+      attachments.length > 0 && gallery(attachments, (index) => { attachments.splice(index, 1); again(); }),
       h("label", { class: "sr", "data-key": "prompt-label", for: "prompt" }, "Message"),
       h("textarea", { id: "prompt", "data-key": "prompt", ...takes.paste, rows: "2", placeholder: model ? `Ask ${model} something` : "No model is ready", onkeydown: (event) => {
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(root, state); }
@@ -192,7 +197,7 @@ function turn(each, index, root, state) {
   const isLast = index === turns.length - 1;
   return h("article", { class: `turn ${each.role}`, "data-key": `turn-${conversation.id}-${index}`, "aria-label": isUser ? "You" : "Answer" },
     each.thought && h("details", { class: "thought", "data-key": "thought" }, h("summary", null, each.content || each.swarm ? "Thoughts" : "Thinking…"), h("div", { class: "text" }, each.thought)),
-    each.pictures && gallery(each.pictures),
+    each.attachments && gallery(each.attachments),
     (each.content || (running && isLast)) && h("div", { class: "text" }, isUser ? each.content : markdown(each.content)),
     each.stopped && h("p", { class: "muted small" }, "Stopped."),
     stayed?.reply === each && h("p", { class: "bad", role: "alert" }, `There is no new answer: ${stayed.message}`),
@@ -213,7 +218,7 @@ function editor(each, index, root, state) {
     if (!text || running || !isReady(again)) return;
     const { model, system, sampling, turns } = conversation;
     open({ ...begin(model, true), system, sampling: { ...sampling }, turns: structuredClone(turns.slice(0, index)) }, again);
-    ask(text, root, state, each.pictures);
+    ask(text, root, state, each.attachments);
   };
   return h("form", { class: "composer", "data-key": `edit-${conversation.id}-${index}`, onsubmit: branch },
     h("label", { class: "sr", for: "edit" }, "Question"),
@@ -242,7 +247,7 @@ function way({ swarm, finish, tokens }) {
     tokens && plural(tokens, "token"), swarm.decode_tokens_per_s && `${rate(swarm.decode_tokens_per_s)} tokens/s`, `prefill ${ms(swarm.prefill_ms)}`,
     swarm.queue_ms > 1 && `waited ${ms(swarm.queue_ms)}`, swarm.shape === "local" ? "local, on one node" : plural(nodes, "node"), swarm.exact === false && "rounded between nodes: not exactly the uncut model's text", finish === "length" && "cut off at the limit",
   ];
-  return h("div", { class: "way" }, hops(swarm.route, { pictures: swarm.pictures }), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
+  return h("div", { class: "way" }, hops(swarm.route, { pictures: swarm.pictures, sounds: swarm.sounds }), timeBar(swarm.route), h("div", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
 
 function send(root, state) {
@@ -250,12 +255,12 @@ function send(root, state) {
   const text = box.value.trim();
   if (!text || running || !conversation.model || !isReady(() => renderChat(root, state))) return;
   box.value = "";
-  ask(text, root, state, pictures.splice(0));
+  ask(text, root, state, attachments.splice(0));
 }
 
-function ask(text, root, state, shown = []) {
+function ask(text, root, state, given = []) {
   conversation.fixed = true;
-  conversation.turns.push({ role: "user", content: text, ...(shown.length ? { pictures: shown } : {}) });
+  conversation.turns.push({ role: "user", content: text, ...(given.length ? { attachments: given } : {}) });
   generate(root, state);
 }
 

@@ -1,4 +1,5 @@
 // The conversations that this browser keeps, in IndexedDB: read once, written as they change, found by their words, exported.
+import { asPart } from "./attachments.js";
 
 const STORE = "conversations";
 const database = new Promise((resolve, reject) => {
@@ -42,8 +43,8 @@ export function matching(conversations, search) {
 export function asMarkdown(conversation) {
   const parts = [`# ${title(conversation)}`, `Model: ${conversation.model}`];
   if (conversation.system) parts.push("## System", conversation.system);
-  for (const { role, content, error, pictures } of conversation.turns) {
-    parts.push(role === "user" ? "## You" : "## Answer", ...(pictures || []).map(({ name }) => `(picture: ${name})`), error ? `${content}\n\n(${error})`.trim() : content);
+  for (const { role, content, error, attachments } of conversation.turns) {
+    parts.push(role === "user" ? "## You" : "## Answer", ...(attachments || []).map(({ kind, name }) => `(${kind}: ${name})`), error ? `${content}\n\n(${error})`.trim() : content);
   }
   return `${parts.join("\n\n")}\n`;
 }
@@ -61,11 +62,9 @@ export const isAnswer = (turn) => turn?.role === "assistant" && Boolean(turn.con
 export function messagesOf(system, turns) {
   const last = turns.findLastIndex(({ role }) => role === "user");
   const isSent = (each, index) => isAnswer(each) || (each.role === "user" && (index === last || isAnswer(turns[index + 1])));
-  const said = turns.filter(isSent).map(({ role, content, pictures }) => ({ role, content: pictures ? withPictures(content, pictures) : content }));
+  const said = turns.filter(isSent).map(({ role, content, attachments }) => ({ role, content: attachments ? [...attachments.map(asPart), { type: "text", text: content }] : content }));
   return system.trim() ? [{ role: "system", content: system }, ...said] : said;
 }
-
-const withPictures = (text, pictures) => [...pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
 
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));

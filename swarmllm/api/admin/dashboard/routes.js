@@ -18,10 +18,10 @@ export function timeBar(route) {
     parts.map((part) => h("i", { class: part.className, title: `${part.what}: ${ms(part.value)} per token`, style: { ...hue(part.node), flex: `${part.value} 0 0` } })));
 }
 
-/** Who encoded the pictures of a prompt, one stop for each node; those of an earlier prompt nobody looks at again. */
-function encoders(pictures) {
+/** Who encoded the pictures or sounds of a prompt, one stop for each node; those of an earlier prompt nobody encodes again. */
+function encoders(encoded) {
   const stops = new Map();
-  for (const { node, nickname, encode_ms: took, kept } of pictures) {
+  for (const { node, nickname, encode_ms: took, kept } of encoded) {
     if (kept) continue;
     const stop = stops.get(node) ?? { node, nickname, n: 0, took: 0 };
     stops.set(node, { ...stop, n: stop.n + 1, took: stop.took + took });
@@ -29,13 +29,14 @@ function encoders(pictures) {
   return [...stops.values()];
 }
 
-/** The stages in order, with their layers and times; before them who looked at the pictures. */
-export function hops(route, { times = true, pictures = [] } = {}) {
+/** The stages in order, with their layers and times; before them who encoded the pictures and sounds. */
+export function hops(route, { times = true, pictures = [], sounds = [] } = {}) {
   const isRing = route.some((stage) => stage.network_ms_per_token > 0);
-  return h("ol", { class: "hops", "aria-label": "Route" }, encoders(pictures).map((stop) => h("li", { class: "looked" },
+  const stops = [...encoders(pictures).map((stop) => ({ ...stop, did: `looked at ${plural(stop.n, "picture")}` })), ...encoders(sounds).map((stop) => ({ ...stop, did: `heard ${plural(stop.n, "sound")}` }))];
+  return h("ol", { class: "hops", "aria-label": "Route" }, stops.map((stop) => h("li", { class: "looked" },
     h("span", { class: "mmproj has", style: hue(stop.node) }),
     h("span", { class: "cut" }, nameOf(stop)),
-    h("span", { class: "muted" }, `looked at ${plural(stop.n, "picture")}`),
+    h("span", { class: "muted" }, stop.did),
     times && h("span", { class: "muted" }, ms(stop.took)),
     h("span", { class: "hop" }, "→"))), route.map((stage, index) => h("li", null,
     h("span", { class: "swatch", style: hue(stage.node) }),
