@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -22,6 +23,7 @@ from swarmllm.swarm.discovery.dialler import (
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
+    PROBE_S,
     QUICK_S,
     SLOW_S,
     DialCandidate,
@@ -29,6 +31,7 @@ from swarmllm.swarm.discovery.dialler import (
 )
 from swarmllm.swarm.peers.connection_limits import Standings
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm_proto.identifiers import NodeId
 
 HERE = [Address("192.0.2.1", 8810)]
 THERE = [Address("192.0.2.2", 8810)]
@@ -416,3 +419,49 @@ async def test_it_looks_again_now_and_then_though_nothing_is_said(autojump_clock
         await trio.sleep(2 * BACKOFF_MAX_S)
         nursery.cancel_scope.cancel()
     assert dialled_at_s == [pytest.approx(began_s + BACKOFF_MAX_S)]
+
+
+def separated(n_lost: int) -> tuple[Dialler, set[NodeId]]:
+    """All places are taken, and so many other nodes were lost at second 0."""
+    d = Dialler(NodeId("me"), random.Random(0))
+    connected = {NodeId(f"here {i}") for i in range(PEERS_MAX)}
+    lost = [NodeId(f"lost {i}") for i in range(n_lost)]
+    for node_id in (*connected, *lost, NodeId("never connected")):
+        d.suggest(node_id, HERE, now=0.0)
+    for node_id in lost:
+        d.answered(node_id)
+        d.lost(node_id, 0.0, on_purpose=False)
+    return d, connected
+
+
+def test_one_lost_node_at_a_time_is_sought_though_all_places_are_taken() -> None:
+    """Else two parts of a swarm that were separated for a while would never meet again."""
+    d, connected = separated(20)
+    sought: list[tuple[float, NodeId]] = []
+    for now in range(1, 1200):
+        for node_id in names(d.due(float(now), connected)):
+            sought.append((float(now), NodeId(node_id)))
+            d.dialled(NodeId(node_id), float(now), succeeded=False)
+    assert len({node_id for _, node_id in sought}) > 5
+    assert all(node_id.startswith("lost") for _, node_id in sought)
+    pauses = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(sought)]
+    assert min(pauses) >= PROBE_S / 2
+    assert max(pauses) <= 1.5 * PROBE_S + BACKOFF_MAX_S
+
+
+def test_lost_nodes_are_left_alone_once_they_are_connected_or_none_was_lost() -> None:
+    d, connected = separated(1)
+    (found,) = names(d.due(40.0, connected))
+    d.dialled(NodeId(found), 40.0, succeeded=True)
+    d.answered(NodeId(found))
+    connected.add(NodeId(found))
+    assert names(d.due(300.0, connected)) == []
+    d.let_go(NodeId(found), 300.0)
+    connected.remove(NodeId(found))
+    assert names(d.due(600.0, connected)) == []
+
+
+def test_while_places_are_free_no_lost_node_is_sought_besides() -> None:
+    d, connected = separated(20)
+    connected.pop()
+    assert len(names(d.due(60.0, connected))) == 1

@@ -3,11 +3,12 @@ those that callers need.
 
 Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of. A peer
 that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
-`peers_max` connections; a new address of a node (an envelope, an mDNS answer) starts the back-off afresh. The
-peers are drawn at random: a graph in which each node has drawn a few others is connected, and no node is
-everybody's neighbour. When two nodes learn of each other at once, the one with the smaller id dials and the
-other holds back a moment. A node that a caller needs is dialled at once, however many connections there are
-(`want`).
+`peers_max` connections, and one lost peer a minute after that: two parts of a swarm that were separated have
+connections enough each, and would never meet again. A new address of a node (an envelope, an mDNS answer)
+starts the back-off afresh. The peers are drawn at random: a graph in which each node has drawn a few others
+is connected, and no node is everybody's neighbour. When two nodes learn of each other at once, the one with
+the smaller id dials and the other holds back a moment. A node that a caller needs is dialled at once, however
+many connections there are (`want`).
 
 A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
 while (`may_answer`).
@@ -56,6 +57,8 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
 LET_GO_S = 60.0
+PROBE_S = 60.0
+"""A lost node is dialled so often, on average, while all places are taken."""
 DOUBT_FIRST_S = 2.0
 DOUBT_MAX_S = 600.0
 """A sign of life that comes so soon after a node was lost may have been under way for as long. After a dial
@@ -108,6 +111,8 @@ class Dialler:
         self._changed = trio.Event()
         self._n_dials_max = DIALS_FIRST
         self._peers_max = peers_max
+        self._probe_due_s = -math.inf
+        """When a lost node may be dialled next though all places are taken."""
 
     def suggest(
         self,
@@ -242,6 +247,11 @@ class Dialler:
             if n_others < room and (n_others < n_places or self._may_push_in(node_id, connected)):
                 chosen.append((node_id, candidate))
                 n_others += 1
+        if n_places <= 0 < room and not n_others and now >= self._probe_due_s:
+            lost = [each for each in others if each[1].lost_at_s > -math.inf]
+            if lost:
+                chosen.append(lost[0])
+                self._probe_due_s = now + PROBE_S * self._random.uniform(0.5, 1.5)
         for _, candidate in chosen:
             candidate.dialling_since_s = now
         return [(node_id, list(candidate.addresses)) for node_id, candidate in chosen], next_s
