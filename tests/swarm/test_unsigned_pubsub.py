@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -283,3 +284,25 @@ async def test_of_a_message_that_was_passed_on_no_task_is_left(tmp_path: Path) -
             await b.hears(b"valid %d" % number)
         await trio.testing.wait_all_tasks_blocked()
         assert n_library_tasks() < before + 15
+
+
+async def test_who_came_back_before_its_old_stream_ended_goes_on_hearing(tmp_path: Path) -> None:
+    """A node that was killed and starts again at once has told its subscriptions by its new connection."""
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        await b.gossip.publish(MODELS, b"valid before")
+        await a.hears(b"valid before")
+        came_back = ID.from_base58(a.host.node_id)
+        b_pubsub = b.gossip._pubsub
+        b_pubsub._handle_dead_peer(came_back)
+        with trio.fail_after(DEADLINE_S):
+            while came_back not in b_pubsub.peers:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        n_heard = len(a.heard)
+        for i in itertools.count():
+            # Nobody is in its mesh until the next heartbeat of gossip.
+            await b.gossip.publish(MODELS, b"valid after %d" % i)
+            await trio.sleep(0.1)
+            if len(a.heard) > n_heard:
+                break
+            assert i < 10 * DEADLINE_S

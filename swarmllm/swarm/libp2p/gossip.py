@@ -171,6 +171,14 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
             return False
         return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
 
+    def _forget_all_subscriptions(self, peer_id: ID) -> None:
+        """A peer tells its subscriptions once, with its first message on a new connection. The end of an
+        older one may be noticed after that, so they are kept while there is a connection."""
+        if self._peer_is_connected(peer_id):
+            self._replayed_recent_topics.pop(peer_id, None)
+        else:
+            super()._forget_all_subscriptions(peer_id)
+
     def _mark_msg_seen(self, msg: Any) -> None:
         super()._mark_msg_seen(msg)
         seen = self.seen_messages
