@@ -31,6 +31,7 @@ from trio.testing import MockClock
 
 from bench.decoders.target import NODE_ID, Target
 from swarmllm.errors import RemoteError
+from swarmllm.swarm.byte_budget import PayloadRoom
 from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
@@ -122,14 +123,28 @@ class _Wire:
         self._data = b""
 
 
-async def _take(_connection: Connection, _header: bytes, _payload: memoryview) -> None:
-    return
+class _User:
+    """Of connections: has room for every payload."""
+
+    def __init__(self, bulk: Bulk | None = None) -> None:
+        """`bulk` takes what arrives; without it that is dropped."""
+        self._bulk = bulk
+
+    async def receive(self, connection: Connection, header: bytes, payload: memoryview) -> None:
+        if self._bulk is not None:
+            await self._bulk.take(connection, header, payload)
+
+    async def yield_to_messages(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def payload_room(self, node_id: NodeId) -> PayloadRoom:
+        return PayloadRoom(None)
 
 
 def _connection(data: bytes) -> None:
     async def run() -> Connection:
         timer = ConnectionTimer()
-        connection = Connection(NODE_ID, _Wire(data), _take, timer, dialled=False)  # type: ignore[arg-type]
+        connection = Connection(NODE_ID, _Wire(data), _User(), timer, dialled=False)  # type: ignore[arg-type]
         # What an acknowledgement may be of.
         connection.deliveries.sent(trio.current_time())
         connection.deliveries.sent(trio.current_time())
@@ -158,7 +173,7 @@ def _bulk_connection(data: bytes) -> None:
         async with trio.open_nursery() as nursery:
             bulk = Bulk(NODE_ID, nursery, _NoWays())
             timer = ConnectionTimer()
-            connection = Connection(NODE_ID, _Wire(data), bulk.take, timer, dialled=False)  # type: ignore[arg-type]
+            connection = Connection(NODE_ID, _Wire(data), _User(bulk), timer, dialled=False)  # type: ignore[arg-type]
             await connection.run()
             bulk.lost(connection)
         return connection
