@@ -29,7 +29,7 @@ RECORD_BYTES = 1500
 HOUR_MS = 3_600_000
 EPOCH_MS = 1_764_000_000_000
 LOOK_EVERY_S = 0.1
-PATIENCE_S = 400.0
+DEADLINE_S = 400.0
 PARTED_S = 60.0
 QUIET_S = 120.0
 CLOCK_WRONG_H = 12
@@ -37,7 +37,7 @@ CLOCK_WRONG_H = 12
 
 @dataclass
 class RecordSwarm:
-    """The nodes that live, and what each has said last."""
+    """The nodes that run, and the latest record of each."""
 
     network: RecordNetwork
     rng: random.Random
@@ -45,42 +45,42 @@ class RecordSwarm:
     """So many hours fast or slow, at most, are the clocks of nodes."""
     peers_max: int = PEERS_MAX
     """Connections that each looks for."""
-    said: dict[str, bytes] = field(default_factory=dict)
-    lives: dict[str, int] = field(default_factory=dict)
-    """By name: when the last life began, by the node's clock in milliseconds."""
-    named: dict[str, RecordNode] = field(default_factory=dict)
+    published: dict[str, bytes] = field(default_factory=dict)
+    started_ms: dict[str, int] = field(default_factory=dict)
+    """By name: when the node started last, by its own clock in milliseconds."""
+    nodes: dict[str, RecordNode] = field(default_factory=dict)
     first: RecordNode | None = None
 
     async def start(self, name: str) -> RecordNode:
-        """A node of that name; the next life of one that is dead."""
+        """A node of that name; one that was killed starts again."""
         wrong_ms = round(self.rng.uniform(-self.clock_wrong_h, self.clock_wrong_h) * HOUR_MS)
         now_ms = EPOCH_MS + round(trio.current_time() * 1000) + wrong_ms
         # As `spread.next_incarnation` has it.
-        self.lives[name] = max(now_ms, self.lives.get(name, 0) + 1)
+        self.started_ms[name] = max(now_ms, self.started_ms.get(name, 0) + 1)
         bootstrap = None if self.first is None else self.first.node_id
         node = await self.network.start(
             name,
             bootstrap,
-            started_at_ms=self.lives[name],
+            started_at_ms=self.started_ms[name],
             record=self._record(name),
             peers_max=self.peers_max,
         )
-        self.named[name] = node
+        self.nodes[name] = node
         self.first = self.first or node
         return node
 
     def kill(self, name: str) -> None:
-        node = self.named.pop(name)
-        del self.said[name]
+        node = self.nodes.pop(name)
+        del self.published[name]
         self.network.kill(node)
 
-    async def say(self, name: str) -> None:
-        """Something new."""
-        await self.named[name].spread.publish(self._record(name))
+    async def publish(self, name: str) -> None:
+        """A new record."""
+        await self.nodes[name].spread.publish(self._record(name))
 
     def _record(self, name: str) -> bytes:
-        self.said[name] = self.rng.randbytes(RECORD_BYTES)
-        return self.said[name]
+        self.published[name] = self.rng.randbytes(RECORD_BYTES)
+        return self.published[name]
 
     def n_lacking(self) -> int:
         """Pairs of nodes of which the one does not know what the other has said last, or does not count it as
@@ -98,8 +98,8 @@ class RecordSwarm:
         self, readers: Collection[RecordNode] | None, names: Collection[str] | None
     ) -> Iterator[tuple[RecordNode, NodeId]]:
         now = trio.current_time()
-        wanted = {self.named[name].node_id: self.said[name] for name in names or self.named}
-        for node in list(readers or self.named.values()):
+        wanted = {self.nodes[name].node_id: self.published[name] for name in names or self.nodes}
+        for node in list(readers or self.nodes.values()):
             records, reachable = node.spread.records, node.reachable.at(now)
             for node_id, record in wanted.items():
                 if node_id != node.node_id and (node_id not in reachable or records.get(node_id) != record):
@@ -108,19 +108,19 @@ class RecordSwarm:
     def n_dead(self) -> int:
         """Pairs of which one lives and counts the other, which does not, as reachable."""
         alive, now = self.network.nodes.keys(), trio.current_time()
-        return sum(len(node.reachable.at(now) - alive) for node in self.named.values())
+        return sum(len(node.reachable.at(now) - alive) for node in self.nodes.values())
 
     def n_bytes(self) -> int:
-        return sum(node.n_bytes for node in self.named.values())
+        return sum(node.n_bytes for node in self.nodes.values())
 
     def n_dials(self) -> int:
-        return sum(node.n_dials for node in self.named.values())
+        return sum(node.n_dials for node in self.nodes.values())
 
 
 async def seconds_until(condition: Callable[[], bool]) -> float:
-    """Raises trio.TooSlowError after PATIENCE_S."""
+    """Raises trio.TooSlowError after DEADLINE_S."""
     began_s = trio.current_time()
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 (many nodes are looked at, on a simulated clock)
             await trio.sleep(LOOK_EVERY_S)
     return round(trio.current_time() - began_s, 1)
@@ -133,7 +133,7 @@ async def started(swarm: RecordSwarm, n_nodes: int) -> list[Row]:
     for number in range(n_nodes):
         await swarm.start(f"node{number}")
     found_s = await seconds_until(swarm.knows)
-    degree = sum(len(node.connected) for node in swarm.named.values()) / n_nodes
+    degree = sum(len(node.connected) for node in swarm.nodes.values()) / n_nodes
     return [
         (f"{n_nodes} start at once and know the first one: until all reach all", f"{found_s} s"),
         ("bytes that each was told until then", f"{swarm.n_bytes() / n_nodes / 1000:.0f} kB"),
@@ -160,12 +160,12 @@ async def one_comes_and_goes(swarm: RecordSwarm) -> list[Row]:
 
 
 async def halves(swarm: RecordSwarm) -> list[Row]:
-    names = list(swarm.named)
-    sides = {swarm.named[name].node_id: number % 2 for number, name in enumerate(names)}
+    names = list(swarm.nodes)
+    sides = {swarm.nodes[name].node_id: number % 2 for number, name in enumerate(names)}
     swarm.network.part(sides)
     await trio.sleep(PARTED_S / 2)
     for name in names[::4]:
-        await swarm.say(name)
+        await swarm.publish(name)
     await trio.sleep(PARTED_S / 2)
     apart = swarm.n_lacking() / len(names)
     swarm.network.heal()
@@ -181,11 +181,11 @@ async def halves(swarm: RecordSwarm) -> list[Row]:
 
 async def crowd(swarm: RecordSwarm, n_more: int) -> list[Row]:
     bytes_before = swarm.n_bytes()
-    before = list(swarm.named.values())
+    before = list(swarm.nodes.values())
     for number in range(n_more):
         await swarm.start(f"crowd{number}")
     known_s = await seconds_until(swarm.knows)
-    each = (swarm.n_bytes() - bytes_before) / len(swarm.named) / 1000
+    each = (swarm.n_bytes() - bytes_before) / len(swarm.nodes) / 1000
     most = max(len(node.connected) for node in before)
     return [
         (f"{n_more} come at once: until all reach all", f"{known_s} s"),
@@ -195,17 +195,17 @@ async def crowd(swarm: RecordSwarm, n_more: int) -> list[Row]:
 
 
 async def half_dies(swarm: RecordSwarm) -> list[Row]:
-    dead = list(swarm.named)[1::2]
+    dead = list(swarm.nodes)[1::2]
     for name in dead:
         swarm.kill(name)
     await trio.sleep(5.0)
-    after = [swarm.n_dead() / len(swarm.named)]
-    names = list(swarm.named)
-    await swarm.say(names[-1])
+    after = [swarm.n_dead() / len(swarm.nodes)]
+    names = list(swarm.nodes)
+    await swarm.publish(names[-1])
     news_s = await seconds_until(lambda: swarm.knows(names=[names[-1]]))
     left_s = await seconds_until(swarm.knows)
     await trio.sleep(55.0)
-    after.append(swarm.n_dead() / len(swarm.named))
+    after.append(swarm.n_dead() / len(swarm.nodes))
     forgotten_s = await seconds_until(lambda: swarm.n_dead() == 0)
     return [
         (f"{len(dead)} are killed at once: of them each counts as reachable 5 s later", f"{after[0]:.1f}"),
@@ -218,12 +218,12 @@ async def half_dies(swarm: RecordSwarm) -> list[Row]:
 
 async def wrong_clocks(swarm: RecordSwarm) -> list[Row]:
     swarm.clock_wrong_h = CLOCK_WRONG_H
-    names = list(swarm.named)[1::3]
+    names = list(swarm.nodes)[1::3]
     for name in names:
         swarm.kill(name)
         await swarm.start(name)
     back_s = await seconds_until(swarm.knows)
-    await swarm.say(names[0])
+    await swarm.publish(names[0])
     news_s = await seconds_until(lambda: swarm.knows(names=[names[0]]))
     return [
         (
@@ -237,22 +237,22 @@ async def wrong_clocks(swarm: RecordSwarm) -> list[Row]:
 async def churn(swarm: RecordSwarm, minutes: float) -> list[Row]:
     """A third of the nodes come and go, each after a minute or so; the others say something now and then."""
     swarm.clock_wrong_h = 0.0
-    moving, staying = list(swarm.named)[1::3], list(swarm.named)[2::3]
+    moving, staying = list(swarm.nodes)[1::3], list(swarm.nodes)[2::3]
     end_s = trio.current_time() + minutes * 60
     n_changes, n_said, late = 0, 0, 0
-    n_staying = [swarm.named[name] for name in staying]
+    n_staying = [swarm.nodes[name] for name in staying]
     told_before = sum(node.n_bytes for node in n_staying)
     while trio.current_time() < end_s:
         await trio.sleep(swarm.rng.expovariate(len(moving) / 60))
         name = swarm.rng.choice(moving)
-        if name in swarm.named:
+        if name in swarm.nodes:
             swarm.kill(name)
         else:
             await swarm.start(name)
         n_changes += 1
         if swarm.rng.random() < 0.1:
             speaker = swarm.rng.choice(staying)
-            await swarm.say(speaker)
+            await swarm.publish(speaker)
             n_said += 1
             await trio.sleep(2.0)
             late += not swarm.knows(n_staying, [speaker])
@@ -267,7 +267,7 @@ async def churn(swarm: RecordSwarm, minutes: float) -> list[Row]:
         ),
         ("after the last change, until all reach all", f"{settled_s} s"),
         ("each of those that stayed was told", f"{told / len(n_staying) / (minutes * 60) / 1000:.1f} kB/s"),
-        (f"records that one of them keeps, at most (nodes: {len(swarm.named)})", f"{most}"),
+        (f"records that one of them keeps, at most (nodes: {len(swarm.nodes)})", f"{most}"),
     ]
 
 
@@ -275,7 +275,7 @@ async def quiet(swarm: RecordSwarm) -> list[Row]:
     await trio.sleep(QUIET_S)
     before, dials_before = swarm.n_bytes(), swarm.n_dials()
     await trio.sleep(QUIET_S)
-    n_nodes = len(swarm.named)
+    n_nodes = len(swarm.nodes)
     return [
         (
             f"nothing happens for {QUIET_S:.0f} s: each is told",

@@ -14,16 +14,16 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from statistics import median
 
 import numpy as np
 
-from bench.common.figures import Figure, publish
+from bench.common.figures import Figure, publish, ratios
 from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX, WINDOW_ROWS_MAX
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.job_order import JobOrder
@@ -155,10 +155,10 @@ class Chain:
         self._drop(stage)
 
 
-def speed(line: Line, odds: float | None, n_jobs: int, arguments: argparse.Namespace, seed: int) -> float:
+def speed(line: Line, odds: float | None, n_jobs: int, n_tokens: int, seed: int) -> float:
     """Tokens/s. `n_jobs` under way at most; 0: without guesses."""
     rng = Random(seed)
-    text = [2 * rng.randrange(10_000) for _ in range(arguments.tokens)]
+    text = [2 * rng.randrange(10_000) for _ in range(n_tokens)]
     guesses = Guesses(text, odds, seed) if n_jobs else None
     return len(text) / Chain(line, text, guesses, max(n_jobs, 1)).run()
 
@@ -173,13 +173,12 @@ def compare(arguments: argparse.Namespace) -> list[tuple[Figure, Figure | None]]
         for way, n_jobs in WAYS.items():
             gain = gains[way] = Figure(f"{n_nodes} nodes, {rtt_ms:g} ms, {text}: {way}", "x without guesses")
             for seed in range(arguments.seeds):
-                plain = speed(line, odds, 0, arguments, seed)
-                gain.values.append(speed(line, odds, n_jobs, arguments, seed) / plain)
+                plain = speed(line, odds, 0, arguments.tokens, seed)
+                gain.values.append(speed(line, odds, n_jobs, arguments.tokens, seed) / plain)
         one, several = gains.values()
-        pairs = zip(several.values, one.values, strict=True)
-        ratio = Figure(f"{several.name} / {one.name}", "x", [a / b for a, b in pairs])
+        ratio = ratios(several, one)
         rows += [(one, None), (several, ratio)]
-        print(f"{several.name} {several.median:.2f} (one {one.median:.2f}, {median(ratio.values):.2f}x)")
+        print(f"{several.name} {several.median:.2f} (one {one.median:.2f}, {ratio.median:.2f}x)")
     return rows
 
 
@@ -195,7 +194,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
-    publish("windows", "python -m bench.windows", compare(arguments))
+    publish("windows", " ".join(("python -m bench.windows", *sys.argv[1:])), compare(arguments))
 
 
 if __name__ == "__main__":

@@ -199,9 +199,9 @@ class Libp2pRouter:
     def untried(self) -> frozenset[NodeId]:
         return self._reachable.untried(trio.current_time())
 
-    def count_first(self, is_needed: Callable[[NodeId], bool]) -> None:
-        """Where more nodes are known than can count, those of which this is true count before others with
-        which there has been no connection."""
+    def prefer_untried(self, is_needed: Callable[[NodeId], bool]) -> None:
+        """At most UNTRIED_MAX nodes that were never connected count as reachable. Where more are known, those
+        for which `is_needed` is true come first."""
         self._reachable.is_needed = is_needed
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:

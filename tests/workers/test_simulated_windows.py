@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from bench.windows import WAYS, Line, speed
 
 ONE, SEVERAL = WAYS.values()
-ASKED = argparse.Namespace(tokens=200)
+N_TOKENS = 200
 
 
 def gains(line: Line, odds: float | None) -> tuple[float, float]:
     """Of one window and of several, over the same chain without guesses."""
-    plain = speed(line, odds, 0, ASKED, seed=1)
-    return speed(line, odds, ONE, ASKED, seed=1) / plain, speed(line, odds, SEVERAL, ASKED, seed=1) / plain
+    plain = speed(line, odds, 0, N_TOKENS, seed=1)
+    one, several = (speed(line, odds, n_jobs, N_TOKENS, seed=1) for n_jobs in (ONE, SEVERAL))
+    return one / plain, several / plain
 
 
 @pytest.mark.parametrize("one_way_s", [5e-5, 0.01, 0.04])

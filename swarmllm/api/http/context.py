@@ -1,7 +1,4 @@
-"""Gives handlers the node, the caller, the model and the conversation of a request.
-
-Finds the conversation that a request belongs to, by the fields of any API.
-"""
+"""Gives handlers the node, the caller, the model and the conversation of a request."""
 
 from __future__ import annotations
 

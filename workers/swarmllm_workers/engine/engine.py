@@ -258,8 +258,9 @@ class Engine:
             log.debug("request %s ended with %d rows", request_id, n_rows)
         self.held.discard(request_id)
         for start, end in self._routes.get(request_id, {}):
-            self.journals.keep(request_id, end, self._block_keys(request_id, start, end))
-            self.received.keep(request_id, start, self._block_keys(request_id, start, end))
+            if keys := self._block_keys(request_id, start, end):
+                self.journals.keep(request_id, end, keys)
+                self.received.keep(request_id, start, keys)
         self.journals.forget(request_id)
         self.received.forget(request_id)
         self.prefixes.end(request_id, self.layers.segments)
