@@ -33,6 +33,7 @@ def boundaries(row: Architecture) -> str:
         return "where every part has a layer with a sliding window"
     steps = [str(row.cut_alignment)] if row.cut_alignment > 1 else []
     steps += [f"`{row.alignment_key}`"] if row.alignment_key else []
+    steps += [f"`{row.deepstack_key}` + 1"] if row.deepstack_key else []
     return f"at multiples of {' and '.join(steps)}" if steps else "anywhere"
 
 

@@ -51,9 +51,10 @@ SOUND_TOKENS = (
 )
 """Special tokens around sounds, of text models that have none of their own."""
 OWN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>")
-OWN_TEXTS = ("qwen2vl", "gemma3", "gemma3-f16")
+OWN_TEXTS = ("qwen2vl", "qwen3vl", "gemma3", "gemma3-f16")
 """Text models of which alone the pictures have these tokens around them."""
-GRID_FAMILIES = ("qwen2vl_merger", "qwen2.5vl_merger")
+GRID_FAMILIES = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
+N_DEEPSTACK = 2
 LFM2 = replace(
     FAMILIES["lfm2"],
     n_layers=8,
@@ -71,6 +72,13 @@ TEXTS: Final[dict[str, Spec | Family]] = {
     "qwen2-wide": replace(SPECS["qwen2"], n_embd=128, n_heads=8, types=(Type.Q8_0,)),
     "qwen2vl": Spec(
         "qwen2vl", qkv_bias=True, keys={"rope.dimension_sections": [4, 2, 2, 0]}, types=(Type.Q8_0,)
+    ),
+    "qwen3vl": Spec(
+        "qwen3vl",
+        n_layers=12,
+        qk_norm=True,
+        keys={"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": N_DEEPSTACK},
+        types=(Type.Q8_0,),
     ),
     **{
         f"long-{name}": replace(SPECS[name], types=(Type.Q8_0,), context_length=2048)
@@ -178,6 +186,7 @@ def projector(
     gguf.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     gguf.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
     on_grid, is_windowed = family in GRID_FAMILIES, family == "qwen2.5vl_merger"
+    is_deep = family == "qwen3vl_merger"
     if plain and plain.is_linear:
         writer.matrix("v.patch_embd", width, 3 * patch * patch)
     else:
@@ -186,10 +195,10 @@ def projector(
         # Of the second of two frames.
         values = writer.random((width, 3, patch, patch), (3 * patch * patch) ** -0.5)
         gguf.add_tensor("v.patch_embd.weight.1", values)
-    elif not (plain and plain.is_linear):
+    if is_deep or (not on_grid and not (plain and plain.is_linear)):
         writer.vector("v.patch_embd.bias", width)
     has_class = plain.has_class if plain else family == "internvl"
-    if plain.has_positions if plain else not on_grid:
+    if plain.has_positions if plain else is_deep or not on_grid:
         n_positions = plain.n_positions if plain and plain.n_positions else (image // patch) ** 2 + has_class
         writer.matrix("v.position_embd", n_positions, width, scale=0.3)
     if has_class:
@@ -200,9 +209,10 @@ def projector(
             writer.vector(f"{block}.{norm}.weight", width, 1.0)
             if not is_windowed:
                 writer.vector(f"{block}.{norm}.bias", width)
-        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            writer.matrix(f"{block}.{part}", width, width)
-            writer.vector(f"{block}.{part}.bias", width)
+        parts = {"attn_qkv": 3} if is_deep else {"attn_q": 1, "attn_k": 1, "attn_v": 1}
+        for part, n in {**parts, "attn_out": 1}.items():
+            writer.matrix(f"{block}.{part}", n * width, width)
+            writer.vector(f"{block}.{part}.bias", n * width)
         writer.matrix(f"{block}.ffn_up", n_ff, width)
         writer.vector(f"{block}.ffn_up.bias", n_ff)
         if is_windowed:
@@ -210,6 +220,8 @@ def projector(
             writer.vector(f"{block}.ffn_gate.bias", n_ff)
         writer.matrix(f"{block}.ffn_down", width, n_ff)
         writer.vector(f"{block}.ffn_down.bias", width)
+        if is_deep and i < N_DEEPSTACK:
+            _further_part(writer, f"v.deepstack.{i}", 4 * width, n_embd)
     if family != "dots_ocr":
         writer.vector("v.post_ln.weight", width, 1.0)
         if not is_windowed:
@@ -250,6 +262,14 @@ def projector(
     gguf.write_tensors_to_file()
     gguf.close()
     return path
+
+
+def _further_part(writer: ProjectorWriter, name: str, n_inputs: int, n_embd: int) -> None:
+    writer.vector(f"{name}.norm.weight", n_inputs, 1.0)
+    writer.vector(f"{name}.norm.bias", n_inputs)
+    for part, n in (("fc1", n_inputs), ("fc2", n_embd)):
+        writer.matrix(f"{name}.{part}", n, n_inputs)
+        writer.vector(f"{name}.{part}.bias", n)
 
 
 class Uncut(NamedTuple):

@@ -108,10 +108,14 @@ class Architecture:
     feeds_tokens: bool = False
     """libllama refuses to be fed rows, or wants several positions with each: segments are fed token 0 in
     their place, and `input_tensor` is overwritten in every segment."""
+    deepstack_key: str = ""
+    """Metadata key (without prefix) of the number of first layers behind which libllama adds a further part
+    of a picture's row each. These parts come with the rows that enter layer 0, so all of these layers are in
+    the first segment, and one more: of a segment's last layer libllama adds them to some rows only."""
     scales_tokens_only: bool = False
     """libllama multiplies embeddings of tokens by sqrt(n_embd), rows it is fed by nothing: the worker
     multiplies."""
-    reset_keys: tuple[tuple[str, float], ...] = ()
+    reset_keys: tuple[tuple[str, int | float], ...] = ()
     """Metadata (without prefix) set to these values in segments that do not begin at layer 0."""
     written_out: tuple[WrittenOut, ...] = ()
     """The first that fits of each key counts."""
@@ -284,12 +288,13 @@ _TABLE: Final = (
     Architecture("olmo2", sliding_window_period=4, window_is_optional=True),
     Architecture("plamo3", sliding_window_period=8, window_is_optional=True),
     Architecture("qwen2vl", input_tensor="embd", feeds_tokens=True),
-    *(  # Text only: what images add to the first layers is left out.
+    *(
         Architecture(
             name,
             input_tensor="embd",
             feeds_tokens=True,
-            written_out=(WrittenOut("n_deepstack_layers", 0, replaces=True),),
+            deepstack_key="n_deepstack_layers",
+            reset_keys=(("n_deepstack_layers", 0),),
         )
         for name in ("qwen3vl", "qwen3vlmoe")
     ),
@@ -314,6 +319,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType({row.name: r
 def generic(architecture: str) -> Architecture:
     """How to try an architecture that the table does not have: as most of its rows are."""
     return Architecture(architecture, reset_keys=_UNSCALED, is_generic=True)
+
+
+def n_deepstack_layers(architecture: str, number: Callable[[str], int | None]) -> int:
+    """Further parts, each as wide as a hidden state, that a picture's row has at layer 0. `number`: as of
+    `cut_rule`."""
+    row = ARCHITECTURES.get(architecture)
+    if row is None or not row.deepstack_key:
+        return 0
+    return number(f"{architecture}.{row.deepstack_key}") or 0
 
 
 def units_to_try(n_layers: int, alignment: int = 0) -> tuple[int, ...]:
@@ -371,6 +385,7 @@ def cut_rule(
     alignment = row.cut_alignment
     if row.alignment_key:
         alignment = lcm(alignment, number(f"{architecture}.{row.alignment_key}") or 1)
+    alignment = lcm(alignment, 1 + n_deepstack_layers(architecture, number))
     wanted: list[_Part] = []
     if row.recurrent_period or row.recurrent_where_zero:
         kinds = row.kinds(n_layers, number, numbers)

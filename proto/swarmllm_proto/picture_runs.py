@@ -69,6 +69,11 @@ def require_order(runs: Sequence[PictureRun], n_rows: int) -> None:
         end = run.end
 
 
+def has_grid(runs: Sequence[PictureRun], first: int, n_rows: int) -> bool:
+    """Whether any of these rows stands on a grid."""
+    return any(run.grid_width and run.first_row < first + n_rows and first < run.end for run in runs)
+
+
 def whole_before(runs: Sequence[PictureRun], row: int) -> int:
     """The last row up to `row` at which a request can go on: `row`, or where the run begins that it is in."""
     for run in runs:

@@ -45,7 +45,7 @@ from swarmllm.models.manifest import (
 )
 from swarmllm.models.model_files import FileState, ModelFiles, PartFile, open_model
 from swarmllm.operating_system import n_cores
-from swarmllm_proto.architectures import cut_rule
+from swarmllm_proto.architectures import cut_rule, n_deepstack_layers
 from swarmllm_proto.limits import PIECE_MAX
 from swarmllm_proto.split_files import split_stem
 
@@ -281,6 +281,7 @@ def manifest_of(
         tied_embedding="output.weight" not in {tensor.name for tensor in by_kind["head"].tensors},
         size_bytes=sum(shard.size_bytes for shard in shards),
         shards=shards,
+        n_deepstack=n_deepstack_layers(architecture, header.number),
     )
 
 

@@ -104,6 +104,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: Count
     shards: tuple[Shard, ...]
     """header, embedding, layers 0 ..., head."""
+    n_deepstack: Count = 0
+    """Further parts, each `n_embd` wide, that a picture's row has at layer 0: one for each of so many first
+    layers."""
     cuts_checked_with: str = ""
     """The version of the engine with which this node has tried the cuts itself (see `cuts`)."""
 
@@ -117,6 +120,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def model_id(self) -> ModelId:
         """64 hexadecimal digits."""
         return ModelId(blake3(self.canonical_bytes).hexdigest())
+
+    @property
+    def n_embd_input(self) -> int:
+        """Width of a picture's rows at layer 0."""
+        return self.n_embd * (1 + self.n_deepstack)
 
     @property
     def whole(self) -> LayerRange:

@@ -66,6 +66,7 @@ _WIDTHS: Final = {
     "qwen2vl_merger": ("mm.2.weight", 1),
     "qwen2.5vl_merger": ("mm.2.weight", 1),
     "gemma3": ("mm.input_projection.weight", 0),
+    "qwen3vl_merger": ("mm.2.weight", 1),
 }
 """Supported families that see: the tensor, and the dimension of it, that has the width of the rows."""
 _SOUND_WIDTHS: Final = {
@@ -96,7 +97,6 @@ _REFUSED: Final = {
         ),
         _SEVERAL_POSITIONS,
     ),
-    "qwen3vl_merger": f"{_SEVERAL_POSITIONS} and go into several layers (deepstack)",
     "hunyuanvl": _SEVERAL_POSITIONS,
     "granite4_vision": "its rows go into several layers (deepstack)",
     **dict.fromkeys(("gemma4uv", "deepseek4v"), _SEES_LATER),
@@ -106,17 +106,24 @@ _REFUSED: Final = {
 TEXT_ARCHITECTURES: Final = frozenset(
     (
         *("chatglm", "deepseek2", "gemma", "gemma3", "granite", "lfm2", "llama", "llama4", "mistral3"),
-        *("phi3", "qwen2", "qwen2vl", "qwen3", "qwen3moe"),
+        *("phi3", "qwen2", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl"),
     )
 )
 """Of text models whose pipelines were compared with libmtmd: they take nothing but rows."""
-_OWN_MODELS: Final = {"qwen2vl_merger": "qwen2vl", "qwen2.5vl_merger": "qwen2vl", "gemma3": "gemma3"}
+_OWN_MODELS: Final = {
+    "qwen2vl_merger": "qwen2vl",
+    "qwen2.5vl_merger": "qwen2vl",
+    "qwen3vl_merger": "qwen3vl",
+    "gemma3": "gemma3",
+}
 """Families whose rows stand on a grid or see each other, and the architecture that is made for them; neither
 goes with another."""
-ON_GRID: Final = frozenset({"qwen2vl"})
+ON_GRID: Final = frozenset({"qwen2vl", "qwen3vl"})
 SEEING: Final = frozenset({"gemma3"})
 """Architectures that have the rows of a picture on a grid (M-RoPE), and that let them see each other."""
 _QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
+_DEEPSTACK: Final = re.compile(r"v\.deepstack\.\d+\.fc2\.weight")
+"""Makes a further part of each row, which a layer of the text model of its own takes."""
 _GGUF: Final = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _FOUND_MAX: Final = 4096
 CHUNK_BYTES: Final = 2**22
@@ -131,7 +138,7 @@ class Projector(msgspec.Struct, frozen=True, kw_only=True):
     family: Annotated[str, Meta(max_length=64)]
     """`clip.projector_type`."""
     n_embd: Count
-    """Width of the rows that it makes."""
+    """Width of the rows that it makes, with all of their parts."""
 
     @property
     def takes(self) -> Takes:
@@ -205,7 +212,10 @@ def parse_projector(header: GgufHeader) -> tuple[str, int]:
             raise BadModel("projectors of MiniCPM-V before 2.6 are not supported: nobody has compared them")
     if family != "mlp" and "clip.vision.image_grid_pinpoints" in header.keys:
         raise BadModel(f"projectors of the family {family!r} that cut pictures into tiles are not supported")
-    return family, _width(tensors, *widths[family])
+    n_parts = 1
+    if family == "qwen3vl_merger":
+        n_parts += sum(_DEEPSTACK.fullmatch(name) is not None for name in tensors)
+    return family, n_parts * _width(tensors, *widths[family])
 
 
 def _has_encoder(header: GgufHeader, kind: str) -> bool:
@@ -228,9 +238,9 @@ def require_fit(projector: Projector, manifest: Manifest) -> None:
 def require_header_fits(name: str, family: str, n_embd: int, manifest: Manifest) -> None:
     """`require_fit` by what a projector's header says: its family, and rows of `n_embd` numbers. Raises
     BadModel that calls it `name`."""
-    if n_embd != manifest.n_embd:
+    if n_embd != manifest.n_embd_input:
         raise BadModel(
-            f"{name} makes rows of {n_embd} numbers, the model's have {manifest.n_embd}:"
+            f"{name} makes rows of {n_embd} numbers, the model's have {manifest.n_embd_input}:"
             " it is another model's projector",
             field="mmproj",
         )

@@ -21,7 +21,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.limits import EXACT_ROWS
-from swarmllm_proto.picture_runs import PictureRun
+from swarmllm_proto.picture_runs import PictureRun, has_grid
 from swarmllm_proto.swarm import (
     PipelineAssignment,
     PipelineError,
@@ -84,6 +84,8 @@ class RequestContext:
     """Of an exact request, known at the origin only: what each stage said when it accepted it."""
     picture_runs: tuple[PictureRun, ...] = ()
     """Rows of the prompt that stand on a grid or see each other."""
+    n_embd_input: int = 0
+    """Width of a picture's rows at layer 0, where they have further parts; 0: `n_embd`."""
     owner: str = ""
     """Who shares the time of this node's workers as one: the origin, or all that have earned no trust; "":
     this node's own users."""
@@ -103,6 +105,12 @@ class RequestContext:
     def n_prompt_rows(self) -> int:
         """Of which an exact request computes several at a time."""
         return self.n_prompt_tokens - self.n_generated
+
+    def width(self, stage: int, position: int, n_rows: int) -> int:
+        """Of rows from `position` on, as they come to a stage."""
+        if stage == 0 and self.n_embd_input and has_grid(self.picture_runs, position, n_rows):
+            return self.n_embd_input
+        return self.n_embd
 
     def row_format(self, stage: int) -> RowFormat:
         """In which rows come to a stage."""
@@ -134,6 +142,7 @@ def request_context(assignment: PipelineAssignment, entry: CatalogueEntry, node_
         row_formats=assignment.row_formats or (),
         n_generated=assignment.n_generated or 0,
         picture_runs=assignment.picture_runs or (),
+        n_embd_input=entry.manifest.n_embd_input,
         view=RequestView(
             node_id=node_id,
             origin=assignment.origin,

@@ -240,7 +240,7 @@ class ModelTransfer:
             for node_id, each in self._registry.encoders(entry.model_id).items()
             if node_id not in self._statistics.liars
         }
-        given = most_given(announced, entry.manifest.n_embd)
+        given = most_given(announced, entry.manifest.n_embd_input)
         if given is None:
             raise NodeUnreachable(f"no connected node gives a projector for {entry.name}")
         await self.make_room(given.size_bytes)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from gguf_parts import write_gguf
+from vision_models import N_DEEPSTACK, projector, text_model
 
 from swarmllm.errors import BadModel
 from swarmllm.models import Catalogue
@@ -45,12 +46,20 @@ def test_its_header_tells_family_and_width(tmp_path: Path) -> None:
     assert read.blake3 != read_projector(write(tmp_path / "other.gguf", n_embd=25)).blake3
 
 
+def test_further_parts_of_its_rows_count_towards_their_width(tmp_path: Path) -> None:
+    path = projector(tmp_path / "deep.gguf", "qwen3vl_merger", 64)
+    assert read_projector(path).n_embd == 64 * (1 + N_DEEPSTACK)
+    manifest = Catalogue(tmp_path / "models.sqlite").add(text_model(tmp_path, "qwen3vl"), "deep").manifest
+    assert (manifest.n_embd, manifest.n_embd_input) == (64, 64 * (1 + N_DEEPSTACK))
+    assert manifest.cut_alignment == 1 + N_DEEPSTACK, "the first segment takes all parts"
+
+
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
         ({"family": "gemma4uv"}, "'gemma4uv' are not supported: its rows see later ones"),
         ({"family": "glm4v"}, "several positions each"),
-        ({"family": "qwen3vl_merger"}, "deepstack"),
+        ({"family": "granite4_vision"}, "deepstack"),
         ({"family": "yasa2"}, "nobody has compared it with libmtmd"),
         ({"family": "resampler"}, "MiniCPM-V before 2.6"),
         ({"family": ""}, "clip.projector_type is missing"),

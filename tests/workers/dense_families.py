@@ -178,6 +178,7 @@ DENSE: Final[dict[str, Family]] = {
         "qwen3vl",
         {**BASE, **WIDE_HEADS, "rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
         absent=(NO_BIAS,),
+        n_layers=8,
         tied=True,
     ),
 }

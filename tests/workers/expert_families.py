@@ -130,6 +130,7 @@ EXPERTS: Final[dict[str, Family]] = {
         "qwen3vlmoe",
         {**BASE, **WIDE_HEADS, **MOE, "rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3},
         absent=(NO_BIAS,),
+        n_layers=8,
     ),
     "deepseek-v2": Family(
         "deepseek2",

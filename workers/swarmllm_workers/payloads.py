@@ -40,7 +40,7 @@ def check_hidden(data: np.ndarray, n_embd: int) -> None:
     if data.dtype != np.float32 or data.ndim != 2:
         raise CallError("bad_tensor", f"hidden states are f32 [n, {n_embd}]", "payload")
     if data.shape[1] != n_embd:
-        raise CallError("bad_tensor", f"rows are {data.shape[1]} wide, the model {n_embd}", "payload")
+        raise CallError("bad_tensor", f"rows are {data.shape[1]} wide, where {n_embd} are due", "payload")
     # Where the sum is finite, all of them are, and one call takes less time than two.
     if not math.isfinite(np.add.reduce(data, axis=None)) and not np.isfinite(data).all():
         raise CallError("bad_tensor", "hidden states hold NaN or infinity", "payload")

@@ -247,7 +247,8 @@ class Embed(DaemonMessage, frozen=True, tag=True):
 
 class Forward(DaemonMessage, frozen=True, tag=True):
     """Run layers [start, end) for one request. Payload: f32 [n, n_embd] hidden states, or, where start is 0,
-    i32 [n] token ids (the worker embeds them).
+    i32 [n] token ids (the worker embeds them). Rows of a picture on a grid have their further parts behind
+    them there, where the model has such parts: f32 [n, n_embd_input].
 
     The request's KV is truncated to `position` first, so a repeated forward is idempotent; a gap is an error.
     Where layers are recurrent only position 0 can be gone back to, anything else is an error too.

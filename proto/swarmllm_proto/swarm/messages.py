@@ -363,7 +363,8 @@ class CancelInference(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Job message: the walk goes on here. step "embed": `token` is to be embedded by the first stage (no
-    payload); step "layer": payload is f32 [n, n_embd].
+    payload); step "layer": payload is f32 [n, n_embd], at layer 0 wider with rows of pictures that have
+    further parts.
 
     `digest` is BLAKE3 over the header without its last 32 bytes, then the payload; those bytes are the
     digest, so it stays the last field for ever. It guards against damage (memory, disk, a careless relay),

@@ -98,6 +98,6 @@ class ProjectorPlacing:
 def _said(record: NodeRecord, entry: CatalogueEntry) -> ProjectorAnnounce | None:
     """What a node says of a projector that fits the model."""
     for each in record.projectors or ():
-        if each.model_id == entry.model_id and each.n_embd == entry.manifest.n_embd:
+        if each.model_id == entry.model_id and each.n_embd == entry.manifest.n_embd_input:
             return each
     return None

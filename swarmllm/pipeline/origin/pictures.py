@@ -63,7 +63,7 @@ class PictureRows:
     positions: Tensor
     """i32 [n], ascending."""
     rows: Tensor
-    """f32 [n, n_embd]."""
+    """f32 [n, n_embd], or with further parts [n, n_embd_input]."""
     ends: tuple[int, ...]
     """Positions at which a run of rows, or of tokens, ends: chunks end there, too, so that the batches are
     those in which one process would compute the prompt."""
@@ -90,7 +90,8 @@ async def embedded(
     *,
     as_ids: bool,
 ) -> Tensor:
-    """What enters the first stage for `tokens`, which stand at `position`: f32 [n, n_embd], or with `as_ids`
+    """What enters the first stage for `tokens`, which stand at `position`: f32 [n, n_embd], or where a
+    picture's rows are among them as wide as these, with zeros behind the others, or with `as_ids`
     the i32 tokens themselves where no picture is among them. Raises as `Compute.embed` does."""
     where, rows = pictures.within(position, len(tokens)) if pictures is not None else (_NONE, _NONE)
     if not len(where):
@@ -99,7 +100,9 @@ async def embedded(
         return rows
     text = tokens.copy()
     text[where] = 0
-    mixed = (await compute.embed(model, text)).copy()
+    found = await compute.embed(model, text)
+    mixed = np.zeros((len(tokens), rows.shape[1]), np.float32)
+    mixed[:, : found.shape[1]] = found
     mixed[where] = rows
     return mixed
 

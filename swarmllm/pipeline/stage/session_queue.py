@@ -107,8 +107,8 @@ def read_job(
     if len(message.timings) > message.stage:
         raise BadTensor("timings", "more stages than the job has passed")
     n_given = context.n_given_tokens
-    tensor = unpack_rows(payload, n_rows=message.n_tokens, width=context.n_embd)
-    due = (message.n_tokens, context.n_embd)
+    due = (message.n_tokens, context.width(message.stage, message.position, message.n_tokens))
+    tensor = unpack_rows(payload, n_rows=message.n_tokens, width=due[1])
     if tensor.dtype != np.float32 or tensor.shape != due:
         raise BadTensor("tensor.shape", f"{tensor.dtype}{tensor.shape} where float32{due} is due")
     if not message.n_tokens:

@@ -168,7 +168,7 @@ class _PictureExchange:
                 parts,
                 rows,
                 digest,
-                n_embd=manifest.n_embd,
+                n_embd=manifest.n_embd_input,
                 n_vocab=manifest.n_vocab,
             )
         )
@@ -221,7 +221,7 @@ class _PictureExchange:
                 raise NoAnswer("died", "it ended its encoder")
             case "VisionEncoderUnavailable":
                 raise NoAnswer("absent", "it has not the encoder that it announced")
-        n_embd = self.question.entry.manifest.n_embd
+        n_embd = self.question.entry.manifest.n_embd_input
         if said.n_rows and said.n_embd != n_embd:
             raise NoAnswer("failed", f"rows of {said.n_embd}, not {n_embd}", TrustEvent.BROKE_PROTOCOL)
         if 4 * said.n_rows * n_embd > PICTURE_ROWS_BYTES_MAX:

@@ -124,7 +124,7 @@ class Encoders:
         return {
             node_id: each
             for node_id, each in found.items()
-            if each.n_embd == entry.manifest.n_embd and (own is None or own.blake3 == each.projector)
+            if each.n_embd == entry.manifest.n_embd_input and (own is None or own.blake3 == each.projector)
         }
 
     def unavailable(
@@ -260,9 +260,9 @@ class Encoders:
         settings = self._settings
         return rounds_rows(
             settings.picture_compression,
-            4 * USUAL_ROWS * entry.manifest.n_embd,
+            4 * USUAL_ROWS * entry.manifest.n_embd_input,
             holders[0].path.bytes_per_s if holders else None,
-            measured_half(entry.manifest.n_embd),
+            measured_half(entry.manifest.n_embd_input),
             is_exact=settings.exact,
         )
 
@@ -294,7 +294,7 @@ class Encoders:
                     encoding_s=self._elsewhere.paces.expected_s(node_id),
                 )
             )
-        return in_order(encoders, picture_bytes, entry.manifest.n_embd)
+        return in_order(encoders, picture_bytes, entry.manifest.n_embd_input)
 
     async def _has_own(self, entry: CatalogueEntry, needs: Collection[MediumName]) -> bool:
         if entry.projector is None or not entry.projector.takes.issuperset(needs):

@@ -62,7 +62,7 @@ class HappyEyeballs:
         now_s = trio.current_time()
         # Those that have failed since they were put in order come last, too.
         ordered = sorted(holders, key=lambda each: self.avoided.has(each.path.node_id, now_s))
-        n_bytes, n_embd = len(question.picture.data), question.entry.manifest.n_embd
+        n_bytes, n_embd = len(question.picture.data), question.entry.manifest.n_embd_input
         race = Race.of(
             (
                 Runner(

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from swarmllm_proto.architectures import n_deepstack_layers
 from swarmllm_proto.blocks import kept_root
 from swarmllm_workers.cache.journal import Journals
 from swarmllm_workers.cache.kept_rows import BlockKey
@@ -65,6 +66,9 @@ class Engine:
         self.vocabulary = Vocabulary(self._vocabulary_model, self.source)
         self.embedding = Embedding(self.source)
         self.n_embd, self.n_vocab = self.embedding.n_embd, self.embedding.n_vocab
+        n_deepstack = n_deepstack_layers(self.architecture_name, self.source.number)
+        self.n_embd_input = self.n_embd * (1 + n_deepstack)
+        """Width of a picture's rows at layer 0."""
         self.template_source = self.source.text("tokenizer.chat_template")
         self._templates: dict[str, ChatTemplate] = {}
         self.cache_dir = cache_dir

@@ -344,7 +344,7 @@ class Context:
             raise CallError("bad_model", "the model keeps no state between tokens: it generates nothing")
         self.n_vocab = model.n_vocab
         self._n_embd = model.n_embd
-        self._embd = np.zeros((N_BATCH, model.n_embd), np.float32)
+        self._embd = np.zeros((N_BATCH, model.n_embd_input), np.float32)
         self._tokens = np.zeros(N_BATCH, np.int32)
         self._positions = np.zeros(N_BATCH * (SECTIONS if model.has_grid_positions else 1), np.int32)
         self._is_causal = True
@@ -385,7 +385,7 @@ class Context:
     ) -> None:
         """One `llama_decode` of n <= N_BATCH rows.
 
-        `data`: f32 [n, n_embd], or i32 [n] token ids. `positions`: i32 [n]; of a model whose rows have
+        `data`: f32 [n, n_embd_input], or i32 [n] token ids. `positions`: i32 [n]; of a model whose rows have
         several each, with f32 rows, [SECTIONS, n]. `is_causal`: no row sees those behind it; without, all of
         one sequence that see each other are to be here. `outputs`: which rows the head computes (tap: all of
         them), at most `n_outputs_max`: libllama aborts. `normed`: `normed` has something to give afterwards.

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from swarmllm_proto.picture_runs import PictureRun, whole_before
+from swarmllm_proto.picture_runs import PictureRun, has_grid, whole_before
 
 SECTIONS: Final = 4
 """Positions of one row: time, line, column, and one that is always 0."""
@@ -84,10 +84,7 @@ class SequencePositions:
 
     def has_grid(self, sequence: int, first: int, n_rows: int) -> bool:
         """Whether any of these rows stands on a grid."""
-        return any(
-            run.grid_width and run.first_row < first + n_rows and first < run.end
-            for run in self._runs[sequence]
-        )
+        return has_grid(self._runs[sequence], first, n_rows)
 
 
 def sees_later(runs: Sequence[PictureRun], first: int, n_rows: int) -> PictureRun | None:

@@ -24,6 +24,7 @@ from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model, Threads
 from swarmllm_workers.engine.positions import SequencePositions, positions_of, sees_later
+from swarmllm_workers.engine.row_widths import joined, widened
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.tap import Rescaling, Tap
@@ -120,7 +121,8 @@ class Span(NamedTuple):
     slot: int
     position: int
     data: np.ndarray
-    """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n]."""
+    """Hidden states f32 [n, n_embd], or, for a segment that begins at layer 0, token ids i32 [n] or rows of
+    a picture with their further parts, f32 [n, n_embd_input]."""
     want: Want
     """Of the head segment: logits of the last row, or ("rows") of all, the states of all rows after the final
     norm, or nothing. Every other segment gives hidden states."""
@@ -182,6 +184,10 @@ class Segment:
         """Of the weights, what computing reads from mapped pages of the file that may be dropped. All,
         where nobody can say what libllama has copied."""
         self.is_recurrent = self._model.is_recurrent
+        self.n_deepstack = 0
+        """Further parts, as wide as a hidden state, that a picture's row has where it enters this segment."""
+        if architecture is not None and architecture.deepstack_key:
+            self.n_deepstack = self._model.n_embd_input // self._model.n_embd - 1
         n_sequences = n_sequences_of(settings, is_recurrent=self.is_recurrent)
         self.n_outputs_max = n_outputs_of(n_sequences, has_head=self.has_head)
         """Rows of one batch of which the head, or the tap, gives something."""
@@ -238,6 +244,8 @@ class Segment:
             return None
         output = "" if self.has_head else f"{architecture.tap}-{self.end - self.start - 1}"
         overwritten = architecture.input_tensor if self.start > 0 or architecture.feeds_tokens else ""
+        if self.n_deepstack:
+            overwritten = ""  # It is a part of a wider tensor: rows are fed with all of their positions.
         rescaling = self._make_rescaling(architecture)
         if not output and not overwritten and rescaling is None:
             return None
@@ -265,8 +273,9 @@ class Segment:
 
     @property
     def takes_rows(self) -> bool:
-        """False for a whole model whose inputs are wider than its hidden states (pictures go in beside)."""
-        return self._model.n_embd_input == self._model.n_embd
+        """False for a whole model whose inputs are wider than its hidden states, where nobody knows what the
+        rest is."""
+        return self._model.n_embd_input == self._model.n_embd or self.n_deepstack > 0
 
     @property
     def has_grid_positions(self) -> bool:
@@ -442,14 +451,17 @@ class Segment:
                 self.truncate(span.slot, span.position)
             if span.runs or not span.position:
                 self._positions.tell(span.slot, span.runs)
-        fed, positions, on_grid = rows.data, rows.positions, False
-        if self._model.has_grid_positions and not self._positions.are_plain:
-            on_grid = any(self._positions.has_grid(s.slot, s.position, len(s.data)) for s in spans)
-            positions = self._several_positions(spans, on_grid=on_grid)
+        fed, positions = rows.data, rows.positions
+        is_fed = self.n_deepstack > 0 and fed.ndim == 2
+        if is_fed:
+            fed = widened(fed, self._model.n_embd_input)
+        if self._model.has_grid_positions and (is_fed or not self._positions.are_plain):
+            is_fed = is_fed or any(self._positions.has_grid(s.slot, s.position, len(s.data)) for s in spans)
+            positions = self._several_positions(spans, is_fed=is_fed)
         if self._tap is not None:
             # Rows that are fed with all of their positions are what the first layer gets.
-            self._tap.arm(rows.data, is_fed=on_grid)
-            if self._feeds_tokens and fed.ndim == 2 and not on_grid:
+            self._tap.arm(fed, is_fed=is_fed)
+            if self._feeds_tokens and fed.ndim == 2 and not is_fed:
                 fed = np.zeros(rows.n, np.int32)
         is_causal = self._positions.are_plain or self._is_causal(spans)
         try:
@@ -488,12 +500,12 @@ class Segment:
                 return False
         return True
 
-    def _several_positions(self, spans: Sequence[Span], *, on_grid: bool) -> np.ndarray:
-        """Of a model whose rows have several each: i32 [SECTIONS, n], or, where none is on a grid, [n]:
-        libllama repeats those of tokens itself."""
+    def _several_positions(self, spans: Sequence[Span], *, is_fed: bool) -> np.ndarray:
+        """Of a model whose rows have several each: i32 [SECTIONS, n], or, where tokens are fed, [n]: libllama
+        repeats those itself."""
         found = [positions_of(self._positions[s.slot], s.position, len(s.data)) for s in spans]
         positions = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
-        return positions if on_grid else positions[0]
+        return positions if is_fed else positions[0]
 
     def can_step(self, slot: int, position: int) -> bool:
         """Whether `step` is for such a row: one that nothing has to be checked or forgotten for."""
@@ -562,7 +574,7 @@ class _Rows:
         counts = [len(span.data) for span in spans]
         ranges = [np.arange(s.position, s.position + n) for s, n in zip(spans, counts, strict=True)]
         return _Rows(
-            np.concatenate([span.data for span in spans]),
+            joined([span.data for span in spans]),
             np.concatenate(ranges),
             np.repeat([span.slot for span in spans], counts),
             (np.cumsum(counts) - 1).tolist(),

@@ -125,7 +125,7 @@ def plan_values(
     _write_out(values, source, architecture)
     if start > 0:
         for key, number in architecture.reset_keys:
-            values[f"{prefix}.{key}"] = scalar_value(FLOAT32, number)
+            values[f"{prefix}.{key}"] = scalar_value(FLOAT32 if isinstance(number, float) else UINT32, number)
     values[f"{prefix}.vocab_size"] = scalar_value(UINT32, n_vocab)
     values["tokenizer.ggml.model"] = scalar_value(STRING, "none")
     stand_in = architecture.stand_in(n_layers_of(source))

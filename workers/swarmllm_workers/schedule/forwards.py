@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET
 
 from swarmllm_proto import ipc
-from swarmllm_proto.picture_runs import require_order
+from swarmllm_proto.picture_runs import has_grid, require_order
 from swarmllm_proto.swarm import LayerForward
 from swarmllm_proto.tensors import unpack_rows
 from swarmllm_workers.decode.decoding import Decoding
@@ -201,7 +201,8 @@ class Forwards:
                 )
             check_tokens(engine, data)
         else:
-            check_hidden(data, engine.n_embd)
+            takes_parts = message.start == 0 and has_grid(message.picture_runs, position, len(data))
+            check_hidden(data, engine.n_embd_input if takes_parts else engine.n_embd)
         if len(data) == 0:
             raise CallError("bad_tensor", "at least one row is needed", "payload")
         if message.picture_runs:

@@ -295,7 +295,9 @@ class ForwardWork:
     def _keep_received(self) -> None:
         """After the send: nobody waits for this."""
         message = self._message
-        if not self.has_tokens:
+        # Nobody asks for rows of pictures that came in with further parts: who checks computes from tokens.
+        is_wide = message.start == 0 and self._engine.n_embd_input > self._engine.n_embd
+        if not self.has_tokens and not (is_wide and message.picture_runs):
             self._engine.received.write(message.request_id, message.start, self._position, self._data)
 
     def go_on(self) -> None:

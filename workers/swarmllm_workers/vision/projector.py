@@ -18,6 +18,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 from llama_cpp import mtmd_cpp as mtmd
 
+from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import EncodeSound
 from swarmllm_proto.picture_runs import WHOLE_RUN_ROWS_MAX
@@ -73,9 +74,10 @@ class Projector:
         self._model = lib.llama_model_load_from_file(os.fsencode(model), params)
         if not self._model:
             raise _complaint(f"{model.name} cannot be read", "path")
-        self.n_embd: int = lib.llama_model_n_embd(self._model)
+        self.n_embd: int = lib.llama_model_n_embd_inp(self._model)
+        """Width of a row, with all of its parts."""
         self.n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        if lib.llama_model_n_embd_inp(self._model) != self.n_embd:
+        if self.n_embd != lib.llama_model_n_embd(self._model) and not _takes_parts(self._model):
             raise CallError("bad_model", f"{model.name} takes rows beside its hidden states", "path")
         settings = mtmd.mtmd_context_params_default()
         settings.use_gpu = False
@@ -189,6 +191,14 @@ class Projector:
         if on_grid != [(place.t, place.y, place.x, place.z) for place in found]:
             raise CallError("bad_model", "the projector wants positions that no pipeline gives", "projector")
         return width
+
+
+def _takes_parts(model: Any) -> bool:
+    """Whether the first layers take further parts of rows, as pipelines give them."""
+    name = ctypes.create_string_buffer(64)
+    lib.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
+    row = ARCHITECTURES.get(name.value.decode("utf-8", "replace"))
+    return row is not None and row.deepstack_key != ""
 
 
 def _complaint(what: str, field: str) -> CallError:
