@@ -27,6 +27,8 @@ from swarmllm_proto.sound_headers import looks_like_mp3
 Size = tuple[int, int]
 """Width and height, in pixels."""
 
+LOW_DETAIL_SIDE: Final = 512
+"""Pixels of the longer side of a picture that a client wants looked at with low detail, as OpenAI has it."""
 PICTURES_MAX: Final = 64
 """Pictures and sounds of one request, and so of one prompt."""
 JPEG_SEGMENTS_MAX: Final = 4096
@@ -72,6 +74,13 @@ class Picture:
     height: int
     digest: str
     """BLAKE3 of `data`, in hexadecimal."""
+    side_max: int = 0
+    """Pixels of the longer side to which it is to be scaled down before it is encoded; 0: it is encoded as it
+    is."""
+
+    @property
+    def is_too_large(self) -> bool:
+        return 0 < self.side_max < max(self.width, self.height)
 
     def __repr__(self) -> str:
         return f"<Picture {self.kind} {self.width}x{self.height} {len(self.data)} bytes>"

@@ -98,6 +98,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.RecodePicture(id=2, kind="png", width=640, height=480),
         b"\x89PNG\r\n\x1a\n",
     ),
+    (
+        "recode-picture-smaller",
+        ipc.RecodePicture(id=2, kind="jpeg", width=640, height=480, side_max=512),
+        b"\xff\xd8\xff\xe0",
+    ),
     ("encode-picture", ipc.EncodePicture(id=2, kind="png", width=640, height=480), b"\x89PNG\r\n\x1a\n"),
     ("encode-sound", ipc.EncodeSound(id=2, kind="flac"), b"fLaC"),
     ("check-grammar", ipc.CheckGrammar(id=43, sampling=SAMPLING), b""),

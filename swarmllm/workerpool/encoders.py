@@ -147,13 +147,18 @@ class PictureEncoders:
             self.kept.put(key, encoded)
         return encoded
 
-    async def recode_picture(self, picture: Picture) -> bytes:
-        """As a JPEG of quality 90, by a worker that has no projector open. Raises InvalidRequest for a
-        picture that cannot be decoded, WorkerDied (also at the deadline), WorkerError, Overloaded."""
+    async def recode_picture(self, picture: Picture, *, side_max: int = 0) -> bytes:
+        """As a JPEG of quality 90, or, with `side_max`, as a PNG whose longer side has no more pixels than
+        that, by a worker that has no projector open. Raises InvalidRequest for a picture that cannot be
+        decoded, WorkerDied (also at the deadline), WorkerError, Overloaded."""
         async with self._workers.turn(_RECODER) as encoder:
             worker = await self._workers.bare(encoder)
             message = RecodePicture(
-                id=worker.new_id(), kind=picture.kind, width=picture.width, height=picture.height
+                id=worker.new_id(),
+                kind=picture.kind,
+                width=picture.width,
+                height=picture.height,
+                side_max=side_max or UNSET,
             )
             _, payload = await worker.call(
                 message, PictureRecoded, payload=picture.data, timeout_s=PICTURE_TIMEOUT_S

@@ -25,7 +25,7 @@ from swarmllm.api.openai.responses_request import ResponsesRequest, responses_ca
 from swarmllm.api.openai.schema import ChatRequest
 from swarmllm.config import ApiTable, Config
 from swarmllm.errors import InvalidRequest
-from swarmllm.pictures import PICTURES_MAX
+from swarmllm.pictures import PICTURES_MAX, Picture
 from swarmllm_proto.limits import PICTURE_BYTES_MAX
 
 JSON_TYPE = {"Content-Type": "application/json"}
@@ -302,25 +302,18 @@ async def test_a_model_that_takes_no_pictures_says_so_in_every_dialect(tmp_path:
         assert not stand.pipelines.calls
 
 
-async def test_a_level_of_detail_is_told_as_ignored(tmp_path: Path) -> None:
-    seen = {"type": "input_image", "image_url": PICTURE}
-    output = {"type": "function_call_output", "call_id": "c"}
+@pytest.mark.parametrize("detail", [None, "auto", "low", "high", "original"])
+def test_low_detail_scales_a_picture_down_and_any_other_leaves_it(detail: str | None) -> None:
+    seen = {"type": "input_image", "image_url": data_url(ONE), "detail": detail}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    async with serve_node(tmp_path) as stand:
-        for detail, is_told in (("low", True), ("high", True), ("auto", False), (None, False)):
-            content = [text_part("A"), picture_part(ONE, detail=detail)]
-            item = seen | {"detail": detail}
-            asked = [
-                ("chat/completions", "messages", {"content": content}, "content[].image_url.detail"),
-                ("responses", "input", {"content": [item]}, "content[].detail"),
-                ("responses", "input", output | {"output": [item]}, "output[].detail"),
-            ]
-            for path, place, said, name in asked:
-                messages = [call, said] if "output" in said else [{"role": "user"} | said]
-                answer = await stand.http.post(f"/v1/{path}", json={"model": "guide", place: messages})
-                assert "guide takes no pictures" in answer.text
-                told = f"{place}[].{name}" if is_told else None
-                assert answer.headers.get("x-swarm-ignored") == told
+    output = {"type": "function_call_output", "call_id": "c", "output": [seen]}
+    body = {"model": "m", "input": [{"role": "user", "content": [seen]}, call, output]}
+    pictures = RequestPictures()
+    responses_call(decode_body(msgspec.json.encode(body), ResponsesRequest), [], pictures)
+    _, of_chat = openai_says([picture_part(ONE, detail=detail)])
+    found = [*pictures.parse().by_marker.values(), *of_chat.parse().by_marker.values()]
+    expected = 512 if detail == "low" else 0
+    assert [each.side_max for each in found if isinstance(each, Picture)] == [expected] * 3
 
 
 async def test_markers_of_llamacpp_are_as_many_as_its_pictures(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from swarmllm.pipeline.origin.prompts import Prompts, read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.vision.detail import PictureScaler
 from swarmllm.pipeline.vision.encoders import Encoders
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NeutralTrust
@@ -46,6 +47,9 @@ SEEN = [picture(20, 20, 1), picture(20, 20, 2)]
 class FakeEncoder:
     """Letters are tokens. A picture is the token 7, two rows, and two rows of another tile."""
 
+    def __init__(self) -> None:
+        self.scaled: list[tuple[str, int]] = []
+
     async def tokenize(self, model: ModelFile, *, text: str, place: str) -> np.ndarray:
         return np.array([BOS] * (place != "later") + [ord(letter) for letter in text], np.int32)
 
@@ -56,6 +60,10 @@ class FakeEncoder:
         number = SEEN.index(shown) + 1
         rows = np.arange(4 * N_EMBD, dtype=np.float32).reshape(4, N_EMBD) + 100 * number
         return EncodedPicture(np.array([7, -1, -1, -1, -1], np.int32), rows, (1, 3, 5))
+
+    async def recode_picture(self, shown: Picture, *, side_max: int = 0) -> bytes:
+        self.scaled.append((shown.digest, side_max))
+        return SEEN[1].data
 
     async def embed(self, model: ModelFile, tokens: np.ndarray) -> np.ndarray:
         assert tokens.max() < FIRST_ROW_ID, "no worker knows such a token"
@@ -118,6 +126,28 @@ async def test_a_prompt_that_begins_with_a_picture_begins_as_every_text_does() -
     assert pictures.ends == (2, 4, 6)
     again, _ = await read(asking("AAAx", as_messages=True))
     assert np.array_equal(again, tokens)
+
+
+async def test_a_picture_of_low_detail_is_scaled_down_once_and_only_where_it_is_larger() -> None:
+    compute = FakeEncoder()
+    scaler = PictureScaler(compute)  # type: ignore[arg-type]
+    for side_max, becomes in ((16, SEEN[1]), (20, None), (0, None), (16, SEEN[1])):
+        shown = replace(SEEN[0], side_max=side_max)
+        assert await scaler.scaled(shown, "field") == (becomes or shown)
+    assert compute.scaled == [(SEEN[0].digest, 16)]
+    compute.recode_picture = damaged  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest) as caught:
+        await scaler.scaled(replace(SEEN[0], side_max=8), "messages[0]")
+    assert caught.value.field == "messages[0]"
+    prompt = asking("xAAAy")
+    prompt = replace(prompt, pictures=PromptPictures({"AAA": replace(SEEN[0], side_max=16)}))
+    low, _ = await read(prompt)
+    expected, _ = await read(replace(prompt, pictures=PromptPictures({"AAA": SEEN[1]})))
+    assert np.array_equal(low, expected)
+
+
+async def damaged(shown: Picture, *, side_max: int = 0) -> bytes:
+    raise InvalidRequest("the file is damaged", field="payload")
 
 
 async def test_what_stands_for_a_picture_follows_from_picture_and_place() -> None:

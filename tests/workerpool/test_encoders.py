@@ -61,6 +61,10 @@ async def test_a_picture_becomes_a_jpeg_without_a_projector(tmp_path: Path) -> N
         with pytest.raises(InvalidRequest):
             await pool.recode_picture(unchecked(shown.data[:500], width=400, height=300))
         assert await pool.recode_picture(shown) == recoded.data
+        expected = Image.fromarray(image).resize((120, 90), Image.Resampling.LANCZOS)
+        with Image.open(io.BytesIO(await pool.recode_picture(shown, side_max=120))) as read:
+            assert read.format == "PNG"
+            assert np.array_equal(read, expected)
 
 
 async def test_every_kind_is_decoded_and_what_a_picture_became_is_kept(

@@ -71,10 +71,13 @@ class RecodePicture(DaemonMessage, frozen=True, tag=True):
     width: PictureSide
     height: PictureSide
     """As in EncodePicture."""
+    side_max: PictureSide | UnsetType = UNSET
+    """Pixels of the longer side of what it is to become: a PNG then, with no more pixels than now."""
 
 
 class PictureRecoded(WorkerMessage, frozen=True, tag=True):
-    """Answers RecodePicture. Payload: a JPEG of quality 90, upright, over white where it was transparent."""
+    """Answers RecodePicture. Payload: a JPEG of quality 90, or with `side_max` a PNG, upright, over white
+    where it was transparent."""
 
 
 class PicturePart(msgspec.Struct, frozen=True, array_like=True):

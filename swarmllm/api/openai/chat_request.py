@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import msgspec
 
-from swarmllm.api.http.fields import note_ignored
 from swarmllm.api.openai import schema
 from swarmllm.api.openai.forced_call import SCHEMA_MAX
 from swarmllm.api.openai.pictures import RequestPictures
@@ -336,9 +335,9 @@ def _text(
         elif isinstance(part, schema.RefusalPart):
             texts.append(part.refusal)
         elif isinstance(part, schema.ImagePart) and pictures is not None:
-            texts.append(pictures.add_url(part.image_url.url, f"{field}.image_url.url"))
-            if part.image_url.detail not in (None, "auto"):
-                note_ignored(f"{field}.image_url.detail")
+            image = part.image_url
+            is_low = image.detail == "low"
+            texts.append(pictures.add_url(image.url, f"{field}.image_url.url", is_low=is_low))
         elif isinstance(part, schema.AudioPart) and pictures is not None:
             texts.append(pictures.add_base64(part.input_audio.data, f"{field}.input_audio.data", "sound"))
         else:

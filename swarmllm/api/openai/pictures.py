@@ -20,11 +20,13 @@ from swarmllm.api.http.context import current_charge, current_config, current_no
 from swarmllm.api.openai.remote_pictures import Charge, PictureFetcher
 from swarmllm.errors import InvalidRequest
 from swarmllm.pictures import (
+    LOW_DETAIL_SIDE,
     NO_PICTURES,
     PICTURES_MAX,
     Marker,
     Medium,
     MediumName,
+    Picture,
     PromptPictures,
     marker_of,
     name_of,
@@ -50,6 +52,8 @@ class _Asked:
     """Base64, or what was fetched."""
     field: str
     medium: MediumName
+    side_max: int = 0
+    """As of a Picture."""
 
 
 class RequestPictures:
@@ -75,10 +79,11 @@ class RequestPictures:
         earlier = {name_of(each) for each in self._earlier.values()}
         return frozenset(earlier | {asked.medium for asked in self._asked.values()})
 
-    def add_url(self, url: str, field: str) -> Marker:
-        """A data URL, or an address. Raises InvalidRequest for what is neither."""
+    def add_url(self, url: str, field: str, *, is_low: bool = False) -> Marker:
+        """A data URL, or an address. `is_low`: the picture is wanted with low detail. Raises InvalidRequest
+        for what is neither."""
         if url[:8].lower() == "https://":
-            marker = self._add(b"", field)
+            marker = self._add(b"", field, is_low=is_low)
             self._remote[marker] = url, field
             return marker
         head, comma, data = url.partition(",")
@@ -87,19 +92,21 @@ class RequestPictures:
         # What the URL says of the type is not believed: the bytes tell it.
         if not comma or not head.lower().endswith(";base64"):
             raise InvalidRequest("a data URL with a picture has to be in base64.", field=field)
-        return self.add_base64(data, field)
+        return self._add(data, field, is_low=is_low)
 
     def add_base64(self, data: str, field: str, medium: MediumName = "picture") -> Marker:
         """Raises InvalidRequest for one too many."""
         return self._add(data, field, medium)
 
-    def _add(self, data: str | bytes, field: str, medium: MediumName = "picture") -> Marker:
+    def _add(
+        self, data: str | bytes, field: str, medium: MediumName = "picture", *, is_low: bool = False
+    ) -> Marker:
         if len(self._earlier) + len(self._asked) >= PICTURES_MAX:
             raise InvalidRequest(
                 f"at most {PICTURES_MAX} pictures and sounds are taken at once.", field=field
             )
         marker = marker_of(self._nonce, len(self._asked))
-        self._asked[marker] = _Asked(data, field, medium)
+        self._asked[marker] = _Asked(data, field, medium, LOW_DETAIL_SIDE if is_low else 0)
         return marker
 
     async def fetch(self, fetcher: PictureFetcher | None, charge: Charge) -> None:
@@ -112,15 +119,18 @@ class RequestPictures:
             _, field = next(iter(remote.values()))
             raise InvalidRequest(f"this node fetches no pictures (api.fetch_images). {SEND_IT}", field=field)
         fetched = await fetcher.fetch_all(list(remote.values()), charge)
-        for (marker, (_, field)), data in zip(remote.items(), fetched, strict=True):
-            self._asked[marker] = _Asked(data, field, "picture")
+        for marker, data in zip(remote, fetched, strict=True):
+            self._asked[marker] = replace(self._asked[marker], data=data)
 
     def parse(self) -> PromptPictures:
         """After `fetch`. Raises InvalidRequest. Takes some milliseconds per megabyte."""
         found = dict(self._earlier)
         for marker, asked in self._asked.items():
             data = asked.data if isinstance(asked.data, bytes) else _decode(asked.data, asked)
-            found[marker] = PARSERS[asked.medium](data, asked.field)
+            medium = PARSERS[asked.medium](data, asked.field)
+            if isinstance(medium, Picture):
+                medium = replace(medium, side_max=asked.side_max)
+            found[marker] = medium
         return PromptPictures(found, self.field)
 
 

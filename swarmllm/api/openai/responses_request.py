@@ -56,8 +56,6 @@ class TextItem(msgspec.Struct, frozen=True):
     """A part of a message: `input_text`, `output_text`, `input_image`, `input_audio` and others, echoed with
     more than is needed."""
 
-    ignored = frozenset({"detail"})
-
     type: Name
     text: Text | None = None
     refusal: Text | None = None
@@ -307,9 +305,8 @@ def _text(content: str | list[TextItem] | None, path: str, pictures: RequestPict
         elif part.type == "refusal":
             texts.append(_due(part.refusal, f"{field}.refusal"))
         elif part.type == "input_image" and pictures is not None:
-            texts.append(pictures.add_url(_due(part.image_url, f"{field}.image_url"), f"{field}.image_url"))
-            if part.detail not in (None, "auto"):
-                note_ignored(f"{field}.detail")
+            url, is_low = _due(part.image_url, f"{field}.image_url"), part.detail == "low"
+            texts.append(pictures.add_url(url, f"{field}.image_url", is_low=is_low))
         elif part.type == "input_audio" and pictures is not None:
             audio = _due(part.input_audio, f"{field}.input_audio")
             texts.append(pictures.add_base64(audio.data, f"{field}.input_audio.data", "sound"))

@@ -46,12 +46,10 @@ class TextPart(Body, frozen=True, tag_field="type", tag="text"):
 
 
 Detail = Literal["auto", "low", "high", "original"]
-"""How closely to look, which is the model's own matter here."""
+"""How closely to look. low: the picture is scaled down first; all others: as it is."""
 
 
 class ImageUrl(Body, frozen=True):
-    ignored = frozenset({"detail"})
-
     url: Annotated[str, Meta(max_length=64 * 2**20)]
     detail: Detail | None = None
 

@@ -110,11 +110,12 @@ async def read_pictures(
     parts = prompt.pictures.split(text)
     if parts and not isinstance(parts[0], str):
         parts = ("", *parts)  # What the model wants at the beginning of a text stands before a picture, too.
-    pictures = [part for part in parts if not isinstance(part, str)]
+    pieces = [part if isinstance(part, str) else await encoders.scaled(part, prompt.field) for part in parts]
+    pictures = [piece for piece in pieces if not isinstance(piece, str)]
     gone: EncodersGone | None = None
     for encoder in await encoders.by_projector(entry, pictures, prompt.field):
         try:
-            return await _read(compute, encoder, entry, prompt, parts, n_ctx)
+            return await _read(compute, encoder, entry, prompt, pieces, n_ctx)
         except EncodersGone as error:
             gone = gone or error
     assert gone is not None

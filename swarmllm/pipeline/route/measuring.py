@@ -79,8 +79,8 @@ class ObservedCompute:
     ) -> EncodedPicture:
         return await self._compute.encode_picture(model, projector, picture, is_kept=is_kept)
 
-    async def recode_picture(self, picture: Picture) -> bytes:
-        return await self._compute.recode_picture(picture)
+    async def recode_picture(self, picture: Picture, *, side_max: int = 0) -> bytes:
+        return await self._compute.recode_picture(picture, side_max=side_max)
 
     def can_recode_now(self) -> bool:
         return self._compute.can_recode_now()

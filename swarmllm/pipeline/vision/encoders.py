@@ -32,6 +32,7 @@ from swarmllm.pipeline.vision.asking import PictureQuestion
 from swarmllm.pipeline.vision.checking import PictureChecker
 from swarmllm.pipeline.vision.choice import USUAL_ROWS, Encoder, by_projector, in_order
 from swarmllm.pipeline.vision.compression import measured_half, recodes_picture, rounds_rows
+from swarmllm.pipeline.vision.detail import PictureScaler
 from swarmllm.pipeline.vision.happy_eyeballs import EncodersGone, HappyEyeballs
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust
@@ -109,6 +110,7 @@ class Encoders:
         self._kept = KeptPictures() if kept is None else kept
         self._checker = checker
         self._elsewhere = HappyEyeballs(router, counts, trust, budget)
+        self.scaled = PictureScaler(compute).scaled
 
     def elsewhere(
         self, model_id: ModelId, entry: CatalogueEntry | None, needs: Collection[MediumName] = ()

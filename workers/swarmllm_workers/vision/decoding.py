@@ -46,6 +46,15 @@ def jpeg_of(pixels: np.ndarray) -> bytes:
     return written.getvalue()
 
 
+def smaller_png(pixels: np.ndarray, side_max: int) -> bytes:
+    """The file of u8 [height, width, 3] as a PNG, with `side_max` pixels on its longer side, or as many as it
+    has."""
+    image, written = Image.fromarray(pixels), io.BytesIO()
+    image.thumbnail((side_max, side_max), Image.Resampling.LANCZOS, reducing_gap=None)
+    image.save(written, "PNG")
+    return written.getvalue()
+
+
 def _decoded(message: EncodePicture | RecodePicture, data: memoryview) -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=(message.kind.upper(),)) as image:
         width, height = image.size

@@ -26,7 +26,7 @@ from swarmllm_proto.limits import IPC_HEADER_MAX, PICTURE_BYTES_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers import __version__
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.vision.decoding import jpeg_of, pixels_of
+from swarmllm_workers.vision.decoding import jpeg_of, pixels_of, smaller_png
 from swarmllm_workers.vision.projector import EncodedPart, Projector
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ class EncoderServer:
         self._send(ipc.PictureEncoded(id=call_id, parts=told, compute_s=compute_s), encode_tensor(rows))
 
     def _recode(self, message: ipc.RecodePicture, payload: memoryview) -> None:
-        self._send(ipc.PictureRecoded(id=message.id), jpeg_of(pixels_of(message, payload)))
+        pixels, side_max = pixels_of(message, payload), message.side_max
+        recoded = jpeg_of(pixels) if side_max is UNSET else smaller_png(pixels, side_max)
+        self._send(ipc.PictureRecoded(id=message.id), recoded)
 
     def _shutdown(self, message: ipc.Shutdown, _payload: memoryview) -> None:
         self._is_finished = True
