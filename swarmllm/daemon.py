@@ -281,7 +281,7 @@ async def _open_rooms(
             signer=signer,
         )
         pool.on_notice = pipelines.on_notice
-        router.prefer_untried(pipelines.may_need)
+        router.prefer_untried(pipelines.needed)
         await supervise_started(nursery, "pipelines", pipelines.run)
         node = Node(
             config,

@@ -198,10 +198,6 @@ class Origin:
         for peer in peers:
             self.meets(peer)
 
-    def needs(self, node: Node) -> bool:
-        """As `Pipelines.may_need` has it."""
-        return node.model.name in self.asked
-
     def heard(self, node_ids: Collection[NodeId], now: float) -> None:
         for node_id in node_ids:
             self.dialler.suggest(node_id, [Address("192.0.2.1", 8810)], now)
@@ -267,11 +263,11 @@ class LargeSwarm:
             for number, node_id in enumerate(self.rng.sample(ids, n_origins))
         ]
         for origin in self.origins:
-            origin.reachable.is_needed = partial(self._is_needed, origin)
+            origin.reachable.needed = partial(self._needed, origin)
 
-    def _is_needed(self, origin: Origin, node_id: NodeId) -> bool:
-        node = self.nodes.get(node_id)
-        return node is not None and origin.needs(node)
+    def _needed(self, origin: Origin) -> list[Collection[NodeId]]:
+        """As `Pipelines.needed` has it."""
+        return [self.holders[id_of(model)].keys() for model, _, _ in origin.asked.values()]
 
     def born(self) -> Node:
         rng = self.rng

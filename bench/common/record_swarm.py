@@ -156,7 +156,7 @@ class RecordNode:
                     connected=self.connected,
                     listener=self,
                 )
-                self.reachable = ReachableNodes(self.spread, self.dialler, self.connected, self.feed)
+                self.reachable = ReachableNodes(self.spread.book, self.dialler, self.connected, self.feed)
                 gossip: object = self
                 self.spread.begin(gossip, (str(ADDRESS),), ())  # type: ignore[arg-type]
                 await self.spread.publish(record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -294,10 +294,10 @@ class Pipelines:
         """See `Sessions`."""
         return self._sessions.used_by_others_s(model_id)
 
-    def may_need(self, node_id: NodeId) -> bool:
-        """Whether a node says that it holds layers of a model that was asked for here lately."""
-        record = self._registry.node(node_id)
-        return record is not None and any(self._routes.warming.keeps(each.model_id) for each in record.models)
+    def needed(self) -> list[Collection[NodeId]]:
+        """Of each model that was asked for here lately, the nodes that say they hold layers of it, reachable
+        or not."""
+        return [self._registry.announcers_of(model_id) for model_id in self._routes.warming.kept()]
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from swarmllm.swarm.peers.connection_limits import LET_GO, Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.liveness import Liveness
 from swarmllm.swarm.peers.reachable import ReachableNodes
+from swarmllm.swarm.peers.reachable_index import Needed
 from swarmllm.swarm.peers.store import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_LET_GO, KIND_PEERS
@@ -122,7 +123,9 @@ class Libp2pRouter:
             parts=directory.records,
         )
         self._peers_max = settings.max_peers
-        self._reachable = ReachableNodes(self.spread, dialler, self._connected, self._feed, directory.uses)
+        self._reachable = ReachableNodes(
+            self.spread.book, dialler, self._connected, self._feed, directory.uses
+        )
         self._liveness = Liveness(
             host,
             nursery,
@@ -199,10 +202,10 @@ class Libp2pRouter:
     def untried(self) -> frozenset[NodeId]:
         return self._reachable.untried(trio.current_time())
 
-    def prefer_untried(self, is_needed: Callable[[NodeId], bool]) -> None:
+    def prefer_untried(self, needed: Needed) -> None:
         """At most UNTRIED_MAX nodes that were never connected count as reachable. Where more are known, those
-        for which `is_needed` is true come first."""
-        self._reachable.is_needed = is_needed
+        in the sets of `needed` come first."""
+        self._reachable.needed = needed
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
         if node_id != self.node_id:

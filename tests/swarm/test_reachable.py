@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import DOUBT_FIRST_S, WANTED_MAX, Dial, Dialler
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.reachable import IDLE_S, UNTRIED_MAX, ReachableNodes, Use
+from swarmllm.swarm.peers.reachable import IDLE_S, ReachableNodes, Use
+from swarmllm.swarm.peers.reachable_index import UNTRIED_MAX
 from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
@@ -29,10 +30,12 @@ THERE = [Address("192.0.2.1", 8810)]
 
 class Book:
     def __init__(self) -> None:
-        self.heard_at_s: dict[str, float] = {}
+        self.heard: Parts[float] = Parts.alone()
+        self.heard_at_s = self.heard.get
+        self.watch = self.heard.watch
 
-    def heard(self) -> Iterator[tuple[NodeId, float]]:
-        return ((NodeId(node_id), at_s) for node_id, at_s in self.heard_at_s.items())
+    def hears(self, name: str, at_s: float) -> None:
+        self.heard.put(NodeId(name), at_s)
 
 
 class Stand:
@@ -51,7 +54,7 @@ class Stand:
     def hears(self, *names: str, now: float = 0.0) -> None:
         for name in names:
             self.dialler.suggest(NodeId(name), THERE, now)
-            self.book.heard_at_s[name] = now
+            self.book.hears(name, now)
 
     def reachable(self) -> frozenset[NodeId]:
         return self.nodes.at(trio.current_time())
@@ -83,7 +86,7 @@ def test_a_node_of_which_a_record_is_known_is_reachable_and_untried() -> None:
 
 def test_without_an_address_a_record_is_only_a_record() -> None:
     stand = Stand()
-    stand.book.heard_at_s["a"] = 1.0
+    stand.book.hears("a", 1.0)
     assert not stand.nodes.at(200.0)
 
 
@@ -100,7 +103,7 @@ def test_of_too_many_names_those_count_that_routes_could_need() -> None:
     stand = Stand()
     stand.hears(*(f"n{number}" for number in range(UNTRIED_MAX)), "needed", "other")
     assert "needed" not in stand.nodes.at(200.0)
-    stand.nodes.is_needed = lambda node_id: node_id == "needed"
+    stand.nodes.needed = lambda: [{NodeId("needed")}, {NodeId("unknown")}]
     assert stand.nodes.untried(200.0) == {"needed", *(f"n{number}" for number in range(UNTRIED_MAX - 1))}
 
 
@@ -110,9 +113,9 @@ def test_a_node_that_was_lost_counts_again_when_it_is_heard_of_later() -> None:
     stand.dialler.answered(NodeId("a"))
     stand.dialler.lost(NodeId("a"), 11.0, on_purpose=False)
     assert not stand.nodes.at(200.0)
-    stand.book.heard_at_s["a"] = 11.0 + DOUBT_FIRST_S
+    stand.book.hears("a", 11.0 + DOUBT_FIRST_S)
     assert not stand.nodes.at(200.0), "that sign may have been under way"
-    stand.book.heard_at_s["a"] = 11.1 + DOUBT_FIRST_S
+    stand.book.hears("a", 11.1 + DOUBT_FIRST_S)
     assert stand.nodes.at(200.0) == stand.nodes.untried(200.0) == {"a"}
 
 
@@ -123,12 +126,12 @@ def test_each_dial_in_vain_doubles_the_time_in_which_signs_of_life_do_not_count(
     for _ in range(12):
         stand.dialler.dialled(NodeId("a"), 100.0, succeeded=False)
         doubted_s.append(
-            next(s for s in range(2000) if stand.dialler.may_answer(NodeId("a"), 0.0, 100.5 + s))
+            next(s for s in range(2000) if 100.5 + s > stand.dialler.may_answer_from_s(NodeId("a"), 0.0))
         )
     assert doubted_s[:4] == [4, 8, 16, 32]
     assert doubted_s[-1] == 600
     stand.dialler.dialled(NodeId("a"), 101.0, succeeded=True)
-    assert stand.dialler.may_answer(NodeId("a"), 0.0, 101.0)
+    assert stand.dialler.may_answer_from_s(NodeId("a"), 0.0) < 101.0
 
 
 async def test_it_is_dialled_once_for_all_who_need_it(autojump_clock: MockClock) -> None:

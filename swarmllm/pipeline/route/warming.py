@@ -63,9 +63,9 @@ class RouteWarming:
             del self._asked[next(iter(self._asked))]
         self._asked[entry.model_id] = _Asked(entry, size, now)
 
-    def keeps(self, model_id: ModelId) -> bool:
-        """Whether it was asked for lately."""
-        return model_id in self._asked
+    def kept(self) -> list[ModelId]:
+        """The models that were asked for lately."""
+        return list(self._asked)
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -11,7 +11,7 @@ the smaller id dials and the other holds back a moment. A node that a caller nee
 many connections there are (`want`).
 
 A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
-while (`may_answer`).
+while (`may_answer_from_s`).
 `Dialler` decides and `run` acts; the decisions are pure and take the time as an argument.
 
 A node has several addresses: of every network it is in, of bridges that nobody else reaches, of yesterday.
@@ -136,6 +136,7 @@ class Dialler:
             hold_back_s = 0.0 if is_permanent or self._node_id < node_id else HOLD_BACK_S
             candidate = DialCandidate(due_at_s=now + hold_back_s, max_failures=max_failures)
             self._candidates.put(node_id, candidate)
+        has_changed = is_permanent and not candidate.is_permanent
         candidate.is_permanent |= is_permanent
         candidate.max_failures = max(candidate.max_failures, max_failures)
         fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
@@ -143,8 +144,12 @@ class Dialler:
         if set(fresh) - set(candidate.addresses):
             candidate.n_failures = 0
             candidate.due_at_s = min(candidate.due_at_s, now + HOLD_BACK_S)
+            has_changed = True
         candidate.addresses = [*fresh, *old][:ADDRESSES_PER_NODE]
-        self.wake()
+        # Each record that is heard comes by here, and most say nothing new of where their writers are.
+        if has_changed:
+            self._candidates.touched(node_id)
+            self.wake()
 
     def lost(self, node_id: NodeId, now: float, *, on_purpose: bool) -> None:
         """A connection ended. A node that said goodbye is not called back at once."""
@@ -166,6 +171,7 @@ class Dialler:
         if (candidate := self._candidates.get(node_id)) is not None:
             candidate.doubted_at_s = now
             candidate.is_tried = False
+            self._candidates.touched(node_id)
 
     def lost_early(self, node_id: NodeId, now: float) -> bool:
         """A connection ended before it counted as one. When the node is dialled next stays as it was. False
@@ -182,6 +188,7 @@ class Dialler:
         if (candidate := self._candidates.get(node_id)) is not None:
             candidate.is_tried = True
             candidate.lost_at_s = -math.inf
+            self._candidates.touched(node_id)
 
     def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
         """Whether its connection has ended, and there was no sign of life since then."""
@@ -193,13 +200,18 @@ class Dialler:
         candidate = self._candidates.get(node_id)
         return candidate is not None and candidate.is_tried
 
-    def may_answer(self, node_id: NodeId, heard_at_s: float, now: float) -> bool:
-        """Whether a dial is worth it. `heard_at_s`: its last sign of life."""
+    def may_answer_from_s(self, node_id: NodeId, heard_at_s: float) -> float:
+        """When a dial is worth it, unless something changes: after that time; never where it is infinite.
+        `heard_at_s`: its last sign of life."""
         candidate = self._candidates.get(node_id)
         if candidate is None or not candidate.addresses or self.is_lost(node_id, heard_at_s):
-            return False
+            return math.inf
         doubt_s = min(DOUBT_MAX_S, DOUBT_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
-        return now > candidate.doubted_at_s + doubt_s
+        return candidate.doubted_at_s + doubt_s
+
+    def watch(self, on_change: Callable[[NodeId], None]) -> None:
+        """Called with the node when `may_answer_from_s` or `is_tried` may say something else of it."""
+        self._candidates.watch(on_change)
 
     def want(self, node_id: NodeId, now: float) -> Outcome[None]:
         """Dial it now, however many connections there are. How that dial ends: with an error, or it is
@@ -241,17 +253,20 @@ class Dialler:
                 next_s = min(next_s, candidate.due_at_s)
             else:
                 others.append((node_id, candidate))
-        chosen = list(wanted)
-        n_others = 0
-        for node_id, candidate in self._drawn(others):
-            if n_others < room and (n_others < n_places or self._may_push_in(node_id, connected)):
-                chosen.append((node_id, candidate))
-                n_others += 1
-        if n_places <= 0 < room and not n_others and now >= self._probe_due_s:
-            lost = [each for each in others if each[1].lost_at_s > -math.inf]
+        # Lots are drawn among those only that have a place: strangers are many in a large swarm.
+        n_drawn = max(0, min(room, n_places))
+        if n_drawn:
+            others = self._drawn(others)
+        picked, others = others[:n_drawn], others[n_drawn:]
+        if n_drawn < room and self._has_room_for_known(connected):
+            known = [each for each in others if self._is_known(each[0])]
+            picked += self._drawn(known)[: room - n_drawn]
+        if n_places <= 0 < room and not picked and now >= self._probe_due_s:
+            lost = self._drawn([each for each in others if each[1].lost_at_s > -math.inf])
             if lost:
-                chosen.append(lost[0])
+                picked.append(lost[0])
                 self._probe_due_s = now + PROBE_S * self._random.uniform(0.5, 1.5)
+        chosen = [*wanted, *picked]
         for _, candidate in chosen:
             candidate.dialling_since_s = now
         return [(node_id, list(candidate.addresses)) for node_id, candidate in chosen], next_s
@@ -263,9 +278,11 @@ class Dialler:
             candidates.sort(key=lambda each: not each[1].is_permanent)
         return candidates
 
-    def _may_push_in(self, node_id: NodeId, connected: set[NodeId]) -> bool:
-        n_known = sum(self._admission.standing(each) > Standing.STRANGER for each in connected)
-        return n_known < self._peers_max and self._admission.standing(node_id) > Standing.STRANGER
+    def _has_room_for_known(self, connected: set[NodeId]) -> bool:
+        return sum(map(self._is_known, connected)) < self._peers_max
+
+    def _is_known(self, node_id: NodeId) -> bool:
+        return self._admission.standing(node_id) > Standing.STRANGER
 
     def dialled(self, node_id: NodeId, now: float, *, succeeded: bool, unanswered: bool = False) -> None:
         if (candidate := self._candidates.get(node_id)) is not None:
@@ -275,6 +292,7 @@ class Dialler:
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
             if succeeded:
                 candidate.doubted_at_s = -math.inf
+                self._candidates.touched(node_id)
             else:
                 self.doubt(node_id, now)
             candidate.due_at_s = now + self._backoff_s(candidate)

@@ -75,6 +75,7 @@ class Parts(Collection[NodeId], Generic[T]):
         self._of: Callable[[Any], T | None] = attrgetter(name)
         self._having: dict[Any, None] = {}
         """The peers that have it, in order."""
+        self._watchers: list[Callable[[NodeId], None]] = []
         table.parts.append(self)
 
     @classmethod
@@ -105,6 +106,15 @@ class Parts(Collection[NodeId], Generic[T]):
         peer = self._peers.get(node_id)
         return None if peer is None else self._of(peer)
 
+    def watch(self, on_change: Callable[[NodeId], None]) -> None:
+        """Called with the node of each part that begins, ends, is replaced or is `touched`."""
+        self._watchers.append(on_change)
+
+    def touched(self, node_id: NodeId) -> None:
+        """Something in that node's part has changed of which whoever watches is to know."""
+        for on_change in self._watchers:
+            on_change(node_id)
+
     def put(self, node_id: NodeId, part: T) -> T:
         """In the place of the one that is there, else at the end."""
         peer = self._peers.get(node_id)
@@ -114,6 +124,7 @@ class Parts(Collection[NodeId], Generic[T]):
             peer.n_parts += 1
             self._having[peer] = None
         setattr(peer, self.name, part)
+        self.touched(node_id)
         return part
 
     def put_last(self, node_id: NodeId, part: T) -> T:
@@ -134,6 +145,7 @@ class Parts(Collection[NodeId], Generic[T]):
         peer.n_parts -= 1
         if not peer.n_parts:
             del self._peers[node_id]
+        self.touched(node_id)
         return part
 
     def drop_first(self) -> None:

@@ -2,19 +2,21 @@
 
 A node keeps few connections (`network.max_peers`) and knows many nodes. One with which there is none counts
 as reachable while its record is fresh (`EnvelopeBook` forgets it otherwise) and nothing says that a dial
-would fail: it was not lost since its last sign of life, nor dialled in vain lately (`Dialler.may_answer`). It
+would fail: it was not lost since its last sign of life, nor dialled in vain lately
+(`Dialler.may_answer_from_s`). It
 is dialled when a request, a message or a link is to go there. Such a connection stays while it is used, and
 for `IDLE_S` more; then this node ends it, where it has more connections than it looks for.
 
 A reachable node may be dead, or never have been: a record proves its writer's key, and keys cost nothing. A
 dial in vain costs the request that makes it, and no other. So what was never connected is `untried`: routes
 do without such nodes where that costs little, and at most `UNTRIED_MAX` of them count. Where there are more,
-those count first that the routes of this node could need.
+those count first that the routes of this node could need, and the others in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,10 +26,10 @@ from swarmllm.errors import DeadlineExceeded, NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.peers.reachable_index import UNTRIED_MAX, ContactState, Look, Needed, ReachableIndex
 from swarmllm.swarm.router import Change
 from swarmllm_proto.identifiers import NodeId
 
-UNTRIED_MAX: Final = 256
 IDLE_S: Final = 300.0
 """Without a message or request for this long, a connection that was made for work is let go."""
 
@@ -35,8 +37,13 @@ IDLE_S: Final = 300.0
 class HeardNodes(Protocol):
     """The part of the envelope book that this module uses."""
 
-    def heard(self) -> Iterator[tuple[NodeId, float]]:
-        """Nodes with a record and when each gave its last sign of life, in seconds of trio's clock."""
+    def heard_at_s(self, node_id: NodeId) -> float | None:
+        """When a node with a record gave its last sign of life, in seconds of trio's clock; None: it has
+        none."""
+        ...
+
+    def watch(self, on_change: Callable[[NodeId], None]) -> None:
+        """Called with the node when that may be something else."""
         ...
 
 
@@ -58,14 +65,18 @@ class ReachableNodes:
         connected: Parts[float],
         feed: ChangeFeed,
         uses: Parts[Use] | None = None,
+        untried_max: int = UNTRIED_MAX,
     ) -> None:
         self._book = book
         self._dialler = dialler
         self._connected = connected
         self._feed = feed
         self._uses: Parts[Use] = Parts.alone() if uses is None else uses
-        self.is_needed: Callable[[NodeId], bool] = lambda node_id: False
-        """Whether a route of this node could lead over that one, by its record."""
+        self.needed: Needed = tuple
+        self._index = ReachableIndex(self._look, untried_max=untried_max)
+        """Told of whatever comes after this: the rooms begin empty."""
+        for each in (book, dialler, connected):
+            each.watch(self._index.changed)
         self._last: frozenset[NodeId] = frozenset()
         self._told_otherwise: set[NodeId] = set()
         """Of which somebody who asked since then was told otherwise than `_last` has it."""
@@ -74,26 +85,27 @@ class ReachableNodes:
         return f"<ReachableNodes {len(self._connected)} connected>"
 
     def at(self, now: float) -> frozenset[NodeId]:
-        tried, untried = self._others(now)
-        reachable = frozenset((*self._connected, *tried, *untried))
-        self._told_otherwise |= reachable ^ self._last
+        """The same object until another node is."""
+        was = self._index.reachable
+        self._index.settle(now, self.needed)
+        reachable = self._index.reachable
+        if reachable is not was:
+            self._told_otherwise |= reachable ^ self._last
         return reachable
 
     def untried(self, now: float) -> frozenset[NodeId]:
         """Those of them with which there has been no connection."""
-        return frozenset(self._others(now)[1])
+        self.at(now)
+        return self._index.untried
 
-    def _others(self, now: float) -> tuple[list[NodeId], list[NodeId]]:
-        """Not connected: those that were, and `UNTRIED_MAX` that never were."""
-        tried: list[NodeId] = []
-        untried: list[NodeId] = []
-        dialler, connected = self._dialler, self._connected
-        for node_id, heard_at_s in self._book.heard():
-            if node_id not in connected and dialler.may_answer(node_id, heard_at_s, now):
-                (tried if dialler.is_tried(node_id) else untried).append(node_id)
-        if len(untried) > UNTRIED_MAX:
-            untried.sort(key=self.is_needed, reverse=True)
-        return tried, untried[:UNTRIED_MAX]
+    def _look(self, node_id: NodeId) -> Look:
+        if node_id in self._connected:
+            return Look(ContactState.CONNECTED, -math.inf)
+        contact = ContactState.TRIED if self._dialler.is_tried(node_id) else ContactState.UNTRIED
+        heard_at_s = self._book.heard_at_s(node_id)
+        if heard_at_s is None:
+            return Look(contact, math.inf)
+        return Look(contact, self._dialler.may_answer_from_s(node_id, heard_at_s))
 
     async def reach(self, node_id: NodeId, timeout_s: float) -> None:
         """Raises NodeUnreachable, DeadlineExceeded."""

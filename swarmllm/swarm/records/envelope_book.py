@@ -136,7 +136,7 @@ class EnvelopeBook:
         heard_at_s = now - min(ages_s.get(node_id, 0.0), expiry_s(len(self._entries)))
         if held is not None and held.envelope.version >= envelope.version:
             if held.envelope.version == envelope.version:
-                held.heard_at_s = max(held.heard_at_s, heard_at_s)
+                self._heard(held, max(held.heard_at_s, heard_at_s))
             return "known", node_id
         if node_id == self._node_id:
             return "refused", node_id
@@ -155,7 +155,7 @@ class EnvelopeBook:
         if held is None:
             return True
         if version >= held.envelope.version:
-            held.heard_at_s = now
+            self._heard(held, now)
         return version > held.envelope.version
 
     def hear_load(self, node_id: NodeId, version: tuple[int, int], beat: int, load: bytes) -> bool:
@@ -228,7 +228,7 @@ class EnvelopeBook:
             if held is None or held.envelope.version < (digest.started_at_ms, digest.sequence):
                 wanted[digest.node_id] = digest.age_s
             elif held.envelope.version == (digest.started_at_ms, digest.sequence):
-                held.heard_at_s = max(held.heard_at_s, now - digest.age_s)
+                self._heard(held, max(held.heard_at_s, now - digest.age_s))
         return wanted
 
     def sealed(self, node_ids: Iterable[NodeId], size_max_bytes: int) -> list[bytes]:
@@ -247,13 +247,15 @@ class EnvelopeBook:
         entry = self._entries.get(node_id)
         return entry.envelope if entry else None
 
-    def heard(self) -> Iterator[tuple[NodeId, float]]:
-        """The others that have a record, and when each gave its last sign of life."""
-        return (
-            (node_id, entry.heard_at_s)
-            for node_id, entry in self._entries.items()
-            if entry.envelope.record and node_id != self._node_id
-        )
+    def heard_at_s(self, node_id: NodeId) -> float | None:
+        """When another node that has a record gave its last sign of life; None: it has none."""
+        entry = self._entries.get(node_id)
+        has_record = entry is not None and entry.envelope.record and node_id != self._node_id
+        return entry.heard_at_s if entry is not None and has_record else None
+
+    def watch(self, on_change: Callable[[NodeId], None]) -> None:
+        """Called with the node when what `heard_at_s` says of it may be something else."""
+        self._entries.watch(on_change)
 
     def node_ids(self) -> list[NodeId]:
         return list(self._entries)
@@ -294,6 +296,10 @@ class EnvelopeBook:
                 break
             self._drop(node_id)
         return self.n_bytes + more <= self._bytes_max
+
+    def _heard(self, entry: HeldEnvelope, at_s: float) -> None:
+        entry.heard_at_s = at_s
+        self._entries.touched(entry.envelope.node_id)
 
     def _put(self, entry: HeldEnvelope) -> None:
         node_id = entry.envelope.node_id

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,9 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust, may_work
 from swarmllm.swarm.records.departures import Departed, Departures
+from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
-from swarmllm.swarm.records.model_index import IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import SwarmModel as SwarmModel
 from swarmllm.swarm.records.prefix_index import Beginning, PrefixIndex, PrefixMatch
 from swarmllm.swarm.records.projector_index import ProjectorIndex, Projectors
@@ -102,6 +102,7 @@ class Registry:
         self._prefixes = PrefixIndex(peers=parts.prefixes)
         self._projectors = ProjectorIndex(peers=parts.projectors)
         self._index = ModelIndex(node_id, trust.note, parts.indexed)
+        self._announcers_of: dict[ModelId, set[NodeId]] = {}
         self._listed: tuple[object, Sequence[ModelId]] | None = None
         self.departures = Departures(parts.departed)
         """Kept by the object that tells the registry who is reachable."""
@@ -119,6 +120,7 @@ class Registry:
         decoded = decode_record(record)
         if decoded.node_id != node_id:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
+        self._note_models(node_id, announced.record, decoded)
         announced.record = decoded
         self._prefixes.put(node_id, decoded.prefix_caches)
         self._projectors.put(node_id, decoded.projectors or ())
@@ -144,6 +146,7 @@ class Registry:
 
     def forget(self, node_id: NodeId) -> None:
         if (announced := self._announced.drop(node_id)) is not None:
+            self._note_models(node_id, announced.record, None)
             announced.content = announced.record = None
         self._prefixes.forget(node_id)
         self._projectors.forget(node_id)
@@ -169,6 +172,24 @@ class Registry:
     def announcers(self) -> list[NodeId]:
         """Whose records have come, whether they could be read or not."""
         return list(self._announced)
+
+    def announcers_of(self, model_id: ModelId) -> Collection[NodeId]:
+        """Nodes whose last record says that they hold layers of a model, reachable or not, trusted or not. Of
+        each node NODE_MODELS_MAX models count."""
+        return self._announcers_of.get(model_id, ())
+
+    def _note_models(self, node_id: NodeId, old: NodeRecord | None, new: NodeRecord | None) -> None:
+        before, now = (
+            {each.model_id for each in record.models[:NODE_MODELS_MAX]} if record is not None else set()
+            for record in (old, new)
+        )
+        for model_id in before - now:
+            nodes = self._announcers_of[model_id]
+            nodes.remove(node_id)
+            if not nodes:
+                del self._announcers_of[model_id]
+        for model_id in now - before:
+            self._announcers_of.setdefault(model_id, set()).add(node_id)
 
     def content(self, node_id: NodeId) -> bytes | None:
         """The record that was applied last, as it came."""

@@ -121,7 +121,6 @@ class RecordSpread:
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self)
-        self.heard = self._book.heard
         self.records: Mapping[NodeId, bytes] = self._book.records()
         self.loads = self._book.loads
 
@@ -171,6 +170,10 @@ class RecordSpread:
         await self.publish(self.own.record)
         if load:
             await self.publish_load(load)
+
+    @property
+    def book(self) -> EnvelopeBook:
+        return self._book
 
     def envelope(self, node_id: NodeId) -> Envelope | None:
         return self._book.envelope(node_id)
