@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KINDS = tuple(kind for kind in MatrixType if kind.is_k_quant)
-KERNELS = tuple(way for way in (Way.AVX2, Way.AVX512, Way.IN_ORDER) if way <= small_batches.last_way())
+KERNELS = tuple(way for way in Way if Way.TILES < way <= small_batches.last_way())
 DOTS = {MatrixType.Q4_K: "q4_K", MatrixType.Q5_K: "q5_K", MatrixType.Q6_K: "q6_K"}
 BLOCK_BYTES = {MatrixType.Q4_K: 144, MatrixType.Q5_K: 176, MatrixType.Q6_K: 210}
 COLUMN = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])

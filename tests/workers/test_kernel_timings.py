@@ -74,7 +74,7 @@ def broken(change: str) -> Any:
     entry = file["entries"][0]
     match change:
         case "way":
-            entry["classes"][3] = [5, 1, 1]
+            entry["classes"][3] = [6, 1, 1]
         case "negative":
             entry["classes"][3] = [1, -1, 1]
         case "classes":

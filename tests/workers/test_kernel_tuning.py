@@ -17,7 +17,7 @@ from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import small_batches
 from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning, measure, ways
-from swarmllm_workers.kernels.product_timing import ProductBench
+from swarmllm_workers.kernels.product_timing import ProductBench, matrices
 
 from .conftest import MakeModel, StartWorker
 from .factory import Spec
@@ -84,6 +84,14 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: Ma
                     assert bench.run(n_rows) > 0
                 assert len(found) == 1
         source.close()
+
+
+def test_slices_are_as_tall_as_most_matrices_and_not_as_the_embedding() -> None:
+    source = GgufFile(GUIDE)
+    heights = [x.shape[1] for x in matrices(source) if (x.type, x.shape[0]) == (Type.Q8_0, 256)]
+    with ProductBench(source, MatrixType.Q8_0, 256, 1, cached_bytes=0) as bench:
+        assert sorted(heights)[len(heights) // 2] <= bench.matrix_rows < max(heights)
+    source.close()
 
 
 def test_files_without_such_matrices_are_not_measured(make_model: MakeModel) -> None:

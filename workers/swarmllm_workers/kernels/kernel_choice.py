@@ -32,8 +32,8 @@ class MatrixType(IntEnum):
         return self in (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K)
 
     @property
-    def has_one_kernel(self) -> bool:
-        """Ours is the same in every way (`blocks_32.c`)."""
+    def is_without_avx512(self) -> bool:
+        """Ours have AVX2 only (`blocks_32.c`)."""
         return not self.is_k_quant and self != MatrixType.Q8_0
 
     @property
@@ -55,10 +55,13 @@ class Way(IntEnum):
     TILES = 1
     """ggml's tiles of four by four."""
     AVX2 = 2
-    """Ours: two rows of the matrix at a time, with prefetching. Of K-quants one row, without."""
-    AVX512 = 3
+    """Ours: two rows of the matrix at a time, or four with one column, with prefetching of the next ones. Of
+    other types than Q8_0 one row, without."""
+    AVX2_STREAMED = 3
+    """Ours: one row of the matrix after the other, with prefetching of what comes next in this order."""
+    AVX512 = 4
     """Ours: eight rows of the matrix at a time, of K-quants two, with prefetching."""
-    IN_ORDER = 4
+    IN_ORDER = 5
     """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
 
     @property
@@ -90,6 +93,8 @@ HOPELESS: Final = 1.5
 ROUNDS_MIN: Final = 3
 """Of every way, whatever the first ones took: another program may have run in one of them."""
 ROUNDS_MAX: Final = 8
+SINGLE_RUNS: Final = 4
+"""Of each way in a round, of a single row: most products of a lone request are such, and a run is short."""
 
 Times = Mapping[Way, int]
 """Nanoseconds per product."""
@@ -126,7 +131,7 @@ def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
-    last = Way.AVX2 if kind.has_one_kernel else max(Way)
+    last = Way.AVX2_STREAMED if kind.is_without_avx512 else max(Way)
     return [way for way in sorted(ways) if way <= last and (way != Way.TILES or n_rows >= kind.tiled_from)]
 
 
@@ -171,5 +176,6 @@ def race(
                     return best
                 if n_round >= ROUNDS_MIN and times[way] > HOPELESS * min(times.values()):
                     continue
-                times[way] = min(times.get(way, 2**62), run(rows.first, way))
+                n_runs = SINGLE_RUNS if rows.last == 1 else 1
+                times[way] = min(times.get(way, 2**62), *(run(rows.first, way) for _ in range(n_runs)))
     return best

@@ -56,6 +56,7 @@ NAMES: Final[dict[Way, KernelWay]] = {
     Way.DOTS: "ggml-dots",
     Way.TILES: "ggml-tiles",
     Way.AVX2: "avx2",
+    Way.AVX2_STREAMED: "avx2-streamed",
     Way.AVX512: "avx512",
     Way.IN_ORDER: "avx512-in-order",
 }
@@ -74,7 +75,7 @@ class ProductShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Measured(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    way: Annotated[int, Meta(ge=0, le=4)]
+    way: Annotated[int, Meta(ge=0, le=int(max(Way)))]
     ggml_ns: Nanoseconds
     ours_ns: Nanoseconds | None
 

@@ -79,8 +79,7 @@ class ProductBench:
         if not tensors:
             raise LookupError(f"no matrix of {kind.name} has rows of {k}")
         row_bytes = tensors[0].size_bytes // prod(tensors[0].shape[1:])
-        most = max(each.shape[1] for each in tensors)
-        self.matrix_rows = min(most, max(16, _MATRIX_BYTES // row_bytes // 16 * 16))
+        self.matrix_rows = min(_height(tensors), max(16, _MATRIX_BYTES // row_bytes // 16 * 16))
         slice_bytes = self.matrix_rows * row_bytes
         offsets = [
             each.offset + at
@@ -180,6 +179,17 @@ class ProductBench:
         if status != 0:
             raise LookupError(f"ggml computes no product: status {status}")
         return max(1, taken // len(graph.outputs))
+
+
+def _height(tensors: Sequence[TensorInfo]) -> int:
+    """Rows of which most matrices have as many, by their bytes: the embedding of a small model is taller than
+    all others, and half of the bytes."""
+    left_bytes = sum(each.size_bytes for each in tensors) / 2
+    for each in sorted(tensors, key=lambda tensor: tensor.shape[1]):
+        left_bytes -= each.size_bytes
+        if left_bytes <= 0:
+            break
+    return each.shape[1]
 
 
 def matrices(source: GgufFile) -> list[TensorInfo]:

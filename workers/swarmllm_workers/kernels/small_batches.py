@@ -9,9 +9,11 @@ Products of Q8_0 it can compute itself, of any number of rows, with the bits of 
 tiles of Q8_0 have the same). The matrix is read once for all rows, and a block's sign, size and scale are
 taken once. Whether that is faster than ggml depends on the processor. With one row and the same kernel
 (BITS_512), a step of a 0.5B model took 12 ms instead of ggml's 14 on an EPYC with Zen 5, and 50 instead of 27
-on one with Zen 4, where asking memory for rows ahead is slower than the processor's own prefetching. So there
-are three kernels, and which of them, or of ggml's two ways, computes a product is measured on the machine
-(`kernel_tuning.py`) for each row length and number of rows. Ties go to ggml. Figures: docs/benchmarks.md.
+on one with Zen 4, where asking memory for rows ahead is slower than the processor's own prefetching. Without
+AVX-512, one row of the matrix after the other with memory asked for 8 KiB ahead (STREAMED) took 50 ms on a
+Zen 3 instead of ggml's 67. So there are four kernels, and which of them, or of ggml's two ways, computes a
+product is measured on the machine (`kernel_tuning.py`) for each row length and number of rows. Ties go to
+ggml. Figures: docs/benchmarks.md.
 
 Products of Q4_K, Q5_K and Q6_K (`k_quants.c`) likewise, with the bits of ggml's dot products for any number
 of rows: ggml unpacks a block's weights and scales again for each row, here they are unpacked once. One step
@@ -107,7 +109,7 @@ def use(mode: KernelMode) -> None:
     unmeasured_k = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_k")
     unmeasured_32 = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_32")
     for at, rows in enumerate(ROW_CLASSES):
-        unmeasured_32[at] = min(Way.AVX2, _unmeasured_k(mode, rows.first))
+        unmeasured_32[at] = min(Way.AVX2_STREAMED, _unmeasured_k(mode, rows.first))
         unmeasured[at] = _unmeasured(mode, rows.first)
         unmeasured_k[at] = _unmeasured_k(mode, rows.first)
 

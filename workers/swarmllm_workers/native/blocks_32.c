@@ -6,7 +6,8 @@
  * IQ4_NL and MXFP4, even and odd blocks have eight floats each, and a row of an odd number of blocks, whose last one
  * ggml takes number by number, is left to ggml.
  *
- * Processors with AVX-512 run the same kernels.
+ * Memory is asked for what comes next in a row, and behind it, or not (`asks`). Processors with AVX-512 run the same
+ * kernels.
  */
 #include "blocks_32.h"
 
@@ -14,7 +15,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17 };
+enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17, STREAM_AHEAD = 1 << 13 };
 
 struct __attribute__((packed)) q4_0 { /* and IQ4_NL */
     uint16_t scale;
@@ -109,12 +110,15 @@ AVX2 INLINE void add_block(const int type, const int n, const struct product_32 
     }
 }
 
-AVX2 INLINE void row(const int type, const int n, const struct product_32 *t, const char *blocks, const float *scales,
-                     float *c) {
+AVX2 INLINE void row(const int type, const int n, const bool asks, const struct product_32 *t, const char *blocks,
+                     const float *scales, float *c) {
     const bool has_two = type == IQ4_NL || type == MXFP4;
     __m256 even[COLUMNS], odd[COLUMNS];
     UNROLL for (int j = 0; j < n; j++) even[j] = odd[j] = _mm256_setzero_ps();
     for (int64_t l = 0; l < t->k; l++) {
+        if (asks) {
+            _mm_prefetch(blocks + l * block_bytes(type) + STREAM_AHEAD, _MM_HINT_T0);
+        }
         add_block(type, n, t, blocks + l * block_bytes(type), l, scales, even);
         if (has_two) {
             l++;
@@ -128,14 +132,22 @@ AVX2 INLINE void row(const int type, const int n, const struct product_32 *t, co
 
 typedef void (*row_kernel)(const struct product_32 *t, const char *blocks, const float *scales, float *c);
 
-#define ROW(type, n)                                                                                           \
-    AVX2 static void row_##type##_##n(const struct product_32 *t, const char *blocks, const float *scales, float *c) { \
-        row(type, n, t, blocks, scales, c);                                                                    \
+#define ROW(type, n, asks)                                                                                            \
+    AVX2 static void row_##asks##_##type##_##n(const struct product_32 *t, const char *blocks, const float *scales, \
+                                               float *c) {                                                            \
+        row(type, n, asks, t, blocks, scales, c);                                                                     \
     }
-#define ROWS(type) ROW(type, 1) ROW(type, 2) ROW(type, 3) ROW(type, 4) ROW(type, 5) ROW(type, 6) ROW(type, 7) ROW(type, 8)
+#define ASKING(type, n) ROW(type, n, 0) ROW(type, n, 1)
+#define ROWS(type)                                                                                  \
+    ASKING(type, 1) ASKING(type, 2) ASKING(type, 3) ASKING(type, 4) ASKING(type, 5) ASKING(type, 6) \
+    ASKING(type, 7) ASKING(type, 8)
 #define EACH(name) {name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8}
 ROWS(Q4_0) ROWS(Q5_0) ROWS(IQ4_NL) ROWS(MXFP4)
-static const row_kernel rows[4][COLUMNS] = {EACH(row_Q4_0_), EACH(row_Q5_0_), EACH(row_IQ4_NL_), EACH(row_MXFP4_)};
+/* Those that ask memory for what comes next are the second of each. */
+static const row_kernel rows[4][2][COLUMNS] = {{EACH(row_0_Q4_0_), EACH(row_1_Q4_0_)},
+                                               {EACH(row_0_Q5_0_), EACH(row_1_Q5_0_)},
+                                               {EACH(row_0_IQ4_NL_), EACH(row_1_IQ4_NL_)},
+                                               {EACH(row_0_MXFP4_), EACH(row_1_MXFP4_)}};
 
 /* [k][COLUMNS]; 0 for columns that are not there. */
 AVX2 static void scales_of(const struct product_32 *t, int n, float *scales) {
@@ -166,7 +178,7 @@ bool swarmllm_product_32(const struct product_32 *t) {
             part.b = (const struct q8_0 *)t->b + j * t->ldb;
             scales_of(&part, n, scales);
             for (int64_t i = from; i < to; i++) {
-                rows[which][n - 1](&part, (const char *)t->a + i * row_bytes, scales, t->c + j * t->ldc + i);
+                rows[which][t->asks][n - 1](&part, (const char *)t->a + i * row_bytes, scales, t->c + j * t->ldc + i);
             }
         }
     }

@@ -9,6 +9,7 @@ enum { Q4_0 = 2, Q5_0 = 6, IQ4_NL = 20, MXFP4 = 39 }; /* as ggml numbers them */
 
 struct product_32 {
     int type;      /* of the matrix */
+    bool asks;     /* memory for what comes next */
     int64_t m;     /* rows of the matrix */
     int64_t n;     /* columns */
     int64_t k;     /* blocks of a row */

@@ -6,9 +6,11 @@
  * floats, block after block; the eight are added up in the same order at the end. Minima of Q4_K and Q5_K make four
  * floats more.
  *
- * With VNNI a register holds a group of two columns, and the weights of the group twice. A single column has one
- * register for two groups instead. Rows of the matrix are computed in pairs, and memory is asked for the rows after the
- * next ones meanwhile (K_AHEAD), or one after the other, as they lie there (K_IN_ORDER), which is faster with few columns.
+ * With AVX2 one row of the matrix is computed after the other, as it lies in memory, which is asked for what comes next
+ * or not (K_STREAMED, K_AVX2). With VNNI a register holds a group of two columns, and the weights of the group twice. A
+ * single column has one register for two groups instead. Rows of the matrix are computed in pairs, and memory is asked
+ * for the rows after the next ones meanwhile (K_AHEAD), or one after the other, as they lie there (K_IN_ORDER), which is
+ * faster with few columns.
  */
 #include "k_quants.h"
 
@@ -17,7 +19,7 @@
 #include <string.h>
 
 enum { GROUP = 32, VALUES = 256, COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, NEAR = 3 << 17 };
-enum { LINE = 64, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
+enum { LINE = 64, STREAM_AHEAD = 1 << 13, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
 
 struct __attribute__((packed)) q4_k {
     uint16_t scale, minimum;
@@ -121,7 +123,7 @@ AVX2 INLINE __m256i group_256(const int type, const char *block, const int g) {
     return _mm256_or_si256(low, _mm256_and_si256(at_four, _mm256_set1_epi8(0x10)));
 }
 
-AVX2 INLINE void row_256(const int type, const int n, const struct k_product *t, const char *row, float *c) {
+AVX2 INLINE void row_256(const int type, const int n, const bool asks, const struct k_product *t, const char *row, float *c) {
     const int64_t n_bytes = type == Q4_K ? sizeof(struct q4_k) : type == Q5_K ? sizeof(struct q5_k) : sizeof(struct q6_k);
     __m256 floats[COLUMNS];
     __m128 minima[COLUMNS];
@@ -133,6 +135,9 @@ AVX2 INLINE void row_256(const int type, const int n, const struct k_product *t,
         const char *block = row + l * n_bytes;
         const struct q8_k *y = (const struct q8_k *)t->b + l;
         __m256i sums[COLUMNS];
+        if (asks) {
+            UNROLL for (int at = 0; at < n_bytes; at += LINE) _mm_prefetch(block + STREAM_AHEAD + at, _MM_HINT_T0);
+        }
         float scale;
         int16_t scales[16];
         if (type == Q6_K) {
@@ -180,12 +185,20 @@ AVX2 INLINE void row_256(const int type, const int n, const struct k_product *t,
 
 typedef void (*row_kernel)(const struct k_product *t, const char *row, float *c);
 
-#define ROW(type, n) \
-    AVX2 static void row_256_##type##_##n(const struct k_product *t, const char *row, float *c) { row_256(type, n, t, row, c); }
-#define ROWS(type) ROW(type, 1) ROW(type, 2) ROW(type, 3) ROW(type, 4) ROW(type, 5) ROW(type, 6) ROW(type, 7) ROW(type, 8)
-#define EACH(name) name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8
+#define ROW(type, n, asks)                                                                                  \
+    AVX2 static void row_##asks##_##type##_##n(const struct k_product *t, const char *row, float *c) { \
+        row_256(type, n, asks, t, row, c);                                                                  \
+    }
+#define ASKING(type, n) ROW(type, n, 0) ROW(type, n, 1)
+#define ROWS(type)                                                                                  \
+    ASKING(type, 1) ASKING(type, 2) ASKING(type, 3) ASKING(type, 4) ASKING(type, 5) ASKING(type, 6) \
+    ASKING(type, 7) ASKING(type, 8)
+#define EACH(name) {name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8}
 ROWS(Q4_K) ROWS(Q5_K) ROWS(Q6_K)
-static const row_kernel rows_256[3][COLUMNS] = {{EACH(row_256_Q4_K_)}, {EACH(row_256_Q5_K_)}, {EACH(row_256_Q6_K_)}};
+/* Those that ask memory for what comes next are the second of each. */
+static const row_kernel rows_256[3][2][COLUMNS] = {{EACH(row_0_Q4_K_), EACH(row_1_Q4_K_)},
+                                                   {EACH(row_0_Q5_K_), EACH(row_1_Q5_K_)},
+                                                   {EACH(row_0_Q6_K_), EACH(row_1_Q6_K_)}};
 
 /* ---- AVX-512 with VNNI: columns as `prepare` leaves them. ---- */
 
@@ -525,9 +538,9 @@ bool swarmllm_k_product(const struct k_product *t) {
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;
-    if (t->way != K_AVX2 && t->n == 1) {
+    if (t->way > K_STREAMED && t->n == 1) {
         one_column(t, first, end);
-    } else if (t->way != K_AVX2) {
+    } else if (t->way > K_STREAMED) {
         const int64_t row_bytes = t->lda * block_bytes(t->type);
         const int64_t n_rows = t->n <= COLUMNS || row_bytes > NEAR / SHARE ? t->m : NEAR / row_bytes;
         for (int64_t i = first; i < end; i += n_rows) { /* rows stay in the cache until all columns had them */
@@ -542,7 +555,7 @@ bool swarmllm_k_product(const struct k_product *t) {
             const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
             part.b = (const struct q8_k *)t->b + j * t->ldb;
             for (int64_t i = first; i < end; i++) {
-                rows_256[t->type - Q4_K][n - 1](&part, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
+                rows_256[t->type - Q4_K][t->way == K_STREAMED][n - 1](&part, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
             }
         }
     }

@@ -7,7 +7,7 @@
 enum { Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15 }; /* as ggml numbers them */
 enum { Q8_K_BLOCK = 292 };                           /* bytes */
 
-enum { K_AVX2, K_AHEAD, K_IN_ORDER }; /* the last two with AVX-512 and VNNI */
+enum { K_AVX2, K_STREAMED, K_AHEAD, K_IN_ORDER }; /* the last two with AVX-512 and VNNI */
 
 struct k_product {
     int type;      /* of the matrix */

@@ -6,8 +6,8 @@
  * single one. Why, and what was measured: small_batches.py. It includes no header of ggml and links to nothing.
  *
  * The products of Q8_0 here read the matrix once for all columns. Two of them (BITS_256, BITS_512) take several rows of
- * it at a time and ask memory for the rows after the next ones meanwhile, the third (IN_ORDER) takes one row after the
- * other and leaves that to the processor. Each sum is made of the same operations in the same order as
+ * it at a time and ask memory for the rows after the next ones meanwhile. Two take one row after the other, and ask for
+ * what comes next in this order (STREAMED) or leave that to the processor (IN_ORDER). Each sum is made of the same operations in the same order as
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
@@ -42,8 +42,9 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
  * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
-enum { DOTS = 0, TILES = 1, BITS_256 = 2, BITS_512 = 3, IN_ORDER = 4 };
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5 };
 enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
+enum { STREAM_AHEAD = 1 << 13 }; /* bytes */
 enum { SHAPES_MAX = 64, CLASSES = 11 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
@@ -162,6 +163,16 @@ AVX2 INLINE void rows_256(const struct task *t, const int n_rows, const int n_co
     }
 }
 
+/* One row of the matrix after the other, as it lies in memory, which is asked for what comes next in this order. */
+AVX2 INLINE void rows_streamed(const struct task *t, const int n_rows, const int n_columns) {
+    struct task row = *t;
+    for (int r = 0; r < n_rows; r++) {
+        row.a = t->a + r * t->lda;
+        row.c = t->c + r;
+        rows_256(&row, 1, n_columns);
+    }
+}
+
 /* Two rows of the matrix side by side in one register. */
 AVX512 INLINE void rows_512(const struct task *t, const int n_pairs, const int n_columns) {
     const __m512i zero = _mm512_setzero_si512();
@@ -223,8 +234,9 @@ AVX512 INLINE void rows_in_order(const struct task *t, const int n_rows, const i
 /* Of each number of columns the kernel for as many rows as leave its sums in registers, and that for the rows that
  * remain. */
 #define OF(columns, many)                                                                            \
-    AVX2 static void many_256_##columns(const struct task *t) { rows_256(t, many > 4 ? 2 : 1, columns); } \
+    AVX2 static void many_256_##columns(const struct task *t) { rows_256(t, columns == 1 ? 4 : many > 4 ? 2 : 1, columns); } \
     AVX2 static void few_256_##columns(const struct task *t) { rows_256(t, 1, columns); }            \
+    AVX2 static void streamed_##columns(const struct task *t) { rows_streamed(t, 8, columns); }      \
     AVX512 static void many_512_##columns(const struct task *t) { rows_512(t, many / 2, columns); }  \
     AVX512 static void few_512_##columns(const struct task *t) { rows_512(t, 1, columns); }          \
     AVX512 static void many_order_##columns(const struct task *t) { rows_in_order(t, 8, columns); }    \
@@ -238,7 +250,8 @@ static const struct {
     int n_many[COLUMNS];
     int n_few;
 } kernels[] = {
-    {{EACH(many_256_)}, {EACH(few_256_)}, {2, 2, 2, 2, 2, 2, 2, 1}, 1},
+    {{EACH(many_256_)}, {EACH(few_256_)}, {4, 2, 2, 2, 2, 2, 2, 1}, 1},
+    {{EACH(streamed_)}, {EACH(few_256_)}, {8, 8, 8, 8, 8, 8, 8, 8}, 1},
     {{EACH(many_512_)}, {EACH(few_512_)}, {8, 8, 8, 8, 6, 6, 6, 4}, 2},
     {{EACH(many_order_)}, {EACH(few_order_)}, {8, 8, 8, 8, 8, 8, 8, 8}, 1},
 };
@@ -258,7 +271,7 @@ static void product_of_rows(struct task task, int which, int n, int64_t first, i
     const int64_t n_many = kernels[which].n_many[n - 1];
     const int64_t group = n_many * task.lda * (int64_t)sizeof(struct block);
     struct task here = task;
-    here.ahead = group < FAR_ENOUGH ? 2 * group : group;
+    here.ahead = which == STREAMED - BITS_256 ? STREAM_AHEAD : group < FAR_ENOUGH ? 2 * group : group;
     here.scales = scales;
     scales_of(&task, n, scales);
     int64_t i = first;
@@ -292,7 +305,7 @@ static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, 
     const int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
     const int64_t first = groups * thread->index / thread->count * ROWS_MAX;
     const int64_t next = groups * (thread->index + 1) / thread->count * ROWS_MAX;
-    if (n == 1 && way != IN_ORDER) { /* the same column twice, to the same place: with only one, a fifth slower (measured on Zen 5) */
+    if (n == 1 && way == BITS_512) { /* the same column twice, to the same place: with only one, a fifth slower (measured on Zen 5) */
         task.ldb = task.ldc = 0;
         n = 2;
     }
@@ -313,7 +326,7 @@ __attribute__((visibility("default"))) int64_t swarmllm_last_way(void) {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
                ? IN_ORDER
-               : BITS_256;
+               : STREAMED;
 }
 #else
 struct task {
@@ -356,8 +369,8 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
     if (is_of_32(a_type) && b_type == Q8_0 && c_type == F32) {
         const struct thread *thread = params;
         const int way = way_of(a_type, k, n);
-        if (way > TILES && swarmllm_product_32(&(struct product_32){a_type, m, n, k, a, lda, b, ldb, c, ldc, thread->index,
-                                                                    thread->count})) {
+        if (way > TILES && swarmllm_product_32(&(struct product_32){a_type, way == STREAMED, m, n, k, a, lda, b, ldb, c,
+                                                                    ldc, thread->index, thread->count})) {
             return true;
         }
         return way == TILES && swarmllm_tiled != NULL &&
