@@ -3,7 +3,9 @@
 Changes one line of the bookkeeping and limits at a time (bench/mutation/changes.py) in a private copy of the
 tree, runs the tests that run this line (bench/mutation/coverage.py) of the test files nearest to it
 (bench/mutation/nearest_tests.py), and says which changes no test noticed. A run that hangs past its deadline
-counts as noticed and is listed apart. `--list` only shows what would be changed.
+counts as noticed and is listed apart; time in which other programs had the processor does not count. A run
+that they slowed down too much is tried once more, and then listed as not judged.
+`--list` only shows what would be changed.
 `--resume` goes on where the last run with this seed stopped; `--survivors` tries those that survived it
 again, to see whether a new test notices them. bench/mutants_equivalent.json has the survivors that change
 nothing one could observe, each with the reason.
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +97,7 @@ class Verdict:
     line: int
     operator: str
     status: str
-    """`killed`, `timed out` or `survived`."""
+    """`killed`, `timed out`, `survived` or `not judged`."""
     by: str = ""
     """The first test that noticed it."""
 
@@ -146,9 +148,11 @@ def equivalent() -> dict[str, str]:
     return json.loads(EQUIVALENT.read_text())
 
 
-def report(verdicts: Iterable[Verdict]) -> str:
-    """A table by room, the share killed, and the survivors, those that are not equivalent first."""
-    verdicts = list(verdicts)
+def report(verdicts: Collection[Verdict]) -> str:
+    """A table by room, the share killed, and the survivors, those that are not equivalent first. What was not
+    judged is only listed."""
+    not_judged = [x for x in verdicts if x.status == "not judged"]
+    verdicts = [x for x in verdicts if x.status != "not judged"]
     excused = equivalent()
     lines = [
         "| changed | mutants | killed | timed out | survived | of these equivalent |",
@@ -171,7 +175,9 @@ def report(verdicts: Iterable[Verdict]) -> str:
     open_ones = [f"- line {x.line}: `{x.name}`" for x in survivors if x.name not in excused]
     hung = [f"- `{x.name}`" for x in verdicts if x.status == "timed out"]
     known = [f"- `{x.name}`: {excused[x.name]}" for x in survivors if x.name in excused]
-    for title, entries in (("Survived", open_ones), ("Timed out", hung), ("Equivalent", known)):
+    unknown = [f"- `{x.name}`" for x in not_judged]
+    lists = {"Survived": open_ones, "Timed out": hung, "Equivalent": known, "Not judged": unknown}
+    for title, entries in lists.items():
         if entries:
             lines += ["", f"{title}:", "", *entries]
     return "\n".join(lines)
@@ -181,7 +187,9 @@ def _verdict(runs: MutantRuns, mutant: Mutant, stop_s: float) -> Verdict | None:
     if time.monotonic() > stop_s:
         return None
     run = runs.judge(mutant.path, mutant.module, mutant.mutation)
-    status = {"passed": "survived", "failed": "killed", "timed out": "timed out"}[run.status]
+    if run.status == "not judged":
+        run = runs.judge(mutant.path, mutant.module, mutant.mutation)
+    status = {"passed": "survived", "failed": "killed"}.get(run.status, run.status)
     mutation = mutant.mutation
     return Verdict(mutant.name, mutant.room, mutation.line, mutation.operator, status, run.first_failure)
 
@@ -192,7 +200,7 @@ def _judged_before(seed: int) -> dict[str, Verdict]:
     result = json.loads(RESULT.read_text())
     if result["seed"] != seed:
         sys.exit(f"{RESULT} is of seed {result['seed']}")
-    return {x["name"]: Verdict(**x) for x in result["mutants"]}
+    return {x["name"]: Verdict(**x) for x in result["mutants"] if x["status"] != "not judged"}
 
 
 def _write(options: argparse.Namespace, verdicts: dict[str, Verdict]) -> None:

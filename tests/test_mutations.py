@@ -128,12 +128,13 @@ def test_the_nearest_quick_tests_are_run_and_then_the_quickest_of_all(files: lis
 
 
 def test_a_hang_counts_as_noticed_and_is_listed_apart() -> None:
-    statuses = ("killed", "killed", "timed out", "survived")
-    text = report(Verdict(f"m:{i}", "swarm/data", i, "bound", x) for i, x in enumerate(statuses))
+    statuses = ("killed", "killed", "timed out", "survived", "not judged")
+    text = report([Verdict(f"m:{i}", "swarm/data", i, "bound", x) for i, x in enumerate(statuses)])
     assert "| swarm/data | 4 | 2 | 1 | 1 | 0 |" in text
     assert "3 of 4 (75.0%)" in text
     assert "Survived:\n\n- line 3: `m:3`" in text
     assert "Timed out:\n\n- `m:2`" in text
+    assert "Not judged:\n\n- `m:4`" in text
 
 
 def test_the_recorder_tells_which_lines_each_test_that_passes_runs(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_the_recorder_tells_which_lines_each_test_that_passes_runs(tmp_path: Pat
     program = (
         "import sys, pytest; from pathlib import Path; from bench.mutation.coverage import LineRecorder\n"
         "tree = Path(sys.argv[1])\n"
-        "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines', 60)\n"
+        "recorder = LineRecorder(tree, ['limits.py'], tree / 'lines', 60, 60)\n"
         "pytest.main(['-q', '-p', 'no:cacheprovider', str(tree)], plugins=[recorder])\n"
     )
     subprocess.run(

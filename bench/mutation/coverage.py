@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -35,21 +36,24 @@ class TestRun:
 
 
 class LineRecorder:
-    """Appends a line of JSON to `output` for each test that has passed, and stops them after `seconds`.
-    `paths` are those of the files in `tree`."""
+    """Appends a line of JSON to `output` for each test that has passed. No other test begins after `wall_s`,
+    or after `processor_s` of processor time of this process and those that it started. `paths` are those of
+    the files in `tree`."""
 
-    def __init__(self, tree: Path, paths: Collection[str], output: Path, seconds: float) -> None:
+    def __init__(
+        self, tree: Path, paths: Collection[str], output: Path, processor_s: float, wall_s: float
+    ) -> None:
         self._names = {str(tree / path): path for path in paths}
         self._output = output
-        self._seconds = seconds
-        self._began_s = time.monotonic()
+        self._processor_end_s = _processor_s() + processor_s
+        self._wall_end_s = time.monotonic() + wall_s
         self._lines = set[tuple[str, int]]()
         self._failed = set[str]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._lines = set()
-        began_s, wall_s = time.process_time(), time.monotonic()
+        began_s, wall_s = _processor_s(), time.monotonic()
         threading.settrace(self._call)
         sys.settrace(self._call)
         try:
@@ -57,14 +61,14 @@ class LineRecorder:
         finally:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
-            took_s = max(time.process_time() - began_s, WALL_WEIGHT * (time.monotonic() - wall_s))
+            took_s = max(_processor_s() - began_s, WALL_WEIGHT * (time.monotonic() - wall_s))
             if item.nodeid not in self._failed:
                 lines: dict[str, list[int]] = {}
                 for path, line in sorted(self._lines):
                     lines.setdefault(self._names[path], []).append(line)
                 with self._output.open("a") as output:
                     print(json.dumps({"test": item.nodeid, "took_s": took_s, "lines": lines}), file=output)
-            if time.monotonic() - self._began_s > self._seconds:
+            if _processor_s() > self._processor_end_s or time.monotonic() > self._wall_end_s:
                 item.session.shouldstop = "enough tests were run"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -78,6 +82,11 @@ class LineRecorder:
         if event == "line":
             self._lines.add((frame.f_code.co_filename, frame.f_lineno))
         return self._line
+
+
+def _processor_s() -> float:
+    """Of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def recorded(output: Path) -> list[TestRun]:

@@ -38,7 +38,10 @@ IMPORTED_BEFORE = (
 """By the process that each run is forked from: they take longer than many tests."""
 OURS = (*PRODUCT, "bench", "tests")
 MEASURE_S = 60.0
-"""Of one test file. Tests that have not begun by then are not run for any change."""
+"""Of processor time for one test file, with the processes it starts. Tests that have not begun by then are
+not run for any change."""
+MEASURE_WALL_S = 300.0
+"""Of one test file that waits or gets no processor."""
 RUN_S = 30.0
 """So much of tests is run for a change, by what they took unchanged, while their lines were recorded."""
 NEAREST_S = 15.0
@@ -46,9 +49,26 @@ NEAREST_S = 15.0
 FILE_S = 5.0
 """Of these, of one file."""
 PROCESSOR_MAX_S = 45
-"""Of a run: an endless loop need not wait for the deadline, which leaves room for other programs."""
+"""Of a run, or twice what its tests took unchanged if that is more: an endless loop ends here."""
+DEADLINE_S = 40.0
+"""Of a run, and four times what its tests took unchanged. Time in which the run was ready to go on but other
+programs had the processor does not count."""
+WALL_FACTOR = 4
+"""A run that has not ended after so many times its deadline, whoever had the processor, is not judged."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run is ended."""
+
+    processor_s: int | None
+    """Of processor time."""
+    deadline_s: float
+    """Of the time that it computed or waited for something other than the processor."""
+    wall_s: float
+    """Of all the time that went by."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class Run:
     """How a run of some test files ended."""
 
     status: str
-    """`passed`, `failed` or `timed out`."""
+    """`passed`, `failed`, `timed out`, or `not judged` where other programs may have slowed it."""
     took_s: float
     """Of the processor, since other programs may run beside it."""
     first_failure: str = ""
@@ -111,8 +131,13 @@ class MutantRuns:
         # Else bytecode of the unchanged file of the same second would be run.
         os.utime(file, (times.st_atime, times.st_mtime + 10))
         try:
-            deadline_s = 40 + 4 * sum(x.took_s for x in chosen)
-            return _run(copy, [x.test for x in chosen], deadline_s, self._work)
+            unchanged_s = sum(x.took_s for x in chosen)
+            limits = Limits(
+                round(max(PROCESSOR_MAX_S, 2 * unchanged_s)),
+                DEADLINE_S + 4 * unchanged_s,
+                WALL_FACTOR * (DEADLINE_S + 4 * unchanged_s),
+            )
+            return _run(copy, [x.test for x in chosen], limits, self._work)
         finally:
             file.write_text(source)
             os.utime(file, (times.st_atime, times.st_mtime))
@@ -129,8 +154,9 @@ class MutantRuns:
                 unfinished = self._work / f"{copy.name}.lines"
                 unfinished.unlink(missing_ok=True)
                 unfinished.touch()
-                recorder = LineRecorder(copy, self._paths, unfinished, MEASURE_S)
-                run = _run(copy, [test], 1.5 * MEASURE_S, self._work, recorder)
+                recorder = LineRecorder(copy, self._paths, unfinished, MEASURE_S, MEASURE_WALL_S)
+                limits = Limits(None, 2 * MEASURE_WALL_S, 2 * MEASURE_WALL_S)
+                run = _run(copy, [test], limits, self._work, recorder)
                 print(f"{test}: {run.status} in {run.took_s:.0f} s", flush=True)
                 shutil.move(unfinished, output)
                 files = sorted({path for each in recorded(output) for path in each.lines})
@@ -163,7 +189,7 @@ def _digest(content: bytes) -> str:
 
 
 def _run(
-    copy: Path, tests: list[str], deadline_s: float, work: Path, recorder: LineRecorder | None = None
+    copy: Path, tests: list[str], limits: Limits, work: Path, recorder: LineRecorder | None = None
 ) -> Run:
     """Until the first failure, or with a recorder all tests."""
     output, scratch = work / f"{copy.name}.out", work / f"{copy.name}.tmp"
@@ -171,10 +197,11 @@ def _run(
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        _become_pytest(copy, tests, output, scratch, recorder)
-    ended, code = 0, 0
-    while not ended and time.monotonic() < started_s + deadline_s:
+        _become_pytest(copy, tests, output, scratch, limits.processor_s, recorder)
+    ended, code, wall_s, delayed_s = 0, 0, 0.0, 0.0
+    while not ended and wall_s < limits.wall_s and wall_s - delayed_s < limits.deadline_s:
         time.sleep(0.02)
+        wall_s, delayed_s = time.monotonic() - started_s, processor_delay_s(child)
         ended, code, usage = os.wait4(child, os.WNOHANG)
     # What the tests started ends with them, also when they leave something behind.
     with contextlib.suppress(ProcessLookupError):
@@ -182,14 +209,30 @@ def _run(
     if not ended:
         os.waitpid(child, 0)
     shutil.rmtree(scratch, ignore_errors=True)
-    if not ended or os.waitstatus_to_exitcode(code) == -signal.SIGXCPU:
-        return Run("timed out", deadline_s)
+    if not ended:
+        return Run("timed out" if wall_s - delayed_s >= limits.deadline_s else "not judged", wall_s)
     took_s = usage.ru_utime + usage.ru_stime
+    if os.waitstatus_to_exitcode(code) == -signal.SIGXCPU:
+        return Run("timed out", took_s)
     return Run("failed", took_s, _first_failure(output)) if code else Run("passed", took_s)
 
 
+def processor_delay_s(process: int) -> float:
+    """For how long the main thread of a process was ready to run while others had the processor (the second
+    field of Linux's schedstat). 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def _become_pytest(
-    copy: Path, tests: list[str], output: Path, scratch: Path, recorder: LineRecorder | None
+    copy: Path,
+    tests: list[str],
+    output: Path,
+    scratch: Path,
+    processor_s: int | None,
+    recorder: LineRecorder | None,
 ) -> None:
     """In the forked process: never returns."""
     code = 70
@@ -197,8 +240,8 @@ def _become_pytest(
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MAX_BYTES, MEMORY_MAX_BYTES))
         # At the hard limit it would be killed, which looks like any failure.
-        if recorder is None:
-            resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_MAX_S, PROCESSOR_MAX_S + 5))
+        if processor_s is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 5))
         file = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         os.dup2(file, 1)
         os.dup2(file, 2)
