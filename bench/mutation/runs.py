@@ -55,6 +55,8 @@ DEADLINE_S = 40.0
 programs had the processor does not count."""
 WALL_FACTOR = 4
 """A run that has not ended after so many times its deadline, whoever had the processor, is not judged."""
+FIRST_FILES = 3
+"""So many of the nearest files with tests that run the line are tried before the others."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
 
@@ -115,12 +117,18 @@ class MutantRuns:
         copy = self._copies.get()
         try:
             last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
-            found = [
-                [x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)]
-                for test in self._tests.nearest(module)
-            ]
-            chosen = choice(found)
-            return self._run_changed(copy, path, mutation, chosen) if chosen else Run("passed", 0)
+            found, passed, run = list[list[TestRun]](), set[str](), Run("passed", 0)
+            tests = self._tests.nearest(module)
+            for test in tests:
+                found.append([x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)])
+                # Most changes are noticed here, before the lines of all the other files are recorded.
+                if test == tests[-1] or (sum(map(bool, found)) == FIRST_FILES and not passed):
+                    chosen = [x for x in choice(found) if x.test not in passed]
+                    run = self._run_changed(copy, path, mutation, chosen) if chosen else run
+                    if run.status != "passed":
+                        break
+                    passed.update(x.test for x in chosen)
+            return run
         finally:
             self._copies.put(copy)
 
