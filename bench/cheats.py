@@ -40,6 +40,7 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.fingerprints import OWN, distance
 from swarmllm.pipeline.check.likelihood import is_far, with_apart
 from swarmllm.pipeline.check.recompute import TokenTask, batches, regrouped, sample_here
+from swarmllm.pipeline.check.reported_logprobs import ReportedLogprobs
 from swarmllm.pipeline.check.sampling import (
     STRETCH_ROWS,
 )
@@ -50,7 +51,6 @@ from swarmllm.pipeline.check.thresholds import (
     TOKENS_SAME_KV,
     TOLERANCE,
 )
-from swarmllm.pipeline.check.told_logprobs import Told
 from swarmllm.pipeline.check.verdict import (
     Sampled,
     TokenEvidence,
@@ -187,10 +187,10 @@ class Head:
         )
 
     async def again(
-        self, rows: Tensor, told: Sequence[int], stated: Sampling, *, is_regrouped: bool = False
+        self, rows: Tensor, reported: Sequence[int], stated: Sampling, *, is_regrouped: bool = False
     ) -> list[Sampled]:
         """What it samples from these rows, after the tokens that were told, as a check has it done."""
-        evidence = TokenEvidence(rows, 0, (), tuple(told), True)
+        evidence = TokenEvidence(rows, 0, (), tuple(reported), True)
         cut, end = self.layers.start, self.layers.end
         stages = (Stage(node_id=AUDITOR, start=0, end=cut), Stage(node_id=NODE, start=cut, end=end))
         view = RequestView(AUDITOR, AUDITOR, stages, prompt_here=True)
@@ -224,7 +224,7 @@ async def answered(
     tokens, position, is_ended = prompt, 0, False
     all_told: list[int] = []
     fingerprints: list[Tensor] = []
-    logprobs: list[Told] = []
+    logprobs: list[ReportedLogprobs] = []
     rows: list[Tensor] = []
     for index in range(arguments.answer_tokens):
         first = index == 0
@@ -233,15 +233,15 @@ async def answered(
         if first and other is not None:
             own = np.array((await honest.forward("other", 0, other, "hidden", None, before)).tensor)
             await honest.pool.cancel(honest.model.model_id, "other")
-        told = (await head.forward("told", position, own, "token", used if first else None)).token
-        all_told.append(told.token)
-        fingerprints.append(decode_fingerprint(told.fingerprint))
-        logprobs.append(told.logprobs)
+        reported = (await head.forward("told", position, own, "token", used if first else None)).token
+        all_told.append(reported.token)
+        fingerprints.append(decode_fingerprint(reported.fingerprint))
+        logprobs.append(reported.logprobs)
         rows.append(hidden)
-        if told.finish_reason is not None:
-            is_ended = told.finish_reason == "stop"
+        if reported.finish_reason is not None:
+            is_ended = reported.finish_reason == "stop"
             break
-        position, tokens = position + len(tokens), np.array([told.token], np.int32)
+        position, tokens = position + len(tokens), np.array([reported.token], np.int32)
     for pool, model, name in (
         (honest.pool, honest.model, "before"),
         (head.pool, head.model, "told"),
@@ -254,17 +254,17 @@ async def answered(
 async def audited(
     honest: Head,
     rows: Tensor,
-    told: list[int],
+    reported: list[int],
     fingerprints: Tensor,
     stated: Sampling,
     is_ended: bool,
-    logprobs: tuple[Told, ...] = (),
+    logprobs: tuple[ReportedLogprobs, ...] = (),
 ) -> Answer:
-    again = await honest.again(rows, told, stated)
-    regrouped = await honest.again(rows, told, stated, is_regrouped=True)
+    again = await honest.again(rows, reported, stated)
+    regrouped = await honest.again(rows, reported, stated, is_regrouped=True)
     key = stated.fingerprint_key
     assert key is not None
-    return Answer(told, fingerprints, rows, again, regrouped, key, is_ended, logprobs)
+    return Answer(reported, fingerprints, rows, again, regrouped, key, is_ended, logprobs)
 
 
 @dataclass
@@ -300,13 +300,18 @@ class LastStage:
         return answers
 
     async def told_instead(
-        self, stated: Sampling, true: Answer, told: list[int], *, is_ended: bool = False
+        self, stated: Sampling, true: Answer, reported: list[int], *, is_ended: bool = False
     ) -> Answer:
         """The same logits, and other tokens, of which it tells the logits that an honest one has."""
-        n = len(true.rows) - len(true.told) + len(told)
+        n = len(true.rows) - len(true.reported) + len(reported)
         sampling = asked(stated, true.key, true.key, ends=is_ended)
         made = await audited(
-            self.honest, true.rows[:n], told, true.fingerprints[: len(told)].copy(), sampling, is_ended
+            self.honest,
+            true.rows[:n],
+            reported,
+            true.fingerprints[: len(reported)].copy(),
+            sampling,
+            is_ended,
         )
         own = fingerprints_of(made.again)
         assert own is not None
@@ -320,16 +325,16 @@ def show_answers(
     what: str, stated: Sampling, answers: Sequence[Answer], n_vocab: int, honest: Sequence[Answer]
 ) -> None:
     """`honest`: of the requests in which it does not cheat."""
-    pairs = [pair for answer in answers for pair in zip(answer.told, answer.again, strict=True)]
+    pairs = [pair for answer in answers for pair in zip(answer.reported, answer.again, strict=True)]
     ranks = [_rise(*pair) for pair in pairs]
-    n_other = sum(told != again.token for told, again in pairs)
+    n_other = sum(reported != again.token for reported, again in pairs)
     n_far = sum(is_far(*pair, stated, n_vocab) for pair in pairs)
     figure = (
         f"{100 * n_other / len(ranks):.1f} % of {len(ranks)} tokens differ, {sum(r > 0 for r in ranks)} are "
         f"likelier, {sum(r < 0 for r in ranks)} less likely, {n_far} far"
     )
     if stated.temperature:
-        known = (with_apart(a.again, a.told, stated, n_vocab) for a in answers)
+        known = (with_apart(a.again, a.reported, stated, n_vocab) for a in answers)
         apart = max(again.apart or 0.0 for each in known for again in each)
         figure += f", at most {apart:.3f} between two"
     off = [distance(np.stack([s.fingerprint for s in a.again]), a.fingerprints) for a in answers]
@@ -393,11 +398,11 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
                     await show(f"honest: {what}", stated, kernels="ggml", n_threads=1)
             for what, changed in told_instead(end).items():
                 if is_wanted(what):
-                    told = [changed(a.told) for a in plain]
+                    reported = [changed(a.reported) for a in plain]
                     ends = what.startswith("ends")
                     others = [
                         await stage.told_instead(stated, a, each, is_ended=ends)
-                        for a, each in zip(plain, told, strict=True)
+                        for a, each in zip(plain, reported, strict=True)
                     ]
                     show_answers(what, stated, others, n_vocab, plain)
             for nats in SHIFTS:
@@ -420,13 +425,13 @@ async def last_stage(bench: Bench, path: Path, folder: Path, layers: LayerRange)
 def told_instead(end: int) -> Mapping[str, Callable[[list[int]], list[int]]]:
     """Other tokens than those of an answer; `end`: ends a text, where the model goes on."""
 
-    def ended(told: list[int]) -> list[int]:
-        at = next(at for at in range(8, len(told)) if told[at] != end)
-        return [*told[:at], end]
+    def ended(reported: list[int]) -> list[int]:
+        at = next(at for at in range(8, len(reported)) if reported[at] != end)
+        return [*reported[:at], end]
 
     return {
-        "another token for each": lambda told: [token + 1 for token in told],
-        "another token for every tenth": lambda told: [t + (i % 10 == 9) for i, t in enumerate(told)],
+        "another token for each": lambda reported: [token + 1 for token in reported],
+        "another token for every tenth": lambda reported: [t + (i % 10 == 9) for i, t in enumerate(reported)],
         "ends after 8 tokens": ended,
     }
 
@@ -436,17 +441,18 @@ def is_wanted(what: str) -> bool:
     return not arguments.only or what in needed or any(part in what for part in arguments.only)
 
 
-def lower(logprobs: tuple[Told, ...], nats: float) -> tuple[Told, ...]:
+def lower(logprobs: tuple[ReportedLogprobs, ...], nats: float) -> tuple[ReportedLogprobs, ...]:
     return tuple(
-        tuple(TokenLogprob(each.token, each.logprob - nats, each.piece) for each in told) for told in logprobs
+        tuple(TokenLogprob(each.token, each.logprob - nats, each.piece) for each in reported)
+        for reported in logprobs
     )
 
 
-def _rise(told: int, again: Sampled) -> int:
+def _rise(reported: int, again: Sampled) -> int:
     """Above 0: what was told is likelier than what was sampled again."""
     order = [token for token, _ in again.likeliest]
     return (order.index(again.token) if again.token in order else len(order)) - (
-        order.index(told) if told in order else len(order)
+        order.index(reported) if reported in order else len(order)
     )
 
 

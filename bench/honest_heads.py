@@ -31,6 +31,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.fingerprints import distance
+from swarmllm.pipeline.check.reported_logprobs import ReportedLogprobs, logprob_distance
 from swarmllm.pipeline.check.thresholds import (
     LOGITS_OTHER_KV,
     LOGITS_SAME_KV,
@@ -38,7 +39,6 @@ from swarmllm.pipeline.check.thresholds import (
     TOKENS_SAME_KV,
     of_tokens,
 )
-from swarmllm.pipeline.check.told_logprobs import Told, apart
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.ipc import Sampling, TokenAgain
@@ -54,11 +54,11 @@ Computed = Sequence[Mapping[int, float]]
 """Log-probabilities of some tokens, for each of an answer."""
 
 
-class ToldTokens(NamedTuple):
+class ReportedTokens(NamedTuple):
     ids: list[int]
     fingerprints: Tensor
     """f32 [n, N_VALUES]"""
-    logprobs: list[Told]
+    logprobs: list[ReportedLogprobs]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Head:
                 n_prompt_tokens=N_GIVEN,
             )
 
-    async def told(self, rows: Tensor, sampling: Sampling, n: int) -> ToldTokens:
+    async def reported(self, rows: Tensor, sampling: Sampling, n: int) -> ReportedTokens:
         tokens, fingerprints, logprobs = [], [], []
         await self.given("told", rows, n)
         for at in range(N_GIVEN - 1, N_GIVEN - 1 + N_TOLD):
@@ -101,10 +101,10 @@ class Head:
             fingerprints.append(decode_fingerprint(bytes(result.token.fingerprint or b"")))
             logprobs.append(result.token.logprobs)
         await self.pool.cancel(self.model.model_id, "told")
-        return ToldTokens(tokens, np.stack(fingerprints), logprobs)
+        return ReportedTokens(tokens, np.stack(fingerprints), logprobs)
 
     async def again(
-        self, rows: Tensor, told: Sequence[int], sampling: Sampling, n: int
+        self, rows: Tensor, reported: Sequence[int], sampling: Sampling, n: int
     ) -> tuple[TokenAgain, ...]:
         await self.given("again", rows, n)
         result = await self.pool.forward(
@@ -116,21 +116,21 @@ class Head:
             want="again",
             sampling=sampling,
             n_prompt_tokens=N_GIVEN,
-            scored=tuple(told),
+            scored=tuple(reported),
         )
         await self.pool.cancel(self.model.model_id, "again")
         return result.again
 
 
 def logprobs_of(computed: Sequence[TokenAgain]) -> Computed:
-    return [{told.token: told.logprob for told in each.logprobs} for each in computed]
+    return [{reported.token: reported.logprob for reported in each.logprobs} for each in computed]
 
 
 @dataclass
-class Found:
+class KindResult:
     """Of one kind of head: an item for each answer."""
 
-    told: list[Tensor] = field(default_factory=list)
+    reported: list[Tensor] = field(default_factory=list)
     again: list[Tensor] = field(default_factory=list)
     regrouped: list[Tensor] = field(default_factory=list)
     apart: list[Tensor] = field(default_factory=list)
@@ -138,21 +138,23 @@ class Found:
     nats: list[Tensor] = field(default_factory=list)
     """By which the likeliest token is likelier."""
     differs: list[Tensor] = field(default_factory=list)
-    logprobs: list[tuple[Sequence[Told], Computed, Computed]] = field(default_factory=list)
+    logprobs: list[tuple[Sequence[ReportedLogprobs], Computed, Computed]] = field(default_factory=list)
     """That were told, computed again, and computed again in other batches."""
 
-    def add(self, told: ToldTokens, again: Sequence[TokenAgain], regrouped: Sequence[TokenAgain]) -> None:
-        self.logprobs.append((told.logprobs, logprobs_of(again), logprobs_of(regrouped)))
-        self.told.append(told.fingerprints)
+    def add(
+        self, reported: ReportedTokens, again: Sequence[TokenAgain], regrouped: Sequence[TokenAgain]
+    ) -> None:
+        self.logprobs.append((reported.logprobs, logprobs_of(again), logprobs_of(regrouped)))
+        self.reported.append(reported.fingerprints)
         self.again.append(np.stack([decode_fingerprint(each.fingerprint) for each in again]))
         self.regrouped.append(np.stack([decode_fingerprint(each.fingerprint) for each in regrouped]))
         self.apart.append(np.array([np.nan if each.apart is None else each.apart for each in again]))
         self.nats.append(np.array([each.logprobs[1].logprob - each.logprobs[0].logprob for each in again]))
-        pairs = zip(told.ids, again, strict=True)
+        pairs = zip(reported.ids, again, strict=True)
         self.differs.append(np.array([token != each.token for token, each in pairs]))
 
 
-def print_table(found: Mapping[str, Found]) -> None:
+def print_table(found: Mapping[str, KindResult]) -> None:
     """The largest distances of stretches of so many tokens, and those that are above the least limit of the
     pair's types of KV, or above the one that is left when the auditor has computed twice."""
     sizes = " | ".join(f"{n} tokens" for n in STRETCHES)
@@ -163,27 +165,27 @@ def print_table(found: Mapping[str, Found]) -> None:
         largest, n_above, n_wrong = [], 0, 0
         for n in STRETCHES:
             measured = []
-            for told, again, other in zip(each.told, each.again, each.regrouped, strict=True):
+            for reported, again, other in zip(each.reported, each.again, each.regrouped, strict=True):
                 for at in range(0, N_TOLD, n):
                     part, limits = slice(at, at + n), of_tokens(allowed, n)
-                    measured.append(distance(again[part], told[part]))
+                    measured.append(distance(again[part], reported[part]))
                     n_above += measured[-1] > limits.least
                     n_wrong += measured[-1] > limits.limit(distance(again[part], other[part]))
             largest.append(f"{max(measured):.4f}")
-        differs, apart = np.stack(each.differs), np.stack(each.apart)
-        is_drawn = ~np.isnan(apart)
+        differs, logprob_distance = np.stack(each.differs), np.stack(each.apart)
+        is_drawn = ~np.isnan(logprob_distance)
         nats = np.where(is_drawn, 0.0, np.stack(each.nats))
         print(
             f"| {what} | {differs.size} | {' | '.join(largest)} | {n_above} | {n_wrong} "
-            f"| {100 * differs.mean():.1f} % | {np.max(apart, where=is_drawn, initial=0.0):.4f} "
+            f"| {100 * differs.mean():.1f} % | {np.max(logprob_distance, where=is_drawn, initial=0.0):.4f} "
             f"| {nats.max():.3f} |"
         )
 
 
-def print_logprobs(found: Mapping[str, Found]) -> None:
-    """The same of log-probabilities: the largest sizes and shifts (`swarmllm.pipeline.check.told_logprobs`),
-    where only the token's own is told and where those of the 20 likeliest are too, and how many stretches are
-    above one of the least limits."""
+def print_logprobs(found: Mapping[str, KindResult]) -> None:
+    """The same of log-probabilities: the largest sizes and shifts
+    (`swarmllm.pipeline.check.reported_logprobs`), where only the token's own is told and where those of the
+    20 likeliest are too, and how many stretches are above one of the least limits."""
     sizes = " | ".join(f"{n} tokens" for n in STRETCHES)
     for n_told, which in ((1, "of the token"), (21, "and of the 20 likeliest")):
         print(f"\n| honest, log-probability {which}: size, shift | {sizes} | above least |")
@@ -193,8 +195,8 @@ def print_logprobs(found: Mapping[str, Found]) -> None:
             largest, n_above = [], 0
             for n in STRETCHES:
                 measured = [
-                    apart([t[:n_told] for t in told[at : at + n]], again[at : at + n])
-                    for told, again, _ in each.logprobs
+                    logprob_distance([t[:n_told] for t in reported[at : at + n]], again[at : at + n])
+                    for reported, again, _ in each.logprobs
                     for at in range(0, N_TOLD, n)
                 ]
                 limits = allowed.of_tokens(n).least
@@ -207,7 +209,7 @@ def print_logprobs(found: Mapping[str, Found]) -> None:
 async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[str, Path]]) -> None:
     drawn = random.Random(seed)
     started_s = time.monotonic()
-    found: dict[str, Found] = {}
+    found: dict[str, KindResult] = {}
     with tempfile.TemporaryDirectory() as name:
         entry = Catalogue(Path(name) / "models.sqlite").ensure(GUIDE_PATH, "guide")
         model = ModelFile(entry.model_id, entry.path)
@@ -259,13 +261,13 @@ async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[
                     async with trio.open_nursery() as nursery:
                         for number in range(N_BESIDE if is_beside else 0):
                             nursery.start_soon(head.given, f"{number}", other, drawn.choice((128, 7)))
-                        told = await head.told(rows, sampling, n)
+                        reported = await head.reported(rows, sampling, n)
                     for number in range(N_BESIDE):
                         await head.pool.cancel(model.model_id, f"{number}")
-                    again = await auditor.again(rows, told.ids, sampling, 128)
-                    regrouped = await auditor.again(rows, told.ids, sampling, 32)
-                    found.setdefault(what + (", beside others" if is_beside else ""), Found()).add(
-                        told, again, regrouped
+                    again = await auditor.again(rows, reported.ids, sampling, 128)
+                    regrouped = await auditor.again(rows, reported.ids, sampling, 32)
+                    found.setdefault(what + (", beside others" if is_beside else ""), KindResult()).add(
+                        reported, again, regrouped
                     )
                     n_done += N_TOLD
     if options.save:
@@ -274,7 +276,7 @@ async def main(n_tokens: int, seconds: float, seed: int, builds: Sequence[tuple[
             **{
                 f"{what}/{part}": np.stack(getattr(each, part))
                 for what, each in found.items()
-                for part in ("told", "again", "regrouped", "apart", "nats", "differs")
+                for part in ("reported", "again", "regrouped", "apart", "nats", "differs")
             },
         )
     print_table(found)

@@ -39,7 +39,7 @@ from bench.common.large_swarm import (
 )
 from swarmllm.errors import NoPipeline
 from swarmllm.models import LayerRange, Manifest
-from swarmllm.pipeline.route.assembly import Assembly, Question, assemble
+from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX, GAIN
 from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.route.untried import unless_much_longer
@@ -56,7 +56,7 @@ def stages_of(chosen: Assembly) -> tuple[RouteStage, ...]:
     return tuple(RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in chosen.stages)
 
 
-def choose(question: Question, avoid: set[NodeId], origin: Origin, *, may_risk: bool) -> Assembly:
+def choose(question: RouteQuery, avoid: set[NodeId], origin: Origin, *, may_risk: bool) -> Assembly:
     """As `RequestRoutes.choose` does. Raises NoPipeline."""
     now = trio.current_time()
     untried = sorted(origin.reachable.untried(now) & question.holders.keys())

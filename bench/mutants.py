@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.common.figures import RESULTS, machine
@@ -120,11 +121,17 @@ def main() -> int:
     try:
         runs = MutantRuns(ROOT, work, options.jobs)
         with ThreadPoolExecutor(options.jobs) as pool:
-            for verdict in pool.map(lambda x: _verdict(runs, x, stop_s), left):
-                if verdict is not None:
-                    verdicts[verdict.name] = verdict
-                    print(f"{verdict.status}: {verdict.name} [{verdict.by}]", flush=True)
-                    _write(options, verdicts)
+            # Most changes are noticed by the nearest tests, before the lines of all the others are recorded.
+            judged = set[str]()
+            for nearest_only in (True, False):
+                judge = partial(_verdict, runs, stop_s=stop_s, nearest_only=nearest_only)
+                for verdict in pool.map(judge, [x for x in left if x.name not in judged]):
+                    if verdict is not None:
+                        judged.add(verdict.name)
+                        verdicts[verdict.name] = verdict
+                        print(f"{verdict.status}: {verdict.name} [{verdict.by}]", flush=True)
+                        _write(options, verdicts)
+                print(f"{len(judged)} of {len(left)} are judged", flush=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(report(verdicts.values()))
@@ -183,12 +190,15 @@ def report(verdicts: Collection[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _verdict(runs: MutantRuns, mutant: Mutant, stop_s: float) -> Verdict | None:
+def _verdict(runs: MutantRuns, mutant: Mutant, *, stop_s: float, nearest_only: bool) -> Verdict | None:
+    """None: there is no time left, or it takes more than the nearest tests to say."""
     if time.monotonic() > stop_s:
         return None
-    run = runs.judge(mutant.path, mutant.module, mutant.mutation)
+    run = runs.judge(mutant.path, mutant.module, mutant.mutation, nearest_only=nearest_only)
     if run.status == "not judged":
-        run = runs.judge(mutant.path, mutant.module, mutant.mutation)
+        run = runs.judge(mutant.path, mutant.module, mutant.mutation, nearest_only=nearest_only)
+    if nearest_only and run.status == "passed":
+        return None
     status = {"passed": "survived", "failed": "killed"}.get(run.status, run.status)
     mutation = mutant.mutation
     return Verdict(mutant.name, mutant.room, mutation.line, mutation.operator, status, run.first_failure)

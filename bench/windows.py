@@ -30,7 +30,7 @@ from swarmllm_workers.ring.job_order import JobOrder
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser, Room
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, Worth
-from swarmllm_workers.speculation.flights import Launch
+from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 PASSAGE = 40
 WAYS = {"one at a time": 1, "several": JOBS_UNDER_WAY_MAX}
@@ -73,8 +73,8 @@ class Guesses:
 
 @dataclass
 class Stage:
-    order: JobOrder[Launch] = field(default_factory=JobOrder)
-    waiting: deque[Launch] = field(default_factory=deque)
+    order: JobOrder[LaunchedJob] = field(default_factory=JobOrder)
+    waiting: deque[LaunchedJob] = field(default_factory=deque)
     is_computing: bool = False
 
 
@@ -107,7 +107,7 @@ class Chain:
         for job in self._guesser.next_jobs(self._said, len(self._said) - 1, room, self.now):
             self._after(self._line.one_way_s, partial(self._arrives, 0, job))
 
-    def _arrives(self, index: int, job: Launch) -> None:
+    def _arrives(self, index: int, job: LaunchedJob) -> None:
         stage = self._stages[index]
         if not job.number:
             stage.order.came_alone()
@@ -118,8 +118,8 @@ class Chain:
             self._drop(stage)
         self._start(index)
 
-    def _is_known(self, job: Launch) -> bool:
-        return self._guesser.flights.find(job.position, len(job.tokens), job.number) is not None
+    def _is_known(self, job: LaunchedJob) -> bool:
+        return self._guesser.jobs_in_flight.find(job.position, len(job.tokens), job.number) is not None
 
     def _drop(self, stage: Stage) -> None:
         stage.waiting = deque(each for each in stage.waiting if not 0 < each.number < stage.order.fresh)
@@ -131,7 +131,7 @@ class Chain:
             job = stage.waiting.popleft()
             self._after(self._line.takes_s(len(job.tokens)), partial(self._computed, index, job))
 
-    def _computed(self, index: int, job: Launch) -> None:
+    def _computed(self, index: int, job: LaunchedJob) -> None:
         stage = self._stages[index]
         stage.is_computing = False
         if index + 1 < len(self._stages):
@@ -140,18 +140,18 @@ class Chain:
             self._sample(stage, job)
         self._start(index)
 
-    def _sample(self, stage: Stage, job: Launch) -> None:
-        flights = self._guesser.flights
-        if flights.land(job.position, len(job.tokens), job.number) is None:
+    def _sample(self, stage: Stage, job: LaunchedJob) -> None:
+        jobs_in_flight = self._guesser.jobs_in_flight
+        if jobs_in_flight.land(job.position, len(job.tokens), job.number) is None:
             return
-        for i, guess in enumerate((*job.tokens[1:], flights.next_token)):
+        for i, guess in enumerate((*job.tokens[1:], jobs_in_flight.next_token)):
             self._said.append(self._text[job.position + i + 1])
             if len(self._said) == len(self._text):
                 return
             if guess != self._said[-1]:
                 break
         self._launch()
-        stage.order.refuse(flights.fresh)
+        stage.order.refuse(jobs_in_flight.fresh)
         self._drop(stage)
 
 

@@ -62,7 +62,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class SuppressedLines:
     key: Hashable
     n_lines: int
 
@@ -85,7 +85,7 @@ class LogLimit:
         self._keys_max = keys_max
         self._lines: OrderedDict[Hashable, _Line] = OrderedDict()
         """By key; the key that was used longest ago comes first."""
-        self._forgotten: deque[LeftOut] = deque(maxlen=FORGOTTEN_MAX)
+        self._forgotten: deque[SuppressedLines] = deque(maxlen=FORGOTTEN_MAX)
         self.n_left_out = 0
         """Lines since the start."""
 
@@ -117,7 +117,7 @@ class LogLimit:
         n_left_out, line.n_left_out = line.n_left_out, 0
         return n_left_out
 
-    def due(self, now: float) -> list[LeftOut]:
+    def due(self, now: float) -> list[SuppressedLines]:
         """What was left out of keys that have been silent for SUMMARY_S, once each."""
         due = list(self._forgotten)
         self._forgotten.clear()
@@ -125,7 +125,7 @@ class LogLimit:
             if now - line.bucket.at_s < SUMMARY_S:
                 break
             if line.n_left_out:
-                due.append(LeftOut(key, line.n_left_out))
+                due.append(SuppressedLines(key, line.n_left_out))
             del self._lines[key]
         return due
 
@@ -133,4 +133,4 @@ class LogLimit:
         while len(self._lines) >= self._keys_max:
             key, line = self._lines.popitem(last=False)
             if line.n_left_out:
-                self._forgotten.append(LeftOut(key, line.n_left_out))
+                self._forgotten.append(SuppressedLines(key, line.n_left_out))

@@ -115,7 +115,7 @@ async def test_a_failure_in_a_scope_ends_its_owner_only(tmp_path: Path) -> None:
             await a.until(lambda: {"question", "peer", "connection", "worker"} <= failed())
             a.supervision.fail_next("link", error)
             await a.answers()
-            for what, streams in (("Feed", True), ("_run_session", False)):
+            for what, streams in (("BufferedGeneration", True), ("_run_session", False)):
                 a.supervision.fail_next("request", error, what)
                 broken = await a.chat(stream=streams)
                 assert broken.status_code == 500

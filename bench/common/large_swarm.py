@@ -27,7 +27,7 @@ from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.announcing.record_changes import RecordChanges
 from swarmllm.node.placing.plan import next_step, plan_of, shape_of
-from swarmllm.pipeline.route.assembly import Question
+from swarmllm.pipeline.route.assembly import RouteQuery
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.untried import UntriedNodes
 from swarmllm.scheduling.candidates import candidates
@@ -417,7 +417,7 @@ class LargeSwarm:
             self._publish_load(node, capability)
         elif means != "nothing" or told != node.told or not node.sequence:
             node.told = told
-            node.changes.record_told(capability)
+            node.changes.record_published(capability)
             node.sequence += 1
             content = encode_record(node.record())
             self.figures.n_record_bytes += len(content)
@@ -439,7 +439,7 @@ class LargeSwarm:
 
     def _publish_load(self, node: Node, capability: NodeCapability) -> None:
         content = encode_load(load_of(capability))
-        node.changes.load_told(capability, trio.current_time())
+        node.changes.load_published(capability, trio.current_time())
         self.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
         self.figures.n_loads += 1
         if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
@@ -458,7 +458,7 @@ class LargeSwarm:
 
     def known(
         self, origin: Origin, model: Manifest, size: tuple[int, int], told: Mapping[NodeId, int]
-    ) -> Question:
+    ) -> RouteQuery:
         """What the planner of this origin would ask about."""
         now = trio.current_time()
         reachable = origin.reachable.at(now)
@@ -487,9 +487,9 @@ class LargeSwarm:
             said,
             Links(rtt_s, coordinate=origin.node.coordinate.coordinate),
             origin.node.observations,
-            OwnLoad(origin.node.n_active, origin.node.lacks, told=told),
+            OwnLoad(origin.node.n_active, origin.node.lacks, reported=told),
         )
-        return Question(
+        return RouteQuery(
             model.n_layers, model.cut_alignment, holders, reachable, inputs, model_name=model.name
         )
 

@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 
 from swarmllm.pipeline.check.fingerprints import is_possible
-from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, apart_max, end_chance, is_far, with_apart
+from swarmllm.pipeline.check.likelihood import IMPOSSIBLE, distance_max, end_chance, is_far, with_apart
+from swarmllm.pipeline.check.reported_logprobs import ReportedLogprobs
 from swarmllm.pipeline.check.sampling import (
     BATCHED_TOKENS,
     Budget,
@@ -28,14 +29,13 @@ from swarmllm.pipeline.check.thresholds import (
     Limits,
     TokenLimits,
 )
-from swarmllm.pipeline.check.told_logprobs import Told
 from swarmllm.pipeline.check.verdict import (
     Sampled,
     TokenEvidence,
     Verdict,
-    as_if_told,
     judge_tokens,
-    tokens_apart,
+    token_distance,
+    with_recomputed,
 )
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.ipc import Sampling
@@ -56,7 +56,7 @@ Check = Callable[[random.Random, bool], bool]
 class Answer:
     """Of a last stage."""
 
-    told: list[int]
+    reported: list[int]
     fingerprints: Tensor
     """That it told, f32 [n, N_VALUES]."""
     rows: Tensor
@@ -66,7 +66,7 @@ class Answer:
     """The same in other batches."""
     key: int
     is_ended: bool = False
-    logprobs: tuple[Told, ...] = ()
+    logprobs: tuple[ReportedLogprobs, ...] = ()
     """That it told."""
 
 
@@ -132,7 +132,7 @@ class TokenChecks:
         index = generator.randrange(len(self._answers))
         answer = self._answers[index]
         drawn = draw_tokens(
-            0, len(answer.told), 1, 4, generator.random, n_wanted=BATCHED_TOKENS, is_ended=answer.is_ended
+            0, len(answer.reported), 1, 4, generator.random, n_wanted=BATCHED_TOKENS, is_ended=answer.is_ended
         )
         assert drawn is not None
         if (index, drawn) not in self._seen:
@@ -141,26 +141,34 @@ class TokenChecks:
 
     def _judged(self, answer: Answer, drawn: Stretch) -> Seen:
         stated, part = self._stated, slice(drawn.position, drawn.end)
-        told, fingerprints = tuple(answer.told[part]), answer.fingerprints[part]
-        is_ended, is_greedy = answer.is_ended and drawn.end == len(answer.told), stated.temperature == 0
+        reported, fingerprints = tuple(answer.reported[part]), answer.fingerprints[part]
+        is_ended, is_greedy = answer.is_ended and drawn.end == len(answer.reported), stated.temperature == 0
         possible = is_possible(
-            fingerprints, told, drawn.position, answer.key, self._n_vocab, is_likeliest=is_greedy
+            fingerprints, reported, drawn.position, answer.key, self._n_vocab, is_likeliest=is_greedy
         )
         evidence = TokenEvidence(
-            NO_ROWS, drawn.position, (), told, True, is_ended, fingerprints, possible, answer.logprobs[part]
+            NO_ROWS,
+            drawn.position,
+            (),
+            reported,
+            True,
+            is_ended,
+            fingerprints,
+            possible,
+            answer.logprobs[part],
         )
-        sampled = with_apart(answer.again[part], told, stated, self._n_vocab)
-        spread = tokens_apart(as_if_told(evidence, answer.regrouped[part]), sampled)
+        sampled = with_apart(answer.again[part], reported, stated, self._n_vocab)
+        spread = token_distance(with_recomputed(evidence, answer.regrouped[part]), sampled)
         verdict, _ = judge_tokens(
             evidence,
             sampled,
             greedy=is_greedy,
-            limit=self._allowed.of_tokens(len(told)).limit(spread),
-            apart_max=apart_max(stated, IMPOSSIBLE),
+            limit=self._allowed.of_tokens(len(reported)).limit(spread),
+            distance_max=distance_max(stated, IMPOSSIBLE),
         )
         far = partial(is_far, sampling=stated, n_vocab=self._n_vocab)
         moves = dict.fromkeys(Bias, (0.0, 0.0))
-        chance = partial(end_chance, sampling=stated, n_tokens=drawn.position + len(told))
+        chance = partial(end_chance, sampling=stated, n_tokens=drawn.position + len(reported))
         for bias, step in observations(evidence, sampled, is_greedy=is_greedy, is_far=far, end_chance=chance):
             total, most = moves[bias]
             moves[bias] = total + step, max(0.0, most + step)

@@ -123,7 +123,7 @@ class SimulatedNode:
         self._world = world
         self._sequence = 0
         self._changes = RecordChanges()
-        self._told: tuple[object, ...] = ()
+        self._published: tuple[object, ...] = ()
         # The probe at the first start: right about the kind of machine, wrong about the details.
         self._guess_bytes_per_s = self.layer_bytes / (layer_s * world.rng.uniform(0.6, 1.6))
 
@@ -168,12 +168,12 @@ class SimulatedNode:
         """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
         means = self._changes.of_all(capability, trio.current_time())
-        if means != "record" and told == self._told and self._sequence:
+        if means != "record" and told == self._published and self._sequence:
             if means == "load":
                 await self._publish_load(capability)
             return
-        self._told = told
-        self._changes.record_told(capability)
+        self._published = told
+        self._changes.record_published(capability)
         self._sequence += 1
         announced = ShardAnnounce(
             model_id=self._world.model_id,
@@ -197,7 +197,7 @@ class SimulatedNode:
 
     async def _publish_load(self, capability: NodeCapability) -> None:
         content = encode_load(load_of(capability))
-        self._changes.load_told(capability, trio.current_time())
+        self._changes.load_published(capability, trio.current_time())
         self._world.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
         self._world.figures.n_loads += 1
         await self.router.publish_load(content)
@@ -359,7 +359,7 @@ class World:
             coordinate=origin.observations.place.coordinate,
         )
         work = workload(self.manifest, n_prompt, n_output)
-        load = OwnLoad(origin.n_active, origin.lacks, told=told)
+        load = OwnLoad(origin.n_active, origin.lacks, reported=told)
         known = route_inputs(
             origin.node_id,
             self.manifest,

@@ -18,8 +18,14 @@ from bench.decoders.target import ADDRESS, NODE_ID, Target
 from swarmllm.config_sources import load_config
 from swarmllm.downloads.remote import Remote
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import Broken, DownloadError, DownloadRefused, ServerBusy, listed_files
-from swarmllm.downloads.unidentified_model import NOTES, PART, Notes, read_waiting
+from swarmllm.downloads.source import (
+    ConnectionBroken,
+    DownloadError,
+    DownloadRefused,
+    ServerBusy,
+    listed_files,
+)
+from swarmllm.downloads.unidentified_model import PART, STATE_FILE, PartialModelState, read_waiting
 from swarmllm.errors import BadModel, ConfigError
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.keys import KeyFile
@@ -39,7 +45,7 @@ URL = "https://huggingface.co/org/repo/resolve/main/model.gguf"
 
 def file_targets(folder: Path) -> dict[str, Target]:
     """All of it happens in `folder`."""
-    notes = Notes(url=URL, source="hf:o/r", name="m", size_bytes=4096, validator="e", sha256="")
+    state = PartialModelState(url=URL, source="hf:o/r", name="m", size_bytes=4096, validator="e", sha256="")
     listing = {"siblings": [{"rfilename": "model-Q4_K_M.gguf", "size": 5}], "tags": ["gguf"]}
     speed = {"memory_bytes_per_s": 1e10, "flops": 1e11}
     store, catalogue = _peer_store(folder / "peers"), _catalogue(folder / "catalogue.sqlite")
@@ -51,7 +57,7 @@ def file_targets(folder: Path) -> dict[str, Target]:
     identity = _new(folder / "identity")
     load_or_create_identity(identity)
     waiting = _new(folder / "waiting")
-    (waiting / PART).write_bytes(GUIDE_PATH.read_bytes()[: notes.size_bytes])
+    (waiting / PART).write_bytes(GUIDE_PATH.read_bytes()[: state.size_bytes])
     config = b'[network]\nbootstrap = ["' + ADDRESS.encode() + b'"]\nmdns = true\n[api]\nport = 8800\n'
     return {
         "configuration": _file(folder / "c.toml", load_config, (ConfigError,), config),
@@ -59,7 +65,7 @@ def file_targets(folder: Path) -> dict[str, Target]:
         "keys.json": _file(keys.path, lambda _: keys.list(), (ConfigError,)),
         "identity": _file(identity / KEY_NAME, lambda _: load_or_create_identity(identity), (ConfigError,)),
         "notes of a download": _file(
-            waiting / NOTES, lambda _: read_waiting(waiting), (), msgspec.json.encode(notes)
+            waiting / STATE_FILE, lambda _: read_waiting(waiting), (), msgspec.json.encode(state)
         ),
         "measured speed": _file(folder / "speed.json", read_speed, (), msgspec.json.encode(speed)),
         "peers.sqlite": _file(folder / "peers" / FILE_NAME, lambda path: _peers(path.parent), ()),
@@ -76,7 +82,7 @@ def file_targets(folder: Path) -> dict[str, Target]:
         ),
         "headers of a file on the web": Target(
             _headers,
-            (DownloadRefused, ServerBusy, Broken),
+            (DownloadRefused, ServerBusy, ConnectionBroken),
             {"range": RANGE, "whole": WHOLE, "busy": BUSY, "moved": MOVED},
         ),
     }

@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.security.noise.patterns import PatternXX
 
 from bench.decoders.target import Target
-from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, private_network
@@ -94,7 +94,7 @@ def _shake_hands_with(act: Act, gater: ConnectionGater) -> None:
 
         async with dialled, trio.open_nursery() as nursery:
             nursery.start_soon(act_and_fail)
-            _, wire = await shake_hands(accepted, IDENTITY, None, gater)
+            _, wire = await noise_handshake(accepted, IDENTITY, None, gater)
             wire.abort()
 
     try:

@@ -227,7 +227,7 @@ async def _open_link(router: Libp2pRouter, node_id: str, purpose: str) -> None:
 async def _open(
     router: Libp2pRouter, node_id: str, hello: bytes, frames: tuple[tuple[int, bytes], ...]
 ) -> None:
-    wire = await router.plane._shake_hands(node_id)
+    wire = await router.plane._handshake(node_id)
     if wire is None:
         return
     try:

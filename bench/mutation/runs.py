@@ -56,7 +56,8 @@ programs had the processor does not count."""
 WALL_FACTOR = 4
 """A run that has not ended after so many times its deadline, whoever had the processor, is not judged."""
 FIRST_FILES = 3
-"""So many of the nearest files with tests that run the line are tried before the others."""
+"""So many of the nearest files with tests that run the line are tried before the lines of all the other files
+are recorded."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
 
@@ -111,9 +112,9 @@ class MutantRuns:
         for name in IMPORTED_BEFORE:
             import_module(name)
 
-    def judge(self, path: str, module: str, mutation: Mutation) -> Run:
+    def judge(self, path: str, module: str, mutation: Mutation, *, nearest_only: bool = False) -> Run:
         """Runs tests that run the changed line of the module (at `path` in the tree) until one fails.
-        `passed` also where no test runs the line."""
+        `passed` also where no test runs the line. `nearest_only`: those of the FIRST_FILES nearest files."""
         copy = self._copies.get()
         try:
             last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
@@ -121,11 +122,10 @@ class MutantRuns:
             tests = self._tests.nearest(module)
             for test in tests:
                 found.append([x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)])
-                # Most changes are noticed here, before the lines of all the other files are recorded.
                 if test == tests[-1] or (sum(map(bool, found)) == FIRST_FILES and not passed):
                     chosen = [x for x in choice(found) if x.test not in passed]
                     run = self._run_changed(copy, path, mutation, chosen) if chosen else run
-                    if run.status != "passed":
+                    if run.status != "passed" or nearest_only:
                         break
                     passed.update(x.test for x in chosen)
             return run

@@ -29,7 +29,7 @@ from swarmllm.downloads.header_plan import PublishedModel, find_address, read_pu
 from swarmllm.downloads.hub_projector import HubProjector, find_projector
 from swarmllm.downloads.hub_search import FoundModel, search_hub
 from swarmllm.downloads.published_files import PublishedFiles, published_name
-from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
+from swarmllm.downloads.remote import FileRemote, RemoteFileInfo, open_http
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.shared_digests import SharedDigests
 from swarmllm.downloads.source import (
@@ -41,7 +41,7 @@ from swarmllm.downloads.source import (
     parse_source,
 )
 from swarmllm.downloads.split_remote import SplitRemote, open_remote
-from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel, read_waiting
+from swarmllm.downloads.unidentified_model import PartialModelState, UnidentifiedModel, read_waiting
 from swarmllm.downloads.whole_file import WholeFile
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, ModelNotFound, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange
@@ -277,7 +277,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         name: str,
         settings: DownloadSettings,
     ) -> CatalogueEntry:
@@ -343,7 +343,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         name: str,
         settings: DownloadSettings,
     ) -> CatalogueEntry | None:
@@ -377,7 +377,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         entry: CatalogueEntry,
         layers: LayerRange,
         settings: DownloadSettings,
@@ -398,7 +398,7 @@ class Downloads:
         self,
         download: Download,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         name: str,
         layers: LayerRange,
         settings: DownloadSettings,
@@ -411,7 +411,7 @@ class Downloads:
                     f"{remote.url} has changed since other layers of it were fetched; to begin anew:"
                     f" swarmllm models rm {model.name}"
                 )
-            notes = Notes(
+            state = PartialModelState(
                 url=remote.url,
                 source=download.source.text,
                 name=name,
@@ -419,7 +419,7 @@ class Downloads:
                 validator=facts.validator,
                 sha256=shared.sha256 if shared else download.sha256 or facts.sha256,
             )
-            model = UnidentifiedModel(folder, notes)
+            model = UnidentifiedModel(folder, state)
             await trio.to_thread.run_sync(model.begin)
         download.unidentified = model
         model.is_fetching = True

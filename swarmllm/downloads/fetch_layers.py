@@ -18,9 +18,9 @@ from pathlib import Path
 
 import trio
 
-from swarmllm.downloads.remote import FileRemote, RemoteFacts
+from swarmllm.downloads.remote import FileRemote, RemoteFileInfo
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
-from swarmllm.downloads.source import Broken, FileChanged
+from swarmllm.downloads.source import ConnectionBroken, FileChanged
 from swarmllm.downloads.unidentified_model import UnidentifiedModel
 from swarmllm.downloads.whole_file import write_at
 from swarmllm.errors import BadModel
@@ -43,7 +43,7 @@ class FetchLayers:
     def __init__(
         self,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         model: UnidentifiedModel,
         settings: DownloadSettings,
         retries: RetrySchedule,
@@ -71,11 +71,11 @@ class FetchLayers:
             if header_digest and model.header_digest != header_digest:
                 raise BadModel(f"{self._remote.url} has another header than the file that is shared")
             missing = await trio.to_thread.run_sync(model.missing_of, layers)
-            if str(layers) not in model.notes.layers:
-                model.notes.layers.append(str(layers))
+            if str(layers) not in model.state.layers:
+                model.state.layers.append(str(layers))
             await model.save()
             self._total_bytes = sum(tensor.size_bytes for tensor in missing)
-            await make_room(self._total_bytes - sum(model.notes.begun.get(t.name, 0) for t in missing))
+            await make_room(self._total_bytes - sum(model.state.begun.get(t.name, 0) for t in missing))
             await self._tensors(list(missing))
         except (FileChanged, BadModel):
             if is_new:
@@ -105,7 +105,7 @@ class FetchLayers:
     async def _tensor(self, tensor: TensorEntry) -> None:
         model = self._model
         hasher = TensorHasher()
-        begun = min(model.notes.begun.get(tensor.name, 0), tensor.size_bytes)
+        begun = min(model.state.begun.get(tensor.name, 0), tensor.size_bytes)
         await trio.to_thread.run_sync(_hash_begun, model.part, tensor, begun, hasher)
         at, saved = begun, begun
         self._count(begun)
@@ -121,13 +121,13 @@ class FetchLayers:
                 until = min(tensor.size_bytes, at + self._settings.piece_bytes)
                 await self._read(tensor.offset + at, tensor.offset + until, look)
                 if at < tensor.size_bytes:
-                    model.notes.begun[tensor.name] = saved = at
+                    model.state.begun[tensor.name] = saved = at
                     await model.save()
         except BaseException:
             if at > saved:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(_sync, model.part)
-                    model.notes.begun[tensor.name] = at
+                    model.state.begun[tensor.name] = at
                     await model.save()
             raise
         model.has(tensor.name, hasher.hexdigest())
@@ -146,7 +146,7 @@ class FetchLayers:
                             look(data)
                             at += len(data)
                             self._retries.progress()
-                except Broken as error:
+                except ConnectionBroken as error:
                     await self._retries.wait(error)
             await trio.to_thread.run_sync(sync_data, file)
         finally:
@@ -171,7 +171,7 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-async def check_same_file(remote: FileRemote, facts: RemoteFacts, entry: CatalogueEntry) -> None:
+async def check_same_file(remote: FileRemote, facts: RemoteFileInfo, entry: CatalogueEntry) -> None:
     """Raises BadModel unless the file's size and its whole header are those of `entry`'s file."""
     other = BadModel(f"{remote.url} is not the file that {entry.name} was made from", field="source")
     if facts.size_bytes != entry.state.size_bytes:
@@ -191,7 +191,7 @@ class LayerFetch:
     def __init__(
         self,
         remote: FileRemote,
-        facts: RemoteFacts,
+        facts: RemoteFileInfo,
         store: Store,
         entry: CatalogueEntry,
         tensors: Iterable[TensorEntry],
@@ -222,7 +222,7 @@ class LayerFetch:
                 while writer.n_bytes < tensor.size_bytes:
                     try:
                         await self._read(tensor, writer)
-                    except Broken as error:
+                    except ConnectionBroken as error:
                         await self._retries.wait(error)
                 if await trio.to_thread.run_sync(writer.finish):
                     return

@@ -16,7 +16,7 @@ import trio
 from blake3 import blake3
 
 from swarmllm.downloads.published_files import published_name
-from swarmllm.downloads.remote import FileRemote, Remote, RemoteFacts, open_http
+from swarmllm.downloads.remote import FileRemote, Remote, RemoteFileInfo, open_http
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import (
     DownloadError,
@@ -87,7 +87,7 @@ async def find_address(
     return file_url(settings.endpoint, source.repo, choose_file(source.repo, names, source.wanted))
 
 
-async def read_start(remote: FileRemote, facts: RemoteFacts, step_bytes: int) -> tuple[bytes, GgufHeader]:
+async def read_start(remote: FileRemote, facts: RemoteFileInfo, step_bytes: int) -> tuple[bytes, GgufHeader]:
     """The file's beginning up to its header's end, or somewhat further. Raises Broken, Refused, BadModel."""
     start = b""
     while True:

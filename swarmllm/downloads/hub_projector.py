@@ -18,7 +18,7 @@ import trio
 
 from swarmllm.downloads.header_plan import read_start
 from swarmllm.downloads.published_files import repository_file
-from swarmllm.downloads.remote import Remote, RemoteFacts
+from swarmllm.downloads.remote import Remote, RemoteFileInfo
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
 from swarmllm.downloads.source import choose_projector, file_url, listed_files, listing_url
 from swarmllm.downloads.whole_file import WholeFile
@@ -37,7 +37,7 @@ class HubProjector:
     file: str
     """Its name in the repository."""
     remote: Remote
-    facts: RemoteFacts
+    facts: RemoteFileInfo
     family: str
     n_embd: int
     problem: str

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import trio
 
-from swarmllm.downloads.remote import FileRemote, RemoteFacts, open_http
+from swarmllm.downloads.remote import FileRemote, RemoteFileInfo, open_http
 from swarmllm.downloads.settings import DownloadSettings
 from swarmllm.downloads.source import DownloadError, DownloadRefused, parse_source
 from swarmllm.downloads.split_remote import open_remote
@@ -84,7 +84,9 @@ class PublishedFiles:
             yield partial(_read, remote, facts)
 
 
-async def _read(remote: FileRemote, facts: RemoteFacts, start: int, end: int) -> AsyncGenerator[bytes, None]:
+async def _read(
+    remote: FileRemote, facts: RemoteFileInfo, start: int, end: int
+) -> AsyncGenerator[bytes, None]:
     """Raises RemoteError."""
     try:
         async with aclosing(remote.read(start, end, facts)) as portions:

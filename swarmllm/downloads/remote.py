@@ -26,7 +26,14 @@ import httpx
 from swarmllm import __version__
 from swarmllm.downloads.digest_book import Span
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import Broken, DownloadRefused, FileChanged, ServerBusy, check_url, origin
+from swarmllm.downloads.source import (
+    ConnectionBroken,
+    DownloadRefused,
+    FileChanged,
+    ServerBusy,
+    check_url,
+    origin,
+)
 from swarmllm.errors import InvalidRequest, reason_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +50,7 @@ _SHA256 = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?', re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFacts:
+class RemoteFileInfo:
     """What a server says about a file before it is fetched."""
 
     size_bytes: int
@@ -78,11 +85,11 @@ class FileRemote(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def facts(self) -> RemoteFacts: ...
+    async def facts(self) -> RemoteFileInfo: ...
 
-    def read(self, start: int, end: int, facts: RemoteFacts) -> AsyncGenerator[bytes, None]: ...
+    def read(self, start: int, end: int, facts: RemoteFileInfo) -> AsyncGenerator[bytes, None]: ...
 
-    def hashed(self, facts: RemoteFacts, sha256: str) -> tuple[HashedPieces, ...]: ...
+    def hashed(self, facts: RemoteFileInfo, sha256: str) -> tuple[HashedPieces, ...]: ...
 
 
 class Remote:
@@ -93,7 +100,7 @@ class Remote:
         self._token = token
         self._settings = settings
 
-    async def facts(self) -> RemoteFacts:
+    async def facts(self) -> RemoteFileInfo:
         """Raises Refused, Busy, Broken."""
         async with self._get({"Range": "bytes=0-0"}) as (answer, seen):
             has_ranges = answer.status_code == 206
@@ -105,9 +112,11 @@ class Remote:
             if not 0 < size_bytes < MAX_FILE_BYTES:
                 raise DownloadRefused(f"{self.url}: a file of {size_bytes} bytes is no model")
             linked = _SHA256.fullmatch(seen.get("x-linked-etag", ""))
-            return RemoteFacts(size_bytes, _validator(answer, seen), linked[1] if linked else "", has_ranges)
+            return RemoteFileInfo(
+                size_bytes, _validator(answer, seen), linked[1] if linked else "", has_ranges
+            )
 
-    async def read(self, start: int, end: int, facts: RemoteFacts) -> AsyncGenerator[bytes, None]:
+    async def read(self, start: int, end: int, facts: RemoteFileInfo) -> AsyncGenerator[bytes, None]:
         """Bytes [start, end), in what portions they come; all of the file from a server without ranges.
         Raises FileChanged, Refused, Busy, Broken; what came before was right."""
         ask = {"Range": f"bytes={start}-{end - 1}"} if facts.has_ranges else {}
@@ -115,10 +124,12 @@ class Remote:
             if facts.has_ranges:
                 if answer.status_code != 206:
                     # It gave ranges before: then this is another file, or another server behind the name.
-                    raise Broken(f"{self.url}: the server answered a range with status {answer.status_code}")
+                    raise ConnectionBroken(
+                        f"{self.url}: the server answered a range with status {answer.status_code}"
+                    )
                 first, last, size_bytes = _content_range(answer)
                 if (first, last + 1) != (start, end):
-                    raise Broken(f"{self.url}: the server sent other bytes than it was asked for")
+                    raise ConnectionBroken(f"{self.url}: the server sent other bytes than it was asked for")
             else:
                 size_bytes = _length(answer)
             if size_bytes != facts.size_bytes or _validator(answer, seen) != facts.validator:
@@ -127,13 +138,13 @@ class Remote:
             async with contextlib.aclosing(_body(answer, self.url)) as portions:
                 async for data in portions:
                     if at + len(data) > end:
-                        raise Broken(f"{self.url}: the server sent more than it was asked for")
+                        raise ConnectionBroken(f"{self.url}: the server sent more than it was asked for")
                     at += len(data)
                     yield data
             if at != end:
-                raise Broken(f"{self.url}: the server stopped {end - at} bytes early")
+                raise ConnectionBroken(f"{self.url}: the server stopped {end - at} bytes early")
 
-    def hashed(self, facts: RemoteFacts, sha256: str) -> tuple[HashedPieces, ...]:
+    def hashed(self, facts: RemoteFileInfo, sha256: str) -> tuple[HashedPieces, ...]:
         """What the fetched file is to be checked against: `sha256`, or what the server said."""
         wanted = sha256 or facts.sha256
         return (HashedPieces(self.url, wanted, ((0, facts.size_bytes),)),) if wanted else ()
@@ -160,7 +171,7 @@ class Remote:
                 # Stricter than `check_url`; also of the redirect in the answer, which httpx looks at unasked.
                 raise _misled(self.url) from None
             except httpx.HTTPError as error:
-                raise Broken(f"{url}: {reason_of(error)}") from error
+                raise ConnectionBroken(f"{url}: {reason_of(error)}") from error
             except ValueError:
                 # A host name that the resolver's IDNA encoding refuses is a UnicodeError.
                 raise (
@@ -202,7 +213,7 @@ async def _body(answer: httpx.Response, url: str) -> AsyncGenerator[bytes, None]
         async for data in portions:
             yield data
     except httpx.HTTPError as error:
-        raise Broken(f"{url}: {reason_of(error)}") from error
+        raise ConnectionBroken(f"{url}: {reason_of(error)}") from error
     finally:
         await answer.aclose()
         # httpx nests generators; on a closed connection they all come to their end instead of being dropped.
@@ -240,7 +251,7 @@ def _retry_after_s(text: str) -> float:
 def _content_range(answer: httpx.Response) -> tuple[int, int, int]:
     match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
     if match is None:
-        raise Broken(f"{answer.url}: the server sent a range without saying which")
+        raise ConnectionBroken(f"{answer.url}: the server sent a range without saying which")
     return int(match[1]), int(match[2]), int(match[3])
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import trio
 
 from swarmllm.config import DownloadsTable
-from swarmllm.downloads.source import Broken, DownloadError, ServerBusy
+from swarmllm.downloads.source import ConnectionBroken, DownloadError, ServerBusy
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class RetrySchedule:
         while True:
             try:
                 return await act()
-            except Broken as error:
+            except ConnectionBroken as error:
                 await self.wait(error)
 
-    async def wait(self, error: Broken) -> None:
+    async def wait(self, error: ConnectionBroken) -> None:
         """Raises DownloadError when it has run out."""
         self._n_failures += 1
         settings = self._settings

@@ -22,7 +22,7 @@ import trio
 from blake3 import blake3
 
 from swarmllm.downloads.digest_book import runs_of
-from swarmllm.downloads.unidentified_model import NOTES, UnidentifiedModel, read_waiting
+from swarmllm.downloads.unidentified_model import STATE_FILE, UnidentifiedModel, read_waiting
 from swarmllm.errors import BadModel, Conflict, ModelNotFound, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, TensorEntry
@@ -156,7 +156,7 @@ class SharedDigests:
     def waiting_for(self, header: str, size_bytes: int) -> UnidentifiedModel | None:
         """What has been fetched of a file whose model is not known yet."""
         for model in self._waiting.values():
-            if (model.header_digest, model.notes.size_bytes) == (header, size_bytes):
+            if (model.header_digest, model.state.size_bytes) == (header, size_bytes):
                 return model
         return None
 
@@ -170,7 +170,7 @@ class SharedDigests:
         model = self._named(name)
         if model is not None and model.folder != folder:
             raise Conflict(
-                f"layers of {model.notes.source} wait under the name {name}; choose with --name", field="name"
+                f"layers of {model.state.source} wait under the name {name}; choose with --name", field="name"
             )
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -238,8 +238,8 @@ class SharedDigests:
         return Digests(status="whole", known=runs_of(digests)) if digests else _UNKNOWN
 
     async def _take_up(self) -> None:
-        for notes in await trio.to_thread.run_sync(lambda: sorted(self._folder.glob(f"*/{NOTES}"))):
-            model = await trio.to_thread.run_sync(read_waiting, notes.parent)
+        for state in await trio.to_thread.run_sync(lambda: sorted(self._folder.glob(f"*/{STATE_FILE}"))):
+            model = await trio.to_thread.run_sync(read_waiting, state.parent)
             if model is not None and model.held:
                 self._waiting[model.folder] = model
                 log.info("%s: layers %s wait for the digests of the others", model.name, model.held)
@@ -319,12 +319,12 @@ class SharedDigests:
                 return model.entry
             if model.is_fetching:
                 return None
-            here = await self._known.digests(model.header_digest, model.notes.size_bytes)
+            here = await self._known.digests(model.header_digest, model.state.size_bytes)
             digests = model.all_digests(here)
             if digests is None:
                 return None
             model.entry = entry = await self._transfer.take_in_parts(
-                model.part, model.name, digests, model.notes.digests.keys()
+                model.part, model.name, digests, model.state.digests.keys()
             )
             await trio.to_thread.run_sync(model.forget)
             del self._waiting[model.folder]
@@ -338,8 +338,8 @@ class SharedDigests:
         layout = model.layout
         return WaitingView(
             name=model.name,
-            source=model.notes.source,
-            size_bytes=model.notes.size_bytes,
+            source=model.state.source,
+            size_bytes=model.state.size_bytes,
             n_layers=layout.n_layers if layout else 0,
             architecture=layout.architecture if layout else "",
             layers=model.held,

@@ -41,11 +41,11 @@ class FileChanged(DownloadError):
     """The file is not the one that was begun."""
 
 
-class Broken(DownloadError):
+class ConnectionBroken(DownloadError):
     """The connection or the answer broke; another attempt may succeed."""
 
 
-class ServerBusy(Broken):
+class ServerBusy(ConnectionBroken):
     """The server asks for a pause."""
 
     def __init__(self, message: str, pause_s: float) -> None:

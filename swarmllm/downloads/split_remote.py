@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 import httpx
 
-from swarmllm.downloads.remote import FileRemote, HashedPiece, HashedPieces, Remote, RemoteFacts, Zeros
+from swarmllm.downloads.remote import FileRemote, HashedPiece, HashedPieces, Remote, RemoteFileInfo, Zeros
 from swarmllm.downloads.settings import DownloadSettings
-from swarmllm.downloads.source import Broken, DownloadError, DownloadRefused
+from swarmllm.downloads.source import ConnectionBroken, DownloadError, DownloadRefused
 from swarmllm.errors import BadModel
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, HeaderIncomplete, parse_header
 from swarmllm.models.split_model import (
@@ -71,7 +71,7 @@ class SplitRemote:
         self.url = urls[0]
         self._remotes = [Remote(http, each, token, settings) for each in urls]
         self._step_bytes = settings.header_step_bytes
-        self._facts: list[RemoteFacts] = []
+        self._facts: list[RemoteFileInfo] = []
         self._starts: dict[int, bytes] = {}
         """Part -> its first bytes, so far."""
         self._parts: dict[int, PartHeader] = {}
@@ -80,7 +80,7 @@ class SplitRemote:
         self._places: tuple[PlacedTensor, ...] = ()
         self._stretches: list[_Stretch] = []
 
-    async def facts(self) -> RemoteFacts:
+    async def facts(self) -> RemoteFileInfo:
         """Of the joined file. Raises Refused, Busy, Broken; BadModel where the parts make no model. Goes on
         where it was when it is called again after Busy or Broken."""
         if self._header:
@@ -95,9 +95,9 @@ class SplitRemote:
         joined = join_parts(self._names, [self._parts[part] for part in range(len(self._remotes))])
         self._stretches = _stretches(joined)
         self._header, self._places = joined.start, joined.places
-        return RemoteFacts(joined.size_bytes, self._validator(), self._sha256(), has_ranges=True)
+        return RemoteFileInfo(joined.size_bytes, self._validator(), self._sha256(), has_ranges=True)
 
-    async def read(self, start: int, end: int, facts: RemoteFacts) -> AsyncGenerator[bytes, None]:
+    async def read(self, start: int, end: int, facts: RemoteFileInfo) -> AsyncGenerator[bytes, None]:
         """Bytes [start, end) of the joined file. Raises as `Remote.read` does."""
         at = bisect_right(self._stretches, start, key=lambda stretch: stretch.start) - 1
         for stretch in self._stretches[at:]:
@@ -117,7 +117,7 @@ class SplitRemote:
                 async for data in portions:
                     yield data
 
-    def hashed(self, facts: RemoteFacts, sha256: str) -> tuple[HashedPieces, ...]:
+    def hashed(self, facts: RemoteFileInfo, sha256: str) -> tuple[HashedPieces, ...]:
         """One for each part of which the server told the SHA-256."""
         return tuple(
             HashedPieces(remote.url, each.sha256, self._pieces_of(part))
@@ -125,14 +125,14 @@ class SplitRemote:
             if each.sha256
         )
 
-    async def _facts_of(self, part: int) -> RemoteFacts:
+    async def _facts_of(self, part: int) -> RemoteFileInfo:
         name, remote = self._names[part], self._remotes[part]
         try:
             facts = await remote.facts()
         except DownloadRefused as error:
             raise DownloadRefused(f"part {name.number} of {name.count}: {error.message}") from error
         if not facts.has_ranges and part:
-            raise Broken(f"{remote.url}: the server gave no range, as it did of other parts")
+            raise ConnectionBroken(f"{remote.url}: the server gave no range, as it did of other parts")
         if not facts.has_ranges:
             raise DownloadError(
                 f"{remote.url}: this server gives no parts of files, and a model in {name.count} parts is"

@@ -19,7 +19,7 @@ import trio
 from blake3 import blake3
 
 from swarmllm.downloads.digest_book import HERE, DigestBook, DigestContradiction, runs_of
-from swarmllm.downloads.remote import RemoteFacts
+from swarmllm.downloads.remote import RemoteFileInfo
 from swarmllm.errors import BadModel, reason_of
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, TensorEntry, merge, needed_tensors
 from swarmllm.models.gguf_header import GgufHeader, read_header
@@ -29,12 +29,12 @@ from swarmllm_proto.identifiers import Digest, NodeId
 
 log = logging.getLogger(__name__)
 
-PART, NOTES = "layers.gguf", "layers.json"
+PART, STATE_FILE = "layers.gguf", "layers.json"
 UNKNOWN = "0" * 64
 """In place of a digest where only the layout of a model matters."""
 
 
-class Notes(msgspec.Struct, kw_only=True):
+class PartialModelState(msgspec.Struct, kw_only=True):
     url: str
     source: str
     """As it was asked for; an address may carry what is nobody's business."""
@@ -52,9 +52,9 @@ class Notes(msgspec.Struct, kw_only=True):
 
 
 class UnidentifiedModel:
-    def __init__(self, folder: Path, notes: Notes) -> None:
+    def __init__(self, folder: Path, state: PartialModelState) -> None:
         self.folder = folder
-        self.notes = notes
+        self.state = state
         self.layout: Manifest | None = None
         """Every tensor and its place; None until the header is there."""
         self.tensors: tuple[TensorEntry, ...] = ()
@@ -71,7 +71,7 @@ class UnidentifiedModel:
 
     @property
     def name(self) -> str:
-        return self.notes.name
+        return self.state.name
 
     @property
     def part(self) -> Path:
@@ -80,7 +80,7 @@ class UnidentifiedModel:
     @property
     def held(self) -> tuple[LayerRange, ...]:
         """The layers that are here with all they need."""
-        wanted = [LayerRange.parse(text) for text in self.notes.layers]
+        wanted = [LayerRange.parse(text) for text in self.state.layers]
         return merge(layers for layers in wanted if not self.missing_of(layers))
 
     def missing_of(self, layers: LayerRange) -> tuple[TensorEntry, ...]:
@@ -90,15 +90,15 @@ class UnidentifiedModel:
         if layers not in self.layout.whole:
             raise BadModel(f"{self.name} has layers {self.layout.whole}, not {layers}", field="layers")
         needed = needed_tensors(self.layout, layers)
-        return tuple(tensor for tensor in needed if tensor.name not in self.notes.digests)
+        return tuple(tensor for tensor in needed if tensor.name not in self.state.digests)
 
     def question(self, known: tuple[DigestRun, ...] = ()) -> FetchDigests:
         """What other nodes are asked."""
-        notes = self.notes
+        state = self.state
         return FetchDigests(
             header=Digest(self.header_digest),
-            size_bytes=notes.size_bytes,
-            sha256=Digest(notes.sha256) if notes.sha256 else None,
+            size_bytes=state.size_bytes,
+            sha256=Digest(state.sha256) if state.sha256 else None,
             known=known,
         )
 
@@ -155,15 +155,15 @@ class UnidentifiedModel:
             self.header_digest = blake3(file.read(header_bytes(header))).hexdigest()
         self.layout, self.tensors = layout, _in_order(layout, header)
         self.book = DigestBook(len(self.tensors))
-        for tensor, digest in self.notes.digests.items():
+        for tensor, digest in self.state.digests.items():
             self.has(tensor, digest)
-        for node_id, runs in self.notes.heard.items():
+        for node_id, runs in self.state.heard.items():
             self.book.hear(node_id, runs)
 
     def has(self, tensor: str, digest: str) -> None:
         """The tensor's bytes are on the disk."""
-        self.notes.digests[tensor] = digest
-        self.notes.begun.pop(tensor, None)
+        self.state.digests[tensor] = digest
+        self.state.begun.pop(tensor, None)
         places = [place for place, each in enumerate(self.tensors) if each.name == tensor]
         self.book.own |= {place: bytes.fromhex(digest) for place in places}
 
@@ -171,50 +171,50 @@ class UnidentifiedModel:
         """Whether that is news, which then should be saved."""
         if not self.book.hear(node_id, runs):
             return False
-        self.notes.heard = {node: runs_of(said) for node, said in self.book.heard.items()}
+        self.state.heard = {node: runs_of(said) for node, said in self.book.heard.items()}
         return True
 
     async def save(self) -> None:
         """What is noted now; what it says is there must be on the disk."""
         async with self._saving:
-            await trio.to_thread.run_sync(self._write, msgspec.json.encode(self.notes))
+            await trio.to_thread.run_sync(self._write, msgspec.json.encode(self.state))
 
-    def _write(self, notes: bytes) -> None:
-        temporary = self.folder / f"{NOTES}.tmp"
-        temporary.write_bytes(notes)
-        temporary.replace(self.folder / NOTES)
+    def _write(self, state: bytes) -> None:
+        temporary = self.folder / f"{STATE_FILE}.tmp"
+        temporary.write_bytes(state)
+        temporary.replace(self.folder / STATE_FILE)
 
     def begin(self) -> None:
         """An empty folder with a hole as large as the file."""
         self.forget()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.part.open("wb") as file:
-            file.truncate(self.notes.size_bytes)
-        self._write(msgspec.json.encode(self.notes))
+            file.truncate(self.state.size_bytes)
+        self._write(msgspec.json.encode(self.state))
 
     def forget(self) -> None:
-        for name in (PART, NOTES):
+        for name in (PART, STATE_FILE):
             (self.folder / name).unlink(missing_ok=True)
         if self.folder.exists() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def is_of(self, url: str, facts: RemoteFacts) -> bool:
+    def is_of(self, url: str, facts: RemoteFileInfo) -> bool:
         """Whether what is here belongs to this version of the file."""
-        notes = self.notes
-        return (notes.url, notes.size_bytes, notes.validator) == (url, facts.size_bytes, facts.validator)
+        state = self.state
+        return (state.url, state.size_bytes, state.validator) == (url, facts.size_bytes, facts.validator)
 
 
 def read_waiting(folder: Path) -> UnidentifiedModel | None:
     """What an earlier attempt has left in a folder, if that can be used."""
     try:
-        notes = msgspec.json.decode((folder / NOTES).read_bytes(), type=Notes)
-        model = UnidentifiedModel(folder, notes)
-        if model.part.stat().st_size != notes.size_bytes:
+        state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=PartialModelState)
+        model = UnidentifiedModel(folder, state)
+        if model.part.stat().st_size != state.size_bytes:
             return None
-        if notes.digests:
+        if state.digests:
             model.learn_layout()
     except (OSError, msgspec.DecodeError, BadModel, ValueError, RecursionError) as error:
-        if (folder / NOTES).exists():
+        if (folder / STATE_FILE).exists():
             log.info("what is in %s cannot be used: %s", folder, reason_of(error))
         return None
     return model

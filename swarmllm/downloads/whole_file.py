@@ -18,9 +18,9 @@ import msgspec
 import trio
 
 from swarmllm.downloads.digest_book import Span, cut, joined, missing, n_bytes
-from swarmllm.downloads.remote import FileRemote, HashedPiece, HashedPieces, RemoteFacts, Zeros
+from swarmllm.downloads.remote import FileRemote, HashedPiece, HashedPieces, RemoteFileInfo, Zeros
 from swarmllm.downloads.settings import DownloadSettings, RetrySchedule
-from swarmllm.downloads.source import Broken, DownloadError, FileChanged
+from swarmllm.downloads.source import ConnectionBroken, DownloadError, FileChanged
 from swarmllm.errors import StoreFull
 from swarmllm.models.tensor_writer import pieces
 from swarmllm.operating_system import sync_data
@@ -55,12 +55,12 @@ class WholeFile:
         self._folder = folder
         self._settings = settings
         self._progress = progress
-        self._facts = RemoteFacts(0, "", "", has_ranges=False)
+        self._facts = RemoteFileInfo(0, "", "", has_ranges=False)
         self._done: list[Span] = []
         self._retries = retries
         self._saving = trio.Lock()
 
-    async def run(self, facts: RemoteFacts, sha256: str, on_checking: Callable[[], None]) -> None:
+    async def run(self, facts: RemoteFileInfo, sha256: str, on_checking: Callable[[], None]) -> None:
         """Fetch what is missing; `part` is the file then, its `sha256` (or what the server said) checked.
         Raises DownloadError, StoreFull; what has arrived is kept, unless it is wrong."""
         self._facts = facts
@@ -135,7 +135,7 @@ class WholeFile:
             if failure is not None:
                 await self._retries.wait(failure)
 
-    async def _read(self, start: int, end: int) -> tuple[int, Broken | None]:
+    async def _read(self, start: int, end: int) -> tuple[int, ConnectionBroken | None]:
         """How far it came, and what broke it off."""
         at = start
         reading = self._remote.read(start, end, self._facts)
@@ -146,7 +146,7 @@ class WholeFile:
                     await trio.to_thread.run_sync(write_at, file, data, at)
                     at += len(data)
                     self._note(at - len(data), at)
-        except Broken as error:
+        except ConnectionBroken as error:
             return at, error
         finally:
             with trio.CancelScope(shield=True):

@@ -205,7 +205,7 @@ MAY_LACK_TENSORS = frozenset({"deci"})
 
 
 @dataclass(frozen=True, slots=True)
-class Hashed:
+class HashResult:
     """The result of reading a whole file."""
 
     manifest: Manifest
@@ -222,7 +222,7 @@ def build_manifest(path: Path, progress: Progress | None = None) -> Manifest:
     return hash_model(path, progress).manifest
 
 
-def hash_model(path: Path, progress: Progress | None = None) -> Hashed:
+def hash_model(path: Path, progress: Progress | None = None) -> HashResult:
     """`build_manifest`, with all that was seen on the way. `path`: the file, or any part of several."""
     with open_model(path) as files:
         before = files.state()
@@ -232,7 +232,7 @@ def hash_model(path: Path, progress: Progress | None = None) -> Hashed:
         manifest = manifest_of(files.header_file, files.header, digests, split_stem(path.name))
         if files.state() != before:
             raise BadModel(f"{path} was changed while it was read; add it again when it is complete")
-        return Hashed(manifest, before, chunk_lists, files.parts)
+        return HashResult(manifest, before, chunk_lists, files.parts)
 
 
 def check_model(header: GgufHeader) -> tuple[str, int]:

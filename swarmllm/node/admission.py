@@ -15,7 +15,7 @@ import trio
 
 from swarmllm.errors import NodeStopping, Overloaded
 from swarmllm.keys import Tier
-from swarmllm.scheduling.tiers import LOCAL, Caller, Full, Moves, RateLimits, Ticket, TurnQueue
+from swarmllm.scheduling.tiers import LOCAL, Caller, QueueChanges, QueueFull, RateLimits, Ticket, TurnQueue
 
 Refusal = Literal["full", "timeout", "rate"]
 LONGEST_ADVICE_S = 60.0
@@ -114,7 +114,7 @@ class Admission:
         changed = self._changed[ticket] = trio.Event()
         try:
             self._tell(self._queue.submit(ticket, trio.current_time()))
-        except Full:
+        except QueueFull:
             n_waiting = self._queue.n_waiting()
             text = f"This node is busy and {n_waiting} requests wait already."
             raise self._refuse(ticket.caller, "full", text) from None
@@ -128,7 +128,7 @@ class Admission:
         text = f"This node was busy for {self.timeout_s:g} s; try again later."
         raise self._refuse(ticket.caller, "timeout", text)
 
-    def _tell(self, moves: Moves) -> None:
+    def _tell(self, moves: QueueChanges) -> None:
         for ticket in (*moves.started, moves.evicted):
             if ticket is not None and ticket in self._changed:
                 self._changed[ticket].set()

@@ -39,7 +39,7 @@ Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class EmbeddingResult:
     vectors: list[Vector]
     """f32 [n_embd] of length 1, one per text."""
     n_tokens: int
@@ -51,7 +51,7 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class RerankResult:
     scores: list[float]
     """The model's own number for each document; the higher, the better it fits."""
     n_tokens: int
@@ -96,7 +96,7 @@ class Embeddings:
         caller: Caller = LOCAL,
         request_id: str = "",
         keep_alive_s: float | None = None,
-    ) -> Embedded:
+    ) -> EmbeddingResult:
         """Texts, or the token ids of texts. `pooling` None: the model's own, or over all states.
         `n_dimensions`: as many the vectors are to have. `is_exact`: as `Sampling.exact`; every text
         of a model of the BERT kind is computed alone. `keep_alive_s`: how long a model that was loaded for
@@ -133,7 +133,7 @@ class Embeddings:
         *,
         caller: Caller = LOCAL,
         request_id: str = "",
-    ) -> Ranked:
+    ) -> RerankResult:
         """Raises ModelNotFound, InvalidRequest where the model does not rank or a document is too long,
         Overloaded, and what workers raise."""
         entry = await self._models.model_for_embeddings(model)
@@ -149,7 +149,7 @@ class Embeddings:
                         encoded = await self._pool.encode_text(ModelFile.of(entry), query, document)
                     scores.append(float(encoded.values[0]))
                     n_tokens += encoded.n_tokens
-        return Ranked(scores, n_tokens)
+        return RerankResult(scores, n_tokens)
 
     async def _encoded(
         self,
@@ -157,7 +157,7 @@ class Embeddings:
         texts: Sequence[str | list[int]],
         pooling: Pooling | None,
         queue_s: float,
-    ) -> Embedded:
+    ) -> EmbeddingResult:
         started_s = trio.current_time()
         vectors: list[Vector] = []
         n_tokens = 0
@@ -178,7 +178,7 @@ class Embeddings:
         whole = entry.manifest.whole
         stage = Stage(node_id=self._node_id, start=whole.start, end=whole.end)
         took_s = trio.current_time() - started_s
-        return Embedded(vectors, n_tokens, (stage,), queue_s=queue_s, tokenize_s=0.0, prefill_s=took_s)
+        return EmbeddingResult(vectors, n_tokens, (stage,), queue_s=queue_s, tokenize_s=0.0, prefill_s=took_s)
 
     async def _all(
         self,
@@ -189,7 +189,7 @@ class Embeddings:
         request_id: str,
         *,
         is_exact: bool,
-    ) -> Embedded:
+    ) -> EmbeddingResult:
         started_s = trio.current_time()
         fields = [f"input[{i}]" if len(texts) > 1 else "input" for i in range(len(texts))]
         prompts = [await self._tokens(entry, text, field) for text, field in zip(texts, fields, strict=True)]
@@ -203,7 +203,7 @@ class Embeddings:
                 )
             vectors.append(pooled(rows.values, pooling))
             stages = rows.stages
-        return Embedded(
+        return EmbeddingResult(
             vectors,
             sum(map(len, prompts)),
             stages,

@@ -80,7 +80,7 @@ class ModelProvisioner:
         """What is not on this disk, if the model has room here. Raises what fetching raises."""
         if not entry.absent(entry.manifest.tensors) or self.lacks_room(entry):
             return
-        with self._told(entry) as provisioning:
+        with self._reporting(entry) as provisioning:
             provisioning.phase = "fetching"
 
             def fetching(done_bytes: int, total_bytes: int) -> None:
@@ -90,7 +90,7 @@ class ModelProvisioner:
 
     async def load(self, entry: CatalogueEntry, options: LoadOptions) -> None:
         """Onto this node. Raises what loading and fetching raise."""
-        with self._told(entry) as provisioning:
+        with self._reporting(entry) as provisioning:
 
             def loading(done_bytes: int, total_bytes: int) -> None:
                 provisioning.phase, provisioning.done, provisioning.total = "loading", done_bytes, total_bytes
@@ -107,7 +107,7 @@ class ModelProvisioner:
     async def spread_out(self, entry: CatalogueEntry) -> bool:
         """Over the nodes that accept what this one shares; False: they have no room for it either. Raises
         DeadlineExceeded."""
-        with self._told(entry) as provisioning:
+        with self._reporting(entry) as provisioning:
             provisioning.phase = "sharing"
             try:
                 await self._sharing.share(entry.model_id, is_permanent=False)
@@ -142,7 +142,7 @@ class ModelProvisioner:
             log.info("%s: %s", entry.name, error.message)
 
     @contextmanager
-    def _told(self, entry: CatalogueEntry) -> Iterator[Provisioning]:
+    def _reporting(self, entry: CatalogueEntry) -> Iterator[Provisioning]:
         """Of several requests for one model, the last one's begins anew."""
         provisioning = Provisioning(entry.name)
         self._under_way[entry.model_id] = entry, provisioning

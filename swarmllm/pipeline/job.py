@@ -76,7 +76,7 @@ class Job:
     is_passed_on: bool = False
     """The token that has just been sampled is on its way to the first stage, and to the origin if that is
     there."""
-    untold: tuple[StreamingToken, bytes] | None = None
+    unreported: tuple[StreamingToken, bytes] | None = None
     """The same token for the origin, which is told once the job has left."""
 
 

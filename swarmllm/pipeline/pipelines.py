@@ -20,10 +20,9 @@ import trio
 
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.pipeline.answers import Answers, ServesDigests, ServesPieces
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.attempts import Attempts
-from swarmllm.pipeline.origin.detokenizer import Detokenizer, Pieces
+from swarmllm.pipeline.origin.detokenizer import Detokenizer, TokenBytes
 from swarmllm.pipeline.origin.generation import Generation, Prompt
 from swarmllm.pipeline.origin.opener import PipelineOpener
 from swarmllm.pipeline.origin.prompt_rows import PromptRows, Rows, ScoredPrompt
@@ -38,6 +37,7 @@ from swarmllm.pipeline.repair.hedge import HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
+from swarmllm.pipeline.request_handler import RequestHandler, ServesDigests, ServesPieces
 from swarmllm.pipeline.route.cuts_ahead import CutsAhead
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.request_routes import CachedRowsOf, RequestRoutes, nothing_cached
@@ -106,7 +106,7 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
-        self._pieces = Pieces(pool)
+        self._pieces = TokenBytes(pool)
         self._speeds = PeerSpeeds()
         planner = RoutePlanner(
             node_id,
@@ -258,7 +258,7 @@ class Pipelines:
             self._checker.replies,
             self._pictures.cancel,
         )
-        self.on_request = Answers(
+        self.on_request = RequestHandler(
             self._inbox,
             self._sessions,
             pool,

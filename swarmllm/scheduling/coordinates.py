@@ -128,7 +128,7 @@ def regions_of(places: Mapping[NodeId, Coordinate | None]) -> dict[NodeId, int]:
     and each joins the first region whose first node is near enough, or founds one. Nodes that are not sure of
     their place share a region of their own, apart from all others.
     """
-    founders: list[Coordinate] = []
+    centres: list[Coordinate] = []
     regions: dict[NodeId, int] = {}
     for node_id in sorted(places):
         place = places[node_id]
@@ -137,11 +137,11 @@ def regions_of(places: Mapping[NodeId, Coordinate | None]) -> dict[NodeId, int]:
             continue
         near = (
             number
-            for number, founder in enumerate(founders)
+            for number, founder in enumerate(centres)
             if predicted_rtt_s(founder, place) <= REGION_RTT_S
         )
-        number = next(near, len(founders))
-        if number == len(founders):
-            founders.append(place)
+        number = next(near, len(centres))
+        if number == len(centres):
+            centres.append(place)
         regions[node_id] = number
     return regions

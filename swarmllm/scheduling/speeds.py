@@ -134,23 +134,23 @@ class StageTime:
 
     node_id: NodeId
     n_layers: int
-    told_s: float
+    reported_s: float
     """What the stage says that it computes per token."""
 
 
 def layer_times(stages: Sequence[StageTime], spent_s: float, handling_s: float = 0.0) -> dict[NodeId, float]:
     """Seconds per layer and row, by node. `spent_s`: per token, on all of these nodes together. Of the time
     that no stage reports, `handling_s` are charged to no node."""
-    told_s = sum(stage.told_s for stage in stages)
+    reported_s = sum(stage.reported_s for stage in stages)
     n_layers = sum(stage.n_layers for stage in stages)
     if spent_s <= 0 or n_layers < 1:
         return {}
-    scale = min(1.0, spent_s / told_s) if told_s > 0 else 0.0
-    unexplained_s = max(0.0, spent_s - told_s - handling_s)
+    scale = min(1.0, spent_s / reported_s) if reported_s > 0 else 0.0
+    unexplained_s = max(0.0, spent_s - reported_s - handling_s)
     times_s: dict[NodeId, float] = {}
     layers: dict[NodeId, int] = {}
     for stage in stages:
-        took_s = stage.told_s * scale + unexplained_s * stage.n_layers / n_layers
+        took_s = stage.reported_s * scale + unexplained_s * stage.n_layers / n_layers
         times_s[stage.node_id] = times_s.get(stage.node_id, 0.0) + took_s
         layers[stage.node_id] = layers.get(stage.node_id, 0) + stage.n_layers
     return {node_id: took_s / layers[node_id] for node_id, took_s in times_s.items()}

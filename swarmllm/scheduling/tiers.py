@@ -56,12 +56,12 @@ class Ticket:
     caller: Caller
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """The queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class QueueChanges:
     """The result of a submission or a departure, for the caller to pass on; each ticket starts once."""
 
     started: tuple[Ticket, ...] = ()
@@ -86,29 +86,29 @@ class TurnQueue:
     _asked_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """By key: when it asked last. The earliest first; none is older than OTHERS_S."""
 
-    def submit(self, ticket: Ticket, now_s: float = 0.0) -> Moves:
+    def submit(self, ticket: Ticket, now_s: float = 0.0) -> QueueChanges:
         """Raises Full; then nobody has got or lost a place."""
         caller = ticket.caller
         self._has_asked(caller.key_id, now_s)
         self._waiting[caller.tier].setdefault(caller.key_id, deque()).append(ticket)
         started = self._start()
         if self.n_waiting() <= self.max_waiting:
-            return Moves(started)
+            return QueueChanges(started)
         greedy = self._greediest(caller)
         if greedy is None:
             self._remove(ticket)
-            raise Full
+            raise QueueFull
         self._remove(greedy)
-        return Moves(started, greedy)
+        return QueueChanges(started, greedy)
 
-    def leave(self, ticket: Ticket) -> Moves:
+    def leave(self, ticket: Ticket) -> QueueChanges:
         """It has run, or waits no longer; one that has left already may leave again."""
         running = self._running[ticket.caller.tier]
         if ticket in running:
             running.discard(ticket)
         else:
             self._remove(ticket)
-        return Moves(self._start())
+        return QueueChanges(self._start())
 
     def is_running(self, ticket: Ticket) -> bool:
         return ticket in self._running[ticket.caller.tier]

@@ -22,7 +22,7 @@ from swarmllm.private_files import locked_data_dir
 from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.data.bulk import NoBulkWay
+from swarmllm.swarm.data.bulk import NoBulkConnection
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.data.neighbour import peer_info
 from swarmllm.swarm.discovery.address_sources import AddressSources, usable
@@ -132,7 +132,7 @@ class Libp2pRouter:
             self._feed,
             dialler,
             self._requests,
-            self._greet,
+            self._exchange_records,
             gater,
             directory.liveness,
             settings.max_connections,
@@ -243,7 +243,7 @@ class Libp2pRouter:
         try:
             if node_id in self._connected:
                 return await self.plane.bulk.fetch(node_id, bytes(body), left_s)
-        except NoBulkWay:
+        except NoBulkConnection:
             pass
         left_s = max(0.0, began_s + timeout_s - trio.current_time())
         return await self.request(node_id, body, timeout_s=left_s)
@@ -352,7 +352,7 @@ class Libp2pRouter:
 
     # What it does itself.
 
-    async def _greet(self, node_id: NodeId) -> None:
+    async def _exchange_records(self, node_id: NodeId) -> None:
         await self.spread.exchange.synchronise(node_id)
         self.wide_area.dht.met(node_id)
         spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)

@@ -14,7 +14,7 @@ import trio
 
 from swarmllm.errors import BadModel, SwarmLLMError, WorkerDied
 from swarmllm.workerpool.calls import OnProgress
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.architectures import units_to_try
@@ -41,7 +41,7 @@ def engine_version() -> str:
 
 
 class CutTrials:
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HostedModels) -> None:
         self._hosts = hosts
         self.tries_listed = hosts.settings.check_cuts
         """Whether cuts are tried that the table of architectures allows."""
@@ -95,7 +95,7 @@ class _Trial:
     """One worker that tries one model."""
 
     def __init__(
-        self, hosts: Hosts, model: ModelFile, units: tuple[int, ...], progress: OnProgress | None
+        self, hosts: HostedModels, model: ModelFile, units: tuple[int, ...], progress: OnProgress | None
     ) -> None:
         self.n_layers = 0
         self.cut_alignment = 0

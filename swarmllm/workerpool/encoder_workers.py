@@ -13,7 +13,7 @@ import trio
 
 from swarmllm.errors import Overloaded
 from swarmllm.supervision import spawn
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import OpenProjector, OpenTextEncoder, WorkerMessage
@@ -42,7 +42,7 @@ class EncoderWorker(Generic[Opened]):
 
 
 class EncoderWorkers(Generic[Key, Opened]):
-    def __init__(self, hosts: Hosts, what: Literal["pictures", "texts"], answer: type[Opened]) -> None:
+    def __init__(self, hosts: HostedModels, what: Literal["pictures", "texts"], answer: type[Opened]) -> None:
         """`what`: an option of the worker's command line; `answer`: to the message that opens."""
         self._hosts = hosts
         self._what = what

@@ -22,7 +22,7 @@ from swarmllm.models.projector import Projector
 from swarmllm.pictures import Medium, Picture
 from swarmllm.workerpool.encoder_workers import EncoderWorker, EncoderWorkers
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.identifiers import ModelId
@@ -104,7 +104,7 @@ class KeptPictures:
 
 
 class PictureEncoders:
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HostedModels) -> None:
         self._hosts = hosts
         self._workers = EncoderWorkers[tuple[ModelId, str], ProjectorOpened](
             hosts, "pictures", ProjectorOpened

@@ -133,7 +133,7 @@ class HostedModel:
         home = self._homes.get(request_id)
         if position > 0 and home is not None and home is not self.worker:
             await home.ended.wait()
-            raise WorkerDied(home.obituary)
+            raise WorkerDied(home.exit_summary)
         worker = await self.ready()
         self._homes[request_id] = worker
         return worker
@@ -321,7 +321,7 @@ class HostedModel:
         try:
             await worker.run()
         finally:
-            self.last_end = worker.obituary
+            self.last_end = worker.exit_summary
             self._host.worker_ended(worker)
 
 

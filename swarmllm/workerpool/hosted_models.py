@@ -36,7 +36,7 @@ OnNotice = Callable[[ModelId, Worker, AnyWorkerMessage, memoryview], None]
 """What a worker that is up says unasked: (model id, worker, message, payload)."""
 
 
-class Hosts:
+class HostedModels:
     """Iterates over the hosted models."""
 
     def __init__(self, settings: WorkerSettings, runtime_dir: Path, command: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import trio
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm.workerpool.worker import Worker
 from swarmllm_proto.errors import BadMessage
@@ -44,7 +44,7 @@ CANCEL_S = 1.0
 class KeptPrefixes:
     """KV of prompts that workers keep, by the names of its blocks: looks it up, exports and imports it."""
 
-    def __init__(self, hosts: Hosts, cancel: Callable[[ModelId, str], Awaitable[None]]) -> None:
+    def __init__(self, hosts: HostedModels, cancel: Callable[[ModelId, str], Awaitable[None]]) -> None:
         """`cancel`: ends a request of a model, and frees what it has."""
         self._hosts = hosts
         self._cancel = cancel
@@ -180,10 +180,10 @@ class KeptPrefixes:
         return result.n_blocks
 
 
-class Repairs:
+class HeldRequests:
     """Requests whose pipeline broke: holds them, resumes them, and reads their journals."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HostedModels) -> None:
         self._hosts = hosts
 
     async def hold(self, model_id: ModelId, request_id: str, hold_s: float) -> None:

@@ -12,7 +12,7 @@ from swarmllm.memory_info import memory_bytes
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.calls import OnProgress
 from swarmllm.workerpool.hosted import inode_of
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.settings import (
     AS_CONFIGURED,
     LoadOptions,
@@ -28,7 +28,7 @@ Then = Callable[[], Awaitable[object]]
 
 
 class HeldLayers:
-    def __init__(self, hosts: Hosts, on_change: Callable[[], None]) -> None:
+    def __init__(self, hosts: HostedModels, on_change: Callable[[], None]) -> None:
         """`on_change` is called after `models()` has changed."""
         self._hosts = hosts
         self._on_change = on_change

@@ -27,8 +27,8 @@ from swarmllm.workerpool.cut_check import CutTrials
 from swarmllm.workerpool.encoders import PictureEncoders
 from swarmllm.workerpool.forward_result import ForwardResult, Hidden, Want, checked_tensor, forward_result
 from swarmllm.workerpool.hosted import HostedModel
-from swarmllm.workerpool.hosted_models import Hosts
-from swarmllm.workerpool.kept_kv import KeptPrefixes, Repairs
+from swarmllm.workerpool.hosted_models import HostedModels
+from swarmllm.workerpool.kept_kv import HeldRequests, KeptPrefixes
 from swarmllm.workerpool.layers import HeldLayers
 from swarmllm.workerpool.ring import NO_RING, RingCalls, RingHint
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
@@ -131,7 +131,7 @@ class WorkerPool:
     ) -> None:
         """`runtime_dir`: for sockets, made private. `on_change` is called after `models()` has changed."""
         self._settings = settings
-        self._hosts = hosts = Hosts(settings, runtime_dir, command)
+        self._hosts = hosts = HostedModels(settings, runtime_dir, command)
         hosts.on_notice = self._notice
         self.ring = RingCalls(hosts)
         self.cuts = CutTrials(hosts)
@@ -157,7 +157,7 @@ class WorkerPool:
         self.kept_pictures = encoders.kept
         self._text_encoders = texts = TextEncoders(hosts)
         self.encode_text = texts.encode_text
-        repairs = Repairs(hosts)
+        repairs = HeldRequests(hosts)
         self.hold, self.resume, self.read_journal = repairs.hold, repairs.resume, repairs.read_journal
 
     def __repr__(self) -> str:

@@ -176,7 +176,7 @@ class WorkerProcess:
         else:
             what = f"did not connect within {timeout_s:g} s and was killed"
         await self.reap(grace_s=0.0)
-        raise WorkerDied(self.obituary(what))
+        raise WorkerDied(self.exit_summary(what))
 
     async def _accept_own(self, listener: socket.socket) -> socket.socket:
         while True:
@@ -243,7 +243,7 @@ class WorkerProcess:
         while self._read_stderr():
             await trio.lowlevel.wait_readable(self._stderr.fileno())
 
-    def obituary(self, what: str) -> str:
+    def exit_summary(self, what: str) -> str:
         """A sentence for WorkerDied: `what` happened, and the last words on stderr."""
         words = " | ".join(self._stderr_tail)
         return f"worker process {self.pid} {what}" + (f"; its last words: {words}" if words else "")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc import CloseLinks, Done, Sampling, StageTiming, TakeLink, TakePrompt, TakeSeat
 from swarmllm_proto.ipc.base import RowFormat
@@ -47,7 +47,7 @@ class RingCalls:
     """Calls to the running worker. All raise what `Worker.call` raises, and do nothing where no worker
     runs."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HostedModels) -> None:
         self._hosts = hosts
 
     def pid(self, model_id: ModelId) -> int | None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from swarmllm.errors import InvalidRequest, WorkerError
 from swarmllm.workerpool.encoder_workers import EncoderWorkers
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
-from swarmllm.workerpool.hosted_models import Hosts
+from swarmllm.workerpool.hosted_models import HostedModels
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.frames import Payload
 from swarmllm_proto.identifiers import ModelId
@@ -35,7 +35,7 @@ class EncodedText:
 
 
 class TextEncoders:
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HostedModels) -> None:
         self._hosts = hosts
         self._workers = EncoderWorkers[ModelId, TextEncoderOpened](hosts, "texts", TextEncoderOpened)
 

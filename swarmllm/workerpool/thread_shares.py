@@ -18,7 +18,7 @@ class ThreadShares(Generic[Who]):
     def __init__(self) -> None:
         self._at_work: dict[Who, int] = {}
         """How many each is configured to use; the one that began first is the first."""
-        self._told: dict[Who, int] = {}
+        self._sent: dict[Who, int] = {}
 
     def __repr__(self) -> str:
         return f"<ThreadShares {list(self._at_work.values())}>"
@@ -27,23 +27,23 @@ class ThreadShares(Generic[Who]):
         """A worker that may use `n_threads` has begun to compute, or rests. Whose `share` has changed."""
         if is_at_work:
             self._at_work[who] = n_threads
-            self._told.setdefault(who, n_threads)
+            self._sent.setdefault(who, n_threads)
         else:
             self._at_work.pop(who, None)
         shares = self._shares()
-        changed = [each for each, n in shares.items() if self._told[each] != n]
-        self._told.update(shares)
+        changed = [each for each, n in shares.items() if self._sent[each] != n]
+        self._sent.update(shares)
         return changed
 
     def forget(self, who: Who) -> list[Who]:
         """It has ended. Whose share has changed."""
         changed = self.note(who, 0, is_at_work=False)
-        self._told.pop(who, None)
+        self._sent.pop(who, None)
         return changed
 
     def share(self, who: Who) -> int | None:
         """What this worker was told last, or is to be told; None of one that was never at work."""
-        return self._told.get(who)
+        return self._sent.get(who)
 
     def _shares(self) -> dict[Who, int]:
         n_all = max(self._at_work.values(), default=0)

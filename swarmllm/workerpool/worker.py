@@ -125,12 +125,14 @@ class Worker:
         return self._channel.bytes_received
 
     @property
-    def obituary(self) -> str:
+    def exit_summary(self) -> str:
         """How it ended, once it has."""
         if self._had_to_kill:
-            return self._process.obituary(f"{self._end_reason or 'closed its socket'} and had to be killed")
+            return self._process.exit_summary(
+                f"{self._end_reason or 'closed its socket'} and had to be killed"
+            )
         how = describe_exit(self._process.exit_status)
-        return self._process.obituary(f"{self._end_reason} and {how}" if self._end_reason else how)
+        return self._process.exit_summary(f"{self._end_reason} and {how}" if self._end_reason else how)
 
     def new_id(self) -> int:
         self._last_id += 1
@@ -155,7 +157,7 @@ class Worker:
                 if not self._ending.is_set():
                     self._leave("was stopped with the pool")
                 self._had_to_kill = await self._process.reap(self._grace_s)
-                self._bury()
+                self._close_after_exit()
 
     async def ready(self) -> Ready:
         """The worker's first message. Raises WorkerDied."""
@@ -299,13 +301,13 @@ class Worker:
             self._grace_s = grace_s
             self._ending.set()
 
-    def _bury(self) -> None:
+    def _close_after_exit(self) -> None:
         self._channel.abandon()
-        log.info("%s", self.obituary)
+        log.info("%s", self.exit_summary)
         for pending in self._pending.values():
             pending.fail(self._death())
         self._pending.clear()
         self.ended.set()
 
     def _death(self) -> WorkerDied:
-        return WorkerDied(self.obituary)
+        return WorkerDied(self.exit_summary)

@@ -31,9 +31,9 @@ from swarmllm.node import Node
 from swarmllm.node.remembered_loads import open_remembered_loads
 from swarmllm.pipeline.origin.generation import (
     GeneratedText,
-    Guesses,
     Prompt,
     PromptScores,
+    SpeculationCounts,
     StageReport,
     Timings,
 )
@@ -90,7 +90,7 @@ class FakeGeneration:
         self.n_cached_tokens = 4
         self.fetched = None
         self.looked = ()
-        self.guesses = Guesses((GuessCount("lookup", 6, 5),))
+        self.guesses = SpeculationCounts((GuessCount("lookup", 6, 5),))
         self.n_recoveries = 0
         self.n_rebuilt = 0
         self.is_exact = script.is_exact

@@ -19,7 +19,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from swarmllm.downloads.unidentified_model import Notes, UnidentifiedModel
+from swarmllm.downloads.unidentified_model import PartialModelState, UnidentifiedModel
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, build_manifest, needed_tensors
 
@@ -84,7 +84,7 @@ def wait_in(folder: Path) -> None:
     digests = {
         tensor.name: tensor.blake3 for tensor in needed_tensors(build_manifest(GUIDE_PATH), LayerRange(0, 4))
     }
-    notes = Notes(
+    state = PartialModelState(
         url="https://example.org/stranger.gguf",
         source="https://example.org/stranger.gguf",
         name="stranger",
@@ -94,7 +94,7 @@ def wait_in(folder: Path) -> None:
         layers=["0:4"],
         digests=digests,
     )
-    model = UnidentifiedModel(folder, notes)
+    model = UnidentifiedModel(folder, state)
     model.begin()
     model.part.write_bytes(other_guide("A"))
 

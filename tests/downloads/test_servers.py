@@ -22,7 +22,7 @@ from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
 from swarmllm.downloads import DownloadRequest
-from swarmllm.downloads.remote import Remote, RemoteFacts
+from swarmllm.downloads.remote import Remote, RemoteFileInfo
 from swarmllm.downloads.settings import RetrySchedule, from_environment
 from swarmllm.downloads.source import DownloadError, DownloadRefused, Offline, ServerBusy
 from swarmllm.errors import InvalidRequest
@@ -69,7 +69,7 @@ async def test_whatever_a_download_raises_ends_that_download_only(
 ) -> None:
     facts = Remote.facts
 
-    async def fail_once(remote: Remote) -> RemoteFacts:
+    async def fail_once(remote: Remote) -> RemoteFileInfo:
         monkeypatch.setattr(Remote, "facts", facts)
         raise error
 

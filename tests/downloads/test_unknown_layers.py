@@ -12,7 +12,7 @@ from guide_layers import NAME, check_is_the_guide, header_bytes, open_stand, wan
 
 from swarmllm.downloads import DownloadRequest
 from swarmllm.downloads.digest_book import n_bytes
-from swarmllm.downloads.unidentified_model import NOTES, PART
+from swarmllm.downloads.unidentified_model import PART, STATE_FILE
 from swarmllm.errors import Conflict, ModelNotFound
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models import LayerRange, needed_tensors
@@ -32,7 +32,7 @@ async def test_only_the_header_and_the_layers_are_read_and_then_they_wait(
             (),
         )
         assert stand.catalogue.list() == ()
-        assert [path.name for path in stand.parts] == [PART, NOTES]
+        assert [path.name for path in stand.parts] == [PART, STATE_FILE]
     # One byte tells the size of the file.
     assert web_server.n_bytes == 1 + header_bytes() + n_bytes(wanted("4:8"))
     assert web_server.n_bytes < len(GUIDE_DATA) / 2
@@ -178,7 +178,7 @@ async def test_damaged_notes_are_not_believed(
     async with open_stand(tmp_path) as stand:
         await stand.fetch(web_server.url + GUIDE, layers="4:8")
         notes = stand.parts[1]
-        assert notes.name == NOTES
+        assert notes.name == STATE_FILE
     notes.write_bytes(damage)
     async with open_stand(tmp_path) as stand:
         assert stand.gathering.views() == ()

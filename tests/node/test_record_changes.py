@@ -20,7 +20,7 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
 
 def in_step() -> RecordChanges:
     changes = RecordChanges()
-    changes.record_told(capability())
+    changes.record_published(capability())
     return changes
 
 
@@ -49,7 +49,7 @@ def test_where_a_node_is_goes_with_a_record_at_an_unhurried_look_only() -> None:
 def test_what_has_been_told_is_no_news() -> None:
     changes = in_step()
     busy = capability(stage_requests=3, free_kv_tokens=70)
-    changes.load_told(busy, 1.0)
+    changes.load_published(busy, 1.0)
     assert changes.of_work(busy) == "nothing"
     assert changes.told.free_kv_tokens == 70
     assert changes.of_work(capability()) == "load", "the record alone does not say so any more"
@@ -58,16 +58,16 @@ def test_what_has_been_told_is_no_news() -> None:
 def test_a_load_that_stays_is_put_into_the_record() -> None:
     changes = in_step()
     busy = capability(stage_requests=3)
-    changes.load_told(busy, 10.0)
+    changes.load_published(busy, 10.0)
     assert changes.of_all(busy, 9.0 + SETTLED_S) == "nothing"
     assert changes.of_all(capability(stage_requests=4), 10.0 + SETTLED_S) == "load"
     assert changes.of_all(busy, 10.0 + SETTLED_S) == "record"
-    changes.record_told(busy)
+    changes.record_published(busy)
     assert changes.of_all(busy, 11.0 + SETTLED_S) == "nothing"
 
 
 def test_a_load_that_is_again_what_the_record_says_is_not() -> None:
     changes = in_step()
-    changes.load_told(capability(stage_requests=3), 10.0)
-    changes.load_told(capability(), 11.0)
+    changes.load_published(capability(stage_requests=3), 10.0)
+    changes.load_published(capability(), 11.0)
     assert changes.of_all(capability(), 12.0 + SETTLED_S) == "nothing"

@@ -14,7 +14,7 @@ from bench.common.arithmetic import FakePool
 from swarmllm.errors import InvalidRequest, NoPipeline
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm.pipeline.route.assembly import Affinity, Question, assemble, plan_route
+from swarmllm.pipeline.route.assembly import Affinity, RouteQuery, assemble, plan_route
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.constraints import Constraints, Pin
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs, Workload
@@ -34,7 +34,7 @@ def held(**ranges: str) -> dict[str, list[LayerRange]]:
     }
 
 
-def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -> Question:
+def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -> RouteQuery:
     """Node "a" asks; all are alike, idle and near, but for `slow` and `full` ones."""
     slow, full = more.pop("slow", ()), more.pop("full", ())
     speeds = {
@@ -46,7 +46,7 @@ def ask(holders: dict[str, list[LayerRange]], alignment: int = 1, **more: Any) -
     rtt_s = more.pop("rtt_s", 0.001)
     known = RouteInputs(A, Workload(100, 100), speeds, dict.fromkeys(holders, rtt_s))
     connected = more.pop("connected", frozenset(holders))
-    return Question(12, alignment, holders, connected, known, **{"model_name": "guide", **more})
+    return RouteQuery(12, alignment, holders, connected, known, **{"model_name": "guide", **more})
 
 
 def stages(*texts: str) -> tuple[Stage, ...]:

@@ -311,8 +311,8 @@ async def test_a_token_that_the_model_does_not_have_is_the_last_stages_fault() -
         async def no_token(receiver: str, header: bytes, payload: bytes | memoryview = b"") -> None:
             message = decode_job(header, payload)
             if isinstance(message, StreamingToken):
-                told = StreamingToken(request_id=message.request_id, index=message.index, token=2**31 - 1)
-                header, payload = encode_job(told, payload)
+                reported = StreamingToken(request_id=message.request_id, index=message.index, token=2**31 - 1)
+                header, payload = encode_job(reported, payload)
             await send(receiver, header, payload)
 
         router.send = no_token  # type: ignore[method-assign]
@@ -332,10 +332,10 @@ async def test_a_stage_that_does_not_end_at_the_last_token_asked_for_costs_nobod
             message = decode_job(header, payload)
             if isinstance(message, StreamingToken) and message.finish_reason is not None:
                 for more in (0, 1):
-                    told = StreamingToken(
+                    reported = StreamingToken(
                         request_id=message.request_id, index=message.index + more, token=message.token
                     )
-                    await send(receiver, *encode_job(told, payload))
+                    await send(receiver, *encode_job(reported, payload))
                 return
             await send(receiver, header, payload)
 

@@ -19,16 +19,16 @@ from swarmllm.pipeline.vision.checking import PictureChecker
 
 @pytest.mark.parametrize(("kind", "is_whole"), [(RemoteChain, True), (Chain, False)])
 def test_the_checker_is_told_whether_one_node_runs_the_whole_model(kind: type[Chain], is_whole: bool) -> None:
-    told: list[bool] = []
+    reported: list[bool] = []
 
     def draws(_context: object, *, is_whole: bool) -> int:
-        told.append(is_whole)
+        reported.append(is_whole)
         return 3
 
     attempts: Any = SimpleNamespace(_checker=SimpleNamespace(draws=draws))
     request: Any = SimpleNamespace(context=object(), pictures=None)
     assert Attempts._drawn_stage(attempts, request, kind) == 3
-    assert told == [is_whole]
+    assert reported == [is_whole]
 
 
 @pytest.mark.parametrize("state", [SessionState.HELD, SessionState.RUNNING])

@@ -138,10 +138,10 @@ async def test_a_worker_is_told_once_how_to_sample() -> None:
     pools = {**pools_of(a="0:6"), B: last}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         await read(swarm, A, kills(swarm))
-    told = last.samplings
-    assert len(told) == N_TOKENS
-    assert told[0] is not None
-    assert told[1:] == [None] * (N_TOKENS - 1)
+    reported = last.samplings
+    assert len(reported) == N_TOKENS
+    assert reported[0] is not None
+    assert reported[1:] == [None] * (N_TOKENS - 1)
 
 
 @pytest.mark.parametrize(("n_own", "n_for_others"), [(0, 0), (1, 0), (0, 1)])
@@ -168,7 +168,7 @@ async def test_a_token_is_planned_without_the_prompt() -> None:
 async def test_an_untried_node_is_spared_until_the_others_have_much_more_to_do() -> None:
     async with open_swarm(pools_of(a="0:6", b="6:12", c="6:12"), settings=SETTINGS) as swarm:
         planner = swarm[A].pipelines._routes.planner
-        size, quiet, busy = RequestSize(), OwnLoad(), OwnLoad(told={C: 50})
+        size, quiet, busy = RequestSize(), OwnLoad(), OwnLoad(reported={C: 50})
         for load, chosen in ((quiet, C), (busy, B)):
             found = await planner.choose(swarm.entry, size, load, (), untried={B})
             assert found.node_ids == {A, chosen}

@@ -250,12 +250,12 @@ async def test_what_a_stage_computed_of_the_answer_is_counted_and_a_prompt_keeps
 @pytest.mark.parametrize("lost", [C, A, "stranger"])
 async def test_a_stage_tells_the_origin_which_neighbour_is_gone(autojump_clock: MockClock, lost: str) -> None:
     """And nobody, where it is the origin itself that is gone."""
-    told: list[PipelineError] = []
+    reported: list[PipelineError] = []
 
     async def listen(sender: str, header: bytes, payload: memoryview) -> None:
         message = decode_job(header, payload)
         assert isinstance(message, PipelineError)
-        told.append(message)
+        reported.append(message)
 
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         network.add(A).serve(refuse, listen)
@@ -266,4 +266,4 @@ async def test_a_stage_tells_the_origin_which_neighbour_is_gone(autojump_clock: 
         await trio.sleep(1)
         assert session.done.is_set() is (lost != "stranger")
         session.stop()
-    assert [f"node {C} disconnected" in each.message for each in told] == [True] * (lost == C)
+    assert [f"node {C} disconnected" in each.message for each in reported] == [True] * (lost == C)

@@ -109,13 +109,13 @@ class Pipelines:
 
     def __init__(self, *n_tokens: int) -> None:
         self.n_tokens = list(n_tokens)
-        self.told: list[tuple[int, ...]] = []
+        self.reported: list[tuple[int, ...]] = []
         self.failures: list[SwarmLLMError | None] = []
         self.paused_s: list[float] = []
 
     @asynccontextmanager
     async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[Any]:
-        self.told.append(tuple(request.generated))
+        self.reported.append(tuple(request.generated))
         left = [self.n_tokens.pop(0)]
 
         async def following() -> tuple[Token, bytes]:
@@ -123,7 +123,7 @@ class Pipelines:
             if not left[0]:
                 raise NodeUnreachable("lost")
             left[0] -= 1
-            return Token(request_id="r", index=0, token=len(self.told)), b"x"
+            return Token(request_id="r", index=0, token=len(self.reported)), b"x"
 
         try:
             yield SimpleNamespace(
@@ -157,7 +157,7 @@ async def test_after_a_failure_the_next_pipeline_goes_on_at_once_and_later_ones_
     stream = Failover(request, pipelines)
     tokens = [(await stream.next())[0].token for _ in range(3)]
     assert tokens == [1, 1, 3]
-    assert pipelines.told == [(), (1, 1), (1, 1)]
+    assert pipelines.reported == [(), (1, 1), (1, 1)]
     assert pipelines.paused_s == [pytest.approx(2 * FIRST_PAUSE_S)], "none before the second pipeline"
     await stream.aclose()
     assert [type(each) for each in pipelines.failures] == [NodeUnreachable, NodeUnreachable, type(None)]

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import RequestView
-from swarmllm.pipeline.origin.chain import Chain, Watch
+from swarmllm.pipeline.origin.chain import Chain, StallHandler
 from swarmllm.pipeline.origin.lifecycle import (
     LIFECYCLE,
     OF_STAGES,
@@ -61,7 +61,7 @@ class NobodyWaits:
         pass
 
 
-def a_chain(watch: Watch | None = None, silence_timeout_s: float = 1) -> Chain:
+def a_chain(watch: StallHandler | None = None, silence_timeout_s: float = 1) -> Chain:
     stages = (Stage(node_id=A, start=0, end=6), Stage(node_id=B, start=6, end=12))
     context = RequestContext(
         "r", ModelFile("m", Path("/nowhere")), 4, 997, 8, Sampling(), RequestView(A, A, stages, True)
@@ -189,12 +189,12 @@ async def test_a_session_is_stopped_once_and_the_first_failure_stays(actions: li
         is_broken = chain.state in (ChainState.FAILED, ChainState.GIVEN_UP)
         assert chain.may_be_resumed == (is_broken and chain.n_generated > 0)
         assert chain.is_complete == (chain.state is ChainState.FINISHED)
-    told = [failure for failure in failures if failure is not None]
-    assert not told or set(map(id, told)) == {id(told[0])}
+    reported = [failure for failure in failures if failure is not None]
+    assert not reported or set(map(id, reported)) == {id(reported[0])}
     assert session.n_stops == (chain.failure is not None or chain.is_complete)
     chain.close()
     chain.fail(NodeUnreachable("too late"))
-    assert chain.failure is (told[0] if told else None)
+    assert chain.failure is (reported[0] if reported else None)
 
 
 async def test_what_this_node_cannot_do_raises_before_any_effect() -> None:

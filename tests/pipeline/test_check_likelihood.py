@@ -17,7 +17,7 @@ from swarmllm.pipeline.check.likelihood import (
     between,
     comparable,
     end_chance,
-    end_chance_told,
+    end_chance_by_fingerprint,
     is_far,
     is_plain,
 )
@@ -63,7 +63,7 @@ def sampled(logits: np.ndarray, token: int) -> Sampled:
 
 
 def n_far(
-    sampling: Sampling, honest: Draw, told: Draw, noise: float, spread: float, n_tokens: int = 3000
+    sampling: Sampling, honest: Draw, reported: Draw, noise: float, spread: float, n_tokens: int = 3000
 ) -> int:
     generator = np.random.default_rng(3)
     found = 0
@@ -71,7 +71,7 @@ def n_far(
         logits, uniform = spread * generator.standard_normal(N_VOCAB), generator.random()
         again = sampled(logits, honest(logits, uniform))
         off = logits + noise * generator.standard_normal(N_VOCAB)
-        found += is_far(told(off, uniform), again, sampling, N_VOCAB)
+        found += is_far(reported(off, uniform), again, sampling, N_VOCAB)
     return found
 
 
@@ -107,13 +107,13 @@ def test_a_stage_with_another_seed_is_certain_soon_and_a_greedy_one_with_other_r
     for sampling in (PLAIN, GREEDY):
         tallies, certain = Tallies(), None
         for _ in range(8):
-            told, again = [], []
+            reported, again = [], []
             for _ in range(DRAWN_TOKENS):
                 logits = 3 * generator.standard_normal(N_VOCAB)
                 honest = by_id(logits, generator.random()) if sampling is PLAIN else int(logits.argmax())
-                told.append(by_id(logits, generator.random()))
+                reported.append(by_id(logits, generator.random()))
                 again.append(sampled(logits, honest))
-            evidence = TokenEvidence(NO_ROWS, 0, (), tuple(told), True)
+            evidence = TokenEvidence(NO_ROWS, 0, (), tuple(reported), True)
             far = partial(is_far, sampling=sampling, n_vocab=N_VOCAB)
             certain = certain or tallies.add(B, A, evidence, again, is_greedy=sampling is GREEDY, is_far=far)
         assert certain is Bias.FAR
@@ -197,11 +197,11 @@ def test_an_end_has_at_most_the_chance_that_the_logits_give_it() -> None:
         known = Sampled(top[0], tuple((token, float(logprobs[token])) for token in top))
         weights = np.exp(logits / temperature)
         true = 10 * weights[7] / weights.sum()
-        told = replace(known, told_logprob=float(logprobs[7]))
-        assert true < end_chance(7, told, sampling, 10) < 20 * true
-        assert end_chance(7, known, sampling, 10) > end_chance(7, told, sampling, 10)
+        reported = replace(known, reported_logprob=float(logprobs[7]))
+        assert true < end_chance(7, reported, sampling, 10) < 20 * true
+        assert end_chance(7, known, sampling, 10) > end_chance(7, reported, sampling, 10)
         values = np.array([0.0] * N_DRAWN + [logits.max(), logits[7]], np.float32)
-        assert true < end_chance_told(values, sampling, 10)
-    assert end_chance(7, told, Sampling(temperature=0.0), 10) == 1
-    assert end_chance_told(values, Sampling(temperature=0.0), 10) == 1
+        assert true < end_chance_by_fingerprint(values, sampling, 10)
+    assert end_chance(7, reported, Sampling(temperature=0.0), 10) == 1
+    assert end_chance_by_fingerprint(values, Sampling(temperature=0.0), 10) == 1
     assert end_chance(7, Sampled(1), sampling, 10) == 1

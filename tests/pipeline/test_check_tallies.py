@@ -47,14 +47,14 @@ def checks(
     """Of a stage whose logits are off by so much, and which picks its tokens this way."""
     generator = np.random.default_rng(seed)
     while True:
-        told, again = [], []
+        reported, again = [], []
         for _ in range(DRAWN_TOKENS):
             logits, uniform = spread * generator.standard_normal(N_VOCAB), generator.random()
-            told.append(cheat(logits + noise * generator.standard_normal(N_VOCAB), uniform))
+            reported.append(cheat(logits + noise * generator.standard_normal(N_VOCAB), uniform))
             top = np.argsort(-logits)[:20].tolist()
             likeliest = tuple((token, float(logits[token])) for token in top)
             again.append(Sampled(inverse(logits, uniform), likeliest))
-        yield TokenEvidence(NO_ROWS, 0, (), tuple(told), True), again
+        yield TokenEvidence(NO_ROWS, 0, (), tuple(reported), True), again
 
 
 @pytest.mark.parametrize("spread", [1.0, 3.0, 6.0])
@@ -90,8 +90,8 @@ def test_earlier_merit_does_not_outweigh_what_is_seen_now() -> None:
     assert any(tallies.add(B, A, *check) for check in itertools.islice(greedy, 5))
 
 
-def ended(told: int, again: Sampled) -> tuple[TokenEvidence, list[Sampled]]:
-    return TokenEvidence(NO_ROWS, 0, (), (told,), True, True), [again]
+def ended(reported: int, again: Sampled) -> tuple[TokenEvidence, list[Sampled]]:
+    return TokenEvidence(NO_ROWS, 0, (), (reported,), True, True), [again]
 
 
 def test_ends_that_no_seed_gives_are_certain_after_four() -> None:

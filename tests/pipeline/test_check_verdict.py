@@ -149,10 +149,10 @@ def test_the_distance_counts_what_the_layers_added() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_one_row_that_is_no_number_or_huge_is_wrong_in_a_whole_stretch(value: float) -> None:
     came_in, true = rows(3, STRETCH_ROWS), rows(3, STRETCH_ROWS) + rows(4, STRETCH_ROWS)
-    told = true.copy()
-    told[5, 7] = value
-    assert distance(true, told, came_in) == pytest.approx(2 / STRETCH_ROWS)
-    assert compare(true, told, came_in) is Match.WRONG
+    reported = true.copy()
+    reported[5, 7] = value
+    assert distance(true, reported, came_in) == pytest.approx(2 / STRETCH_ROWS)
+    assert compare(true, reported, came_in) is Match.WRONG
 
 
 def test_rows_that_layers_did_not_change_are_compared_all_the_same() -> None:
@@ -189,8 +189,8 @@ def test_the_limit_is_that_of_both_nodes_kv_and_of_what_roundings_do() -> None:
 
 @given(st.floats(0, 2))
 def test_only_what_lies_beyond_the_tolerance_is_wrong(part: float) -> None:
-    told = (TRUE.astype(np.float64) + part * (TRUE.astype(np.float64) - CAME_IN)).astype(np.float32)
-    match = compare(TRUE, told, CAME_IN)
+    reported = (TRUE.astype(np.float64) + part * (TRUE.astype(np.float64) - CAME_IN)).astype(np.float32)
+    match = compare(TRUE, reported, CAME_IN)
     if part < TOLERANCE * 0.999:
         assert match is not Match.WRONG
     if part > TOLERANCE * 1.001:
@@ -250,7 +250,7 @@ def test_an_honest_stage_is_never_wrong(
     assert all(verdict() is not Verdict.WRONG for verdict in verdicts)
 
 
-def told(*tokens: int, agreed: bool | None = True, ended: bool = False) -> TokenEvidence:
+def reported(*tokens: int, agreed: bool | None = True, ended: bool = False) -> TokenEvidence:
     return TokenEvidence(CAME_IN, 3, (9, 9, 9), tokens, agreed, ended)
 
 
@@ -262,22 +262,28 @@ def again(*tokens: int, second: float = -1.0) -> list[Sampled]:
 @pytest.mark.parametrize(
     ("said", "sampled", "greedy", "verdict", "match"),
     [
-        (told(100, 5), again(100, 5), True, Verdict.RIGHT, Match.EQUAL),
-        (told(100, 101), again(100, 100), True, Verdict.RIGHT, Match.CLOSE),
-        (told(101), again(100, second=-2.1), True, Verdict.WRONG, Match.WRONG),
-        (told(7), again(100), True, Verdict.WRONG, Match.WRONG),
-        (told(7), again(100), False, Verdict.RIGHT, Match.CLOSE),
-        (told(7, 7, 100, 7), again(100, 100, 100, 100), False, Verdict.WRONG, Match.WRONG),
-        (told(5, 5, 5, 5), again(100, 100, 100, 100), False, Verdict.RIGHT, Match.CLOSE),
-        (told(7), [Sampled(100)], True, Verdict.RIGHT, Match.CLOSE),
-        (told(7, agreed=None), again(100), True, Verdict.DISPUTED_BEFORE, Match.WRONG),
-        (told(7), [], True, Verdict.UNKNOWN, Match.WRONG),
-        (told(*[7] * 12, *[100] * 4), again(*[100] * 16), False, Verdict.WRONG, Match.WRONG),
-        (told(*[7] * 11, *[100] * 5), again(*[100] * 16), False, Verdict.RIGHT, Match.CLOSE),
-        (told(100, 5, ended=True), again(100, 5), False, Verdict.WRONG, Match.WRONG),
-        (told(100, 5, ended=True), [*again(100), Sampled(5, is_end=True)], True, Verdict.RIGHT, Match.EQUAL),
-        (told(100, 5, ended=True), again(100), True, Verdict.RIGHT, Match.EQUAL),
-        (told(100, 101, ended=True), again(100, 5), False, Verdict.RIGHT, Match.CLOSE),
+        (reported(100, 5), again(100, 5), True, Verdict.RIGHT, Match.EQUAL),
+        (reported(100, 101), again(100, 100), True, Verdict.RIGHT, Match.CLOSE),
+        (reported(101), again(100, second=-2.1), True, Verdict.WRONG, Match.WRONG),
+        (reported(7), again(100), True, Verdict.WRONG, Match.WRONG),
+        (reported(7), again(100), False, Verdict.RIGHT, Match.CLOSE),
+        (reported(7, 7, 100, 7), again(100, 100, 100, 100), False, Verdict.WRONG, Match.WRONG),
+        (reported(5, 5, 5, 5), again(100, 100, 100, 100), False, Verdict.RIGHT, Match.CLOSE),
+        (reported(7), [Sampled(100)], True, Verdict.RIGHT, Match.CLOSE),
+        (reported(7, agreed=None), again(100), True, Verdict.DISPUTED_BEFORE, Match.WRONG),
+        (reported(7), [], True, Verdict.UNKNOWN, Match.WRONG),
+        (reported(*[7] * 12, *[100] * 4), again(*[100] * 16), False, Verdict.WRONG, Match.WRONG),
+        (reported(*[7] * 11, *[100] * 5), again(*[100] * 16), False, Verdict.RIGHT, Match.CLOSE),
+        (reported(100, 5, ended=True), again(100, 5), False, Verdict.WRONG, Match.WRONG),
+        (
+            reported(100, 5, ended=True),
+            [*again(100), Sampled(5, is_end=True)],
+            True,
+            Verdict.RIGHT,
+            Match.EQUAL,
+        ),
+        (reported(100, 5, ended=True), again(100), True, Verdict.RIGHT, Match.EQUAL),
+        (reported(100, 101, ended=True), again(100, 5), False, Verdict.RIGHT, Match.CLOSE),
     ],
 )
 def test_tokens_are_wrong_where_the_model_would_hardly_give_them(
@@ -288,7 +294,7 @@ def test_tokens_are_wrong_where_the_model_would_hardly_give_them(
 
 
 def test_a_last_stage_that_denies_what_came_to_it_is_in_dispute() -> None:
-    assert before_computing(told(1, agreed=False)) is Verdict.DISPUTED_BEFORE
+    assert before_computing(reported(1, agreed=False)) is Verdict.DISPUTED_BEFORE
 
 
 @given(

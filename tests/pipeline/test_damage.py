@@ -250,8 +250,8 @@ async def test_a_stage_that_breaks_its_promises_is_named(message: JobMessage, co
 
         async def lie(position: int, layers: object) -> None:
             if position > len(PROMPT) + 2:
-                told = msgspec.structs.replace(message, request_id=request_id)
-                await swarm[B].router.send(A, *encode_job(told))
+                reported = msgspec.structs.replace(message, request_id=request_id)
+                await swarm[B].router.send(A, *encode_job(reported))
 
         async def read() -> None:
             nonlocal request_id

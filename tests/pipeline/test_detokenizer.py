@@ -11,7 +11,7 @@ from node_ids import A, B, C, D
 
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
-from swarmllm.pipeline.origin.detokenizer import GROUP_TOKENS, MODELS_MAX, Pieces
+from swarmllm.pipeline.origin.detokenizer import GROUP_TOKENS, MODELS_MAX, TokenBytes
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.ipc import Sampling, Token
@@ -27,14 +27,14 @@ class Liar(FakePool):
 
     text: bytes | None = None
 
-    def __init__(self, layers: str, **told: Any) -> None:
+    def __init__(self, layers: str, **reported: Any) -> None:
         super().__init__(layers)
-        self.told = told
+        self.reported = reported
 
     def _sample(self, slot: Any, request_id: str, row: Tensor) -> tuple[Token, bytes]:
         token, piece = super()._sample(slot, request_id, row)
         piece = piece if self.text is None else self.text
-        return (msgspec.structs.replace(token, **self.told), b"") if token.index == 2 else (token, piece)
+        return (msgspec.structs.replace(token, **self.reported), b"") if token.index == 2 else (token, piece)
 
 
 LIARS: dict[str, dict[str, Any]] = {
@@ -78,10 +78,10 @@ async def test_who_lies_about_the_end_is_charged_and_ends_no_text(lie: str, is_w
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["chain", "remote-generate"])
-@pytest.mark.parametrize("told", [b"", b"lies ", b"\xff"])
-async def test_what_the_stage_says_of_the_text_is_not_shown(told: bytes, is_whole: bool) -> None:
+@pytest.mark.parametrize("reported", [b"", b"lies ", b"\xff"])
+async def test_what_the_stage_says_of_the_text_is_not_shown(reported: bytes, is_whole: bool) -> None:
     liar = Liar("0:12" if is_whole else "8:12")
-    liar.text = told
+    liar.text = reported
     pools = {A: FakePool(), C: liar} if is_whole else {A: FakePool("0:4"), B: FakePool("4:8"), C: liar}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         word = (await uncut(PROMPT, 8)).split()[-1] + " "
@@ -138,7 +138,7 @@ class Numbers:
 
 async def test_a_worker_is_asked_once_for_each_group_of_tokens() -> None:
     numbers = Numbers()
-    pieces = Pieces(numbers)
+    pieces = TokenBytes(numbers)
     models = [ModelFile(f"{number:064x}", Path("/nowhere")) for number in range(MODELS_MAX + 1)]
     for token in (0, GROUP_TOKENS - 1, GROUP_TOKENS, 0, GROUP_TOKENS + 4):
         assert await pieces.of(models[0], token, GROUP_TOKENS + 5) == str(token).encode()

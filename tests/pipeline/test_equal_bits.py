@@ -175,13 +175,13 @@ def test_one_bit_is_enough() -> None:
 
 
 def test_one_other_token_is_enough() -> None:
-    told = TokenEvidence(np.zeros((9, 4), np.float32), 0, (), (5, 6, 7), is_agreed=True)
+    reported = TokenEvidence(np.zeros((9, 4), np.float32), 0, (), (5, 6, 7), is_agreed=True)
     same = [Sampled(5), Sampled(6), Sampled(7)]
     other = [Sampled(5), Sampled(8, ((6, -0.7), (8, -0.7))), Sampled(7)]
-    assert judge_bits(told, same) == (Verdict.RIGHT, Match.EQUAL)
-    assert judge_bits(told, other) == (Verdict.WRONG, Match.WRONG)
-    assert judge_bits(told, []) == (Verdict.UNKNOWN, Match.WRONG)
-    unsaid = TokenEvidence(told.came_in, 0, (), told.told, is_agreed=None)
+    assert judge_bits(reported, same) == (Verdict.RIGHT, Match.EQUAL)
+    assert judge_bits(reported, other) == (Verdict.WRONG, Match.WRONG)
+    assert judge_bits(reported, []) == (Verdict.UNKNOWN, Match.WRONG)
+    unsaid = TokenEvidence(reported.came_in, 0, (), reported.reported, is_agreed=None)
     assert judge_bits(unsaid, other) == (Verdict.DISPUTED_BEFORE, Match.WRONG)
     assert not are_equal(same, other)
     assert are_equal(same, list(same))

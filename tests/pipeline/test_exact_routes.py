@@ -44,7 +44,7 @@ def record(pool: FakePool) -> list[ForwardCall]:
     return calls
 
 
-def told(calls: Iterable[ForwardCall]) -> list[tuple[int, int, int]]:
+def reported(calls: Iterable[ForwardCall]) -> list[tuple[int, int, int]]:
     """Of every forward: position, rows, and how many rows the request may have in all."""
     return [(call["position"], len(call["tensor"]), call.get("exact_rows", 0)) for call in calls]
 
@@ -60,7 +60,7 @@ async def test_over_a_cut_every_stage_knows_and_pieces_are_whole() -> None:
                 assert generation.is_apart
         assert text == await uncut(prompt, N_TOKENS)
         n_rows = len(prompt) + N_TOKENS
-        for each in map(told, calls):
+        for each in map(reported, calls):
             assert each[:2] == [(0, 128, n_rows), (128, 112, n_rows)]
             assert {exact_rows for _, _, exact_rows in each} == {n_rows}
         await swarm.quiet()
@@ -71,7 +71,7 @@ async def test_others_are_not_told_so() -> None:
     calls = record(pools[B])
     async with open_swarm(pools, settings=SETTINGS) as swarm:
         assert (await asked(swarm, Sampling(max_tokens=3)))[1:] == ([A, B], False)
-        assert {exact_rows for _, _, exact_rows in told(calls)} == {0}
+        assert {exact_rows for _, _, exact_rows in reported(calls)} == {0}
 
 
 async def test_with_local_embedding_privacy_rows_leave_and_no_tokens() -> None:
@@ -94,7 +94,7 @@ async def test_a_stage_that_takes_over_is_exact_too() -> None:
         assert text == await uncut(PROMPT, N_TOKENS)
         assert {*nodes} & {B, C} == {B, C} - {chosen}
         (other,) = {B, C} - {chosen}
-        assert {exact_rows for _, _, exact_rows in told(calls[other])} == {len(PROMPT) + N_TOKENS}
+        assert {exact_rows for _, _, exact_rows in reported(calls[other])} == {len(PROMPT) + N_TOKENS}
         await swarm.quiet()
 
 

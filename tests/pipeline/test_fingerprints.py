@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline.check.evidence import of_fewer
 from swarmllm.pipeline.check.fingerprints import OWN, distance, is_possible
-from swarmllm.pipeline.check.likelihood import apart_max, between, with_apart
+from swarmllm.pipeline.check.likelihood import between, distance_max, with_apart
 from swarmllm.pipeline.check.thresholds import (
     ANY,
     SPREAD_MIN,
@@ -29,12 +29,12 @@ from swarmllm.pipeline.check.verdict import (
     TokenEvidence,
     Verdict,
     before_computing,
+    fingerprint_distance,
     is_drawn_falsely,
     judge_tokens,
-    logits_apart,
 )
-from swarmllm.pipeline.origin.output import ImpossibleReport
-from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
+from swarmllm.pipeline.origin.output import InvalidReport
+from swarmllm.pipeline.origin.reported_fingerprints import ReportedFingerprints
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN, TrustEvent
 from swarmllm_proto.fingerprints import N_DRAWN, N_VALUES, drawn_tokens, encode_fingerprint
 from swarmllm_proto.ipc import Sampling, Token
@@ -72,8 +72,8 @@ class Forgetful(FakePool):
     """Tells no fingerprint with every third token."""
 
     def _fingerprinted(self, token: Token, sampling: Sampling, row: Tensor) -> Token:
-        told = super()._fingerprinted(token, sampling, row)
-        return token if token.index % 3 == 1 else told
+        reported = super()._fingerprinted(token, sampling, row)
+        return token if token.index % 3 == 1 else reported
 
 
 async def requests_until_out(swarm: Swarm) -> int | None:
@@ -195,45 +195,49 @@ def fingerprints(tokens: list[int], first: int = 3, *, is_greedy: bool = False) 
 TOKENS = list(range(100, 110))
 
 
-def possible(told: Tensor, tokens: list[int] = TOKENS, *, is_likeliest: bool = False) -> bool:
-    return is_possible(told, tokens, 3, KEY, N_VOCAB, is_likeliest=is_likeliest)
+def possible(reported: Tensor, tokens: list[int] = TOKENS, *, is_likeliest: bool = False) -> bool:
+    return is_possible(reported, tokens, 3, KEY, N_VOCAB, is_likeliest=is_likeliest)
 
 
 def test_fingerprints_agree_with_each_other_and_with_the_tokens() -> None:
-    told = fingerprints(TOKENS)
-    assert possible(told)
-    assert not possible(told, is_likeliest=True)
+    reported = fingerprints(TOKENS)
+    assert possible(reported)
+    assert not possible(reported, is_likeliest=True)
     assert possible(fingerprints(TOKENS, is_greedy=True), is_likeliest=True)
-    for column, value in ((2, told[4, N_DRAWN] + 1), (N_DRAWN, told[4].max() - 5), (N_DRAWN + 1, 99.0)):
-        changed = told.copy()
+    for column, value in (
+        (2, reported[4, N_DRAWN] + 1),
+        (N_DRAWN, reported[4].max() - 5),
+        (N_DRAWN + 1, 99.0),
+    ):
+        changed = reported.copy()
         changed[4, column] = value
         assert not possible(changed), column
     # A token that is drawn too, and one that is drawn twice.
     tokens = [int(drawn_tokens(KEY, 3 + at, N_VOCAB)[5]) for at in range(len(TOKENS))]
-    told = fingerprints(tokens)
-    assert possible(told, tokens)
-    told[6, 5] -= 0.5
-    assert not possible(told, tokens)
+    reported = fingerprints(tokens)
+    assert possible(reported, tokens)
+    reported[6, 5] -= 0.5
+    assert not possible(reported, tokens)
     twice = fingerprints([1] * 3)
     assert is_possible(twice, [1] * 3, 3, KEY, 3, is_likeliest=False) is False
 
 
 def test_distance_is_a_mean_in_which_no_token_outweighs_the_others() -> None:
-    told = fingerprints(TOKENS)
-    assert distance(told, told) == 0
-    near = told.copy()
+    reported = fingerprints(TOKENS)
+    assert distance(reported, reported) == 0
+    near = reported.copy()
     near[:, :N_DRAWN] *= 1.01
-    assert 0.009 < distance(told, near) < 0.012
-    far = told.copy()
+    assert 0.009 < distance(reported, near) < 0.012
+    far = reported.copy()
     far[0, :N_DRAWN] = 6e4
-    assert distance(told, far) == pytest.approx(2 / len(TOKENS))
+    assert distance(reported, far) == pytest.approx(2 / len(TOKENS))
     # What is added to all logits is a difference, too: no honest kernels do it.
-    shifted = told.copy()
+    shifted = reported.copy()
     shifted[:, :N_DRAWN] += 1
-    assert distance(told, shifted) > 0.5
-    alike = np.zeros_like(told)
+    assert distance(reported, shifted) > 0.5
+    alike = np.zeros_like(reported)
     assert distance(alike, alike) == 0
-    assert distance(alike, told) == 2
+    assert distance(alike, reported) == 2
 
 
 def test_limits_are_wider_for_few_tokens_and_for_other_types_of_kv() -> None:
@@ -258,9 +262,11 @@ def test_a_shift_is_held_against_how_much_roundings_weigh_whatever_its_own_sprea
     assert limits.limit(TokenDistance(0.0, 0.0, 0.3)) == limits.most
 
 
-def judged(told: Tensor | None, again: Tensor | None, *, limit: float, agreed: bool | None = True) -> object:
+def judged(
+    reported: Tensor | None, again: Tensor | None, *, limit: float, agreed: bool | None = True
+) -> object:
     evidence = TokenEvidence(
-        np.zeros((20, 4), np.float32), 3, (9, 9, 9), tuple(TOKENS), agreed, fingerprints=told
+        np.zeros((20, 4), np.float32), 3, (9, 9, 9), tuple(TOKENS), agreed, fingerprints=reported
     )
     values: list[Any] = [None] * len(TOKENS) if again is None else list(again)
     sampled = [Sampled(token, (), False, value) for token, value in zip(TOKENS, values, strict=True)]
@@ -268,15 +274,15 @@ def judged(told: Tensor | None, again: Tensor | None, *, limit: float, agreed: b
 
 
 def test_other_logits_are_wrong_although_every_token_is_right() -> None:
-    told = fingerprints(TOKENS)
-    near, far = told.copy(), told.copy()
+    reported = fingerprints(TOKENS)
+    near, far = reported.copy(), reported.copy()
     near[:, :N_DRAWN] *= 1.01
     far[:, :N_DRAWN] *= 1.1
-    assert judged(told, told, limit=0.02) == (Verdict.RIGHT, Match.EQUAL)
-    assert judged(told, near, limit=0.02) == (Verdict.RIGHT, Match.CLOSE)
-    assert judged(told, far, limit=0.02) == (Verdict.WRONG, Match.WRONG)
-    assert judged(told, far, limit=0.02, agreed=None) == (Verdict.DISPUTED_BEFORE, Match.WRONG)
-    for one, other in ((None, far), (told, None)):
+    assert judged(reported, reported, limit=0.02) == (Verdict.RIGHT, Match.EQUAL)
+    assert judged(reported, near, limit=0.02) == (Verdict.RIGHT, Match.CLOSE)
+    assert judged(reported, far, limit=0.02) == (Verdict.WRONG, Match.WRONG)
+    assert judged(reported, far, limit=0.02, agreed=None) == (Verdict.DISPUTED_BEFORE, Match.WRONG)
+    for one, other in ((None, far), (reported, None)):
         assert judged(one, other, limit=0.02) == (Verdict.RIGHT, Match.EQUAL)
 
 
@@ -287,22 +293,22 @@ def test_impossible_fingerprints_are_wrong_whatever_came_in() -> None:
 
 
 def test_a_check_of_fewer_tokens_leaves_out_the_last_ones() -> None:
-    told = fingerprints(TOKENS)
+    reported = fingerprints(TOKENS)
     rows = np.arange(80, dtype=np.float32).reshape(20, 4)
-    evidence = TokenEvidence(rows, 3, (9, 9, 9), tuple(TOKENS), True, True, told)
+    evidence = TokenEvidence(rows, 3, (9, 9, 9), tuple(TOKENS), True, True, reported)
     assert of_fewer(evidence, 10) is evidence
     fewer = of_fewer(evidence, 4)
-    assert (fewer.told, fewer.is_ended, fewer.before) == (tuple(TOKENS[:4]), False, (9, 9, 9))
+    assert (fewer.reported, fewer.is_ended, fewer.before) == (tuple(TOKENS[:4]), False, (9, 9, 9))
     np.testing.assert_array_equal(fewer.came_in, rows[:14])
     assert fewer.fingerprints is not None
-    np.testing.assert_array_equal(fewer.fingerprints, told[:4])
+    np.testing.assert_array_equal(fewer.fingerprints, reported[:4])
     whole = of_fewer(of_whole_model(evidence), 4)
     np.testing.assert_array_equal(whole.came_in, np.arange(7))
 
 
 def of_whole_model(evidence: TokenEvidence) -> TokenEvidence:
     """The same of a whole model, whose prompt is all that came in."""
-    return TokenEvidence(np.arange(7, dtype=np.int32), 3, evidence.before, evidence.told, True)
+    return TokenEvidence(np.arange(7, dtype=np.int32), 3, evidence.before, evidence.reported, True)
 
 
 DATA = encode_fingerprint(np.arange(N_DRAWN, dtype=np.float32), 20.0, 5.0)
@@ -310,18 +316,18 @@ DATA = encode_fingerprint(np.arange(N_DRAWN, dtype=np.float32), 20.0, 5.0)
 
 def test_what_is_told_is_kept_in_order_where_it_is_wanted() -> None:
     asked = Sampling(fingerprint_key=KEY)
-    told = ToldFingerprints(asked, is_kept=True)
+    reported = ReportedFingerprints(asked, is_kept=True)
     for _ in range(5):
-        told.take(DATA)
-    values = told.read(2, 3)
+        reported.take(DATA)
+    values = reported.read(2, 3)
     assert values is not None
     assert values.shape == (3, N_VALUES)
-    assert told.read(3, 3) is None
-    assert told.read(-1, 3) is None
-    unwanted = ToldFingerprints(asked, is_kept=False)
+    assert reported.read(3, 3) is None
+    assert reported.read(-1, 3) is None
+    unwanted = ReportedFingerprints(asked, is_kept=False)
     unwanted.take(DATA)
     assert unwanted.read(0, 1) is None
-    unasked = ToldFingerprints(Sampling(), is_kept=True)
+    unasked = ReportedFingerprints(Sampling(), is_kept=True)
     for fingerprint in (DATA, UNSET, b"x"):
         unasked.take(fingerprint)
     assert unasked.read(0, 1) is None
@@ -338,12 +344,12 @@ def test_what_is_told_is_kept_in_order_where_it_is_wanted() -> None:
     ],
 )
 def test_other_fingerprints_are_no_honest_stages(sequence: tuple[Any, ...], words: str) -> None:
-    told = ToldFingerprints(Sampling(fingerprint_key=KEY), is_kept=False)
+    reported = ReportedFingerprints(Sampling(fingerprint_key=KEY), is_kept=False)
     *before, last = sequence
     for fingerprint in before:
-        told.take(fingerprint)
-    with pytest.raises(ImpossibleReport, match=words):
-        told.take(last)
+        reported.take(fingerprint)
+    with pytest.raises(InvalidReport, match=words):
+        reported.take(last)
 
 
 def test_older_nodes_may_leave_the_new_fields_out() -> None:
@@ -365,37 +371,37 @@ async def test_drawn_answers_with_fingerprints_are_right(patient_clock: MockCloc
         await swarm.quiet()
 
 
-def drawn_again(told: Tensor, apart: list[float | None]) -> list[Sampled]:
+def drawn_again(reported: Tensor, apart: list[float | None]) -> list[Sampled]:
     """Other tokens than those that were told, from these logits."""
-    return [Sampled(1, (), False, row, -2.0, off) for row, off in zip(told, apart, strict=True)]
+    return [Sampled(1, (), False, row, -2.0, off) for row, off in zip(reported, apart, strict=True)]
 
 
 def test_a_token_that_its_own_logits_do_not_give_was_not_drawn_from_them() -> None:
-    told = fingerprints(TOKENS)
-    evidence = TokenEvidence(np.zeros((20, 4), np.float32), 3, (), tuple(TOKENS), True, fingerprints=told)
-    near = drawn_again(told, [0.1] * 9 + [0.3])
+    reported = fingerprints(TOKENS)
+    evidence = TokenEvidence(np.zeros((20, 4), np.float32), 3, (), tuple(TOKENS), True, fingerprints=reported)
+    near = drawn_again(reported, [0.1] * 9 + [0.3])
     assert is_drawn_falsely(evidence, near, 0.2)
     assert not is_drawn_falsely(evidence, near, 0.35)
-    assert judge_tokens(evidence, near, greedy=False, limit=ANY._replace(logits=1.0), apart_max=0.2) == (
+    assert judge_tokens(evidence, near, greedy=False, limit=ANY._replace(logits=1.0), distance_max=0.2) == (
         Verdict.WRONG,
         Match.WRONG,
     )
     assert judge_tokens(evidence, near, greedy=False, limit=ANY._replace(logits=1.0))[1] is Match.CLOSE
-    assert not is_drawn_falsely(evidence, drawn_again(told, [None] * 10), 0.2)
-    same = [Sampled(token, (), False, row, -2.0, 0.9) for token, row in zip(TOKENS, told, strict=True)]
+    assert not is_drawn_falsely(evidence, drawn_again(reported, [None] * 10), 0.2)
+    same = [Sampled(token, (), False, row, -2.0, 0.9) for token, row in zip(TOKENS, reported, strict=True)]
     assert not is_drawn_falsely(evidence, same, 0.2)
     # From other logits other tokens may come: that is a matter of the distance.
-    other = told.copy()
+    other = reported.copy()
     other[9] *= 1.5
     assert not is_drawn_falsely(evidence, drawn_again(other, [0.1] * 9 + [0.3]), 0.2)
-    assert not is_drawn_falsely(TokenEvidence(told, 3, (), tuple(TOKENS), True), near, 0.2)
+    assert not is_drawn_falsely(TokenEvidence(reported, 3, (), tuple(TOKENS), True), near, 0.2)
 
 
 def test_the_lower_the_temperature_the_more_may_lie_between() -> None:
-    assert apart_max(Sampling(temperature=1.0), 0.2) == 0.2
-    assert apart_max(Sampling(temperature=0.5), 0.2) == 0.2
-    assert apart_max(Sampling(temperature=0.1), 0.2) == pytest.approx(1.0)
-    assert apart_max(Sampling(temperature=0.0), 0.2) == float("inf")
+    assert distance_max(Sampling(temperature=1.0), 0.2) == 0.2
+    assert distance_max(Sampling(temperature=0.5), 0.2) == 0.2
+    assert distance_max(Sampling(temperature=0.1), 0.2) == pytest.approx(1.0)
+    assert distance_max(Sampling(temperature=0.0), 0.2) == float("inf")
 
 
 def test_what_another_holder_does_not_say_is_taken_from_its_likeliest_tokens() -> None:
@@ -409,14 +415,14 @@ def test_what_another_holder_does_not_say_is_taken_from_its_likeliest_tokens() -
 
 
 def test_another_holders_own_token_is_not_compared_with_one_that_differs() -> None:
-    told = fingerprints(TOKENS)
-    again = told.copy()
+    reported = fingerprints(TOKENS)
+    again = reported.copy()
     again[:, OWN] += 5
-    evidence = TokenEvidence(np.zeros((20, 4), np.float32), 3, (), tuple(TOKENS), True, fingerprints=told)
+    evidence = TokenEvidence(np.zeros((20, 4), np.float32), 3, (), tuple(TOKENS), True, fingerprints=reported)
 
-    def apart(token: int, told_logprob: float | None) -> float | None:
-        sampled = [Sampled(token, (), False, row.copy(), told_logprob) for row in again]
-        return logits_apart(evidence, sampled)
+    def apart(token: int, reported_logprob: float | None) -> float | None:
+        sampled = [Sampled(token, (), False, row.copy(), reported_logprob) for row in again]
+        return fingerprint_distance(evidence, sampled)
 
     assert apart(1, None) == 0
     assert (apart(1, -2.0) or 0) > 0.5

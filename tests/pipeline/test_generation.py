@@ -19,11 +19,13 @@ def account(*node_ids: str) -> StageAccount:
 
 
 def test_what_stages_did_not_spend_is_shared_by_the_hops() -> None:
-    told = account(A, B, B)
-    told.add_prefill([StageTiming(0, 0.5, 0.6), StageTiming(1, 0.25, 0.3), StageTiming(2, 0.125, 0.2)])
+    reported = account(A, B, B)
+    reported.add_prefill([StageTiming(0, 0.5, 0.6), StageTiming(1, 0.25, 0.3), StageTiming(2, 0.125, 0.2)])
     for _ in range(4):
-        told.add_decoded([StageTiming(0, 0.01, 0.02), StageTiming(1, 0.02, 0.03), StageTiming(2, 0.03, 0.04)])
-    first, second, third = told.reports(["", "", ""], decode_s=1.0)
+        reported.add_decoded(
+            [StageTiming(0, 0.01, 0.02), StageTiming(1, 0.02, 0.03), StageTiming(2, 0.03, 0.04)]
+        )
+    first, second, third = reported.reports(["", "", ""], decode_s=1.0)
     assert [stage.prefill_s for stage in (first, second, third)] == [0.5, 0.25, 0.125]
     assert [stage.compute_s for stage in (first, second, third)] == pytest.approx([0.01, 0.02, 0.03])
     assert [stage.overhead_s for stage in (first, second, third)] == pytest.approx([0.01, 0.01, 0.01])
@@ -32,16 +34,19 @@ def test_what_stages_did_not_spend_is_shared_by_the_hops() -> None:
 
 
 def test_a_single_stage_elsewhere_has_no_hop_in_its_ring() -> None:
-    told = account(B)
-    told.add_decoded([StageTiming(0, 0.01, 0.02)])
-    assert told.reports([""], decode_s=1.0)[0].network_s == 0.0
+    reported = account(B)
+    reported.add_decoded([StageTiming(0, 0.01, 0.02)])
+    assert reported.reports([""], decode_s=1.0)[0].network_s == 0.0
 
 
 def test_timings_of_stages_that_do_not_exist_are_ignored() -> None:
-    told = account(A, B)
-    told.add_prefill([StageTiming(9, 1.0, 1.0)])
-    told.add_decoded([StageTiming(9, 1.0, 1.0)])
-    assert [(stage.compute_s, stage.prefill_s) for stage in told.reports(["", ""], 0.0)] == [(0, 0), (0, 0)]
+    reported = account(A, B)
+    reported.add_prefill([StageTiming(9, 1.0, 1.0)])
+    reported.add_decoded([StageTiming(9, 1.0, 1.0)])
+    assert [(stage.compute_s, stage.prefill_s) for stage in reported.reports(["", ""], 0.0)] == [
+        (0, 0),
+        (0, 0),
+    ]
 
 
 def test_a_prompt_is_messages_or_text_and_shows_neither() -> None:
@@ -67,5 +72,5 @@ def test_rows_have_the_size_of_their_format_on_the_way_to_the_next_stage() -> No
     context = request_context(assignment, fake_entry(), A)
     width = context.n_embd
     assert context.row_bytes() == [4 * width, width // 32 * 34, None, 4 * width, None]
-    told = StageAccount(stages, context.row_bytes())
-    assert [each.row_bytes for each in told.reports([""] * 5, 0.0)] == context.row_bytes()
+    reported = StageAccount(stages, context.row_bytes())
+    assert [each.row_bytes for each in reported.reports([""] * 5, 0.0)] == context.row_bytes()

@@ -189,15 +189,15 @@ async def test_log_probabilities_over_three_nodes_are_those_of_one(
 ) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=8, logprobs=True, top_logprobs=4)
     prompt = Prompt(messages=[{"role": "user", "content": QUESTIONS[0]}])
-    told = []
+    reported = []
     for holdings in (THIRDS, {A: "0:12"}):
         async with (
             guide_swarm(tmp_path, entry, holdings) as swarm,
             swarm[A].pipelines.generate(prompt, entry, sampling) as generation,
         ):
-            told.append([piece.logprobs async for piece in generation])
-    assert [len(logprobs) for logprobs in told[0]] == [5] * 8
-    for cut, whole in zip(*told, strict=True):
+            reported.append([piece.logprobs async for piece in generation])
+    assert [len(logprobs) for logprobs in reported[0]] == [5] * 8
+    for cut, whole in zip(*reported, strict=True):
         assert [each.token for each in cut] == [each.token for each in whole]
         assert [each.logprob for each in cut] == pytest.approx([e.logprob for e in whole], abs=1e-3)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swarmllm.pipeline.check.charges import CERTAIN, NODES_MAX, Contradictions
-from swarmllm.pipeline.check.ledger import Disagreement, ImpossibleCommitment, Ledger, spans
+from swarmllm.pipeline.check.ledger import Disagreement, InvalidCommitment, Ledger, spans
+from swarmllm.pipeline.check.verdict_recorder import CERTAIN, NODES_MAX, Contradictions
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.row_commitments import RowsCommitment
@@ -82,7 +82,7 @@ def test_rows_that_came_again_after_damage_are_left_out() -> None:
 def test_what_no_honest_stage_says_is_refused(said: RowsCommitment) -> None:
     ledger = Ledger(3, 200)
     ledger.add(of(0, sent=1))
-    with pytest.raises(ImpossibleCommitment):
+    with pytest.raises(InvalidCommitment):
         ledger.add(said)
     assert ledger.said(0, "sent", 0, 32) == bytes([1]) * 32
 

@@ -68,7 +68,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.process: int | None = 1
-        self.told: list[tuple[Any, ...]] = []
+        self.reported: list[tuple[Any, ...]] = []
         self.is_dying = False
 
     def pid(self, model_id: str) -> int | None:
@@ -78,18 +78,18 @@ class Workers:
         await trio.lowlevel.checkpoint()
         if self.is_dying:
             raise WorkerDied("gone")
-        self.told.append(("seat", seat["stage"], seat["before"], seat["after"], seat["sampling"]))
+        self.reported.append(("seat", seat["stage"], seat["before"], seat["after"], seat["sampling"]))
 
     async def take_link(
         self, model_id: str, peer: str, direction: str, descriptor: int, key: bytes, nonce: int
     ) -> int | None:
         await trio.lowlevel.checkpoint()
-        self.told.append((direction, peer))
+        self.reported.append((direction, peer))
         return self.process
 
     async def close_links(self, model_id: str, peer: str) -> None:
         await trio.lowlevel.checkpoint()
-        self.told.append(("close", peer))
+        self.reported.append(("close", peer))
 
 
 class Parts:
@@ -115,20 +115,20 @@ async def running() -> AsyncIterator[Parts]:
 async def test_a_request_brings_a_seat_for_each_stage_here_and_opens_the_link_ahead() -> None:
     async with running() as parts:
         await parts.join(context(A, B, C))
-        assert parts.workers.told == [("seat", 0, C, B, None), ("sending", B)]
+        assert parts.workers.reported == [("seat", 0, C, B, None), ("sending", B)]
         assert parts.maker.opened == [B]
 
 
 async def test_the_last_stage_is_told_how_to_sample() -> None:
     async with running() as parts:
         await parts.join(context(B, A))
-        assert parts.workers.told[0] == ("seat", 1, B, B, Sampling(max_tokens=7))
+        assert parts.workers.reported[0] == ("seat", 1, B, B, Sampling(max_tokens=7))
 
 
 async def test_two_stages_in_a_row_need_no_link_between_them() -> None:
     async with running() as parts:
         await parts.join(context(A, A, B))
-        assert sorted(told for told in parts.workers.told if told[0] == "seat") == [
+        assert sorted(reported for reported in parts.workers.reported if reported[0] == "seat") == [
             ("seat", 0, B, A, None),
             ("seat", 1, A, B, None),
         ]
@@ -139,7 +139,7 @@ async def test_two_stages_in_a_row_need_no_link_between_them() -> None:
 async def test_who_decodes_with_nobody_needs_none(alone: RequestContext) -> None:
     async with running() as parts:
         await parts.join(alone)
-        assert parts.workers.told == []
+        assert parts.workers.reported == []
 
 
 async def test_requests_share_a_link() -> None:
@@ -172,7 +172,7 @@ async def test_a_link_that_cannot_be_had_is_tried_again_later(autojump_clock: Mo
         parts.maker.is_reachable = True
         await parts.join(context(A, B))
         assert parts.maker.opened == [B, B]
-        assert ("sending", B) in parts.workers.told
+        assert ("sending", B) in parts.workers.reported
 
 
 async def test_a_lost_node_loses_its_links() -> None:
@@ -180,7 +180,7 @@ async def test_a_lost_node_loses_its_links() -> None:
         await parts.join(context(A, B))
         parts.links.lost(B)
         await wait_all_tasks_blocked()
-        assert parts.workers.told[-1] == ("close", B)
+        assert parts.workers.reported[-1] == ("close", B)
         await parts.join(context(A, B))
         assert parts.maker.opened == [B, B]
 
@@ -195,7 +195,7 @@ async def test_a_link_from_a_neighbour_is_taken_where_there_is_a_worker() -> Non
             assert not await parts.maker.handler(B, MODEL.model_id, end)
         parts.links.lost(B)
         await wait_all_tasks_blocked()
-        assert parts.workers.told[-1] == ("close", B)
+        assert parts.workers.reported[-1] == ("close", B)
 
 
 async def test_a_request_without_a_seat_goes_on_without_links() -> None:

@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, EarlyTokens, ImpossibleReport
+from swarmllm.pipeline.origin.output import EARLY_TOKENS_MAX, EarlyTokens, InvalidReport
 from swarmllm.swarm.peers.trust import NEUTRAL
 from swarmllm_proto.codec import decode_job, encode_job
 from swarmllm_proto.ipc import Sampling
@@ -123,10 +123,10 @@ def test_whatever_the_order_of_arrival_all_are_given_in_theirs(order: list[int])
 
 def test_what_waits_is_bounded_in_number_and_bytes() -> None:
     early = EarlyTokens[bytes]()
-    with pytest.raises(ImpossibleReport, match="ahead"):
+    with pytest.raises(InvalidReport, match="ahead"):
         early.put(EARLY_TOKENS_MAX + 2, b"", 0, 1)
     early.put(3, b"", 2**20, 1)
-    with pytest.raises(ImpossibleReport, match="bytes"):
+    with pytest.raises(InvalidReport, match="bytes"):
         early.put(4, b"", 1, 1)
     early.put(3, b"again", 2**20, 1)
     assert early.take(3) == b""

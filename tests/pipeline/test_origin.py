@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.pipeline.origin.output import (
-    ImpossibleReport,
+    InvalidReport,
+    PrematureEnd,
     PromptWindow,
     TokenLog,
-    WrongEnd,
     require_end,
     require_stop_string,
 )
@@ -55,14 +55,14 @@ def test_only_a_chunk_under_way_can_be_repeated(position: int) -> None:
     while window.next_chunk():
         pass
     window.passed(4)
-    with pytest.raises(ImpossibleReport):
+    with pytest.raises(InvalidReport):
         window.rewind(position)
 
 
 def test_rows_that_have_not_left_cannot_have_passed() -> None:
     window = PromptWindow(20, 4, 3)
     window.next_chunk()
-    with pytest.raises(ImpossibleReport, match="up to 5 are said to be done, 4 have been sent"):
+    with pytest.raises(InvalidReport, match="up to 5 are said to be done, 4 have been sent"):
         window.passed(5)
 
 
@@ -79,11 +79,11 @@ def test_tokens_come_one_after_the_other() -> None:
     tokens = TokenLog(n_prompt_tokens=10, max_tokens=2)
     assert tokens.receive(0, 7)
     assert not tokens.receive(0, 7)
-    with pytest.raises(ImpossibleReport, match="token 2 came where 1 was next"):
+    with pytest.raises(InvalidReport, match="token 2 came where 1 was next"):
         tokens.receive(2, 7)
     assert tokens.receive(1, 8)
     assert (tokens.position(), tokens.last_token) == (11, 8)
-    with pytest.raises(ImpossibleReport, match="more than the 2 tokens"):
+    with pytest.raises(InvalidReport, match="more than the 2 tokens"):
         tokens.receive(2, 9)
 
 
@@ -97,7 +97,7 @@ def test_only_a_stop_string_that_was_asked_for_can_end_a_text(
     token = StreamingToken(
         request_id="r", index=0, token=1, finish_reason=finish_reason, stopped_by=stopped_by
     )
-    with pytest.raises(ImpossibleReport, match=f"stop string {stopped_by} of {n_stop}"):
+    with pytest.raises(InvalidReport, match=f"stop string {stopped_by} of {n_stop}"):
         require_stop_string(token, n_stop)
 
 
@@ -110,7 +110,7 @@ def test_a_token_is_repeated_now_or_when_it_arrives() -> None:
     assert not tokens.repeats_now(11)
     assert tokens.awaited
     for position in (9, 12):
-        with pytest.raises(ImpossibleReport, match="no job is under way"):
+        with pytest.raises(InvalidReport, match="no job is under way"):
             tokens.repeats_now(position)
 
 
@@ -128,7 +128,7 @@ def test_an_end_that_cannot_be_is_a_lie(
     token = StreamingToken(
         request_id="r", index=0, token=1, finish_reason=finish_reason, stopped_by=stopped_by
     )
-    with pytest.raises(WrongEnd):
+    with pytest.raises(PrematureEnd):
         require_end(token, sampling, is_full=is_full)
 
 

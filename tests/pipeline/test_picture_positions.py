@@ -131,17 +131,17 @@ async def test_a_stream_goes_on_where_a_stage_was_lost(
         # The first stage, which has further parts of the pictures' rows.
         holdings = {A: "", B: f"0:{n - 6}", C: f"{n - 6}:{n}", D: f"0:{n - 6}"}
     async with swarm_of(tmp_path, entry, holdings) as swarm:
-        tokens, told = [], []
+        tokens, reported = [], []
         with trio.fail_after(DEADLINE_S):
             async with swarm[A].pipelines.generate(asking(pictures, TEXT), entry, SAMPLING) as generation:
                 async for piece in generation:
                     tokens.append(piece.token)
-                    told.append([(each.token, each.logprob) for each in piece.logprobs])
+                    reported.append([(each.token, each.logprob) for each in piece.logprobs])
                     if piece.index == 2:
                         (busy,) = {stage.node_id for stage in generation.route} & {B, D}
                         (worker,) = swarm[busy].pool.statistics()
                         os.kill(worker.pid, signal.SIGKILL)
-        assert (tokens, told) == (wanted.tokens, wanted.logprobs)
+        assert (tokens, reported) == (wanted.tokens, wanted.logprobs)
         assert generation.n_recoveries == 1
         await swarm.quiet()
 

@@ -20,7 +20,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.projector import Projector
 from swarmllm.pictures import Picture, PromptPictures
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.origin.output import ImpossibleReport, PromptWindow
+from swarmllm.pipeline.origin.output import InvalidReport, PromptWindow
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, with_row_ids
 from swarmllm.pipeline.origin.prompts import Prompts, read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
@@ -203,7 +203,7 @@ def test_chunks_end_where_pictures_do_and_may_leave_again(
                 again.append(chunk)
             assert again == chunks[begins.index(position) :]
         else:
-            with pytest.raises(ImpossibleReport):
+            with pytest.raises(InvalidReport):
                 window.rewind(position)
 
 
@@ -218,7 +218,7 @@ def test_rows_that_see_each_other_are_one_chunk_and_no_grid_is_cut_when_it_leave
     assert window.n_sent == 20
     window.rewind(11)
     assert window.n_sent == 5
-    with pytest.raises(ImpossibleReport):
+    with pytest.raises(InvalidReport):
         window.rewind(6)
 
 

@@ -92,9 +92,9 @@ async def seen_by(swarm: Swarm, prompt: Prompt, sampling: Sampling = SAMPLING) -
         async with swarm[A].pipelines.generate(prompt, swarm.entry, sampling) as generation:
             pieces = [piece async for piece in generation]
         await swarm.quiet()
-    told = [[(each.token, each.logprob) for each in piece.logprobs] for piece in pieces]
+    reported = [[(each.token, each.logprob) for each in piece.logprobs] for piece in pieces]
     return Seen(
-        [piece.token for piece in pieces], told, generation.n_cached_tokens, generation.n_prompt_tokens
+        [piece.token for piece in pieces], reported, generation.n_cached_tokens, generation.n_prompt_tokens
     )
 
 
@@ -103,11 +103,11 @@ def expected(
 ) -> Seen:
     assert entry.projector is not None
     answer = uncut(entry.path, Path(entry.projector.path), text, images, N_TOKENS, n_batch)
-    told = [
+    reported = [
         [(each.token, each.logprob) for each in logprobs(row, token, 20, lambda _: b"")]
         for token, row in zip(answer.tokens, answer.logits, strict=True)
     ]
-    return Seen(answer.tokens, told, 0, answer.n_prompt)
+    return Seen(answer.tokens, reported, 0, answer.n_prompt)
 
 
 async def test_a_node_without_layers_sees_what_one_process_sees_bit_for_bit(tmp_path: Path) -> None:

@@ -140,11 +140,11 @@ async def test_an_outcome_passes_the_table_before_anybody_is_told(monkeypatch: p
 
 async def test_a_worker_is_told_how_to_sample_with_the_first_sample_and_never_again() -> None:
     """Of prompt, tokens, and rows that come once more behind a token."""
-    told: list[tuple[str, Sampling | None, tuple[int, ...]]] = []
+    reported: list[tuple[str, Sampling | None, tuple[int, ...]]] = []
 
     class Pool(FakePool):
         async def forward(self, *args: object, **call: Any) -> ForwardResult:  # type: ignore[override]
-            told.append((call["want"], call["sampling"], call["generated"]))
+            reported.append((call["want"], call["sampling"], call["generated"]))
             token = Token(request_id="r", index=0, token=7, finish_reason="stop")
             return ForwardResult(None, token if call["want"] == "token" else None, b"x", 0.0)
 
@@ -162,7 +162,7 @@ async def test_a_worker_is_told_how_to_sample_with_the_first_sample_and_never_ag
         job = Job(ComputeStep.LAYER, stage=1, position=5, n_tokens=1, prefill_left=left, tensor=ROWS)
         await runner.run(job)
     nothing = (None, ())
-    assert told == [
+    assert reported == [
         ("none", *nothing),
         ("token", sampling, before),
         ("token", *nothing),
@@ -394,8 +394,8 @@ class TestPassedOn:
         assert await self.sent(view(B, A, B, origin=A), last(), passed_on) == []
         assert await self.sent(view(B, A, B), last(), passed_on) == [(O, "StreamingToken")]
         here = replace(passed_on, onward=False)
-        told = await self.sent(view(B, A, B), last(), here)
-        assert told == [(A, "LayerForward"), (O, "StreamingToken")]
+        reported = await self.sent(view(B, A, B), last(), here)
+        assert reported == [(A, "LayerForward"), (O, "StreamingToken")]
 
 
 def test_the_documented_diagram_is_the_table() -> None:

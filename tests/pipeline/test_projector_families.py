@@ -250,16 +250,16 @@ async def compare(
         for n_nodes in layouts:
             await pools.share(entries[0][1], n_nodes)
             for (eyes, entry), wanted in zip(entries, expected, strict=True):
-                told = text, eyes.family, eyes.options, n_nodes
+                reported = text, eyes.family, eyes.options, n_nodes
                 shown = [picture(*size, seed) for seed, size in enumerate(eyes.sizes, start=1)]
                 pools.forget()
                 async with pools.swarm(entry, n_nodes, pipelines) as swarm:
                     seen = [await pools.answer(swarm, asking(shown, turn)) for turn in turns]
-                assert await pools.tiles(entry, shown[0]) == eyes.n_tiles, told
-                assert [each.n_prompt for each in seen] == [each.n_prompt for each in wanted], told
+                assert await pools.tiles(entry, shown[0]) == eyes.n_tiles, reported
+                assert [each.n_prompt for each in seen] == [each.n_prompt for each in wanted], reported
                 keeps = text not in RECURRENT
-                assert [each.n_cached > 0 for each in seen] == [False, keeps][: len(turns)], told
+                assert [each.n_cached > 0 for each in seen] == [False, keeps][: len(turns)], reported
                 for number, (got, one) in enumerate(zip(seen, wanted, strict=True)):
                     if not np.array_equal(got.logits, one.logits):
-                        different.append((*told, number, np.abs(got.logits - one.logits).max()))
+                        different.append((*reported, number, np.abs(got.logits - one.logits).max()))
     assert different == [], "\n".join(map(str, different))

@@ -11,9 +11,9 @@ from node_ids import A, C, D, E, node_id_named
 
 from bench.common.arithmetic import FakePool
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.origin.output import ImpossibleReport
+from swarmllm.pipeline.origin.output import InvalidReport
 from swarmllm.pipeline.repair.plan import Rebuild, StageRemainder, is_anew, rebuilds, repair_route
-from swarmllm.pipeline.repair.rebuild import Feeding
+from swarmllm.pipeline.repair.rebuild import RebuildSchedule
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import RequestSize
@@ -79,7 +79,7 @@ def test_whatever_is_left_every_stage_ends_with_its_rows_once_and_keeps_what_is_
     """Played through: what a stage sends must have been computed there, in order, from the first row on."""
     computed = [list(range(each.n_rows)) for each in left]
     n_computed = [0] * len(left)
-    feeding = Feeding(rebuilds(left, n_due), n_due, chunk_tokens)
+    feeding = RebuildSchedule(rebuilds(left, n_due), n_due, chunk_tokens)
     while not feeding.is_over:
         rebuild = feeding.now
         assert rebuild is not None
@@ -108,11 +108,11 @@ def test_whatever_is_left_every_stage_ends_with_its_rows_once_and_keeps_what_is_
 
 
 def test_a_piece_that_was_damaged_leaves_again_and_what_was_never_sent_is_a_broken_promise() -> None:
-    feeding = Feeding([Rebuild(0, 1)], 10, 4)
+    feeding = RebuildSchedule([Rebuild(0, 1)], 10, 4)
     assert feeding.next_embedded() is None, "a stage has the rows, and sends them"
     sent = [message.position for message in feeding.next_replays("r")]
     assert sent == [0, 4]
-    with pytest.raises(ImpossibleReport):
+    with pytest.raises(InvalidReport):
         feeding.passed(9)
     feeding.passed(4)
     feeding.window.rewind(4)

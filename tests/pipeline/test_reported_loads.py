@@ -147,24 +147,26 @@ def test_what_was_told_last_counts_for_a_while(events: list[dict[str, int] | flo
     expected: dict[str, ReportedLoad] = {}
     for event in events:
         if isinstance(event, dict):
-            loads.told(event, "r", now)
+            loads.reported(event, "r", now)
             expected |= {node_id: ReportedLoad(n, now, "r") for node_id, n in event.items()}
         else:
             now += event
-        fresh = {node_id: told for node_id, told in expected.items() if now - told.at_s < REPORTED_S}
+        fresh = {
+            node_id: reported for node_id, reported in expected.items() if now - reported.at_s < REPORTED_S
+        }
         assert loads.at(now) == fresh
 
 
 def test_who_has_said_it_again_does_not_keep_older_words_of_others_alive() -> None:
     loads = ReportedLoads()
-    loads.told({A: 1}, "first", 0.0)
-    loads.told({B: 2}, "second", 0.1)
-    loads.told({A: 3}, "third", REPORTED_S)
+    loads.reported({A: 1}, "first", 0.0)
+    loads.reported({B: 2}, "second", 0.1)
+    loads.reported({A: 3}, "third", REPORTED_S)
     assert loads.at(REPORTED_S + 0.2) == {A: ReportedLoad(3, REPORTED_S, "third")}
 
 
 def test_nothing_is_kept_of_a_crowd_that_said_it_long_ago() -> None:
     loads = ReportedLoads()
     for n in range(50):
-        loads.told({f"node{n}": n}, "r", n * REPORTED_S)
+        loads.reported({f"node{n}": n}, "r", n * REPORTED_S)
     assert repr(loads) == "<ReportedLoads 1 nodes>"

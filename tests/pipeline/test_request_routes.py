@@ -55,15 +55,17 @@ class Stand:
             stand, stand, stand, self.suspects, trust, self._just_sent, lambda entry, tokens: {C: len(tokens)}
         )
 
-    def _just_sent(self, told: Mapping[NodeId, Any], besides: OriginRequest | None) -> Mapping[NodeId, int]:
+    def _just_sent(
+        self, reported: Mapping[NodeId, Any], besides: OriginRequest | None
+    ) -> Mapping[NodeId, int]:
         self.sent_besides.append(besides)
         return {}
 
     def now(
-        self, entry: object, n_tokens: int, sent: Any, told: Mapping[NodeId, int], *, n_asking: int
+        self, entry: object, n_tokens: int, sent: Any, reported: Mapping[NodeId, int], *, n_asking: int
     ) -> OwnLoad:
         self.met.append((n_tokens, n_asking))
-        return OwnLoad(len(self.met), "", sent, told)
+        return OwnLoad(len(self.met), "", sent, reported)
 
     def untried(self) -> frozenset[str]:
         return frozenset(self.untried_nodes)
@@ -198,7 +200,7 @@ async def test_an_accepted_route_stays_where_nobody_has_more_to_do_than_it_had_s
     assert stand.asked == []
     for n_running in ({A: 1, B: 1}, {A: 0, B: 2}):
         assert await stand.routes.lighter(request(), VIA_B, n_running, 0.1) is stand.answer
-    assert stand.loads[-1].told == {A: 0, B: 2}
+    assert stand.loads[-1].reported == {A: 0, B: 2}
 
 
 @pytest.mark.parametrize(

@@ -144,14 +144,14 @@ def test_load_and_full_nodes_are_seen() -> None:
 
 
 def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> None:
-    told = NodeCapability(
+    reported = NodeCapability(
         observed_links=(
             ObservedLink(node_id=B, rtt_s=0.02),
             ObservedLink(node_id=O, rtt_s=9.0),
             ObservedLink(node_id="stranger", rtt_s=0.01),
         )
     )
-    known = believed({A: told, B: NodeCapability()})
+    known = believed({A: reported, B: NodeCapability()})
     assert known.pair_rtt_s == {(A, B): 0.02}
     assert known.rtt_s(B, A) == 0.02
     assert known.rtt_s(O, A) == 0.01

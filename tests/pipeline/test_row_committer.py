@@ -62,7 +62,7 @@ class Parts:
     def __init__(self, here: str = B, n_rows: int = 1000, stages: tuple[Stage, ...] = STAGES) -> None:
         self.n_rows = n_rows
         self.missing: set[int] = set()
-        self.told: list[tuple[str, RowsCommitment]] = []
+        self.reported: list[tuple[str, RowsCommitment]] = []
         self.waiting: list[Callable[[], Awaitable[None]]] = []
         self.unreachable = ""
         self.ended = EndedRequests()
@@ -91,7 +91,7 @@ class Parts:
             raise NodeUnreachable("no")
         said = decode_job(header, payload)
         assert isinstance(said, RowsCommitment)
-        self.told.append((node_id, said))
+        self.reported.append((node_id, said))
 
     async def work(self) -> None:
         while self.waiting:
@@ -99,15 +99,15 @@ class Parts:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        return [(said.position, said.n_rows) for node_id, said in self.told if node_id == O]
+        return [(said.position, said.n_rows) for node_id, said in self.reported if node_id == O]
 
 
 async def test_a_stage_signs_for_what_came_and_what_left_and_tells_the_next_one_and_the_origin() -> None:
     parts = Parts()
     parts.row_committer.computed(1, 0, 64)
     await parts.work()
-    [(_, said), (_, again)] = parts.told
-    assert {node_id for node_id, _ in parts.told} == {C, O}
+    [(_, said), (_, again)] = parts.reported
+    assert {node_id for node_id, _ in parts.reported} == {C, O}
     assert said == again
     assert said.sent == digests_of(rows_at(2, 0, 64))
     assert said.received == digests_of(rows_at(1, 0, 64))
@@ -122,8 +122,8 @@ async def test_the_first_stage_gets_no_rows_and_the_last_one_sends_none(
     parts = Parts(here)
     parts.row_committer.computed([A, B, C].index(here), 0, 32)
     await parts.work()
-    assert {node_id for node_id, _ in parts.told} == ({B, O} if here == A else {O})
-    said = parts.told[0][1]
+    assert {node_id for node_id, _ in parts.reported} == ({B, O} if here == A else {O})
+    said = parts.reported[0][1]
     assert (bool(said.sent), bool(said.received)) == (sent, received)
 
 
@@ -201,7 +201,7 @@ async def test_rows_that_the_worker_does_not_keep_are_not_signed_for(missing: in
     parts.row_committer.computed(1, 0, 64)
     await parts.work()
     await parts.row_committer.finish(0)
-    assert [said.received for _, said in parts.told] == ([] if missing == 2 else [b"", b""])
+    assert [said.received for _, said in parts.reported] == ([] if missing == 2 else [b"", b""])
 
 
 async def test_who_is_not_reached_keeps_nobody_else_from_being_told() -> None:
@@ -209,14 +209,14 @@ async def test_who_is_not_reached_keeps_nobody_else_from_being_told() -> None:
     parts.unreachable = C
     parts.row_committer.computed(1, 0, 32)
     await parts.work()
-    assert [node_id for node_id, _ in parts.told] == [O]
+    assert [node_id for node_id, _ in parts.reported] == [O]
 
 
 async def test_a_next_stage_that_does_not_know_of_it_is_told_nothing() -> None:
     parts = Parts(stages=(*STAGES[:2], Stage(node_id=C, start=2, end=3)))
     parts.row_committer.computed(1, 0, 32)
     await parts.work()
-    assert [node_id for node_id, _ in parts.told] == [O]
+    assert [node_id for node_id, _ in parts.reported] == [O]
 
 
 def said_by_a(**changes: Any) -> RowsCommitment:

@@ -200,8 +200,8 @@ def test_rounding_hides_no_other_numbers() -> None:
         "one huge value per block": np.where(np.arange(WIDTH) % 32 == 0, np.float32(1e6), right),
     }
     for name, lie in others.items():
-        for told in (lie, rounded(lie)):
-            assert compare(right, told.astype(np.float32), came_in, is_rounded=True) is Match.WRONG, name
+        for reported in (lie, rounded(lie)):
+            assert compare(right, reported.astype(np.float32), came_in, is_rounded=True) is Match.WRONG, name
 
 
 # Over real workers.
@@ -241,7 +241,7 @@ def hear_rows(swarm: Swarm) -> list[tuple[str, int, int]]:
     return heard
 
 
-async def told(swarm: Swarm, question: str, kill: str = "", n_tokens: int = 40) -> tuple[list[int], bool]:
+async def reported(swarm: Swarm, question: str, kill: str = "", n_tokens: int = 40) -> tuple[list[int], bool]:
     """Tokens, and whether the answer says that they are exact. `kill`: a node whose worker dies meanwhile."""
     prompt = Prompt(messages=[{"role": "user", "content": question}])
     greedy = Sampling(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
@@ -271,7 +271,7 @@ async def test_lossless_rows_give_the_text_of_the_uncut_model(
         )
         assert tokens == expected_tokens(uncut, prompt.tolist())
         assert {tag for _, tag, n_rows in heard if n_rows > 1} == {4}
-        assert (await told(swarm, QUESTIONS[0]))[1]
+        assert (await reported(swarm, QUESTIONS[0]))[1]
 
 
 @pytest.mark.slow
@@ -287,11 +287,11 @@ async def test_a_rounded_stream_that_breaks_goes_on_with_the_same_bits(
         plan = await swarm[A].pipelines.plan(entry, RequestSize())
         assert (plan.row_formats, plan.is_exact) == (("f32", "q8_0", "q8_0"), False)
         # So many that the reader is not the last to know that a node is gone.
-        undisturbed = await told(swarm, QUESTIONS[0], n_tokens=300)
+        undisturbed = await reported(swarm, QUESTIONS[0], n_tokens=300)
         assert not undisturbed[1]
         assert {(sender, tag) for sender, tag, _ in heard} == {(A, 3), (B, 3)}
         heard.clear()
-        assert await told(swarm, QUESTIONS[0], kill=victim, n_tokens=300) == undisturbed
+        assert await reported(swarm, QUESTIONS[0], kill=victim, n_tokens=300) == undisturbed
         assert {tag for _, tag, _ in heard} == {3}
 
 
@@ -303,7 +303,7 @@ async def test_hops_of_a_node_that_knows_no_format_stay_exact(
         # B is in the middle of all hops.
         await swarm.tell(A, {B: NodeCapability(), C: READS_ALL})
         heard = hear_rows(swarm)
-        tokens, is_exact = await told(swarm, QUESTIONS[0])
+        tokens, is_exact = await reported(swarm, QUESTIONS[0])
         prompt = await swarm[A].pool.tokenize(
             ModelFile(entry.model_id, entry.path), messages=[{"role": "user", "content": QUESTIONS[0]}]
         )
@@ -321,15 +321,15 @@ async def test_rounded_rows_are_never_kept_for_a_request_that_is_exact(
     async with guide_swarm(tmp_path, entry, THIRDS, compression="q8_0") as swarm:
         await swarm.tell(A, dict.fromkeys((B, C), READS_ALL))
         heard = hear_rows(swarm)
-        assert not (await told(swarm, question))[1]
+        assert not (await reported(swarm, question))[1]
         n_rows = sum(n_rows for _, _, n_rows in heard)
         heard.clear()
         # Other rounded ones take them.
-        assert not (await told(swarm, question))[1]
+        assert not (await reported(swarm, question))[1]
         assert sum(n_rows for _, _, n_rows in heard) <= n_rows - 2 * 64
         await swarm.tell(A, {node_id: NodeCapability() for node_id in (B, C)})
         heard.clear()
-        tokens, is_exact = await told(swarm, question)
+        tokens, is_exact = await reported(swarm, question)
         assert sum(n_rows for _, _, n_rows in heard) == n_rows
         prompt = await swarm[A].pool.tokenize(
             ModelFile(entry.model_id, entry.path), messages=[{"role": "user", "content": question}]
@@ -349,7 +349,7 @@ async def test_honest_stages_are_right_to_the_bit_however_rows_travel(
         await swarm.tell(A, dict.fromkeys((B, C, D), READS_ALL))
         for number, question in enumerate(QUESTIONS * 2):
             before = swarm[A].pipelines.statistics()
-            await told(swarm, question + "?" * number, n_tokens=20)
+            await reported(swarm, question + "?" * number, n_tokens=20)
             with trio.fail_after(DEADLINE_S):
                 while True:
                     counts = swarm[A].pipelines.statistics()

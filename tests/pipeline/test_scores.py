@@ -104,9 +104,9 @@ async def test_scores_are_those_of_the_uncut_model(
     assert (layers[0][0], layers[-1][1], len(layers)) == (0, 12, sum(map(bool, holdings.values())))
     assert found.n_prompt_tokens == len(tokens) == len(others) + 1
     assert [row[0].token for row in others] == tokens[1:]
-    told = [row[0].logprob for row in others]
+    reported = [row[0].logprob for row in others]
     # Chunks of another size are summed in another order.
-    np.testing.assert_allclose(told, expected[np.arange(len(others)), tokens[1:]], rtol=0, atol=2e-2)
+    np.testing.assert_allclose(reported, expected[np.arange(len(others)), tokens[1:]], rtol=0, atol=2e-2)
     for row, likely in zip(others, expected, strict=False):
         assert [each.logprob for each in row[1:]] == sorted((each.logprob for each in row[1:]), reverse=True)
         np.testing.assert_allclose([e.logprob for e in row[1:]], np.sort(likely)[::-1][:N_TOP], atol=2e-2)
@@ -121,7 +121,7 @@ async def test_exact_ones_have_the_same_bits_over_every_cut(
     """Of the scores and of rows, on each route, and of scores before an answer, too."""
     prompt = Prompt(text=TEXT * 2, top_logprobs=N_TOP, field="prompt")
     tokens = np.random.default_rng(3).integers(300, 2000, 200).astype(np.int32)
-    told = []
+    reported = []
     for i, holdings in enumerate(({A: "0:12"}, THIRDS, {A: "", B: "0:12"}, {A: "6:12", B: "0:6"})):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -133,9 +133,9 @@ async def test_exact_ones_have_the_same_bits_over_every_cut(
                 answer = [(piece.token, piece.logprobs) async for piece in found]
             assert found.is_apart
             rows = await swarm[A].pipelines.rows(tokens, entry, is_exact=not is_set)
-            told.append((found.prompt, answer, rows.values.tobytes()))
+            reported.append((found.prompt, answer, rows.values.tobytes()))
             await swarm.quiet()
-    assert told == [told[0]] * 4
+    assert reported == [reported[0]] * 4
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ async def test_an_assignment_whose_scored_tokens_cannot_be_meant_is_refused(
 
 
 async def test_only_the_last_stage_is_told_what_is_scored() -> None:
-    told: dict[str, PipelineAssignment] = {}
+    reported: dict[str, PipelineAssignment] = {}
 
     class Telephone:
         node_id = A
@@ -201,7 +201,7 @@ async def test_only_the_last_stage_is_told_what_is_scored() -> None:
         async def request(self, node_id: str, body: bytes, *, timeout_s: float) -> bytes:
             request = decode_request(body)
             assert isinstance(request, PipelineAssignment)
-            told[node_id] = request
+            reported[node_id] = request
             return encode_response(PipelineAck(request_id="r", accepted=True))
 
     stages = (Stage(node_id=B, start=0, end=6), Stage(node_id=C, start=6, end=12))
@@ -216,7 +216,7 @@ async def test_only_the_last_stage_is_told_what_is_scored() -> None:
         scored=(1, 2),
     )
     await assign(Telephone(), assignment, timeout_s=5)  # type: ignore[arg-type]
-    assert (told[B].scored, told[C].scored) == (UNSET, (1, 2))
+    assert (reported[B].scored, reported[C].scored) == (UNSET, (1, 2))
 
 
 def a_chain() -> ScoresChain:

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
-from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.route.inputs import FASTEST_BYTES_PER_S, Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.speeds import PREFILL_ROWS, Observations
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
@@ -205,7 +205,7 @@ STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, A)
 
 
 @pytest.mark.parametrize(
-    ("told", "waits_for", "culprit"),
+    ("reported", "waits_for", "culprit"),
     [
         ({B: (5, 0), C: (0, 0)}, (B,), B),
         ({B: (5, 5), C: (0, 0)}, (B, C), None),
@@ -218,13 +218,13 @@ STAGES = tuple(Stage(node_id=node, start=at, end=at + 4) for at, node in ((0, A)
     ],
 )
 def test_the_node_that_has_the_row_is_asked_for_it(
-    told: Mapping[str, tuple[int | UnsetType, int | UnsetType]],
+    reported: Mapping[str, tuple[int | UnsetType, int | UnsetType]],
     waits_for: tuple[NodeId, ...],
     culprit: str | None,
 ) -> None:
     states = {
         node: StageState(request_id="x", known=True, n_received=rows[0], n_sent=rows[1])
-        for node, rows in told.items()
+        for node, rows in reported.items()
     }
     found = judge_states(STAGES, A, states, 5, 5, False, 1.0)
     assert (found.waits_for, found.culprit) == (frozenset(waits_for), culprit)
@@ -246,10 +246,10 @@ async def test_a_change_waits_until_the_client_has_waited_as_long_as_it_costs() 
     async def elsewhere_s(suspected: Collection[NodeId]) -> float:
         return 30.0
 
-    pace = Pace(1.0, 0.01, elsewhere_s)
+    pace = PipelineSpeed(1.0, 0.01, elsewhere_s)
     assert not await pace.is_worth_changing(29.9, ())
     assert await pace.is_worth_changing(30.0, ())
-    assert not await Pace(1.0, 0.01).is_worth_changing(1e9, ())
+    assert not await PipelineSpeed(1.0, 0.01).is_worth_changing(1e9, ())
     assert not pace.is_late(10.0, has_begun=False)
     assert pace.is_late(10.1, has_begun=False)
     assert not pace.is_slow(2, 100.0)

@@ -7,8 +7,8 @@ from node_ids import LIAR, A, B
 from swarmllm.pipeline.route.suspects import (
     DOUBT_S,
     DOUBTED_MAX,
-    RELAPSE_S,
-    RELAPSES_MAX,
+    REPEAT_S,
+    REPEATS_MAX,
     Suspects,
 )
 from swarmllm_proto.identifiers import NodeId
@@ -17,7 +17,7 @@ from swarmllm_proto.identifiers import NodeId
 def avoided_s(suspects: Suspects, now_s: float) -> float:
     """How long the liar is avoided when it is doubted now."""
     suspects.doubt([LIAR], now_s)
-    steps = range(1, 2 ** (RELAPSES_MAX + 2))
+    steps = range(1, 2 ** (REPEATS_MAX + 2))
     return next(n * DOUBT_S for n in steps if LIAR not in suspects.now(now_s + n * DOUBT_S))
 
 
@@ -44,15 +44,15 @@ def test_an_answer_makes_up_for_one_relapse_and_a_day_for_all() -> None:
         now_s += avoided_s(suspects, now_s) + 1
     suspects.served(LIAR)
     assert avoided_s(suspects, now_s) == 4 * DOUBT_S
-    assert avoided_s(suspects, now_s + 4 * DOUBT_S + RELAPSE_S + 1) == DOUBT_S
+    assert avoided_s(suspects, now_s + 4 * DOUBT_S + REPEAT_S + 1) == DOUBT_S
 
 
 def test_nodes_that_nobody_doubted_again_are_forgotten() -> None:
     suspects = Suspects()
     for index in range(3 * DOUBTED_MAX):
         suspects.doubt([NodeId(f"n{index}")], index * 2 * DOUBT_S)
-    assert len(suspects._relapses) <= DOUBTED_MAX
+    assert len(suspects._repeats) <= DOUBTED_MAX
     suspects.doubt([A, B], 0.0)
-    suspects.now(10 * RELAPSE_S)
-    suspects.now(12 * RELAPSE_S)
-    assert not suspects._relapses
+    suspects.now(10 * REPEAT_S)
+    suspects.now(12 * REPEAT_S)
+    assert not suspects._repeats

@@ -16,7 +16,7 @@ from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import TOLD_TOKENS_MAX, PipelineAck, PipelineAssignment, Stage, TellPrompt
+from swarmllm_proto.swarm import TELL_PROMPT_TOKENS_MAX, PipelineAck, PipelineAssignment, Stage, TellPrompt
 from swarmllm_proto.tensors import Tensor
 
 from .fakes import Swarm, open_swarm
@@ -69,9 +69,9 @@ async def test_the_last_stage_is_told_where_it_guesses_and_may_know(
                 text += piece.text
         await swarm.quiet()
         assert text == await uncut(TEXT, N_TOKENS)
-        told, other = (A, B) if holdings is LAST_HERE else (B, A)
+        reported, other = (A, B) if holdings is LAST_HERE else (B, A)
         tokens = (await swarm[A].pipelines.prompts.read(prompt, swarm.entry, sampling))[0].tolist()
-    assert heard == {told: [tokens] if is_told else [], other: []}
+    assert heard == {reported: [tokens] if is_told else [], other: []}
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ async def test_the_last_stage_is_told_where_it_guesses_and_may_know(
     [
         ({}, True),
         ({"sampling": Sampling(exact=True)}, False),
-        ({"tokens": np.zeros(TOLD_TOKENS_MAX, np.int32)}, True),
-        ({"tokens": np.zeros(TOLD_TOKENS_MAX + 1, np.int32)}, False),
+        ({"tokens": np.zeros(TELL_PROMPT_TOKENS_MAX, np.int32)}, True),
+        ({"tokens": np.zeros(TELL_PROMPT_TOKENS_MAX + 1, np.int32)}, False),
         ({"pictures": object()}, False),
     ],
     ids=["plain", "exact", "long", "too long", "with a picture"],
@@ -93,22 +93,22 @@ def test_prompts_are_told_where_they_are_of_use(changed: dict[str, Any], is_of_u
     assert request.prompt_for_guesses((Stage(node_id=B, start=0, end=8),)) == b""
 
 
-def told(*tokens: int, request_id: str = "r") -> TellPrompt:
+def reported(*tokens: int, request_id: str = "r") -> TellPrompt:
     return TellPrompt(request_id=request_id, tokens=np.array(tokens, "<i4").tobytes())
 
 
 REFUSED = {
-    "of nobody": (A, told(1, 2, 3, request_id="other"), "no such request"),
-    "of another origin": (C, told(1, 2, 3), "no such request"),
-    "too few": (A, told(1, 2), "2 tokens of a prompt of 3"),
-    "negative": (A, told(1, -1, 3), "token ids lie in"),
-    "no such token": (A, told(1, 2, 10**6), "token ids lie in"),
+    "of nobody": (A, reported(1, 2, 3, request_id="other"), "no such request"),
+    "of another origin": (C, reported(1, 2, 3), "no such request"),
+    "too few": (A, reported(1, 2), "2 tokens of a prompt of 3"),
+    "negative": (A, reported(1, -1, 3), "token ids lie in"),
+    "no such token": (A, reported(1, 2, 10**6), "token ids lie in"),
 }
 
 
 @pytest.mark.parametrize("case", [*REFUSED, "last stage elsewhere", "of use"])
 async def test_a_prompt_that_cannot_be_meant_is_refused_and_not_guessed_from(case: str) -> None:
-    sender, message, reason = REFUSED.get(case, (A, told(1, 2, 3), ""))
+    sender, message, reason = REFUSED.get(case, (A, reported(1, 2, 3), ""))
     here, next_one = Stage(node_id=B, start=6, end=12), Stage(node_id=A, start=0, end=6)
     stages = (next_one, here)
     holdings = {A: "0:6", B: "6:12", C: ""}

@@ -21,8 +21,8 @@ A, B = NodeId("a"), NodeId("b")
 
 
 def test_one_node_has_spent_all_of_the_time_whatever_it_says() -> None:
-    for told_s in (0.0, 1e-9, 0.4, 1e9):
-        assert layer_times([StageTime(A, 4, told_s)], 0.8) == pytest.approx({A: 0.2})
+    for reported_s in (0.0, 1e-9, 0.4, 1e9):
+        assert layer_times([StageTime(A, 4, reported_s)], 0.8) == pytest.approx({A: 0.2})
 
 
 def test_of_several_each_has_what_it_says_and_a_share_of_the_rest() -> None:

@@ -11,8 +11,8 @@ from swarmllm.scheduling.tiers import (
     OTHERS_S,
     TIERS,
     Caller,
-    Full,
-    Moves,
+    QueueChanges,
+    QueueFull,
     RateLimits,
     Ticket,
     TurnQueue,
@@ -47,7 +47,7 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
     waiting: list[Ticket] = []
     running: list[Ticket] = []
 
-    def apply(moves: Moves) -> None:
+    def apply(moves: QueueChanges) -> None:
         for ticket in moves.started:
             # Exactly once, and only who waits.
             waiting.remove(ticket)
@@ -76,14 +76,14 @@ def test_no_cap_is_exceeded_and_no_wake_up_lost(
             waiting.append(ticket)
             try:
                 apply(queue.submit(ticket))
-            except Full:
+            except QueueFull:
                 waiting.remove(ticket)
         elif waiting or running:
             everybody = waiting + running
             ticket = everybody[number % len(everybody)]
             (waiting if ticket in waiting else running).remove(ticket)
             apply(queue.leave(ticket))
-            assert queue.leave(ticket) == Moves()
+            assert queue.leave(ticket) == QueueChanges()
         check()
     while running:
         apply(queue.leave(running.pop(0)))
@@ -96,9 +96,9 @@ def test_who_waits_most_makes_room_in_a_full_queue() -> None:
     greedy, other = [Ticket(Caller("greedy")) for _ in range(3)], Ticket(Caller("other"))
     for ticket in greedy:
         queue.submit(ticket)
-    assert queue.submit(other) == Moves((), greedy[2])
+    assert queue.submit(other) == QueueChanges((), greedy[2])
     assert queue.n_waiting() == 2
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         queue.submit(Ticket(Caller("greedy")))
     assert queue.n_waiting() == 2
 
@@ -109,7 +109,7 @@ def test_nobody_of_a_higher_tier_makes_room() -> None:
     running, *greedy = [Ticket(Caller("greedy", high)) for _ in range(4)]
     for ticket in (running, *greedy):
         queue.submit(ticket)
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         queue.submit(Ticket(Caller("other", low)))
     assert queue.submit(Ticket(Caller("third", high))).evicted == greedy[-1]
 
@@ -194,13 +194,13 @@ def test_of_users_that_wait_as_much_none_gives_way_and_never_one_of_a_higher_tie
     queue.submit(Ticket(Caller("first", "gold")))
     for _ in range(2):
         queue.submit(Ticket(Caller("high", "gold")))
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         queue.submit(Ticket(Caller("low", "bronze")))
     assert (queue.n_waiting("gold"), queue.n_waiting("bronze"), queue.n_waiting()) == (2, 0, 2)
     level = TurnQueue(dict.fromkeys(TIERS, 1), 1)
     for _ in range(2):
         level.submit(Ticket(Caller("one")))
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         level.submit(Ticket(Caller("other")))
 
 
@@ -211,10 +211,10 @@ def test_one_that_waits_and_leaves_starts_nobody_and_takes_no_place() -> None:
         queue.submit(ticket)
     tier = running.caller.tier
     assert (queue.n_running(tier), queue.n_waiting(tier)) == (1, 2)
-    assert queue.leave(leaving) == Moves()
-    assert queue.leave(leaving) == Moves()
+    assert queue.leave(leaving) == QueueChanges()
+    assert queue.leave(leaving) == QueueChanges()
     assert queue.leave(running).started == (next_one,)
-    assert queue.leave(running) == Moves()
+    assert queue.leave(running) == QueueChanges()
     assert (queue.n_running(), queue.n_waiting()) == (1, 0)
 
 

@@ -18,7 +18,7 @@ from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.data import bulk as bulk_module
 from swarmllm.swarm.data.bulk import _HELLO_S as HELLO_S
 from swarmllm.swarm.data.bulk import _NO_WAY_S as NO_WAY_S
-from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkWay
+from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkConnection
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import TrustEvent
@@ -179,7 +179,7 @@ async def test_a_question_ends_in_time_and_takes_its_connection_along_if_that_sa
         it.direct = [mute := Connection(A, ready=False)]
         asked = await it.asks(timeout_s=2 * HELLO_S)
         await trio.sleep(HELLO_S + 1.0)
-        assert isinstance(asked.error, NoBulkWay)
+        assert isinstance(asked.error, NoBulkConnection)
         assert not mute.alive
 
 
@@ -188,7 +188,7 @@ async def test_a_node_without_a_way_is_dialled_again_after_a_while(autojump_cloc
         for seconds, n_dialled in ((0.0, 1), (NO_WAY_S - 1.0, 1), (1.0, 2)):
             await trio.sleep(seconds)
             asked = await it.asks()
-            assert isinstance(asked.error, NoBulkWay)
+            assert isinstance(asked.error, NoBulkConnection)
             assert it.n_dialled == n_dialled
         it.streams = [stream := Connection(A, "libp2p")]
         await it.asks()

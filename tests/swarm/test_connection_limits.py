@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.membership.peer_lists import PeerLists
 from swarmllm.swarm.peers.connection_limits import (
-    EVERYBODY,
+    ADMIT_ALL,
     Candidate,
     Standing,
     Standings,
@@ -77,9 +77,9 @@ def test_a_flood_of_names_keeps_neither_members_nor_newcomers_out() -> None:
 
 def test_without_a_network_who_has_most_gives_way_and_the_modest_stay() -> None:
     n_of_each = {"modest": 2, "greedy": 6, "idle": 0}
-    assert who_makes_room(n_of_each, "new", 9, EVERYBODY.standing) is None
-    assert who_makes_room(n_of_each, "new", 8, EVERYBODY.standing) == "greedy"
-    assert who_makes_room(n_of_each, "greedy", 8, EVERYBODY.standing) == "greedy"
+    assert who_makes_room(n_of_each, "new", 9, ADMIT_ALL.standing) is None
+    assert who_makes_room(n_of_each, "new", 8, ADMIT_ALL.standing) == "greedy"
+    assert who_makes_room(n_of_each, "greedy", 8, ADMIT_ALL.standing) == "greedy"
     passing = {"idle": Standing.PASSING, "modest": Standing.PASSING}
     assert who_makes_room(n_of_each, "new", 8, lambda n: passing.get(n, Standing.STRANGER)) == "modest"
     known = {"greedy": Standing.NAMED, "modest": Standing.REMEMBERED}

@@ -71,31 +71,31 @@ def test_every_state_is_reached_and_leads_to_the_end() -> None:
 
 async def test_a_connection_that_both_have_left_ends_and_nothing_is_lost(autojump_clock: MockClock) -> None:
     async with joined() as (a, b, _):
-        a.connection.forsake()
-        a.connection.forsake()
+        a.connection.leave()
+        a.connection.leave()
         await trio.sleep(1)
         assert (a.connection.state, b.connection.state) == (ConnectionState.LEFT, ConnectionState.PEER_LEFT)
-        assert (a.connection.forsakes, b.connection.is_forsaken) == (True, True)
+        assert (a.connection.has_left, b.connection.peer_has_left) == (True, True)
         assert (a.connection.is_over, b.connection.is_over) == (False, False)
         await b.connection.send(b"still", b"")
         await trio.sleep(1)
         assert a.arrived == [(b"still", b"")]
-        b.connection.forsake()
+        b.connection.leave()
         await a.ended.wait()
         assert a.connection.ending == "no longer needed"
         assert a.connection.state is ConnectionState.ENDED_AFTER_LAST
         await b.ended.wait()
-        assert b.connection.is_forsaken
+        assert b.connection.peer_has_left
 
 
 async def test_an_end_without_the_peers_last_word_may_have_lost_something(autojump_clock: MockClock) -> None:
     async with joined() as (a, b, _):
-        a.connection.forsake()
+        a.connection.leave()
         await trio.sleep(1)
         a.connection.end("now")
         await b.ended.wait()
-        assert (a.connection.state, a.connection.is_forsaken) == (ConnectionState.ENDED, False)
-        assert (b.connection.state, b.connection.is_forsaken) == (ConnectionState.ENDED_AFTER_LAST, True)
+        assert (a.connection.state, a.connection.peer_has_left) == (ConnectionState.ENDED, False)
+        assert (b.connection.state, b.connection.peer_has_left) == (ConnectionState.ENDED_AFTER_LAST, True)
         a.connection.end("again")
         assert a.connection.ending == "now"
 
@@ -104,8 +104,8 @@ async def test_what_cannot_be_before_the_hello_has_no_effect() -> None:
     out, into = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
     connection = End("a", MemoryWire(out, into)).connection
     with pytest.raises(UnknownTransition, match="LEAVE is impossible in GREETING"):
-        connection.forsake()
-    assert not connection.forsakes
+        connection.leave()
+    assert not connection.has_left
     assert not connection._queue
 
 

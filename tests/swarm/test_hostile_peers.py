@@ -27,7 +27,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import wire
-from swarmllm.swarm.data.wire import FrameKind, HandshakeFailed, NoiseWire, WireClosed, shake_hands
+from swarmllm.swarm.data.wire import FrameKind, HandshakeFailed, NoiseWire, WireClosed, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
@@ -176,8 +176,8 @@ async def test_a_data_port_proves_who_it_is(libp2p_swarm: Libp2pSwarm) -> None:
     me = Identity(str(ID.from_pubkey(key_pair.public_key)), key_pair)
     port = Address.parse(victim.data_addresses[0]).port
     with pytest.raises(HandshakeFailed):
-        await shake_hands(await trio.open_tcp_stream("127.0.0.1", port), me, impostor)
-    node_id, wire = await shake_hands(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
+        await noise_handshake(await trio.open_tcp_stream("127.0.0.1", port), me, impostor)
+    node_id, wire = await noise_handshake(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
     assert node_id == victim.node_id
     wire.abort()
 
@@ -200,7 +200,7 @@ async def test_a_proven_peer_that_breaks_the_protocol_is_cut_off(
         key_pair = create_new_key_pair()
         me = Identity(str(ID.from_pubkey(key_pair.public_key)), key_pair)
         port = Address.parse(victim.data_addresses[0]).port
-        _, wire = await shake_hands(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
+        _, wire = await noise_handshake(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
         await wire.write([sent])
         with pytest.raises(WireClosed):
             await read_to_the_end(wire.receive)
@@ -310,7 +310,7 @@ async def test_what_comes_late_on_a_connection_its_sender_left_is_dropped(libp2p
     port = Address.parse(victim.data_addresses[0]).port  # type: ignore[attr-defined]
     wires = []
     for _ in range(2):
-        _, wire = await shake_hands(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
+        _, wire = await noise_handshake(await trio.open_tcp_stream("127.0.0.1", port), me, victim.node_id)
         await wire.write(encode_frame(bytes([FrameKind.HELLO]) + msgspec.msgpack.encode({"v": 1})))
         wires.append(wire)
     old, new = wires

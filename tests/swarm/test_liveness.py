@@ -141,7 +141,7 @@ class Node:
             self.feed,
             self.dialler,
             requests,
-            self._greet,
+            self._exchange_records,
             Known(),
             self.parts,
             connections_max,
@@ -150,7 +150,7 @@ class Node:
         plane: Any = self.plane
         self.liveness.begin(plane)
 
-    async def _greet(self, node_id: NodeId) -> None:
+    async def _exchange_records(self, node_id: NodeId) -> None:
         self.greeted.append(node_id)
         await trio.sleep(self.greeting_s)
         if self.refusals:
@@ -209,7 +209,7 @@ async def test_a_peer_that_does_not_answer_as_a_node_is_let_go_after_some_tries(
         it.refusals = [NodeUnreachable("no node") for _ in range(n_refusals)]
         it.host.open(A)
         await trio.sleep(20.0)
-        is_let_go = n_refusals > len(liveness_module._GREET_RETRY_S)
+        is_let_go = n_refusals > len(liveness_module._EXCHANGE_RETRY_S)
         assert len(it.greeted) == min(n_refusals, 5) + 1
         assert it.changes == ([] if is_let_go else [("connected", A)])
         assert it.host.closed == ([A] if is_let_go else [])
@@ -223,13 +223,13 @@ async def test_tries_are_a_quarter_of_their_wait_off_at_most(
     async with node() as it:
         it.refusals = [NodeUnreachable("no node")]
         it.host.open(A)
-        await trio.sleep(1.25 * liveness_module._GREET_RETRY_S[0] + 0.05)
+        await trio.sleep(1.25 * liveness_module._EXCHANGE_RETRY_S[0] + 0.05)
         assert it.changes == [("connected", A)]
 
 
 async def test_a_peer_that_is_slow_has_tries_left_where_others_have_none(autojump_clock: MockClock) -> None:
     async with node() as it:
-        n_tries = len(liveness_module._GREET_RETRY_S)
+        n_tries = len(liveness_module._EXCHANGE_RETRY_S)
         it.refusals = [NodeUnreachable("no node") for _ in range(n_tries)]
         it.refusals += [DeadlineExceeded("slow") for _ in range(3)]
         it.host.open(A)
@@ -327,7 +327,7 @@ async def test_a_dial_returns_once_the_node_counts_and_says_that_it_does_not_ans
         began_s = trio.current_time()
         with pytest.raises(NodeUnresponsive):
             await it.liveness.dial(C, list(HERE))
-        assert trio.current_time() - began_s == pytest.approx(liveness_module._DIAL_AND_GREET_S)
+        assert trio.current_time() - began_s == pytest.approx(liveness_module._DIAL_AND_EXCHANGE_S)
 
 
 async def test_so_many_are_greeted_at_a_time_and_a_slow_one_does_not_keep_its_turn(
@@ -335,12 +335,12 @@ async def test_so_many_are_greeted_at_a_time_and_a_slow_one_does_not_keep_its_tu
 ) -> None:
     async with node() as it:
         it.greeting_s = 60.0
-        for i in range(2 * liveness_module.GREETINGS_MAX):
+        for i in range(2 * liveness_module.EXCHANGES_MAX):
             it.host.open(NodeId(f"peer{i}"))
         await trio.sleep(liveness_module._TURN_S / 2)
-        assert len(it.greeted) == liveness_module.GREETINGS_MAX
+        assert len(it.greeted) == liveness_module.EXCHANGES_MAX
         await trio.sleep(liveness_module._TURN_S)
-        assert len(it.greeted) == 2 * liveness_module.GREETINGS_MAX
+        assert len(it.greeted) == 2 * liveness_module.EXCHANGES_MAX
 
 
 @pytest.mark.parametrize("node_id", [A, C])

@@ -15,7 +15,7 @@ from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.requests import PeerRequests
@@ -31,7 +31,7 @@ from swarmllm.swarm.membership.network_key import (
     private_network,
 )
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
-from swarmllm.swarm.peers.connection_limits import Everybody
+from swarmllm.swarm.peers.connection_limits import AdmitAll
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
@@ -92,7 +92,7 @@ def data_port(router: Libp2pRouter) -> int:
 async def knock(router: Libp2pRouter, gater: ConnectionGater | None) -> None:
     """A connection to the data port; raises HandshakeFailed where it is refused during the handshake."""
     stream = await trio.open_tcp_stream("127.0.0.1", data_port(router))
-    _, wire = await shake_hands(stream, somebody(), router.node_id, gater)
+    _, wire = await noise_handshake(stream, somebody(), router.node_id, gater)
     wire.abort()
 
 
@@ -136,7 +136,7 @@ def test_a_gater_forgets_what_those_proved_who_have_left() -> None:
 def test_connected_nodes_that_are_no_longer_let_in_are_outdated() -> None:
     bad, good = node_id_named("bad"), node_id_named("good")
 
-    class Lists(Everybody):
+    class Lists(AdmitAll):
         def lets_in(self, node_id: NodeId) -> bool:
             return node_id != bad
 
@@ -236,7 +236,7 @@ async def test_what_an_outsider_says_first_is_answered_with_the_end(swarms: Swar
     a = await swarms.start("a", private_network(new_secret()))
     for said in (b"", b"\x13/multistream/1.0.0\n", bytes(2 * PROOF_BYTES), bytes(60_000)):
         stream = await trio.open_tcp_stream("127.0.0.1", data_port(a))
-        _, wire = await shake_hands(stream, somebody(), a.node_id)
+        _, wire = await noise_handshake(stream, somebody(), a.node_id)
         with trio.fail_after(DEADLINE_S):
             await wire.write([said])
             with pytest.raises(Exception, match=r"ended|lost"):

@@ -285,7 +285,7 @@ async def test_who_does_not_answer_keeps_nobody_from_being_greeted(
 ) -> None:
     monkeypatch.setattr(liveness, "_TURN_S", 0.2)
     async with works_before_and_after(libp2p_swarm) as victim, AsyncExitStack() as mutes:
-        for _ in range(2 * liveness.GREETINGS_MAX):
+        for _ in range(2 * liveness.EXCHANGES_MAX):
             await mutes.enter_async_context(mute(victim))
         newcomer = await libp2p_swarm.start("newcomer")
         await until(victim, lambda: newcomer.node_id in victim.connected())

@@ -14,7 +14,7 @@ from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import bulk
-from swarmllm.swarm.data.bulk import Bulk, NoBulkWay
+from swarmllm.swarm.data.bulk import Bulk, NoBulkConnection
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.discovery.dht import table
 from swarmllm.swarm.discovery.dht.messages import Contact
@@ -172,7 +172,7 @@ async def test_nodes_that_cannot_be_reached_are_not_kept_for_ever(monkeypatch: p
         transfers = Bulk(NodeId("me"), nursery, NoWays())
         for number in range(100):
             stranger = cast("Any", f"node{number}")
-            with pytest.raises(NoBulkWay):
+            with pytest.raises(NoBulkConnection):
                 await transfers.fetch(stranger, b"", 1.0)
             with pytest.raises(NodeUnreachable):
                 await plane.reach(stranger)

@@ -35,7 +35,7 @@ TEXT = "/ip4/192.0.2.1/tcp/8810"
 HERE = Address("192.0.2.1", 8810)
 
 
-class Everybody:
+class AdmitAll:
     """But one."""
 
     def lets_in(self, node_id: NodeId) -> bool:
@@ -57,7 +57,7 @@ class Node:
         self.dialled: list[tuple[NodeId, list[Address]]] = []
         self.answers = True
         host: Any = self
-        self.sources = AddressSources(host, nursery, self.dialler, Everybody())
+        self.sources = AddressSources(host, nursery, self.dialler, AdmitAll())
 
     def connected(self) -> set[NodeId]:
         return self.counted

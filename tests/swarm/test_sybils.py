@@ -14,7 +14,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.data_plane import HANDSHAKES_MAX
-from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address, OwnAddresses
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
 from swarmllm.swarm.libp2p.requests import PROTOCOL
@@ -152,7 +152,7 @@ async def test_silence_at_the_data_port_keeps_nobody_out(tmp_path: Path) -> None
 async def knock(victim: Libp2pRouter) -> NoiseWire:
     """A data connection under a new name."""
     stream = await trio.open_tcp_stream("127.0.0.1", data_port(victim))
-    _, wire = await shake_hands(stream, somebody(), victim.node_id)
+    _, wire = await noise_handshake(stream, somebody(), victim.node_id)
     return wire
 
 

@@ -137,7 +137,7 @@ def test_the_nucleus_is_the_fewest_that_reach_p(both: None, top_p: float, is_fla
 
 def test_random_numbers_are_those_of_libllamas_sampler() -> None:
     """Equally likely tokens tell its first bits."""
-    uniform = candidates.Uniform()
+    uniform = candidates.SeededUniform()
     logits = np.zeros(1024, np.float32)
     for index in range(50):
         sampling = Sampling(seed=index)

@@ -339,7 +339,7 @@ def guessed(
     """What leaves behind the last token of `text`, in the only job that is under way."""
     (job,) = guesser.next_jobs(text, len(text) - 1, Room(n_left, n_rows), now)
     assert not job.number
-    assert guesser.flights.land(job.position, len(job.tokens)) is job
+    assert guesser.jobs_in_flight.land(job.position, len(job.tokens)) is job
     return job.tokens[1:]
 
 

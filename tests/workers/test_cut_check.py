@@ -185,7 +185,7 @@ def test_parts_of_several_units_are_tried_too(tmp_path: Path, table_says: Callab
 def test_the_table_holds_where_a_few_tokens_show_nothing(tmp_path: Path) -> None:
     path = build(tmp_path / "model.gguf", Spec("llama", n_layers=3))
     check = cut_check._Check(path, tmp_path, SETTINGS, ignore)
-    assert check._untold("nothing") == CutVerdict(1)
+    assert check._undecided("nothing") == CutVerdict(1)
 
 
 def test_the_verdict_narrows_what_the_table_allows_and_no_more(tmp_path: Path) -> None:

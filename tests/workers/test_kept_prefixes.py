@@ -133,7 +133,7 @@ def test_host_memory_has_a_budget_and_the_oldest_pays() -> None:
     for i in range(4):
         put(prefixes, TOKENS[i * B : (i + 1) * B], float(i))
         (newest,) = [kept for kept in prefixes if kept.sequence is not None]
-        dropped = prefixes.stow(newest, (b"x" * 60, b"y" * 40), 0)
+        dropped = prefixes.swap_out(newest, (b"x" * 60, b"y" * 40), 0)
         assert [kept.used_at for kept in dropped] == ([i - 2.0] if i >= 2 else [])
     assert prefixes.n_bytes == 200
     assert prefixes.fits(250)
@@ -145,7 +145,7 @@ def test_rows_of_a_window_are_used_to_their_end_or_not_at_all() -> None:
     prefixes = index(1, max_bytes=100)
     put(prefixes, TOKENS[: 3 * B], 0.0)
     (kept,) = prefixes
-    assert prefixes.stow(kept, (b"x",), 3 * B) == []
+    assert prefixes.swap_out(kept, (b"x",), 3 * B) == []
     assert found(prefixes, TOKENS[: 3 * B]) == 0
     assert found(prefixes, TOKENS[: 3 * B + 1]) == 3 * B
     assert not prefixes.is_known("here", named(TOKENS[: 2 * B]), 1.0)

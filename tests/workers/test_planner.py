@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_workers.schedule.planner import BESIDE, OWED, READING, Batch, Demand, Fit, Planner, Share
+from swarmllm_workers.schedule.planner import (
+    BESIDE,
+    OWED,
+    READING,
+    Batch,
+    Demand,
+    FittedBatch,
+    Planner,
+    Share,
+)
 
 CAPACITY, CHUNK = 32, 8
 
@@ -177,7 +186,7 @@ def test_youngest_generation_starts_over_when_an_older_one_needs_its_cells() -> 
     plan = planner()
     (batch,) = plan.schedule(demands)
     fit = plan.preempt(batch, demands, n_free=1)
-    assert fit == Fit(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
+    assert fit == FittedBatch(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
 
 
 def test_the_first_piece_of_a_forward_needs_room_for_no_more_than_itself() -> None:
@@ -202,7 +211,7 @@ def test_prompt_waits_until_all_of_it_fits() -> None:
     plan = planner()
     demands = [decode(1), prompt(2, 30)]
     batch = Batch("a", (Share(1, 1), Share(2, CHUNK)))
-    assert plan.preempt(batch, demands, n_free=20) == Fit(Batch("a", (Share(1, 1),)))
+    assert plan.preempt(batch, demands, n_free=20) == FittedBatch(Batch("a", (Share(1, 1),)))
     assert plan.preempt(batch, demands, n_free=31).batch == batch
 
 
@@ -362,8 +371,8 @@ def test_a_work_that_may_wait_is_never_refused() -> None:
     plan = planner()
     forward = replace(decode(1), can_restart=False)
     batch = Batch("a", (Share(1, 1),))
-    assert plan.preempt(batch, [forward], n_free=0) == Fit(Batch("a", ()), refused=(1,))
-    assert plan.preempt(batch, [replace(forward, can_wait=True)], n_free=0) == Fit(Batch("a", ()))
+    assert plan.preempt(batch, [forward], n_free=0) == FittedBatch(Batch("a", ()), refused=(1,))
+    assert plan.preempt(batch, [replace(forward, can_wait=True)], n_free=0) == FittedBatch(Batch("a", ()))
 
 
 def test_a_generation_waits_for_cells_of_another_one_that_ends_by_itself() -> None:
@@ -396,7 +405,7 @@ def test_what_fits_fits_and_only_younger_generations_give_way(demands: list[Dema
         if sum(share.n_rows for share in batch.shares) <= n_free and all(
             known[share.key].n_cells or share.n_rows == known[share.key].n_rows for share in batch.shares
         ):
-            assert fit == Fit(batch)
+            assert fit == FittedBatch(batch)
 
 
 def test_a_work_that_waits_or_gives_way_does_not_hold_up_those_after_it() -> None:
@@ -405,9 +414,9 @@ def test_a_work_that_waits_or_gives_way_does_not_hold_up_those_after_it() -> Non
     assert plan.preempt(waits, [decode(1), prompt(2, 30)], n_free=1).batch.shares == (Share(1, 1),)
     gives_way = Batch("a", (Share(1, 1), Share(3, 1), Share(2, 1)))
     fit = plan.preempt(gives_way, [decode(1), decode(2), decode(3)], n_free=0)
-    assert fit == Fit(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
+    assert fit == FittedBatch(Batch("a", (Share(1, 1), Share(2, 1))), restarted=(3,))
     # The youngest one runs already in this batch.
     forward = replace(decode(9), can_restart=False)
     runs = Batch("a", (Share(3, 1), Share(9, 1)))
     fit = plan.preempt(runs, [decode(2), decode(3), forward], n_free=1)
-    assert fit == Fit(runs, restarted=(2,))
+    assert fit == FittedBatch(runs, restarted=(2,))

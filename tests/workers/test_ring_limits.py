@@ -21,7 +21,7 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import SEAT_BYTES_MAX, SEAT_JOBS_MAX, Seat
-from swarmllm_workers.speculation.flights import Launch
+from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 from .link_jobs import Jobs
 
@@ -196,7 +196,7 @@ def test_a_token_goes_on_by_the_link_and_its_origin_hears_of_it(origin: NodeId, 
         seat = seated()[1]
         seat.message = replace(seat.message, origin=origin)
         assert ring.pass_token(
-            seat, Decoded(1, 7, b"x", None), (), launched=(Launch(5, (7,)),), may_relay=may_relay
+            seat, Decoded(1, 7, b"x", None), (), launched=(LaunchedJob(5, (7,)),), may_relay=may_relay
         )
         came = [decode_job(each.header, each.payload) for each in ReceivingLink(theirs, secret).receive()]
         by_link = origin == B and not (may_relay and has_spare_core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swarmllm_workers.decode.decoding import Decoded, Decoding
-from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.grammar import GrammarPending
 
 
 def decode(decoding: Decoding, logits: np.ndarray, index: int) -> Decoded:
@@ -13,6 +13,6 @@ def decode(decoding: Decoding, logits: np.ndarray, index: int) -> Decoded:
     while True:
         try:
             return decoding.decode(logits, index)
-        except NotYet:
+        except GrammarPending:
             assert decoding.grammar is not None
             decoding.grammar.wait_for(0.05)

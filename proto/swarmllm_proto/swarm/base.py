@@ -146,7 +146,7 @@ class ReplayRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"field `until`: {self.until} must be after stage {self.stage}")
 
 
-TOLD_TOKENS_MAX: Final = 2**18
+TELL_PROMPT_TOKENS_MAX: Final = 2**18
 """Of a prompt that the last stage is told."""
 
 
@@ -172,7 +172,7 @@ class TellPrompt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     v: int = WIRE_VERSION
     request_id: RequestId
-    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * TOLD_TOKENS_MAX)]
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * TELL_PROMPT_TOKENS_MAX)]
     """i32 each, little-endian."""
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ from swarmllm_proto.row_commitments import RowsCommitment as RowsCommitment
 from swarmllm_proto.swarm.base import DIGEST_SIZE as DIGEST_SIZE
 from swarmllm_proto.swarm.base import NAMES_MAX as NAMES_MAX
 from swarmllm_proto.swarm.base import PREFIX_MODELS_MAX
-from swarmllm_proto.swarm.base import TOLD_TOKENS_MAX as TOLD_TOKENS_MAX
+from swarmllm_proto.swarm.base import TELL_PROMPT_TOKENS_MAX as TELL_PROMPT_TOKENS_MAX
 from swarmllm_proto.swarm.base import WIRE_VERSION as WIRE_VERSION
 from swarmllm_proto.swarm.base import Count as Count
 from swarmllm_proto.swarm.base import Digest as Digest

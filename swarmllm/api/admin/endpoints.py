@@ -36,10 +36,10 @@ from swarmllm.api.admin.node_json import (
 )
 from swarmllm.api.admin.progress import ProgressStream, Report
 from swarmllm.api.admin.shares import found_json, shares_json
-from swarmllm.api.http.context import current_caller, current_config, current_node, current_works
+from swarmllm.api.http.context import current_caller, current_config, current_node, current_progress_streams
 from swarmllm.api.http.errors import Forbidden, error_object, read_body
 from swarmllm.api.http.json import encode, encoded
-from swarmllm.api.http.request_tasks import own_feed
+from swarmllm.api.http.request_tasks import start_request_task
 from swarmllm.api.openai.schema import (
     AddModel,
     AliasModel,
@@ -376,7 +376,7 @@ async def remove(name: str) -> Response:
 
 
 def _progress(work: ProgressStream[Any]) -> Response:
-    current_works().add(own_feed(work))
+    current_progress_streams().add(start_request_task(work))
     response = Response(_lines(work), content_type="application/x-ndjson")
     response.timeout = None
     return response

@@ -30,11 +30,11 @@ from swarmllm.api.admin.node_json import (
     work_json,
     worker_json,
 )
-from swarmllm.api.admin.progress import Works
+from swarmllm.api.admin.progress import ProgressStreams
 from swarmllm.api.admin.shares import shares_json
 from swarmllm.api.http.context import current_caller
 from swarmllm.api.http.json import encode, encoded
-from swarmllm.api.http.request_tasks import own_feed
+from swarmllm.api.http.request_tasks import start_request_task
 from swarmllm.api.output.response import EVENT_STREAM
 from swarmllm.errors import Overloaded
 from swarmllm.memory_info import memory_bytes
@@ -53,7 +53,7 @@ events = Blueprint("events", __name__)
 @events.get("/api/events")
 async def stream() -> Response:
     node_sections = cast(NodeSections, current_app.extensions[NODE_SECTIONS])
-    own_feed(node_sections.seat(current_caller().key_id))
+    start_request_task(node_sections.seat(current_caller().key_id))
     response = Response(_events(node_sections), content_type=EVENT_STREAM)
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
@@ -105,10 +105,10 @@ class ReaderSeat:
 class NodeSections:
     """The sections of one node, shared by all who read them."""
 
-    def __init__(self, node: Node, works: Works) -> None:
+    def __init__(self, node: Node, streams: ProgressStreams) -> None:
         self._readers: Counter[str] = Counter()
         self._node = node
-        self._works = works
+        self._streams = streams
         self._sections: Mapping[str, bytes] = {}
         self._made_s = float("-inf")
         self._making = trio.Lock()
@@ -169,7 +169,7 @@ class NodeSections:
             "downloads": {"downloads": [download_json(view) for view in node.downloads.list()]},
             "shares": {"shares": shares_json(node)},
             "work": {
-                "running": [work_json(work) for work in self._works.running()],
+                "running": [work_json(work) for work in self._streams.running()],
                 "loading": loading_json(node),
             },
         }

@@ -1,7 +1,7 @@
 """Work that reports progress while an HTTP response shows it: hashing a model, loading layers.
 
-Like a `Feed`, it runs beside the response in the request's nursery and ends with it. Only the latest report
-counts, so a reader that is slower than the work skips some and never holds it up.
+Like a `BufferedGeneration`, it runs beside the response in the request's nursery and ends with it. Only the
+latest report counts, so a reader that is slower than the work skips some and never holds it up.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class ProgressStream(Generic[T]):
         self._changed.set()
 
 
-class Works:
+class ProgressStreams:
     """The work that runs now, for readers of /api/events."""
 
     def __init__(self) -> None:
-        self._works: list[ProgressStream[Any]] = []
+        self._streams: list[ProgressStream[Any]] = []
 
     def add(self, work: ProgressStream[Any]) -> None:
-        self._works = [*self.running(), work]
+        self._streams = [*self.running(), work]
 
     def running(self) -> list[ProgressStream[Any]]:
-        return [work for work in self._works if work.is_running]
+        return [work for work in self._streams if work.is_running]

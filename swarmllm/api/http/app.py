@@ -11,7 +11,7 @@ from werkzeug.exceptions import HTTPException
 from swarmllm.api.admin.downloads import downloads
 from swarmllm.api.admin.endpoints import admin, dashboard
 from swarmllm.api.admin.events import NODE_SECTIONS, NodeSections, events
-from swarmllm.api.admin.progress import Works
+from swarmllm.api.admin.progress import ProgressStreams
 from swarmllm.api.admin.shares import shares
 from swarmllm.api.anthropic.messages import anthropic
 from swarmllm.api.http.auth import (
@@ -22,7 +22,7 @@ from swarmllm.api.http.auth import (
     check_host,
     check_upgrade,
 )
-from swarmllm.api.http.context import NODE, WORKS, current_node
+from swarmllm.api.http.context import NODE, PROGRESS_STREAMS, current_node
 from swarmllm.api.http.errors import (
     as_swarmllm_error,
     error_response,
@@ -124,7 +124,7 @@ def create_app(node: Node, config: Config, keys: KeyRing | None = None) -> App:
     app.extensions[NODE] = node
     app.extensions[RESPONSES] = ResponseStore()
     app.extensions[FETCHER] = PictureFetcher()
-    works = app.extensions[WORKS] = Works()
+    works = app.extensions[PROGRESS_STREAMS] = ProgressStreams()
     app.extensions[NODE_SECTIONS] = NodeSections(node, works)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)

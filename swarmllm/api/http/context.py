@@ -7,7 +7,7 @@ from typing import cast
 
 from quart import current_app, g, has_request_context, request
 
-from swarmllm.api.admin.progress import Works
+from swarmllm.api.admin.progress import ProgressStreams
 from swarmllm.config import Config
 from swarmllm.errors import InvalidRequest
 from swarmllm.keys import ApiKey
@@ -17,7 +17,7 @@ from swarmllm.pipeline.request import new_request_id
 from swarmllm.scheduling.tiers import LOCAL, Caller
 
 NODE = "swarmllm.node"
-WORKS = "swarmllm.works"
+PROGRESS_STREAMS = "swarmllm.works"
 
 
 def current_node() -> Node:
@@ -45,8 +45,8 @@ def current_config() -> Config:
     return current_node().config
 
 
-def current_works() -> Works:
-    return cast(Works, current_app.extensions[WORKS])
+def current_progress_streams() -> ProgressStreams:
+    return cast(ProgressStreams, current_app.extensions[PROGRESS_STREAMS])
 
 
 async def model_or_only_one(name: str | None, *, prefers_encoders: bool = False) -> str:

@@ -1,7 +1,7 @@
 """One HTTP request's tasks: its handler, its watch for a client that leaves, and the tasks it owns.
 
 quart-trio runs a request in a nursery of its own and cancels it when the client disconnects. Feeds (see
-`feed`) need the same end but outlive the handler, so they get a nursery around that one: whatever way the
+`task`) need the same end but outlive the handler, so they get a nursery around that one: whatever way the
 request ends, its feeds have ended before the next request of its connection is read.
 """
 
@@ -16,10 +16,10 @@ from quart_trio.asgi import TrioASGIHTTPConnection
 
 from swarmllm.supervision import spawn
 
-FEEDS = "swarmllm.feeds"
+TASK_GROUP = "swarmllm.tasks"
 
 
-class Owned(Protocol):
+class RequestTask(Protocol):
     """A task that serves one request and may be told to stop."""
 
     async def run(self) -> None: ...
@@ -29,35 +29,35 @@ class Owned(Protocol):
     def has_failed(self, error: Exception) -> None: ...
 
 
-OwnedTask = TypeVar("OwnedTask", bound=Owned)
+RequestTaskT = TypeVar("RequestTaskT", bound=RequestTask)
 
 
-class Feeds:
+class RequestTaskGroup:
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._feeds: list[Owned] = []
+        self._tasks: list[RequestTask] = []
 
-    def start(self, feed: Owned) -> None:
-        self._feeds.append(feed)
-        spawn(self._nursery, "request", feed.run, failed=feed.has_failed)
+    def start(self, task: RequestTask) -> None:
+        self._tasks.append(task)
+        spawn(self._nursery, "request", task.run, failed=task.has_failed)
 
     def stop(self) -> None:
-        for feed in self._feeds:
-            feed.stop()
+        for task in self._tasks:
+            task.stop()
 
 
 class RequestTasks(TrioASGIHTTPConnection):
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         async with trio.open_nursery() as nursery:
-            feeds = Feeds(nursery)
-            cast(dict[str, object], self.scope)[FEEDS] = feeds
+            tasks = RequestTaskGroup(nursery)
+            cast(dict[str, object], self.scope)[TASK_GROUP] = tasks
             try:
                 await super().__call__(receive, send)
             finally:
-                feeds.stop()
+                tasks.stop()
 
 
-def own_feed(feed: OwnedTask) -> OwnedTask:
+def start_request_task(task: RequestTaskT) -> RequestTaskT:
     """Start it; it ends with the current request at the latest."""
-    cast(Feeds, cast(dict[str, object], request.scope)[FEEDS]).start(feed)
-    return feed
+    cast(RequestTaskGroup, cast(dict[str, object], request.scope)[TASK_GROUP]).start(task)
+    return task

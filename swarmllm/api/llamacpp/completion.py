@@ -29,7 +29,7 @@ from swarmllm.api.openai.schema import (
     sampling_of,
 )
 from swarmllm.api.output.presets import preset_of, sampling_with
-from swarmllm.api.output.response import Ask
+from swarmllm.api.output.response import GenerationRequest
 from swarmllm.errors import InvalidRequest
 from swarmllm.pipeline.origin.generation import Prompt
 
@@ -73,7 +73,7 @@ class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
     session_id: SessionName | None = None
 
 
-async def read_completion(body: NativeCompletion) -> tuple[list[Ask], list[NativeReply]]:
+async def read_completion(body: NativeCompletion) -> tuple[list[GenerationRequest], list[NativeReply]]:
     """What to ask the node, prompt by prompt, and who words the answers. Raises InvalidRequest, and what
     finding the model raises."""
     prompts = await _prompts(body)
@@ -99,12 +99,12 @@ async def read_completion(body: NativeCompletion) -> tuple[list[Ask], list[Nativ
         end_tokens=await current_node().texts.end_tokens(body.model) if sampling.ignore_eos else (),
         stream=bool(body.stream),
     )
-    asks: list[Ask] = []
+    asks: list[GenerationRequest] = []
     replies: list[NativeReply] = []
     for index, (prompt, shown) in enumerate(prompts):
         if limit == 0:
             prompt = replace(prompt, top_logprobs=0, is_answered=False)
-        asks.append(Ask(body.model, replace(prompt, session=session), sampling, limit or None))
+        asks.append(GenerationRequest(body.model, replace(prompt, session=session), sampling, limit or None))
         replies.append(
             NativeReply(
                 body.model,

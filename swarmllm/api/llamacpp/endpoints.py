@@ -36,7 +36,7 @@ from swarmllm.api.openai.schema import (
     sampling_of,
 )
 from swarmllm.api.output.choices import answer_choices
-from swarmllm.api.output.output_parser import effort_told
+from swarmllm.api.output.output_parser import with_reasoning_effort
 from swarmllm.api.output.presets import call_with_preset, preset_of, sampling_with
 from swarmllm.errors import ContextFull, InvalidRequest, ModelNotFound
 from swarmllm_proto.ipc import Effort
@@ -152,7 +152,7 @@ async def apply_template() -> Response:
         reasoning_effort=body.reasoning_effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    call = await effort_told(await call_with_preset(chat_call(request)), "reasoning_effort")
+    call = await with_reasoning_effort(await call_with_preset(chat_call(request)), "reasoning_effort")
     pictures = await seen_by(model, call.pictures, "messages")
     rendered = await current_node().texts.apply_template(
         model, call.messages, call.tools, call.template, effort=call.effort, is_to_answer=is_to_answer

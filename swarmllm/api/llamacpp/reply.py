@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from swarmllm.api.http.errors import error_object
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
-from swarmllm.api.output.feed import TextDelta
+from swarmllm.api.output.buffered_generation import TextDelta
 from swarmllm.api.output.response import EVENT_STREAM, WAITING
 from swarmllm.api.output.swarm_report import llamacpp_timings, swarm_object
 from swarmllm.errors import SwarmLLMError
@@ -87,7 +87,7 @@ class NativeReply:
         self._returns_tokens = returns_tokens
         self._fields = fields
         self._is_one_of_several = is_one_of_several
-        self._untold: list[GeneratedText] = []
+        self._unsent: list[GeneratedText] = []
         """Tokens of which no text has come yet."""
         self._has_new_line = False
 
@@ -112,9 +112,9 @@ class NativeReply:
         """One event per token that adds text; those that add none come with the next one."""
         events: list[bytes] = []
         for piece in passage.pieces:
-            self._untold.append(piece)
+            self._unsent.append(piece)
             if piece.text:
-                events.append(self._told(piece.text))
+                events.append(self._text_event(piece.text))
         return b"".join(events)
 
     def waiting(self) -> bytes:
@@ -132,8 +132,8 @@ class NativeReply:
     def error(self, error: SwarmLLMError) -> bytes:
         return self._event({"error": error_object(error)})
 
-    def _told(self, text: str) -> bytes:
-        pieces, self._untold = self._untold, []
+    def _text_event(self, text: str) -> bytes:
+        pieces, self._unsent = self._unsent, []
         self._has_new_line |= "\n" in text
         told: Json = {"content": text, "tokens": [piece.token for piece in pieces], "stop": False}
         return self._event(self._head | told | _probabilities(pieces))

@@ -54,11 +54,11 @@ from swarmllm.api.openai.schema import (
 )
 from swarmllm.api.output.output_parser import OutputParser, opened_reasoning, prepare
 from swarmllm.api.output.presets import preset_of, sampling_with
-from swarmllm.api.output.response import Ask, answer
+from swarmllm.api.output.response import GenerationRequest, answer
 from swarmllm.api.output.swarm_report import embedding_headers
 from swarmllm.errors import InvalidRequest
 from swarmllm.node import ModelView
-from swarmllm.node.embeddings import Embedded
+from swarmllm.node.embeddings import EmbeddingResult
 from swarmllm.node.on_demand import parse_keep_alive
 from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.ipc import Effort
@@ -116,7 +116,7 @@ async def embeddings() -> Response:
 
 async def _embedded(
     model: str, texts: list[str], n_dimensions: int | None, keep_alive: float | str | None
-) -> Embedded:
+) -> EmbeddingResult:
     keep_alive_s = parse_keep_alive(keep_alive)
     name = await catalogue_name(model)
     return await current_node().embeddings.embed(
@@ -129,7 +129,7 @@ async def _embedded(
     )
 
 
-def _embedding(answer: Json, embedded: Embedded) -> Response:
+def _embedding(answer: Json, embedded: EmbeddingResult) -> Response:
     response = Response(encode(answer), content_type="application/json")
     response.headers.update(embedding_headers(embedded, current_node().node_id))
     return response
@@ -286,7 +286,7 @@ async def generate() -> Response:
         prompt = Prompt(messages=messages, template=preset.template, pictures=pictures, field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     max_tokens = _max_tokens(body.options) or preset.max_tokens
-    ask = Ask(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
+    ask = GenerationRequest(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
     parser = OutputParser(opened_reasoning=opened)
     return await answer(ask, OllamaReply(GenerateShape(body.model), parser), stream=body.stream is not False)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.schema import Json
-from swarmllm.api.output.feed import TextDelta
+from swarmllm.api.output.buffered_generation import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText
 from swarmllm.api.output.swarm_report import swarm_object
 from swarmllm.api.output.tool_calls import FoundCall

@@ -13,8 +13,8 @@ from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import ChatRequest
+from swarmllm.api.output.buffered_generation import TextDelta
 from swarmllm.api.output.choices import answer_choices, usage
-from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
@@ -115,7 +115,7 @@ class ChatReply:
         }
         self.begins_with_null = False
         self._index = index
-        self._untold: list[Json] = []
+        self._unsent_logprobs: list[Json] = []
         """Log-probabilities of tokens whose text is held back."""
         self._parser = parser
         self._include_usage = include_usage
@@ -161,7 +161,7 @@ class ChatReply:
 
     def text(self, passage: TextDelta) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
-        self._untold += [_token(each) for each in passage.logprobs]
+        self._unsent_logprobs += [_token(each) for each in passage.logprobs]
         return b"".join(map(self._found, self._parser.feed(passage.text)))
 
     def last(self, generation: Generation) -> bytes:
@@ -193,7 +193,7 @@ class ChatReply:
 
     def _found(self, item: Item) -> bytes:
         if isinstance(item, str):
-            if self._untold:
+            if self._unsent_logprobs:
                 return self._chunk({"content": item})
             return self._text_prefix + encode(item) + self._text_suffix
         if isinstance(item, ReasoningText):
@@ -205,10 +205,10 @@ class ChatReply:
         choice = {
             "index": self._index,
             "delta": delta,
-            "logprobs": _logprobs(self._untold),
+            "logprobs": _logprobs(self._unsent_logprobs),
             "finish_reason": finish_reason,
         }
-        self._untold = []
+        self._unsent_logprobs = []
         usage_field: Json = {"usage": None} if self._include_usage else {}
         return self._event({"choices": [choice]} | usage_field | (extra or {}))
 

@@ -28,10 +28,10 @@ from swarmllm.api.openai.schema import (
     TopLogprobs,
     sampling_of,
 )
+from swarmllm.api.output.buffered_generation import TextDelta
 from swarmllm.api.output.choices import answer_choices, usage
-from swarmllm.api.output.feed import TextDelta
 from swarmllm.api.output.presets import preset_of, sampling_with
-from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING, Ask
+from swarmllm.api.output.response import DONE, EVENT_STREAM, WAITING, GenerationRequest
 from swarmllm.api.output.swarm_report import FINGERPRINT, llamacpp_timings, swarm_object
 from swarmllm.errors import InvalidRequest, SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt
@@ -106,7 +106,10 @@ async def complete() -> Response:
         prompts = [replace(prompt, top_logprobs=n_top, is_answered=is_answered) for prompt in prompts]
     session = session_of(body.session_id, body.prompt_cache_key)
     max_tokens = limit_of(limit or preset.max_tokens or DEFAULT_MAX_TOKENS)
-    asks = [Ask(body.model, replace(prompt, session=session), sampling, max_tokens) for prompt in prompts]
+    asks = [
+        GenerationRequest(body.model, replace(prompt, session=session), sampling, max_tokens)
+        for prompt in prompts
+    ]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     replies: list[CompletionReply] = []
     for index, ask in enumerate(ask for ask in asks for _ in range(n)):
@@ -141,7 +144,7 @@ class CompletionReply:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         echo: str,
         include_usage: bool,
         *,

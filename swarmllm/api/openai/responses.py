@@ -33,7 +33,7 @@ from swarmllm.api.openai.responses_request import (
     responses_call,
 )
 from swarmllm.api.openai.schema import Json, Message
-from swarmllm.api.output.feed import TextDelta
+from swarmllm.api.output.buffered_generation import TextDelta
 from swarmllm.api.output.output_parser import Item, OutputParser, ReasoningText, prepare
 from swarmllm.api.output.response import EVENT_STREAM, WAITING, answer
 from swarmllm.api.output.swarm_report import swarm_object
@@ -379,14 +379,14 @@ def _asked(body: ResponsesRequest) -> Json:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}} if not body.text or not body.text.format else told["text"],
         "tool_choice": told["tool_choice"] or "auto",
-        "tools": [_told(tool) for tool in body.tools or ()],
+        "tools": [_tool_json(tool) for tool in body.tools or ()],
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
 
 
-def _told(tool: ToolEntry) -> Json:
+def _tool_json(tool: ToolEntry) -> Json:
     return {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None}
 
 

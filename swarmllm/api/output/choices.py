@@ -18,9 +18,16 @@ from quart import Response
 
 from swarmllm.api.http.context import current_node
 from swarmllm.api.http.errors import plain_errors
-from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.output.feed import MIN_FLUSH_INTERVAL_S, Feed, TextDelta
-from swarmllm.api.output.response import HEADERS_AFTER_S, WAITING_EVERY_S, Ask, Reply, answer, stream_response
+from swarmllm.api.http.request_tasks import start_request_task
+from swarmllm.api.output.buffered_generation import MIN_FLUSH_INTERVAL_S, BufferedGeneration, TextDelta
+from swarmllm.api.output.response import (
+    HEADERS_AFTER_S,
+    WAITING_EVERY_S,
+    GenerationRequest,
+    Reply,
+    answer,
+    stream_response,
+)
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.node import Node
 from swarmllm.pipeline.origin.generation import Generation
@@ -64,7 +71,9 @@ def usage(*generations: Generation, n: int = 0) -> Json:
     }
 
 
-async def answer_choices(asks: Sequence[Ask], replies: Sequence[ChoiceReply], *, stream: bool) -> Response:
+async def answer_choices(
+    asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], *, stream: bool
+) -> Response:
     """`asks`: one per prompt; `replies`: as many for each, prompt by prompt."""
     if len(replies) == 1:
         return await answer(asks[0], replies[0], stream=stream)
@@ -73,7 +82,7 @@ async def answer_choices(asks: Sequence[Ask], replies: Sequence[ChoiceReply], *,
     return await (_streamed if stream else _whole)(choices, replies, n)
 
 
-def _of_choice(ask: Ask, index: int) -> Ask:
+def _of_choice(ask: GenerationRequest, index: int) -> GenerationRequest:
     """A seed makes an answer repeatable, not all choices the same."""
     if index:
         ask = replace(ask, request_id=further_id(ask.request_id))
@@ -83,7 +92,7 @@ def _of_choice(ask: Ask, index: int) -> Ask:
     return replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
 
 
-async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
+async def _whole(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
     done: dict[int, tuple[TextDelta, Generation]] = {}
     first_token = [trio.Event() for _ in asks[::n]]
@@ -108,60 +117,63 @@ async def _whole(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) ->
     return response
 
 
-async def _streamed(asks: Sequence[Ask], replies: Sequence[ChoiceReply], n: int) -> Response:
+async def _streamed(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
     changed = trio.lowlevel.ParkingLot()
-    feeds: list[Feed] = []
+    buffers: list[BufferedGeneration] = []
     for index, ask in enumerate(asks):
-        behind = _behind(feeds[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
-        feeds.append(own_feed(Feed(behind, changed)))
-    first = feeds[0]
+        behind = _behind(buffers[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
+        buffers.append(start_request_task(BufferedGeneration(behind, changed)))
+    first = buffers[0]
     await first.wait(HEADERS_AFTER_S)
     if first.error is not None:
-        for feed in feeds:
-            feed.stop()
+        for buffer in buffers:
+            buffer.stop()
         raise first.error
-    return stream_response(_events(feeds, changed, replies, n), replies[0], first)
+    return stream_response(_events(buffers, changed, replies, n), replies[0], first)
 
 
 @asynccontextmanager
-async def _behind(first: Feed, node: Node, ask: Ask) -> AsyncIterator[Generation]:
+async def _behind(first: BufferedGeneration, node: Node, ask: GenerationRequest) -> AsyncIterator[Generation]:
     await first.started.wait()
     async with node.generate(*ask.terms) as generation:
         yield generation
 
 
 async def _events(
-    feeds: Sequence[Feed], changed: trio.lowlevel.ParkingLot, replies: Sequence[ChoiceReply], n: int
+    buffers: Sequence[BufferedGeneration],
+    changed: trio.lowlevel.ParkingLot,
+    replies: Sequence[ChoiceReply],
+    n: int,
 ) -> AsyncIterator[bytes]:
     """Nothing here may wait in a `finally`, see `answering`."""
-    open_feeds = dict(enumerate(feeds))
-    pieces = [reply.first(feed.generation) for feed, reply in zip(feeds, replies, strict=True)]
-    while open_feeds:
-        for index, feed in list(open_feeds.items()):
-            passage = feed.collect()
+    open_buffers = dict(enumerate(buffers))
+    pieces = [reply.first(buffer.generation) for buffer, reply in zip(buffers, replies, strict=True)]
+    while open_buffers:
+        for index, buffer in list(open_buffers.items()):
+            passage = buffer.collect()
             if passage:
                 pieces.append(replies[index].text(passage))
-            if feed.error is not None:
-                for other in feeds:
+            if buffer.error is not None:
+                for other in buffers:
                     other.stop()
-                yield b"".join([*pieces, replies[index].error(feed.error)])
+                yield b"".join([*pieces, replies[index].error(buffer.error)])
                 return
-            if feed.finished and feed.generation is not None:
-                pieces.append(replies[index].finish(feed.generation))
-                del open_feeds[index]
+            if buffer.finished and buffer.generation is not None:
+                pieces.append(replies[index].finish(buffer.generation))
+                del open_buffers[index]
         yield b"".join(pieces)
         pieces.clear()
-        if open_feeds and not await _wait(open_feeds.values(), changed):
+        if open_buffers and not await _wait(open_buffers.values(), changed):
             pieces.append(replies[0].waiting())
-    generations = [feed.generation for feed in feeds if feed.generation is not None]
+    generations = [buffer.generation for buffer in buffers if buffer.generation is not None]
     yield replies[0].end(usage(*generations, n=n))
 
 
-async def _wait(feeds: Collection[Feed], changed: trio.lowlevel.ParkingLot) -> bool:
+async def _wait(buffers: Collection[BufferedGeneration], changed: trio.lowlevel.ParkingLot) -> bool:
     """Whether one of them has something to tell before the reader's next sign of life is due."""
     with trio.move_on_after(WAITING_EVERY_S):
-        while not any(feed.has_changed for feed in feeds):
+        while not any(buffer.has_changed for buffer in buffers):
             await changed.park()
         await trio.sleep(MIN_FLUSH_INTERVAL_S)
         return True

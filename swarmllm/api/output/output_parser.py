@@ -16,7 +16,7 @@ from swarmllm.api.openai.chat_request import ChatCall
 from swarmllm.api.openai.forced_call import forced
 from swarmllm.api.openai.pictures import seen_by
 from swarmllm.api.output.presets import call_with_preset
-from swarmllm.api.output.response import Ask
+from swarmllm.api.output.response import GenerationRequest
 from swarmllm.api.output.tool_calls import FoundCall, ToolCallParser
 from swarmllm.pipeline.origin.generation import Prompt
 from swarmllm_proto.reasoning_markers import REASONING_TAGS
@@ -152,7 +152,7 @@ class OutputParser:
         return parsed
 
 
-async def effort_told(call: ChatCall, effort_field: str) -> ChatCall:
+async def with_reasoning_effort(call: ChatCall, effort_field: str) -> ChatCall:
     """The call without an effort that the model's template cannot say: told as ignored under `effort_field`,
     or with `api.strict` left to be refused."""
     if call.effort is None or current_config().api.strict:
@@ -168,12 +168,12 @@ async def effort_told(call: ChatCall, effort_field: str) -> ChatCall:
 
 async def prepare(
     call: ChatCall, *, field: str = "messages", effort_field: str = "reasoning_effort"
-) -> tuple[Ask, list[OutputParser]]:
+) -> tuple[GenerationRequest, list[OutputParser]]:
     """What to ask the node, and who listens to each of its answers. Raises what finding the model raises, and
     InvalidRequest for tools whose call cannot be forced and for pictures that the model cannot see. `field`:
     what the API calls the conversation, `effort_field` how much to think."""
     pictures = await seen_by(call.model, call.pictures, field)
-    call = await effort_told(await call_with_preset(call), effort_field)
+    call = await with_reasoning_effort(await call_with_preset(call), effort_field)
     texts, sampling = current_node().texts, call.sampling
     names = [str(tool["function"]["name"]) for tool in call.tools or ()]  # type: ignore[index]
     if call.must_call and call.tools:
@@ -195,5 +195,5 @@ async def prepare(
         field=field,
     )
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
-    ask = Ask(call.model, prompt, sampling, call.max_tokens)
+    ask = GenerationRequest(call.model, prompt, sampling, call.max_tokens)
     return ask, [OutputParser(parser, opened) for parser in parsers]

@@ -16,8 +16,8 @@ from quart import Response
 
 from swarmllm.api.http.context import current_caller, current_node, current_request_id
 from swarmllm.api.http.errors import plain_errors
-from swarmllm.api.http.request_tasks import own_feed
-from swarmllm.api.output.feed import Feed, TextDelta
+from swarmllm.api.http.request_tasks import start_request_task
+from swarmllm.api.output.buffered_generation import BufferedGeneration, TextDelta
 from swarmllm.api.output.swarm_report import swarm_headers
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.generation import Generation, Prompt
@@ -38,7 +38,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """The arguments of one generation."""
 
     model: str
@@ -84,11 +84,11 @@ class Reply(Protocol):
     def error(self, error: SwarmLLMError) -> bytes: ...
 
 
-async def answer(ask: Ask, reply: Reply, *, stream: bool) -> Response:
+async def answer(ask: GenerationRequest, reply: Reply, *, stream: bool) -> Response:
     return await (_streamed(ask, reply) if stream else _whole(ask, reply))
 
 
-async def _whole(ask: Ask, reply: Reply) -> Response:
+async def _whole(ask: GenerationRequest, reply: Reply) -> Response:
     """A client that leaves cancels this task, and with it the generation."""
     with plain_errors():
         async with current_node().generate(*ask.terms) as generation:
@@ -98,53 +98,55 @@ async def _whole(ask: Ask, reply: Reply) -> Response:
     return response
 
 
-async def _streamed(ask: Ask, reply: Reply) -> Response:
+async def _streamed(ask: GenerationRequest, reply: Reply) -> Response:
     node = current_node()
-    feed = own_feed(Feed(node.generate(*ask.terms)))
+    buffer = start_request_task(BufferedGeneration(node.generate(*ask.terms)))
 
     def loading() -> str:
         provisioning = node.provisioner.of(ask.model)
         return provisioning.text if provisioning is not None else ""
 
     with trio.move_on_after(HEADERS_AFTER_S):
-        while not await feed.wait(PROGRESS_EVERY_S) and not loading():
+        while not await buffer.wait(PROGRESS_EVERY_S) and not loading():
             pass
-    if feed.error is not None:
-        raise feed.error
-    return stream_response(_events(feed, reply, loading), reply, feed)
+    if buffer.error is not None:
+        raise buffer.error
+    return stream_response(_events(buffer, reply, loading), reply, buffer)
 
 
-def stream_response(events: AsyncIterator[bytes], reply: Reply, feed: Feed) -> Response:
+def stream_response(events: AsyncIterator[bytes], reply: Reply, buffer: BufferedGeneration) -> Response:
     response = Response(events, content_type=reply.stream_type)
     response.timeout = None
     response.headers["Cache-Control"] = "no-cache"
     response.headers["X-Accel-Buffering"] = "no"
-    if feed.generation is not None:
-        response.headers.update(swarm_headers(feed.generation))
+    if buffer.generation is not None:
+        response.headers.update(swarm_headers(buffer.generation))
     return response
 
 
-async def _events(feed: Feed, reply: Reply, loading: Callable[[], str]) -> AsyncIterator[bytes]:
+async def _events(
+    buffer: BufferedGeneration, reply: Reply, loading: Callable[[], str]
+) -> AsyncIterator[bytes]:
     """`loading`: how far the model is that is loaded for this; empty: it is there. Nothing here may wait in a
     `finally`: a client that leaves closes this generator in passing."""
-    waiting = [reply.first(feed.generation)]
-    if feed.generation is None:
+    waiting = [reply.first(buffer.generation)]
+    if buffer.generation is None:
         # A client has waited already, and a proxy may be waiting for the first byte.
         yield waiting.pop()
     while True:
         how_far = loading()
-        passage = await feed.take(PROGRESS_EVERY_S if how_far else WAITING_EVERY_S)
+        passage = await buffer.take(PROGRESS_EVERY_S if how_far else WAITING_EVERY_S)
         if passage is None:
             is_commented = how_far and reply.stream_type == EVENT_STREAM
             waiting.append(f": {how_far}\n\n".encode() if is_commented else reply.waiting())
         elif passage:
             waiting.append(reply.text(passage))
-        if feed.finished and not feed.has_pieces:
+        if buffer.finished and not buffer.has_pieces:
             break
         yield b"".join(waiting)
         waiting.clear()
-    if feed.error is not None:
-        waiting.append(reply.error(feed.error))
-    elif feed.generation is not None:
-        waiting.append(reply.last(feed.generation))
+    if buffer.error is not None:
+        waiting.append(reply.error(buffer.error))
+    elif buffer.generation is not None:
+        waiting.append(reply.last(buffer.generation))
     yield b"".join(waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmllm import __version__
-from swarmllm.node.embeddings import Embedded
+from swarmllm.node.embeddings import EmbeddingResult
 from swarmllm.pipeline.origin.generation import Generation, StageReport
 from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm_proto.identifiers import NodeId
@@ -94,7 +94,7 @@ def swarm_headers(generation: Generation) -> dict[str, str]:
     return _route_headers(generation.shape, stages) | {"Server-Timing": _server_timing(generation)}
 
 
-def embedding_headers(embedded: Embedded, node_id: NodeId) -> dict[str, str]:
+def embedding_headers(embedded: EmbeddingResult, node_id: NodeId) -> dict[str, str]:
     """The same for vectors. `node_id`: of this node."""
     stages = [(f"{stage.start}:{stage.end}", stage.node_id) for stage in embedded.stages]
     shape = "local" if len(stages) == 1 and stages[0][1] == node_id else "chain"

@@ -210,7 +210,7 @@ class Announcer:
                 names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
                 self._transfer.announce_far(names.items())
                 self._published = holdings
-                self._changes.record_told(capability)
+                self._changes.record_published(capability)
             elif means == "load":
                 await self._tell_load(capability)
 
@@ -220,7 +220,7 @@ class Announcer:
 
     async def _tell_load(self, capability: NodeCapability) -> None:
         await self._router.publish_load(encode_load(load_of(capability)))
-        self._changes.load_told(capability, trio.current_time())
+        self._changes.load_published(capability, trio.current_time())
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}

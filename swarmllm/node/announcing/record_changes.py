@@ -54,11 +54,11 @@ class Damping:
 
 class RecordChanges:
     def __init__(self) -> None:
-        self._told = NodeCapability()
+        self._published = NodeCapability()
         """As others know it."""
         self._recorded = NodeCapability()
         """As in the last record."""
-        self._load_told_s = 0.0
+        self._load_published_s = 0.0
         self._ways = Damping()
 
     def __repr__(self) -> str:
@@ -66,27 +66,27 @@ class RecordChanges:
 
     @property
     def told(self) -> NodeCapability:
-        return self._told
+        return self._published
 
     def of_work(self, capability: NodeCapability) -> Means:
         """A quick look, at what routes should know at once."""
-        if work_has_changed(self._told, capability):
+        if work_has_changed(self._published, capability):
             return "record"
-        return "load" if load_has_changed(self._told, capability) else "nothing"
+        return "load" if load_has_changed(self._published, capability) else "nothing"
 
     def of_all(self, capability: NodeCapability, now: float) -> Means:
         """To be asked now and then: what wanders by itself is told ever more rarely."""
-        is_of_ways = links_have_changed(self._told, capability)
+        is_of_ways = links_have_changed(self._published, capability)
         tells_ways = self._ways.admits(now, has_changed=is_of_ways)
         means = self.of_work(capability)
-        is_settled = means == "nothing" and now >= self._load_told_s + SETTLED_S
+        is_settled = means == "nothing" and now >= self._load_published_s + SETTLED_S
         if tells_ways or (is_settled and load_has_changed(self._recorded, capability)):
             return "record"
         return means
 
-    def record_told(self, capability: NodeCapability) -> None:
-        self._told = self._recorded = capability
+    def record_published(self, capability: NodeCapability) -> None:
+        self._published = self._recorded = capability
 
-    def load_told(self, capability: NodeCapability, now: float) -> None:
-        self._told = carrying(self._told, load_of(capability))
-        self._load_told_s = now
+    def load_published(self, capability: NodeCapability, now: float) -> None:
+        self._published = carrying(self._published, load_of(capability))
+        self._load_published_s = now

@@ -21,7 +21,6 @@ from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.layers import covers
-from swarmllm.pipeline.check.charges import Charges
 from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.equal_bits import are_equal, draw_piece, judge_bits
 from swarmllm.pipeline.check.evidence import (
@@ -34,15 +33,15 @@ from swarmllm.pipeline.check.evidence import (
 )
 from swarmllm.pipeline.check.likelihood import (
     IMPOSSIBLE,
-    apart_max,
     comparable,
+    distance_max,
     end_chance,
-    end_chance_told,
+    end_chance_by_fingerprint,
     is_far,
     is_plain,
     with_apart,
 )
-from swarmllm.pipeline.check.pending import Found, PendingCheck, agree, work_of_rows, work_of_tokens
+from swarmllm.pipeline.check.pending import PendingCheck, RecomputeResult, agree, work_of_rows, work_of_tokens
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
 from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
 from swarmllm.pipeline.check.sampling import (
@@ -66,13 +65,14 @@ from swarmllm.pipeline.check.verdict import (
     Sampled,
     TokenEvidence,
     Verdict,
-    as_if_told,
     before_computing,
     distance,
     judge,
     judge_tokens,
-    tokens_apart,
+    token_distance,
+    with_recomputed,
 )
+from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.check.whole import sample_whole_at
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.request import RequestContext
@@ -98,7 +98,7 @@ IDLE_WAIT_S = 30.0
 LOOK_S = 0.25
 SPARE_SLOTS = 2
 """A check here leaves at least one for a request that comes meanwhile."""
-TOLD_S = 5.0
+ANNOUNCEMENT_S = 5.0
 """By then what a node announces has arrived, where it has just loaded the model with another type of KV."""
 HOLDERS_ASKED = 3
 """Nodes that are asked to compute rows again, until two agree."""
@@ -129,7 +129,7 @@ class Checker:
     replies: Replies = field(default_factory=Replies)
     signer: RowSigner | None = None
     commitments: Commitments = field(init=False)
-    _charges: Charges = field(init=False)
+    _charges: VerdictRecorder = field(init=False)
     _budget: Budget = field(init=False)
     _tallies: Tallies = field(default_factory=Tallies)
     _pending: deque[PendingCheck] = field(default_factory=deque)
@@ -137,7 +137,7 @@ class Checker:
 
     def __post_init__(self) -> None:
         self._budget = Budget(self.settings.check_rate)
-        self._charges = Charges(self.router.node_id, self.trust, self.suspects, self.counts)
+        self._charges = VerdictRecorder(self.router.node_id, self.trust, self.suspects, self.counts)
         self.commitments = Commitments(
             self.router, self.registry, self._charges, self.trust, self.tasks, self.signer
         )
@@ -174,7 +174,7 @@ class Checker:
         if values is None or not chain.is_ended_by_model or not is_plain(sampling) or view.is_here(view.last):
             return
         last, n_tokens = view.stages[view.last].node_id, max(1, len(chain.generated))
-        if self._tallies.add_end(last, end_chance_told(values, sampling, n_tokens)):
+        if self._tallies.add_end(last, end_chance_by_fingerprint(values, sampling, n_tokens)):
             self._charges.wrong(last, Bias.ENDS_EARLY.value)
 
     async def collect(self, chain: Chain, stage: int) -> None:
@@ -281,7 +281,7 @@ class Checker:
             if found.verdict is Verdict.RIGHT:
                 self._add_up(pending, found)
 
-    def _add_up(self, pending: PendingCheck, found: Found) -> None:
+    def _add_up(self, pending: PendingCheck, found: RecomputeResult) -> None:
         """Tokens that are possible one by one may be impossible together."""
         evidence = pending.evidence
         if not isinstance(evidence, TokenEvidence) or not evidence.is_agreed:
@@ -295,7 +295,9 @@ class Checker:
             found.results,
             is_greedy=pending.is_greedy,
             is_far=partial(is_far, sampling=sampling, n_vocab=n_vocab) if is_plain(sampling) else None,
-            end_chance=partial(end_chance, sampling=sampling, n_tokens=evidence.first + len(evidence.told))
+            end_chance=partial(
+                end_chance, sampling=sampling, n_tokens=evidence.first + len(evidence.reported)
+            )
             if is_plain(sampling)
             else None,
         )
@@ -306,7 +308,7 @@ class Checker:
         elif len(self._others(pending)) < 2:
             self._charges.dispute(pending.node_id, found.by)
 
-    async def _computed(self, pending: PendingCheck) -> Found | None:
+    async def _computed(self, pending: PendingCheck) -> RecomputeResult | None:
         """None: it is this stage or the one that computed it again, and both have been charged; or nobody
         could."""
         if self._has_layers(pending.context, pending.stage):
@@ -316,7 +318,7 @@ class Checker:
             return await self._computed_by(pending, None)
         if isinstance(pending.evidence, TokenEvidence):
             pending = replace(pending, evidence=of_fewer(pending.evidence, DRAWN_TOKENS))
-        found: list[tuple[NodeId, Found]] = []
+        found: list[tuple[NodeId, RecomputeResult]] = []
         for node_id in self._others(pending):
             try:
                 newest = await self._computed_by(pending, node_id)
@@ -340,7 +342,7 @@ class Checker:
             self.counts.checks_dropped += 1
         return None
 
-    async def _computed_by(self, pending: PendingCheck, node_id: NodeId | None) -> Found:
+    async def _computed_by(self, pending: PendingCheck, node_id: NodeId | None) -> RecomputeResult:
         """None: by this node. Raises SwarmLLMError."""
         exactly = await self._computed_exactly(pending, node_id)
         if exactly is not None:
@@ -355,11 +357,11 @@ class Checker:
         if match is Match.WRONG and judge(evidence, rows)[1] is not Match.WRONG:
             self._budget.spend(work_of_rows(evidence) * len(context.view.layers(pending.stage)))
             verdict, match = await self._judged_by_spread(pending, evidence, rows, node_id)
-        return Found(verdict, match, rows, by)
+        return RecomputeResult(verdict, match, rows, by)
 
     async def _tokens_computed_by(
         self, pending: PendingCheck, evidence: TokenEvidence, node_id: NodeId | None
-    ) -> Found:
+    ) -> RecomputeResult:
         """None: by this node. Raises SwarmLLMError."""
         by, is_greedy = node_id or self.router.node_id, pending.is_plainly_greedy
         sampled = await self._sampled_by(pending, evidence, node_id)
@@ -369,17 +371,19 @@ class Checker:
             evidence,
             sampled,
             greedy=is_greedy,
-            apart_max=apart_max(pending.context.sampling, IMPOSSIBLE),
+            distance_max=distance_max(pending.context.sampling, IMPOSSIBLE),
         )
         verdict, match = judged(limit=allowed.least)
         if match is Match.WRONG and judged(limit=allowed.most)[1] is not Match.WRONG:
             again = await self._sampled_by(pending, evidence, node_id, is_regrouped=True)
-            spread = tokens_apart(as_if_told(evidence, again), sampled)
-            await trio.sleep(TOLD_S)
+            spread = token_distance(with_recomputed(evidence, again), sampled)
+            await trio.sleep(ANNOUNCEMENT_S)
             verdict, match = judged(limit=self._limits_of_tokens(pending, by, len(sampled)).limit(spread))
-        return Found(verdict, match, sampled, by)
+        return RecomputeResult(verdict, match, sampled, by)
 
-    async def _computed_exactly(self, pending: PendingCheck, node_id: NodeId | None) -> Found | None:
+    async def _computed_exactly(
+        self, pending: PendingCheck, node_id: NodeId | None
+    ) -> RecomputeResult | None:
         """Bit for bit; None: its bits need not be equal, or are not even equal when it computes twice. Raises
         SwarmLLMError."""
         context, evidence, by = pending.context, pending.evidence, node_id or self.router.node_id
@@ -399,7 +403,7 @@ class Checker:
         if match is not Match.EQUAL and not are_equal(await results(), found):
             log.warning("node %s computes an exact request twice with other bits each time", by)
             return None
-        return Found(verdict, match, found, by, is_by_bits=True)
+        return RecomputeResult(verdict, match, found, by, is_by_bits=True)
 
     async def _judged_by_spread(
         self, pending: PendingCheck, evidence: Evidence, rows: Tensor, node_id: NodeId | None
@@ -408,7 +412,7 @@ class Checker:
         SwarmLLMError."""
         again = await self._recomputed_by(pending, evidence, node_id, is_regrouped=True)
         spread = distance(rows, again, evidence.came_in[-evidence.n_rows :])
-        await trio.sleep(TOLD_S)
+        await trio.sleep(ANNOUNCEMENT_S)
         return judge(evidence, rows, self._limits(pending, node_id or self.router.node_id).limit(spread))
 
     async def _recomputed_by(
@@ -475,8 +479,8 @@ class Checker:
             sampled = await sample_whole_at(node_id, self.replies, self.router, task)
         else:
             sampled = await self.replies.sample_at(node_id, self.router, task)
-        sampled = comparable(sampled, evidence.told, context.sampling)
-        return with_apart(sampled, evidence.told, context.sampling, context.n_vocab)
+        sampled = comparable(sampled, evidence.reported, context.sampling)
+        return with_apart(sampled, evidence.reported, context.sampling, context.n_vocab)
 
     def _others(self, pending: PendingCheck) -> list[NodeId]:
         """Holders that have no part in it, the most trusted first."""

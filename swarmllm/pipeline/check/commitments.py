@@ -3,7 +3,7 @@ contradictions.
 
 Where two neighbours contradict each other, the receiver of the rows is asked for the sender's signature. If
 it has one, the sender told this node something else and is the liar. If it has none, both lose a little trust
-(see `charges`). Either way one of the two has wrong rows, so the request moves to another pipeline.
+(see `verdict_recorder`). Either way one of the two has wrong rows, so the request moves to another pipeline.
 
 A stage that refuses rows names their sender. The sender has stated what it sent, or gives no evidence, and
 the stage shows the rows that it refused.
@@ -26,8 +26,8 @@ from msgspec import UNSET
 
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.pipeline.check.charges import Charges
-from swarmllm.pipeline.check.ledger import Disagreement, ImpossibleCommitment, Ledger, Side
+from swarmllm.pipeline.check.ledger import Disagreement, InvalidCommitment, Ledger, Side
+from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import OVER
 from swarmllm.pipeline.tasks import PipelineTasks
@@ -84,7 +84,7 @@ class _Request:
 class Commitments:
     router: Router
     registry: Registry
-    charges: Charges
+    verdict_recorder: VerdictRecorder
     trust: NodeTrust
     tasks: PipelineTasks
     signer: RowSigner | None = None
@@ -204,7 +204,7 @@ class Commitments:
     def _add(self, sender: NodeId, request: _Request, said: RowsCommitment) -> None:
         try:
             found = request.ledger.add(said)
-        except ImpossibleCommitment as error:
+        except InvalidCommitment as error:
             self._note(sender, f"a commitment that cannot be: {error}")
             return
         request.said.unpark_all()
@@ -223,10 +223,10 @@ class Commitments:
         )
         is_proven = receiver == here or (sender != here and await self._is_proven(request, found))
         if is_proven:
-            self.charges.wrong(sender, "it signed for other rows than it sent, or told")
+            self.verdict_recorder.wrong(sender, "it signed for other rows than it sent, or told")
             self._leave(request, frozenset({sender}))
         else:
-            self.charges.contradict(sender, receiver)
+            self.verdict_recorder.contradict(sender, receiver)
             self._leave(request, frozenset({sender, receiver} - {here}))
 
     def _leave(self, request: _Request, doubted: frozenset[NodeId]) -> None:
@@ -267,14 +267,14 @@ class Commitments:
             return  # What this node sent, and what came to it, it knows by itself.
         await request.wait_for(lambda: request.ledger.stretch_with(stage, position) is not None)
         if (found := request.ledger.stretch_with(stage, position)) is None:
-            self.charges.no_evidence(sender)
+            self.verdict_recorder.no_evidence(sender)
             return
         start, said = found
         piece = await self._ask(request, stage, start, said.n_rows, digest_only=False)
         if piece is not None and self._are_bad(request, stage, start, said.n_rows, said.digest, piece):
-            self.charges.bad_rows(sender)
+            self.verdict_recorder.bad_rows(sender)
         else:
-            self.charges.contradict(sender, receiver)
+            self.verdict_recorder.contradict(sender, receiver)
 
     def _are_bad(
         self, request: _Request, stage: int, start: int, n_rows: int, digest: bytes, piece: RowsPiece

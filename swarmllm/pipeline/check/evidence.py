@@ -15,10 +15,10 @@ from swarmllm.pipeline.check.fingerprints import is_possible
 from swarmllm.pipeline.check.ledger import Ledger, Side, spans
 from swarmllm.pipeline.check.likelihood import is_plain
 from swarmllm.pipeline.check.recompute import RecomputeTask, compute_here
+from swarmllm.pipeline.check.reported_logprobs import are_possible
 from swarmllm.pipeline.check.sampling import Stretch
-from swarmllm.pipeline.check.told_logprobs import are_possible
 from swarmllm.pipeline.check.verdict import Evidence, TokenEvidence
-from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
+from swarmllm.pipeline.origin.reported_fingerprints import ReportedFingerprints
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.row_committer import NoRowCommitter
@@ -118,35 +118,35 @@ def token_evidence(
 
 
 def with_fingerprints(
-    evidence: TokenEvidence, told: ToldFingerprints, context: RequestContext
+    evidence: TokenEvidence, reported: ReportedFingerprints, context: RequestContext
 ) -> TokenEvidence:
     """And what they have shown already, with the log-probabilities that came with these tokens."""
-    drawn = evidence.first - len(context.generated), len(evidence.told)
-    values = told.read(*drawn)
-    logprobs = tuple(told.logprobs(*drawn)) if context.sampling.logprobs else ()
+    drawn = evidence.first - len(context.generated), len(evidence.reported)
+    values = reported.read(*drawn)
+    logprobs = tuple(reported.logprobs(*drawn)) if context.sampling.logprobs else ()
     key = context.sampling.fingerprint_key
     if values is None or key is None:
         return evidence
     plain = is_plain(context.sampling)
     is_likeliest = context.sampling.temperature == 0 and plain
     possible = is_possible(
-        values, evidence.told, evidence.first, key, context.n_vocab, is_likeliest=is_likeliest
+        values, evidence.reported, evidence.first, key, context.n_vocab, is_likeliest=is_likeliest
     )
     if plain and logprobs:
-        possible &= are_possible(logprobs, values, evidence.told, evidence.first, key, context.n_vocab)
+        possible &= are_possible(logprobs, values, evidence.reported, evidence.first, key, context.n_vocab)
     return replace(evidence, fingerprints=values, is_possible=possible, logprobs=logprobs)
 
 
 def of_fewer(evidence: TokenEvidence, n_tokens: int) -> TokenEvidence:
     """The same of at most so many of the tokens."""
-    n_less = len(evidence.told) - n_tokens
+    n_less = len(evidence.reported) - n_tokens
     if n_less <= 0:
         return evidence
     rows = evidence.came_in
     return replace(
         evidence,
         came_in=rows[: len(rows) - n_less] if rows.ndim > 1 else rows,
-        told=evidence.told[:n_tokens],
+        reported=evidence.reported[:n_tokens],
         fingerprints=None if evidence.fingerprints is None else evidence.fingerprints[:n_tokens],
         logprobs=evidence.logprobs[:n_tokens],
         is_ended=False,
@@ -192,8 +192,8 @@ class Collector:
             self._require_own(stage - 1, "sent", 0, came_in)
             if before != view.node_id:
                 is_agreed = await self._is_agreed(stage - 1, layers.start, came_in)
-        sent = await self._told(node_id, layers.end, stretch)
-        received = await self._told(next_id, layers.end, stretch)
+        sent = await self._reported_rows(node_id, layers.end, stretch)
+        received = await self._reported_rows(next_id, layers.end, stretch)
         self._require_own(stage, "sent", stretch.position, sent)
         self._require_own(stage + 1, "received", stretch.position, received)
         return Evidence(
@@ -257,7 +257,7 @@ class Collector:
         task = RecomputeTask(self._context, before, self._tokens[:n_rows], n_rows, self._chunk_tokens)
         return await compute_here(self._compute, task)
 
-    async def _told(self, node_id: NodeId, boundary: int, stretch: Stretch) -> Tensor | None:
+    async def _reported_rows(self, node_id: NodeId, boundary: int, stretch: Stretch) -> Tensor | None:
         try:
             return await self._rows(node_id, boundary, *stretch)
         except EvidenceAbsent:

@@ -27,28 +27,28 @@ NEAR: Final = 0.1
 between a random number and the token that it draws."""
 
 
-def distance(again: Tensor, told: Tensor) -> float:
+def distance(again: Tensor, reported: Tensor) -> float:
     """Mean over the tokens, of which none counts for more than WORST_TOKEN. As `distances`."""
-    return float(np.mean(np.minimum(distances(again, told), WORST_TOKEN)))
+    return float(np.mean(np.minimum(distances(again, reported), WORST_TOKEN)))
 
 
-def distances(again: Tensor, told: Tensor) -> Tensor:
+def distances(again: Tensor, reported: Tensor) -> Tensor:
     """f64 [n], for each token: length of the difference / length of what lies between the drawn logits and
     their mean. f32 [n, N_VALUES] each, of the same tokens."""
     drawn = again[:, :N_DRAWN].astype(np.float64)
-    off = np.linalg.norm(told.astype(np.float64) - again, axis=1)
+    off = np.linalg.norm(reported.astype(np.float64) - again, axis=1)
     around = np.linalg.norm(drawn - drawn.mean(axis=1, keepdims=True), axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(off == 0, 0.0, off / around))
 
 
 def is_possible(
-    told: Tensor, tokens: Sequence[int], first: int, key: int, n_vocab: int, *, is_likeliest: bool
+    reported: Tensor, tokens: Sequence[int], first: int, key: int, n_vocab: int, *, is_likeliest: bool
 ) -> bool:
     """Whether there are logits with these fingerprints, f32 [n, N_VALUES], from which these tokens were
     taken, of which `first` is the index of the first. `is_likeliest`: each token is to be the likeliest
     one."""
-    for at, (values, token) in enumerate(zip(told, tokens, strict=True)):
+    for at, (values, token) in enumerate(zip(reported, tokens, strict=True)):
         drawn, (largest, own) = values[:N_DRAWN], values[N_DRAWN:]
         ids = drawn_tokens(key, first + at, n_vocab)
         if drawn.max() > largest or own > largest or (is_likeliest and own != largest):

@@ -16,7 +16,7 @@ Side = Literal["sent", "received"]
 SIDES: Final[tuple[Side, Side]] = ("sent", "received")
 
 
-class ImpossibleCommitment(Exception):
+class InvalidCommitment(Exception):
     """A statement that no honest stage makes about the request."""
 
 
@@ -53,18 +53,18 @@ class Ledger:
         self._repeated.append((first, end))
 
     def add(self, said: RowsCommitment) -> list[Disagreement]:
-        """Stretches of which two neighbours say different things since now. Raises ImpossibleCommitment."""
+        """Stretches of which two neighbours say different things since now. Raises InvalidCommitment."""
         if said.stage > self._last:
-            raise ImpossibleCommitment(f"there is no stage {said.stage}")
+            raise InvalidCommitment(f"there is no stage {said.stage}")
         if said.position + said.n_rows > self._n_rows_max:
-            raise ImpossibleCommitment(f"rows up to {said.position + said.n_rows} of {self._n_rows_max}")
+            raise InvalidCommitment(f"rows up to {said.position + said.n_rows} of {self._n_rows_max}")
         if bool(said.sent) is (said.stage == self._last) or (said.received and not said.stage):
-            raise ImpossibleCommitment(f"rows that stage {said.stage} does not have")
+            raise InvalidCommitment(f"rows that stage {said.stage} does not have")
         new_ones = [(side, *each) for side in SIDES for each in _stretches(said, getattr(said, side))]
         for side, position, new in new_ones:
             known = self._said.get((said.stage, side, position), new)
             if known != new and not self.is_doubtful(position):
-                raise ImpossibleCommitment(f"another digest of rows {position} to {position + new.n_rows}")
+                raise InvalidCommitment(f"another digest of rows {position} to {position + new.n_rows}")
         found: list[Disagreement] = []
         for side, position, new in new_ones:
             key = said.stage, side, position

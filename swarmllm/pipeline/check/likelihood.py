@@ -37,12 +37,12 @@ _NEARLY_EQUAL_NATS: Final = 0.7
 """Tokens that are so nearly as likely as another one may have the other order at another node."""
 
 
-def comparable(sampled: list[Sampled], told: Sequence[int], sampling: Sampling) -> list[Sampled]:
+def comparable(sampled: list[Sampled], reported: Sequence[int], sampling: Sampling) -> list[Sampled]:
     """Those of the tokens that were `sampled` again that follow the same ones as those that were told. A
     grammar allows other tokens after another one; whatever else looks back, hardly."""
     if not sampling.grammar and not sampling.json_schema:
         return sampled
-    differs = (again.token != token for again, token in zip(sampled, told, strict=False))
+    differs = (again.token != token for again, token in zip(sampled, reported, strict=False))
     return sampled[: next((index + 1 for index, is_other in enumerate(differs) if is_other), None)]
 
 
@@ -63,7 +63,7 @@ def is_plain(sampling: Sampling) -> bool:
 
 
 def with_apart(
-    sampled: list[Sampled], told: Sequence[int], sampling: Sampling, n_vocab: int
+    sampled: list[Sampled], reported: Sequence[int], sampling: Sampling, n_vocab: int
 ) -> list[Sampled]:
     """With what lies at least between the random number and each token that was told, where it was drawn and
     only that is known."""
@@ -73,38 +73,38 @@ def with_apart(
         again
         if again.apart is not None or not again.likeliest
         else replace(again, apart=between(token, again, sampling, n_vocab) if token != again.token else 0.0)
-        for again, token in zip(sampled, told, strict=False)
+        for again, token in zip(sampled, reported, strict=False)
     ]
 
 
-def apart_max(sampling: Sampling, at_most: float) -> float:
+def distance_max(sampling: Sampling, at_most: float) -> float:
     """So much may lie between them, where it is `at_most` at a temperature of 0.5 and above: the lower the
     temperature, the more a little difference of the logits moves."""
     return at_most / min(1.0, 2 * sampling.temperature) if sampling.temperature else math.inf
 
 
-def is_far(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> bool:
+def is_far(reported: int, again: Sampled, sampling: Sampling, n_vocab: int) -> bool:
     """`again`: sampled from the same rows, with the same seed. `sampling` is plain."""
-    if told == again.token or not again.likeliest:
+    if reported == again.token or not again.likeliest:
         return False
     if sampling.temperature == 0:
-        own = again.told_logprob
+        own = again.reported_logprob
         if own is None:
-            own = dict(again.likeliest).get(told, again.likeliest[-1][1])
+            own = dict(again.likeliest).get(reported, again.likeliest[-1][1])
         return own < again.likeliest[0][1] - FAR_NATS
-    apart = between(told, again, sampling, n_vocab) if again.apart is None else again.apart
-    return apart > apart_max(sampling, FAR)
+    apart = between(reported, again, sampling, n_vocab) if again.apart is None else again.apart
+    return apart > distance_max(sampling, FAR)
 
 
-def between(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> float:
+def between(reported: int, again: Sampled, sampling: Sampling, n_vocab: int) -> float:
     """At least so much probability lies between the two tokens."""
     temperature = sampling.temperature
     total = _total([logprob for _, logprob in again.likeliest], temperature, n_vocab)
     by_rank, by_id = 0.0, 0.0
     logprobs = dict(again.likeliest)
     least = again.likeliest[-1][1]
-    ends = sorted((logprobs.get(told, least), logprobs.get(again.token, least)))
-    low, high = min(told, again.token), max(told, again.token)
+    ends = sorted((logprobs.get(reported, least), logprobs.get(again.token, least)))
+    low, high = min(reported, again.token), max(reported, again.token)
     for token, logprob in again.likeliest:
         part = math.exp(logprob / temperature) / total
         if low < token < high:
@@ -116,19 +116,19 @@ def between(told: int, again: Sampled, sampling: Sampling, n_vocab: int) -> floa
     return min(by_id, by_rank) if sampling.min_p else by_id
 
 
-def end_chance(told: int, again: Sampled, sampling: Sampling, n_tokens: int) -> float:
-    """At most so likely is it that an honest node's text ends with `told`, which is not among the likeliest
-    tokens, as one of the first `n_tokens`. `sampling` is plain."""
+def end_chance(reported: int, again: Sampled, sampling: Sampling, n_tokens: int) -> float:
+    """At most so likely is it that an honest node's text ends with `reported`, which is not among the
+    likeliest tokens, as one of the first `n_tokens`. `sampling` is plain."""
     if not again.likeliest or not sampling.temperature:
         return 1.0
-    own = again.likeliest[-1][1] if again.told_logprob is None else again.told_logprob
+    own = again.likeliest[-1][1] if again.reported_logprob is None else again.reported_logprob
     weights = (logprob / sampling.temperature for _, logprob in again.likeliest)
     unsure = _UNSURE_NATS / min(1.0, sampling.temperature)
     chance = own / sampling.temperature + unsure - math.log(math.fsum(map(math.exp, weights)) or 1.0)
     return math.exp(min(0.0, chance + math.log(n_tokens)))
 
 
-def end_chance_told(values: Tensor, sampling: Sampling, n_tokens: int) -> float:
+def end_chance_by_fingerprint(values: Tensor, sampling: Sampling, n_tokens: int) -> float:
     """The same by the fingerprint that came with the token that ended the text, f32 [N_VALUES]: the likeliest
     token alone has so much more probability."""
     if not sampling.temperature:

@@ -54,7 +54,7 @@ class PendingCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecomputeResult:
     """The result of computing it again."""
 
     verdict: Verdict
@@ -72,13 +72,13 @@ def work_of_rows(evidence: Evidence) -> float:
 
 def work_of_tokens(evidence: TokenEvidence, each: float) -> float:
     """The same, where a row that gives a token costs so much."""
-    n_told, n_rows = len(evidence.told), len(evidence.came_in)
+    n_told, n_rows = len(evidence.reported), len(evidence.came_in)
     if evidence.came_in.ndim > 1:
         return n_rows - n_told + each * n_told
     return n_rows + len(evidence.before) + each * n_told
 
 
-def agree(pending: PendingCheck, one: Found, other: Found) -> bool:
+def agree(pending: PendingCheck, one: RecomputeResult, other: RecomputeResult) -> bool:
     """Whether two holders computed the same."""
     evidence = pending.evidence
     if one.is_by_bits and other.is_by_bits:
@@ -87,7 +87,7 @@ def agree(pending: PendingCheck, one: Found, other: Found) -> bool:
         assert isinstance(one.results, list)
         assert isinstance(other.results, list)
         tokens, values = tuple(sampled.token for sampled in one.results), fingerprints_of(one.results)
-        said = replace(evidence, told=tokens, is_ended=False, fingerprints=values, logprobs=())
+        said = replace(evidence, reported=tokens, is_ended=False, fingerprints=values, logprobs=())
         limit = token_limits(None, None, len(tokens)).most
         match = judge_tokens(said, other.results, greedy=pending.is_plainly_greedy, limit=limit)[1]
         return match is not Match.WRONG

@@ -168,7 +168,7 @@ class TokenTask:
         sampling, max_tokens = self.context.sampling, 2**20
         if self.exact_rows:
             # There is room for no more rows of an exact request than it had itself.
-            n_tokens = len(self.evidence.before) + len(self.evidence.told)
+            n_tokens = len(self.evidence.before) + len(self.evidence.reported)
             max_tokens = sampling.max_tokens if sampling.exact else n_tokens + 1
         return msgspec.structs.replace(
             sampling,
@@ -190,7 +190,9 @@ class TokenTask:
         evidence = self.evidence
         if evidence.came_in.ndim > 1:
             return evidence.came_in
-        return np.concatenate((evidence.came_in, np.array([*evidence.before, *evidence.told[:-1]], np.int32)))
+        return np.concatenate(
+            (evidence.came_in, np.array([*evidence.before, *evidence.reported[:-1]], np.int32))
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -200,7 +202,7 @@ class TokenTask:
     @property
     def n_silent(self) -> int:
         """Rows before the first that gave one of the tokens."""
-        return len(self.rows) - len(self.evidence.told)
+        return len(self.rows) - len(self.evidence.reported)
 
     def silent_batches(self) -> Iterator[slice]:
         """Of these."""
@@ -245,7 +247,7 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
             sampling=sampling,
             n_prompt_tokens=n_prompt,
             generated=task.evidence.before,
-            scored=task.evidence.told,
+            scored=task.evidence.reported,
             exact_rows=exact_rows,
         )
     finally:
@@ -257,9 +259,9 @@ async def sample_here(compute: Compute, task: TokenTask) -> list[Sampled]:
 def sampled_again(again: TokenAgain) -> Sampled:
     """What this node's worker said."""
     likeliest = tuple((each.token, each.logprob) for each in again.logprobs[1:])
-    told_logprob = again.logprobs[0].logprob if again.logprobs else None
+    reported_logprob = again.logprobs[0].logprob if again.logprobs else None
     values = _fingerprint(again.fingerprint)
-    return Sampled(again.token, likeliest, again.ends, values, told_logprob, again.apart)
+    return Sampled(again.token, likeliest, again.ends, values, reported_logprob, again.apart)
 
 
 def as_sampled(token: SampledToken) -> Sampled:

@@ -150,36 +150,36 @@ def observations(
     if not is_greedy:
         yield from _of_draws(evidence, sampled, end_chance)
     if is_far is not None:
-        for told, again in zip(evidence.told, sampled, strict=False):
-            yield Bias.FAR, ODDS[Bias.FAR].step(against=is_far(told, again))
+        for reported, again in zip(evidence.reported, sampled, strict=False):
+            yield Bias.FAR, ODDS[Bias.FAR].step(against=is_far(reported, again))
 
 
 def _of_draws(
     evidence: TokenEvidence, sampled: Sequence[Sampled], end_chance: EndChance | None
 ) -> Iterator[tuple[Bias, float]]:
     # An end is looked at because it came, which is no matter of chance.
-    free = evidence.told[:-1] if evidence.is_ended else evidence.told
-    for told, again in zip(free, sampled, strict=False):
+    free = evidence.reported[:-1] if evidence.is_ended else evidence.reported
+    for reported, again in zip(free, sampled, strict=False):
         ranks = {token: rank for rank, (token, _) in enumerate(again.likeliest)}
-        told_rank, again_rank = (ranks.get(token, len(ranks)) for token in (told, again.token))
+        told_rank, again_rank = (ranks.get(token, len(ranks)) for token in (reported, again.token))
         if told_rank != again_rank:
             yield Bias.LIKELIER, ODDS[Bias.LIKELIER].step(against=told_rank < again_rank)
             yield Bias.UNLIKELIER, ODDS[Bias.UNLIKELIER].step(against=told_rank > again_rank)
-    if evidence.is_ended and sampled and len(sampled) == len(evidence.told):
-        yield Bias.ENDS_EARLY, _odds_of_end(evidence.told[-1], sampled[-1], end_chance)
+    if evidence.is_ended and sampled and len(sampled) == len(evidence.reported):
+        yield Bias.ENDS_EARLY, _odds_of_end(evidence.reported[-1], sampled[-1], end_chance)
 
 
-def _odds_of_end(told: int, again: Sampled, end_chance: EndChance | None) -> float:
-    rates, against = ODDS[Bias.ENDS_EARLY], is_unexplained_end(told, again)
+def _odds_of_end(reported: int, again: Sampled, end_chance: EndChance | None) -> float:
+    rates, against = ODDS[Bias.ENDS_EARLY], is_unexplained_end(reported, again)
     odds = rates.step(against=against)
     if not against or end_chance is None:
         return odds
     # Of so few ends that are unexplained at all, at most this part is as unlikely as this one.
-    return odds + _odds_of_chance(min(1.0, end_chance(told, again) / rates.honest))
+    return odds + _odds_of_chance(min(1.0, end_chance(reported, again) / rates.honest))
 
 
-def is_unexplained_end(told: int, again: Sampled) -> bool:
-    """The last stage said that the model ended its text with the token `told`."""
-    if told == again.token:
+def is_unexplained_end(reported: int, again: Sampled) -> bool:
+    """The last stage said that the model ended its text with the token `reported`."""
+    if reported == again.token:
         return not again.is_end
-    return bool(again.likeliest) and all(token != told for token, _ in again.likeliest)
+    return bool(again.likeliest) and all(token != reported for token, _ in again.likeliest)

@@ -49,7 +49,7 @@ class TokenDistance(NamedTuple):
     logits: float
     """See `fingerprints.distance`."""
     size: float
-    """Of log-probabilities, see `told_logprobs.Apart`; so is `shift`."""
+    """Of log-probabilities, see `reported_logprobs.LogprobDistance`; so is `shift`."""
     shift: float
 
 

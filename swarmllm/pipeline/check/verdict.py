@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from swarmllm.pipeline.check import fingerprints
+from swarmllm.pipeline.check.reported_logprobs import ReportedLogprobs, logprob_distance
 from swarmllm.pipeline.check.thresholds import ANY, TOLERANCE, TokenDistance
-from swarmllm.pipeline.check.told_logprobs import Told, apart
 from swarmllm_proto.ipc import TokenLogprob
 from swarmllm_proto.tensors import BLOCK_VALUES, Tensor, rounded
 
@@ -73,12 +73,12 @@ class Evidence:
     """The stage was to round what it sent."""
 
 
-def distance(recomputed: Tensor, told: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> float:
+def distance(recomputed: Tensor, reported: Tensor, came_in: Tensor, *, is_rounded: bool = False) -> float:
     """Mean over the rows of a stretch: length of the difference / length of what the layers added to the row.
     0: alike; rows that no layer has touched are 1 away. `is_rounded`: of what was told, not of what was
     recomputed; what rounding alone may have done does not count."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        differences = told.astype(np.float64) - recomputed
+        differences = reported.astype(np.float64) - recomputed
         if is_rounded:
             differences = np.maximum(np.abs(differences) - _rounding_error(recomputed), 0)
         off = np.linalg.norm(differences, axis=1)
@@ -99,18 +99,18 @@ def _rounding_error(rows: Tensor) -> Tensor:
 
 def compare(
     recomputed: Tensor,
-    told: Tensor,
+    reported: Tensor,
     came_in: Tensor,
     *,
     is_rounded: bool = False,
     limit: float = TOLERANCE,
 ) -> Match:
     """`came_in`: the same rows before the layers. `is_rounded`: of what was told. `limit`: of `distance`."""
-    if recomputed.shape != told.shape:
+    if recomputed.shape != reported.shape:
         return Match.WRONG
-    if (rounded(recomputed) if is_rounded else recomputed).tobytes() == told.tobytes():
+    if (rounded(recomputed) if is_rounded else recomputed).tobytes() == reported.tobytes():
         return Match.EQUAL
-    off = distance(recomputed, told, came_in, is_rounded=is_rounded)
+    off = distance(recomputed, reported, came_in, is_rounded=is_rounded)
     return Match.CLOSE if off <= limit else Match.WRONG
 
 
@@ -160,7 +160,7 @@ class Sampled:
     """The model ends its text with it."""
     fingerprint: Tensor | None = None
     """Of its logits, f32 [N_VALUES], where the computing node tells it."""
-    told_logprob: float | None = None
+    reported_logprob: float | None = None
     """Of the token that was told; None: see `likeliest`."""
     apart: float | None = None
     """So much probability lies between the random number and the token that was told; None: not known."""
@@ -177,7 +177,7 @@ class TokenEvidence:
     """Index of the first of these tokens."""
     before: tuple[int, ...]
     """All that were generated before."""
-    told: tuple[int, ...]
+    reported: tuple[int, ...]
     """As the stage told this node."""
     is_agreed: bool | None
     """As in Evidence."""
@@ -187,7 +187,7 @@ class TokenEvidence:
     """That came with these tokens, f32 [n, N_VALUES]; None: the stage tells none."""
     is_possible: bool = True
     """The fingerprints agree with each other and with the tokens, and so do the log-probabilities."""
-    logprobs: tuple[Told, ...] = ()
+    logprobs: tuple[ReportedLogprobs, ...] = ()
     """That came with these tokens; empty: nobody asked for them."""
 
 
@@ -197,7 +197,7 @@ def fingerprints_of(sampled: Sequence[Sampled]) -> Tensor | None:
     return np.stack(found) if found and len(found) == len(sampled) else None
 
 
-def logits_apart(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> float | None:
+def fingerprint_distance(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> float | None:
     """How far the fingerprints that were told are from those of the same rows; None: one has none."""
     both = _both_fingerprints(evidence, sampled)
     return None if both is None else fingerprints.distance(*both)
@@ -208,38 +208,38 @@ def _both_fingerprints(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> t
     again = fingerprints_of(sampled)
     if evidence.fingerprints is None or again is None:
         return None
-    told = evidence.fingerprints[: len(again)]
-    for at, (token, each) in enumerate(zip(evidence.told, sampled, strict=False)):
-        if each.told_logprob is None and each.token != token:
+    reported = evidence.fingerprints[: len(again)]
+    for at, (token, each) in enumerate(zip(evidence.reported, sampled, strict=False)):
+        if each.reported_logprob is None and each.token != token:
             # Another holder tells the logit of the token that it took itself.
-            again[at, fingerprints.OWN] = told[at, fingerprints.OWN]
-    return again, told
+            again[at, fingerprints.OWN] = reported[at, fingerprints.OWN]
+    return again, reported
 
 
-def is_drawn_falsely(evidence: TokenEvidence, sampled: Sequence[Sampled], apart_max: float) -> bool:
+def is_drawn_falsely(evidence: TokenEvidence, sampled: Sequence[Sampled], distance_max: float) -> bool:
     """Whether a token was not drawn from the very logits that were told with it: more probability than
-    `apart_max` lies between it and the random number."""
+    `distance_max` lies between it and the random number."""
     both = _both_fingerprints(evidence, sampled)
     if both is None:
         return False
     near = fingerprints.distances(*both) <= fingerprints.NEAR
     return any(
-        is_near and told != again.token and again.apart is not None and again.apart > apart_max
-        for told, again, is_near in zip(evidence.told, sampled, near, strict=False)
+        is_near and reported != again.token and again.apart is not None and again.apart > distance_max
+        for reported, again, is_near in zip(evidence.reported, sampled, near, strict=False)
     )
 
 
-def tokens_apart(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> TokenDistance:
+def token_distance(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> TokenDistance:
     """Of what both tell; 0 where there is nothing."""
-    off = apart(evidence.logprobs, _computed(evidence, sampled))
-    return TokenDistance(logits_apart(evidence, sampled) or 0.0, off.size, off.shift)
+    off = logprob_distance(evidence.logprobs, _computed(evidence, sampled))
+    return TokenDistance(fingerprint_distance(evidence, sampled) or 0.0, off.size, off.shift)
 
 
-def as_if_told(evidence: TokenEvidence, again: Sequence[Sampled]) -> TokenEvidence:
+def with_recomputed(evidence: TokenEvidence, again: Sequence[Sampled]) -> TokenEvidence:
     """With what was computed of the same rows in place of what was told."""
     logprobs = tuple(
-        tuple(TokenLogprob(each.token, known[each.token], b"") for each in told if each.token in known)
-        for told, known in zip(evidence.logprobs, _computed(evidence, again), strict=False)
+        tuple(TokenLogprob(each.token, known[each.token], b"") for each in reported if each.token in known)
+        for reported, known in zip(evidence.logprobs, _computed(evidence, again), strict=False)
     )
     return replace(evidence, fingerprints=fingerprints_of(again), logprobs=logprobs)
 
@@ -247,8 +247,8 @@ def as_if_told(evidence: TokenEvidence, again: Sequence[Sampled]) -> TokenEviden
 def _computed(evidence: TokenEvidence, sampled: Sequence[Sampled]) -> list[dict[int, float]]:
     """Log-probabilities of some tokens, for each of the answer."""
     return [
-        dict(again.likeliest) | ({} if again.told_logprob is None else {told: again.told_logprob})
-        for told, again in zip(evidence.told, sampled, strict=False)
+        dict(again.likeliest) | ({} if again.reported_logprob is None else {reported: again.reported_logprob})
+        for reported, again in zip(evidence.reported, sampled, strict=False)
     ]
 
 
@@ -258,34 +258,34 @@ def judge_tokens(
     *,
     greedy: bool,
     limit: TokenDistance = ANY,
-    apart_max: float = math.inf,
+    distance_max: float = math.inf,
 ) -> tuple[Verdict, Match]:
     """`sampled`: from the same rows, in order; each after the tokens that were told. `limit`: of
-    `tokens_apart`; `apart_max`: of `is_drawn_falsely`."""
-    pairs = list(zip(evidence.told, sampled, strict=False))
+    `token_distance`; `distance_max`: of `is_drawn_falsely`."""
+    pairs = list(zip(evidence.reported, sampled, strict=False))
     if not pairs:
         return Verdict.UNKNOWN, Match.WRONG
-    ends_falsely = evidence.is_ended and len(pairs) == len(evidence.told) and _ends_falsely(*pairs[-1])
-    off = tokens_apart(evidence, sampled)
+    ends_falsely = evidence.is_ended and len(pairs) == len(evidence.reported) and _ends_falsely(*pairs[-1])
+    off = token_distance(evidence, sampled)
     is_above = any(one > most for one, most in zip(off, limit, strict=True))
-    if is_above or is_drawn_falsely(evidence, sampled, apart_max):
+    if is_above or is_drawn_falsely(evidence, sampled, distance_max):
         return Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG, Match.WRONG
-    if all(told == again.token for told, again in pairs) and not ends_falsely:
+    if all(reported == again.token for reported, again in pairs) and not ends_falsely:
         return Verdict.RIGHT, Match.CLOSE if off.logits else Match.EQUAL
-    n_unlikely = sum(_is_unlikely(told, again, greedy=greedy) for told, again in pairs)
+    n_unlikely = sum(_is_unlikely(reported, again, greedy=greedy) for reported, again in pairs)
     n_allowed = 0 if greedy else max(UNLIKELY_MIN, math.ceil(UNLIKELY_PART * len(pairs))) - 1
     if n_unlikely <= n_allowed and not ends_falsely:
         return Verdict.RIGHT, Match.CLOSE
     return (Verdict.DISPUTED_BEFORE if evidence.is_agreed is None else Verdict.WRONG), Match.WRONG
 
 
-def _ends_falsely(told: int, again: Sampled) -> bool:
+def _ends_falsely(reported: int, again: Sampled) -> bool:
     """Whether the stage ended the text with a token that ends no text."""
-    return told == again.token and not again.is_end
+    return reported == again.token and not again.is_end
 
 
-def _is_unlikely(told: int, again: Sampled, *, greedy: bool) -> bool:
-    if told == again.token or not again.likeliest:
+def _is_unlikely(reported: int, again: Sampled, *, greedy: bool) -> bool:
+    if reported == again.token or not again.likeliest:
         return False
-    found = [logprob for token, logprob in again.likeliest if token == told]
+    found = [logprob for token, logprob in again.likeliest if token == reported]
     return not found or (greedy and found[0] < again.likeliest[0][1] - LIKELY)

@@ -45,7 +45,7 @@ class _Part:
     tokens: Tensor
     """i32, the prompt and what was generated before."""
     before: tuple[int, ...]
-    told: tuple[int, ...]
+    reported: tuple[int, ...]
     sampling: Sampling
 
 
@@ -59,16 +59,19 @@ async def sample_whole_at(
 async def _in_parts(task: TokenTask, give: Callable[[_Part], Awaitable[list[Sampled]]]) -> list[Sampled]:
     evidence, found = task.evidence, list[Sampled]()
     for _ in range(BEGINNINGS):
-        before, told = (*evidence.before, *evidence.told[: len(found)]), evidence.told[len(found) :]
-        if not told:
+        before, reported = (
+            (*evidence.before, *evidence.reported[: len(found)]),
+            evidence.reported[len(found) :],
+        )
+        if not reported:
             break
         tokens = np.concatenate((evidence.came_in, np.array(before, np.int32)))
         sampling = msgspec.structs.replace(
             task.sampling,
-            max_tokens=len(before) + len(told),
+            max_tokens=len(before) + len(reported),
             exact=task.context.sampling.exact != task.is_regrouped,
         )
-        newest = await give(_Part(tokens, before, told, sampling))
+        newest = await give(_Part(tokens, before, reported, sampling))
         if not newest:
             break
         found += newest
@@ -100,7 +103,7 @@ async def _at(
                 if message.index != len(part.before) + len(found):
                     raise RemoteError(f"node {node_id} sent another token than the one it was asked for")
                 found.append(as_sampled(message))
-                is_last = len(found) == len(part.told) or message.finish_reason is not None
-                if is_last or message.token != part.told[len(found) - 1]:
+                is_last = len(found) == len(part.reported) or message.finish_reason is not None
+                if is_last or message.token != part.reported[len(found) - 1]:
                     break
     return found

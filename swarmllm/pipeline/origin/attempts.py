@@ -30,7 +30,7 @@ from swarmllm.errors import (
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Fetched, TokenSource
+from swarmllm.pipeline.origin.generation import FetchedPrefix, TokenSource
 from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
@@ -38,7 +38,7 @@ from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
-from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
 from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
@@ -112,7 +112,7 @@ class Attempts:
         self,
         request: OriginRequest,
         assignment: PipelineAssignment,
-        pace: Pace,
+        pace: PipelineSpeed,
         weigh: OnReportedLoads | None = None,
     ) -> AbstractAsyncContextManager[TokenSource]:
         """The latest attempt at a request. Adds to what the request avoids the node because of which it
@@ -120,7 +120,7 @@ class Attempts:
         context = request.context
         assert context is not None, "an attempt has a route"
         if is_local(context) and request.pictures is None:
-            brought: AbstractAsyncContextManager[Fetched | None] = nullcontext()
+            brought: AbstractAsyncContextManager[FetchedPrefix | None] = nullcontext()
             if self._prefixes is not None:
                 brought = self._prefixes.brought(request.entry, request.rows, is_exact=request.is_exact)
             return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id), brought)
@@ -134,7 +134,7 @@ class Attempts:
         request: OriginRequest,
         assignment: PipelineAssignment,
         kind: type[AnyChain],
-        pace: Pace | None = None,
+        pace: PipelineSpeed | None = None,
         weigh: OnReportedLoads | None = None,
     ) -> AsyncIterator[AnyChain]:
         """The same, where stages on other nodes take part in it."""
@@ -176,7 +176,7 @@ class Attempts:
                 if chain.blamed.has_stalled or chain.blamed.has_lied:
                     self._suspects.doubt([chain.blamed.culprit], trio.current_time())
                 if not isinstance(error, NodeBusy):
-                    self._tell_everybody(context.request_id, chain.blamed.culprit, error)
+                    self._report_failure(context.request_id, chain.blamed.culprit, error)
             elif isinstance(error, RemoteError | DeadlineExceeded) and not isinstance(error, NodeBusy):
                 here = {self._router.node_id}
                 doubted = sorted(chain.blamed.doubted or chain.node_ids - here)
@@ -272,7 +272,7 @@ class Attempts:
             provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
 
     def just_sent(
-        self, told: Mapping[NodeId, ReportedLoad], besides: OriginRequest | None
+        self, reported: Mapping[NodeId, ReportedLoad], besides: OriginRequest | None
     ) -> Counter[NodeId]:
         """By node id: requests of this node that others have had for so short a time that their records need
         not say so; of a node that has told of its load itself, the one that it accepted then and those that
@@ -280,7 +280,7 @@ class Attempts:
         unseen_s = trio.current_time() - UNSEEN_S
 
         def is_unseen(request: OriginRequest, chain: Chain, node_id: NodeId) -> bool:
-            if (said := told.get(node_id)) is None:
+            if (said := reported.get(node_id)) is None:
                 return chain.began_s > unseen_s
             return request.id == said.request_id or request.assigned_s > said.at_s
 
@@ -345,7 +345,7 @@ class Attempts:
         """The next routes do without these where they can."""
         self._suspects.doubt(sorted(node_ids), trio.current_time())
 
-    def _tell_everybody(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
+    def _report_failure(self, request_id: str, culprit: NodeId, error: SwarmLLMError) -> None:
         message = PipelineError(
             request_id=request_id, node_id=culprit, kind=error.code, message="a pipeline broke there"
         )

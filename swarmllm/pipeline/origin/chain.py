@@ -22,27 +22,27 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.pipeline.job import ComputeStep, Job
-from swarmllm.pipeline.origin.generation import Guesses, Shape, StageAccount, StageReport, described
+from swarmllm.pipeline.origin.generation import Shape, SpeculationCounts, StageAccount, StageReport, described
 from swarmllm.pipeline.origin.lifecycle import LIFECYCLE, OVER, ChainEvent, ChainState
 from swarmllm.pipeline.origin.output import (
     Blamed,
     Chunk,
     EarlyTokens,
-    ImpossibleReport,
+    InvalidReport,
+    PrematureEnd,
     PromptWindow,
     RowsNotSent,
     TokenLog,
-    WrongEnd,
     require_end,
     require_stop_string,
     require_token,
 )
 from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.origin.prefixes import PrefixNames
-from swarmllm.pipeline.origin.told_fingerprints import ToldFingerprints
+from swarmllm.pipeline.origin.reported_fingerprints import ReportedFingerprints
 from swarmllm.pipeline.repair.plan import StageRemainder, is_anew, rebuilds, recomputed
-from swarmllm.pipeline.repair.rebuild import Feeding
-from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, Pace
+from swarmllm.pipeline.repair.rebuild import RebuildSchedule
+from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, PipelineSpeed
 from swarmllm.pipeline.request import OriginMessage, RequestContext
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.stage.failure_reports import (
@@ -64,7 +64,7 @@ MAX_REPEATS = 3
 """Damaged jobs that one request survives; more means that something is broken, not unlucky."""
 
 
-class Watch(Protocol):
+class StallHandler(Protocol):
     async def look(self, chain: Chain) -> None:
         """Nothing has come of it for a while: who is at work, and is that worth waiting for?"""
         ...
@@ -79,7 +79,7 @@ class Chain:
 
     shape: Shape = "chain"
     fits_context = True  # A stage with less room would refuse the rows, and end no text.
-    guesses = Guesses()  # What the last stage says with the last token.
+    guesses = SpeculationCounts()  # What the last stage says with the last token.
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Chain:
         chunk_tokens: int,
         silence_timeout_s: float,
         look_after_s: float,
-        watch: Watch,
+        watch: StallHandler,
         nicknames: Mapping[NodeId, str],
         names: PrefixNames | None = None,
-        pace: Pace | None = None,
+        pace: PipelineSpeed | None = None,
         checked_stage: int | None = None,
         pictures: PictureRows | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class Chain:
         self.blamed = Blamed()
         self.pace = pace
         self.checked_stage = checked_stage
-        self.fingerprints = ToldFingerprints(context.sampling, is_kept=checked_stage == context.view.last)
+        self.fingerprints = ReportedFingerprints(context.sampling, is_kept=checked_stage == context.view.last)
         self._look_after_s = look_after_s
         self._watch = watch
         self._heard_s = self._looked_s = 0.0
@@ -124,7 +124,7 @@ class Chain:
         self._names = nicknames
         self._described = described(stages, self._name)
         self._session: Session | None = None
-        self._feeding: Feeding | None = None
+        self._feeding: RebuildSchedule | None = None
         """While stages are built again."""
         self.is_ended_by_model = False
         self.recomputed: frozenset[int] | None = None
@@ -225,7 +225,7 @@ class Chain:
         self._pass(ChainEvent.RESUME)
         self.recomputed = recomputed(planned)
         ends, runs = self._ends, self.context.picture_runs
-        self._feeding = Feeding(planned, n_due, self._chunk_tokens, ends, runs) if planned else None
+        self._feeding = RebuildSchedule(planned, n_due, self._chunk_tokens, ends, runs) if planned else None
         self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
         self._begin(session)
         self._feed()
@@ -352,19 +352,19 @@ class Chain:
                 else:
                     self._require_possible(ChainEvent.PROGRESS)
                     self._progress(message, payload)
-        except ImpossibleReport as error:
+        except InvalidReport as error:
             others = self.node_ids - {sender, self.context.view.node_id}
             if isinstance(error, RowsNotSent) and others:
                 self.blamed.doubted = others | {sender}
             else:
                 self.blame(sender)
-                self.blamed.has_lied = isinstance(error, WrongEnd) and self.blamed.culprit == sender
+                self.blamed.has_lied = isinstance(error, PrematureEnd) and self.blamed.culprit == sender
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
     def _require_possible(self, event: ChainEvent) -> None:
         """Of what a stage says, which may come at a time at which nobody has asked it for anything."""
         if event not in LIFECYCLE.rows[self._state]:
-            raise ImpossibleReport(f"{event.value}, while {self._state.value}")
+            raise InvalidReport(f"{event.value}, while {self._state.value}")
 
     def fail(self, error: Exception) -> None:
         was_over = self._state in OVER
@@ -419,7 +419,7 @@ class Chain:
         self._buffer.append((message, payload))
         self._reader.unpark_all()
         if message.finish_reason is not None:
-            self.guesses = Guesses.told(message.guessed, self._tokens.n_received)
+            self.guesses = SpeculationCounts.reported(message.guessed, self._tokens.n_received)
             self.is_ended_by_model = message.finish_reason == "stop" and message.stopped_by is None
             # Nobody needs to wait for the reader: all stages may free their slots now.
             n_cached = min(message.n_cached_tokens, self.context.n_prompt_tokens)
@@ -458,7 +458,7 @@ class Chain:
         here = self.context.view.node_id
         is_of_rows = message.kind in (BAD_ROWS, UNUSABLE_ROWS)
         if is_of_rows and not self.context.view.hands_to(message.node_id, sender):
-            raise ImpossibleReport(f"it gets no rows from {self._name(message.node_id)}")
+            raise InvalidReport(f"it gets no rows from {self._name(message.node_id)}")
         if message.kind == BAD_ROWS and message.node_id != here:
             # One of the two lies, and which cannot be seen from here.
             self.blamed.doubted = frozenset({sender, message.node_id})
@@ -480,7 +480,7 @@ class Chain:
         )
         if position < self.window.n_tokens:
             if self.has_begun:
-                raise ImpossibleReport(f"no job is under way at {position}")
+                raise InvalidReport(f"no job is under way at {position}")
             (self.window if self._feeding is None else self._feeding.window).rewind(position)
             self._feed()
         elif self._tokens.repeats_now(position):

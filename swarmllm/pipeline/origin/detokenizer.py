@@ -42,7 +42,7 @@ class Vocabulary(Protocol):
     async def end_tokens(self, model: ModelFile) -> frozenset[int]: ...
 
 
-class Pieces:
+class TokenBytes:
     """The bytes that tokens add to a text. A worker is asked once for each group of tokens, because its
     answer waits for the step that it is computing."""
 
@@ -84,7 +84,7 @@ class Detokenizer:
     sampling: Sampling
     generated: list[int]
     """The request's tokens so far; grows by itself."""
-    pieces: Pieces
+    pieces: TokenBytes
     text: TextStream = field(init=False)
     n_done: int = 0
     """Tokens of which the text has been made."""

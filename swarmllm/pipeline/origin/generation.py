@@ -189,13 +189,13 @@ def described(stages: Sequence[Stage], name: Callable[[NodeId], str]) -> str:
     return " -> ".join(f"{stage.start}:{stage.end}@{name(stage.node_id)}" for stage in stages)
 
 
-class Guesses(NamedTuple):
+class SpeculationCounts(NamedTuple):
     """Tokens that were guessed ahead of the model (speculation)."""
 
     ways: tuple[GuessCount, ...] = ()
 
     @classmethod
-    def told(cls, counts: tuple[int, int] | UnsetType, n_tokens: int) -> Guesses:
+    def reported(cls, counts: tuple[int, int] | UnsetType, n_tokens: int) -> SpeculationCounts:
         """By another node, of a request with so many tokens: guesses (checked, right). Counts that cannot be
         are none."""
         n_checked, n_right = counts or (0, 0)
@@ -214,7 +214,7 @@ class Guesses(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedPrefix:
     """KV of a prompt's beginning that another node gave for a request."""
 
     node_id: NodeId
@@ -249,7 +249,7 @@ class TokenSource(Protocol):
     def n_cached_tokens(self) -> int: ...
 
     @property
-    def guesses(self) -> Guesses: ...
+    def guesses(self) -> SpeculationCounts: ...
 
     @property
     def is_rebuilt(self) -> bool:
@@ -261,7 +261,7 @@ class FailoverSource(TokenSource, Protocol):
     """A source of tokens that fails over to other pipelines."""
 
     @property
-    def fetched(self) -> Fetched | None: ...
+    def fetched(self) -> FetchedPrefix | None: ...
 
     @property
     def n_recoveries(self) -> int:
@@ -346,12 +346,12 @@ class Generation:
         return self._source.n_cached_tokens
 
     @property
-    def fetched(self) -> Fetched | None:
+    def fetched(self) -> FetchedPrefix | None:
         """KV of the prompt's beginning that came for it from another node."""
         return self._source.fetched
 
     @property
-    def guesses(self) -> Guesses:
+    def guesses(self) -> SpeculationCounts:
         """Known at the end."""
         return self._source.guesses
 

@@ -35,16 +35,16 @@ characters."""
 Item = TypeVar("Item")
 
 
-class ImpossibleReport(Exception):
+class InvalidReport(Exception):
     """A stage sent something that cannot be true for this request."""
 
 
-class RowsNotSent(ImpossibleReport):
+class RowsNotSent(InvalidReport):
     """The last stage reports more rows than were sent: a stage on the way added some, or the last stage
     lies."""
 
 
-class WrongEnd(ImpossibleReport):
+class PrematureEnd(InvalidReport):
     """The last stage ended the text too early for what was asked."""
 
 
@@ -128,10 +128,10 @@ class PromptWindow:
         return has_advanced
 
     def rewind(self, position: int) -> None:
-        """The chunk at `position` and all after it leave again. Raises ImpossibleReport where no chunk that
+        """The chunk at `position` and all after it leave again. Raises InvalidReport where no chunk that
         is under way begins."""
         if not self.n_passed <= position < self.n_sent or not self._begins_chunk(position):
-            raise ImpossibleReport(f"no chunk that is under way begins at {position}")
+            raise InvalidReport(f"no chunk that is under way begins at {position}")
         self.n_sent = whole_before(self._runs, position)
 
 
@@ -144,13 +144,13 @@ class EarlyTokens(Generic[Item]):
 
     def put(self, index: int, item: Item, n_bytes: int, due: int) -> None:
         """`due` is the index that is to come next; of two with the same index the first stays. Raises
-        ImpossibleReport for one that is too far ahead, or with too much text."""
+        InvalidReport for one that is too far ahead, or with too much text."""
         if index > due + EARLY_TOKENS_MAX:
-            raise ImpossibleReport(f"token {index} came {index - due} ahead of its turn")
+            raise InvalidReport(f"token {index} came {index - due} ahead of its turn")
         if index in self._waiting or index < due:
             return
         if self._n_bytes + n_bytes > EARLY_BYTES_MAX:
-            raise ImpossibleReport(f"more than {EARLY_BYTES_MAX} bytes of text came ahead of their turn")
+            raise InvalidReport(f"more than {EARLY_BYTES_MAX} bytes of text came ahead of their turn")
         self._waiting[index] = item, n_bytes
         self._n_bytes += n_bytes
 
@@ -207,14 +207,14 @@ class TokenLog:
     """The next token is to be repeated as soon as it arrives."""
 
     def receive(self, index: int, token: int) -> bool:
-        """True: the next one. False: known already. Raises ImpossibleReport: one was skipped, or there are
+        """True: the next one. False: known already. Raises InvalidReport: one was skipped, or there are
         too many."""
         if index < self.n_received:
             return False
         if index > self.n_received:
-            raise ImpossibleReport(f"token {index} came where {self.n_received} was next")
+            raise InvalidReport(f"token {index} came where {self.n_received} was next")
         if index >= self.max_tokens:
-            raise ImpossibleReport(f"more than the {self.max_tokens} tokens asked for")
+            raise InvalidReport(f"more than the {self.max_tokens} tokens asked for")
         self.n_received += 1
         self.last_token = token
         return True
@@ -230,37 +230,37 @@ class TokenLog:
 
     def repeats_now(self, position: int) -> bool:
         """A job at `position` was damaged. True: repeat the newest token; False: its token is still on its
-        way here. Raises ImpossibleReport for a position where no job can be."""
+        way here. Raises InvalidReport for a position where no job can be."""
         ahead = position - self.n_prompt_tokens - self.n_received
         if ahead == -1:
             return True
         if ahead == 0 and self.n_received < self.max_tokens:
             self.awaited = True
             return False
-        raise ImpossibleReport(f"no job is under way at {position}")
+        raise InvalidReport(f"no job is under way at {position}")
 
 
 def require_token(token: int, n_vocab: int, n_bytes: int) -> None:
-    """Raises ImpossibleReport for one that the model does not have, or that comes with too much text."""
+    """Raises InvalidReport for one that the model does not have, or that comes with too much text."""
     if token >= n_vocab:
-        raise ImpossibleReport(f"token {token} of a vocabulary of {n_vocab}")
+        raise InvalidReport(f"token {token} of a vocabulary of {n_vocab}")
     if n_bytes > MAX_PIECE_BYTES:
-        raise ImpossibleReport(f"a token of {n_bytes} bytes")
+        raise InvalidReport(f"a token of {n_bytes} bytes")
 
 
 def require_stop_string(token: SampledToken, n_stop: int) -> None:
-    """Raises ImpossibleReport if the stage names a stop string that is not one of the `n_stop`."""
+    """Raises InvalidReport if the stage names a stop string that is not one of the `n_stop`."""
     if token.stopped_by is None:
         return
     if token.stopped_by >= n_stop or token.finish_reason != "stop":
-        raise ImpossibleReport(f"stop string {token.stopped_by} of {n_stop} is said to have ended the text")
+        raise InvalidReport(f"stop string {token.stopped_by} of {n_stop} is said to have ended the text")
 
 
 def require_end(token: SampledToken, sampling: Sampling, *, is_full: bool) -> None:
-    """Raises WrongEnd for an end that no honest last stage tells: for want of room with fewer tokens than
+    """Raises PrematureEnd for an end that no honest last stage tells: for want of room with fewer tokens than
     were asked for (the origin has fitted these to the context), or by a token that is to end nothing.
     `is_full`: as many tokens as were asked for have come, this one included."""
     if token.finish_reason == "length" and not is_full:
-        raise WrongEnd("as many tokens as were asked for are said to have come, and have not")
+        raise PrematureEnd("as many tokens as were asked for are said to have come, and have not")
     if token.finish_reason == "stop" and token.stopped_by is None and sampling.ignore_eos:
-        raise WrongEnd("a token is said to have ended a text that none was to end")
+        raise PrematureEnd("a token is said to have ended a text that none was to end")

@@ -24,9 +24,15 @@ from swarmllm.errors import InvalidRequest, RemoteError, SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.attempts import Attempts, is_local
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Fetched, Guesses, PromptScores, Shape, StageReport
+from swarmllm.pipeline.origin.generation import (
+    FetchedPrefix,
+    PromptScores,
+    Shape,
+    SpeculationCounts,
+    StageReport,
+)
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
-from swarmllm.pipeline.origin.output import Chunk, ImpossibleReport
+from swarmllm.pipeline.origin.output import Chunk, InvalidReport
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens, further_id, request_context
@@ -63,7 +69,7 @@ class PromptChain(Chain, Generic[Chunked]):
         return self._chunks
 
     def _read(self, message: PrefillProgress, payload: bytes | memoryview) -> Chunked:
-        """Raises ImpossibleReport."""
+        """Raises InvalidReport."""
         raise NotImplementedError
 
     def next_chunk(self) -> Chunk | None:
@@ -74,7 +80,7 @@ class PromptChain(Chain, Generic[Chunked]):
         chunk = self._read(message, payload)
         start = message.position - len(chunk)
         if not 0 <= start <= self._n_rows:
-            raise ImpossibleReport(f"rows from {start} on where {self._n_rows} come next")
+            raise InvalidReport(f"rows from {start} on where {self._n_rows} come next")
         if start == self._n_rows:
             self._chunks.append(chunk)
             self._n_rows += len(chunk)
@@ -97,10 +103,10 @@ class RowsChain(PromptChain[Tensor]):
         try:
             rows = decode_tensor(payload).copy()
         except ProtocolError as error:
-            raise ImpossibleReport(f"rows that cannot be read: {error}") from None
+            raise InvalidReport(f"rows that cannot be read: {error}") from None
         is_sound = rows.dtype == np.float32 and rows.ndim == 2 and rows.shape[1] == self.context.n_embd
         if not is_sound or not np.isfinite(rows).all():
-            raise ImpossibleReport(f"rows of {rows.dtype} {rows.shape}, or with numbers that are none")
+            raise InvalidReport(f"rows of {rows.dtype} {rows.shape}, or with numbers that are none")
         return rows
 
 
@@ -119,12 +125,12 @@ class ScoresChain(PromptChain[Scores]):
         try:
             scores = decode_scores(payload, self._chunk_tokens, n_top)
         except ProtocolError as error:
-            raise ImpossibleReport(f"scores that cannot be read: {error}") from None
+            raise InvalidReport(f"scores that cannot be read: {error}") from None
         asked = self.context.scored[max(0, message.position - len(scores)) : message.position]
         if asked != tuple(row[0].token for row in scores):
-            raise ImpossibleReport(f"scores of other tokens than those before {message.position}")
+            raise InvalidReport(f"scores of other tokens than those before {message.position}")
         if any(each.token >= self.context.n_vocab for row in scores for each in row):
-            raise ImpossibleReport("scores of tokens that there are not")
+            raise InvalidReport("scores of tokens that there are not")
         return scores
 
 
@@ -186,8 +192,8 @@ class ScoredPrompt:
     decode_s = 0.0
     n_generated = 0
     n_cached_tokens = 0
-    fetched: Fetched | None = None
-    guesses = Guesses()
+    fetched: FetchedPrefix | None = None
+    guesses = SpeculationCounts()
     n_recoveries = 0
     n_rebuilt = 0
     is_exact = True

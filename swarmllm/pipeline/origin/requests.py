@@ -28,7 +28,7 @@ from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.capacity import HeldCapacity, held_here
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import TOLD_TOKENS_MAX, PipelineAssignment, Stage
+from swarmllm_proto.swarm import TELL_PROMPT_TOKENS_MAX, PipelineAssignment, Stage
 from swarmllm_proto.tensors import Tensor
 
 RESUMED_MAX: Final = 16
@@ -150,7 +150,7 @@ class OriginRequest:
         """Little-endian i32, for the last stage; empty where it is of no use. (What stands for a picture's
         rows are no tokens.)"""
         may_guess = len(stages) > 1 and self.pictures is None and not self.sampling.exact
-        if not may_guess or len(self.tokens) > TOLD_TOKENS_MAX:
+        if not may_guess or len(self.tokens) > TELL_PROMPT_TOKENS_MAX:
             return b""
         return self.tokens.astype("<i4", copy=False).tobytes()
 

@@ -12,7 +12,7 @@ import trio
 
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageReport
+from swarmllm.pipeline.origin.generation import FetchedPrefix, Shape, SpeculationCounts, StageReport
 from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute, LocalGeneration
@@ -33,7 +33,7 @@ class LocalSource:
         generation: LocalGeneration,
         context: RequestContext,
         nickname: str,
-        fetched: Fetched | None = None,
+        fetched: FetchedPrefix | None = None,
     ) -> None:
         """`fetched`: KV that came for it from another node."""
         self.fetched = fetched
@@ -76,9 +76,9 @@ class LocalSource:
         return done.n_cached_tokens if done is not None else 0
 
     @property
-    def guesses(self) -> Guesses:
+    def guesses(self) -> SpeculationCounts:
         done = self._generation.done
-        return Guesses(done.guesses if done is not None else ())
+        return SpeculationCounts(done.guesses if done is not None else ())
 
     @property
     def prefill_s(self) -> float:
@@ -108,7 +108,7 @@ async def open_local(
     context: RequestContext,
     tokens: Tensor,
     nickname: str,
-    brought: AbstractAsyncContextManager[Fetched | None],
+    brought: AbstractAsyncContextManager[FetchedPrefix | None],
 ) -> AsyncIterator[LocalSource]:
     """`brought`: around it, KV that another node has of the prompt's beginning is in the worker."""
     async with (

@@ -23,7 +23,7 @@ from swarmllm.errors import SwarmLLMError, WorkerDied, WorkerError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.origin.generation import Fetched
+from swarmllm.pipeline.origin.generation import FetchedPrefix
 from swarmllm.pipeline.prefix.choice import (
     LANES,
     TRIES,
@@ -161,7 +161,7 @@ class PrefixFetcher:
     @asynccontextmanager
     async def brought(
         self, entry: CatalogueEntry, tokens: Tensor, *, is_exact: bool
-    ) -> AsyncIterator[Fetched | None]:
+    ) -> AsyncIterator[FetchedPrefix | None]:
         """Before a prompt is computed: what could be had of its beginning is in the worker. It is checked
         after the block. Raises nothing of its own."""
         asking = _FetchProgress()
@@ -188,7 +188,9 @@ class PrefixFetcher:
             self._has_work = trio.Event()
             await self._has_work.wait()
 
-    async def _bring(self, entry: CatalogueEntry, tokens: Tensor, asking: _FetchProgress) -> Fetched | None:
+    async def _bring(
+        self, entry: CatalogueEntry, tokens: Tensor, asking: _FetchProgress
+    ) -> FetchedPrefix | None:
         model_id, n_layers = entry.model_id, entry.manifest.n_layers
         layers = whole_range(self.store, model_id, n_layers)
         n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)
@@ -292,7 +294,7 @@ class PrefixFetcher:
 
     async def _take_in(
         self, came: _GivenRows, tokens: Tensor, asking: _FetchProgress, began_s: float
-    ) -> Fetched | None:
+    ) -> FetchedPrefix | None:
         """None: a miss. Raises SwarmLLMError of this node's worker."""
         wanted, n_rows = came.wanted, came.n_rows
         own = np.array(tokens[:n_rows], np.int32)
@@ -315,7 +317,7 @@ class PrefixFetcher:
         self.counts.prefix_hits += 1
         self.counts.prefix_tokens += n_rows
         self.counts.prefix_fetched_bytes += n_received
-        return Fetched(came.node_id, n_rows, n_received, seconds)
+        return FetchedPrefix(came.node_id, n_rows, n_received, seconds)
 
     def _failed(self, node_id: NodeId, reason: NotGiven, lost_s: float = math.inf) -> None:
         self._avoided.add(node_id, trio.current_time(), lost_s)

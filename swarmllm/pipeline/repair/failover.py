@@ -24,7 +24,13 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline.origin.detokenizer import Detokenizer
-from swarmllm.pipeline.origin.generation import Fetched, Guesses, Shape, StageReport, TokenSource
+from swarmllm.pipeline.origin.generation import (
+    FetchedPrefix,
+    Shape,
+    SpeculationCounts,
+    StageReport,
+    TokenSource,
+)
 from swarmllm.pipeline.origin.lifecycle import WITHOUT_PIPELINE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.origin.single_stage import LocalSource
@@ -182,11 +188,11 @@ class Failover:
         return self._opened.n_cached_tokens
 
     @property
-    def fetched(self) -> Fetched | None:
+    def fetched(self) -> FetchedPrefix | None:
         return self._opened.fetched if isinstance(self._opened, LocalSource) else None
 
     @property
-    def guesses(self) -> Guesses:
+    def guesses(self) -> SpeculationCounts:
         return self._opened.guesses
 
     @property

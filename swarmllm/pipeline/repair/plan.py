@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from swarmllm.models.layers import LayerRange, covers
-from swarmllm.pipeline.route.assembly import AFFINITY, Assembly, Question, alive
+from swarmllm.pipeline.route.assembly import AFFINITY, Assembly, RouteQuery, alive
 from swarmllm.scheduling.candidates import runnable
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.constraints import permitted
@@ -76,7 +76,7 @@ def is_anew(planned: Sequence[Rebuild], n_stages: int) -> bool:
     return tuple(planned) == (Rebuild(None, n_stages - 1),)
 
 
-def repair_route(question: Question, broken: Assembly) -> Assembly | None:
+def repair_route(question: RouteQuery, broken: Assembly) -> Assembly | None:
     """The broken pipeline with others in place of the nodes that are gone or to be avoided: the stages'
     standbys where they can, else the best there is. None where that cannot be, where no node of it would
     stay, or where the best of all pipelines is so much faster that it is worth computing everything

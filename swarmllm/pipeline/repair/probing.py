@@ -85,9 +85,9 @@ def judge_states(
             return ProbeResult(RemoteError(f"node {node_id} does not know the request any more"), node_id)
     if is_busy_here:
         return ProbeResult()
-    told = {node_id: state for node_id, state in states.items() if state is not None}
-    waits_for = _waits_for(stages, here, told, n_due, n_sent)
-    if any(told[node_id].busy for node_id in waits_for or told):
+    reported = {node_id: state for node_id, state in states.items() if state is not None}
+    waits_for = _waits_for(stages, here, reported, n_due, n_sent)
+    if any(reported[node_id].busy for node_id in waits_for or reported):
         return ProbeResult(waits_for=waits_for)
     lost = NodeUnreachable("a job was lost between two stages: nobody works on it")
     if len(waits_for) != 1:
@@ -99,7 +99,7 @@ def judge_states(
 def _waits_for(
     stages: Sequence[Stage],
     here: NodeId,
-    told: Mapping[NodeId, StageState],
+    reported: Mapping[NodeId, StageState],
     n_due: int | None,
     n_sent: int | UnsetType,
 ) -> frozenset[NodeId]:
@@ -108,13 +108,13 @@ def _waits_for(
         return frozenset(others)
     if n_due is None or len(set(others)) < len(others):
         return frozenset()
-    has_it = [index for index, node in enumerate(others) if _is_at_least(told[node].n_received, n_due)]
+    has_it = [index for index, node in enumerate(others) if _is_at_least(reported[node].n_received, n_due)]
     if not has_it:
         # This node knows whether the first of the others was sent it; of a later one nobody does.
-        was_sent = _is_at_least(n_sent, n_due) and told[others[0]].n_received is not UNSET
+        was_sent = _is_at_least(n_sent, n_due) and reported[others[0]].n_received is not UNSET
         return frozenset(others[:1] if was_sent else ())
     last = has_it[-1]
-    passed_on = told[others[last]].n_sent
+    passed_on = reported[others[last]].n_sent
     # What the last one says to have sent has not come here; of two others one says what is not so.
     is_known = passed_on is not UNSET and passed_on < n_due
     return frozenset(others[last : last + (1 if is_known else 2)])

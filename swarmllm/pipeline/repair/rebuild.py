@@ -49,7 +49,7 @@ def left_of(
     return tuple(left)
 
 
-class Feeding:
+class RebuildSchedule:
     """Decides which rows are sent next, and from which stage, while stages are rebuilt. Pure bookkeeping."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Feeding:
 
     def passed(self, position: int) -> bool:
         """Rows below `position` are where they are to be; whether more than before. Raises
-        ImpossibleReport."""
+        InvalidReport."""
         has_advanced = self.window.passed(position)
         if self.window.n_passed >= self._n_due:
             self.advance()

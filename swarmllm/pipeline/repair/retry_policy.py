@@ -11,9 +11,9 @@ Nodes that failed are avoided as long as there are others; when there are none t
 worker that died is started again and a node that was lost may return. Faults of workers count more than
 faults of the network: a request that crashes one worker after another must not take down the whole swarm.
 
-`Pace` says when a pipeline that works is so much slower than planned that another one is worth its price.
-Being slow is no fault: a node may have got other work. It costs no trust, and the request moves only where
-other nodes can run it, once the client has waited for as long as a change would cost.
+`PipelineSpeed` says when a pipeline that works is so much slower than planned that another one is worth its
+price. Being slow is no fault: a node may have got other work. It costs no trust, and the request moves only
+where other nodes can run it, once the client has waited for as long as a change would cost.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PipelineSpeed:
     """The planned speed of one pipeline."""
 
     first_s: float

@@ -27,7 +27,7 @@ from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import TokenSource
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.hedge import USUAL_TOKENS, AwaitedToken, Hedge, HedgeBudget
-from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import request_context
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import SampledToken
@@ -46,7 +46,7 @@ class Standby(NamedTuple):
     """Nodes of the other one that it does without: one of these may be the slow one."""
 
 
-class Read(NamedTuple):
+class ReadToken(NamedTuple):
     token: tuple[SampledToken, bytes]
     source: TokenSource
     closing: AsyncExitStack | None
@@ -59,7 +59,7 @@ class Routes(Protocol):
         NoPipeline."""
         ...
 
-    def pace(self, request: OriginRequest, assembly: Assembly) -> Pace: ...
+    def pace(self, request: OriginRequest, assembly: Assembly) -> PipelineSpeed: ...
 
     def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
         """The request goes on there."""
@@ -87,14 +87,14 @@ class Standbys:
 
     async def next(
         self, request: OriginRequest, hedge: Hedge, source: TokenSource, closing: AsyncExitStack
-    ) -> Read:
+    ) -> ReadToken:
         """The next token, of `source` or of a standby; `closing` ends the former. Raises SwarmLLMError."""
         if not isinstance(source, Chain) or not hedge.is_on or not may_be_repeated(request):
-            return Read(await source.next(), source, None)
+            return ReadToken(await source.next(), source, None)
         while True:
             token = await source.next_by(hedge.look_at_s(awaited(source), trio.current_time()))
             if token is not None:
-                return Read(token, source, None)
+                return ReadToken(token, source, None)
             standby = await self._standby(request, source)
             now_s, work = trio.current_time(), len(request.rows) + SINGLE_ROW
             if standby is None:
@@ -116,11 +116,11 @@ class Standbys:
 
     async def _race(
         self, request: OriginRequest, hedge: Hedge, slow: Chain, closing: AsyncExitStack, standby: Standby
-    ) -> Read:
+    ) -> ReadToken:
         beside = request.beside()
         self.requests.add(beside)
         self.counts.hedges += 1
-        read: Read | None = None
+        read: ReadToken | None = None
         failure: SwarmLLMError | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -136,7 +136,7 @@ class Standbys:
                     nonlocal read, failure
                     try:
                         token = await slow.next()
-                        read = read or Read(token, slow, None)
+                        read = read or ReadToken(token, slow, None)
                     except SwarmLLMError as error:
                         failure = error
                     ended()
@@ -148,7 +148,7 @@ class Standbys:
                             source = await stack.enter_async_context(self._open(beside, standby))
                             token = await source.next()
                             if read is None:
-                                read = Read(token, source, stack.pop_all())
+                                read = ReadToken(token, source, stack.pop_all())
                     except SwarmLLMError as error:
                         log.info("request %s: its standby failed: %s", request.id, error.message)
                     ended()

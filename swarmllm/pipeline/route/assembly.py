@@ -58,7 +58,7 @@ class Affinity:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RouteQuery:
     """Everything that the pipeline of one request depends on."""
 
     n_layers: int
@@ -110,7 +110,7 @@ class Assembly:
         return frozenset(stage.node_id for stage in self.stages)
 
 
-def assemble(question: Question) -> Assembly:
+def assemble(question: RouteQuery) -> Assembly:
     """Raises NoPipeline with the layers that are missing, or with what was not allowed."""
     # 1. Manifest: how many layers, and where they may be cut.
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
@@ -154,7 +154,7 @@ def alive(
 
 
 def may_be_reused(
-    previous: Sequence[RouteStage], best: Sequence[RouteStage], question: Question, allowed: Holders
+    previous: Sequence[RouteStage], best: Sequence[RouteStage], question: RouteQuery, allowed: Holders
 ) -> bool:
     """Whether every node of the conversation's last pipeline is still there with its layers and has room,
     and it is expected to cost at most `AFFINITY` times what the best costs."""
@@ -168,7 +168,7 @@ def may_be_reused(
     return route_cost_s(previous, known) <= AFFINITY * route_cost_s(best, known)
 
 
-def plan_route(question: Question, spared: Mapping[NodeId, str] | None = None) -> Plan:
+def plan_route(question: RouteQuery, spared: Mapping[NodeId, str] | None = None) -> Plan:
     """The same choice with its reasons. `spared`: nodes that the route does without, by id, and why. Raises
     NoPipeline."""
     known, spared = question.inputs, spared or {}
@@ -193,7 +193,7 @@ def plan_route(question: Question, spared: Mapping[NodeId, str] | None = None) -
 
 
 def _no_pipeline(
-    question: Question, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
+    question: RouteQuery, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
 ) -> NoPipeline:
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
     why = _why_not(question, allowed)
@@ -204,7 +204,7 @@ def _no_pipeline(
     return NoPipeline(f"{question.model_name} cannot run now: {why}. {_what_to_do(question, allowed)}")
 
 
-def _what_to_do(question: Question, holders: Holders) -> str:
+def _what_to_do(question: RouteQuery, holders: Holders) -> str:
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
     name = shlex.quote(question.model_name)
     held = usable([each for ranges in holders.values() for each in ranges], n_layers, cut_alignment)
@@ -216,7 +216,7 @@ def _what_to_do(question: Question, holders: Holders) -> str:
     return f"{load}; `swarmllm share {name}` distributes the model over the nodes of the swarm."
 
 
-def _why_not(question: Question, holders: Holders) -> str:
+def _why_not(question: RouteQuery, holders: Holders) -> str:
     n_layers, cut_alignment = question.n_layers, question.cut_alignment
     held = [layers for ranges in holders.values() for layers in ranges]
     missing = missing_layers(n_layers, usable(held, n_layers, cut_alignment))

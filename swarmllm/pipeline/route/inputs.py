@@ -58,7 +58,7 @@ class OwnLoad:
     """Here; see `NodeSpeed`."""
     sent: Mapping[NodeId, int] = field(default_factory=dict)
     """By node id: requests of this node that have just been sent there, and are in no record yet."""
-    told: Mapping[NodeId, int] = field(default_factory=dict)
+    reported: Mapping[NodeId, int] = field(default_factory=dict)
     """By node id: requests that ran there when it last accepted one, as it said then. `sent` has those that
     went there since."""
 
@@ -123,7 +123,7 @@ def route_inputs(
     speeds = {}
     for node_id in node_ids:
         said = capabilities.get(node_id, NodeCapability())
-        n_active = load.told.get(node_id, said.active_requests + said.stage_requests)
+        n_active = load.reported.get(node_id, said.active_requests + said.stage_requests)
         n_active += load.sent.get(node_id, 0)
         lacks = _lack(said, n_active, work)
         if node_id == origin:

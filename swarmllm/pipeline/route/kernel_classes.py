@@ -16,7 +16,7 @@ from typing import Final
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.assembly import Assembly, Question
+from swarmllm.pipeline.route.assembly import Assembly, RouteQuery
 from swarmllm.scheduling.cheapest import route_cost_s
 from swarmllm.scheduling.kernel_groups import KernelGroup, alike
 from swarmllm.scheduling.route import RouteStage
@@ -27,9 +27,9 @@ SHOWN_MAX: Final = 4
 
 
 def in_one_class(
-    question: Question,
+    question: RouteQuery,
     classes: Mapping[NodeId, str],
-    choose: Callable[[Question], Assembly],
+    choose: Callable[[RouteQuery], Assembly],
     *,
     within: KernelGroup | None = None,
 ) -> Assembly:
@@ -56,7 +56,7 @@ def in_one_class(
     raise NoPipeline(f"{question.model_name} cannot run exactly now: {_why_not(question, classes, within)}")
 
 
-def _why_not(question: Question, classes: Mapping[NodeId, str], within: KernelGroup | None) -> str:
+def _why_not(question: RouteQuery, classes: Mapping[NodeId, str], within: KernelGroup | None) -> str:
     if within is not None:
         return f"it was begun by nodes whose kernels are {within}, and no others of them have all layers"
     groups = (KernelGroup.of(node_id, classes.get(node_id, "")) for node_id in question.holders)

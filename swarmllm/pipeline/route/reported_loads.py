@@ -26,27 +26,27 @@ class ReportedLoad(NamedTuple):
 
 class ReportedLoads:
     def __init__(self) -> None:
-        self._told: dict[NodeId, ReportedLoad] = {}
+        self._loads: dict[NodeId, ReportedLoad] = {}
         """The latest last."""
 
     def __repr__(self) -> str:
-        return f"<ReportedLoads {len(self._told)} nodes>"
+        return f"<ReportedLoads {len(self._loads)} nodes>"
 
-    def told(self, n_running: Mapping[NodeId, int], request_id: str, now: float) -> None:
+    def reported(self, n_running: Mapping[NodeId, int], request_id: str, now: float) -> None:
         """By nodes that have accepted this request: how many others run there."""
         for node_id, n in n_running.items():
-            self._told.pop(node_id, None)
-            self._told[node_id] = ReportedLoad(n, now, request_id)
+            self._loads.pop(node_id, None)
+            self._loads[node_id] = ReportedLoad(n, now, request_id)
         self._forget(now)
 
     def at(self, now: float) -> dict[NodeId, ReportedLoad]:
-        """Of the nodes that said it within `TOLD_S`."""
+        """Of the nodes that said it within `REPORTED_S`."""
         self._forget(now)
-        return dict(self._told)
+        return dict(self._loads)
 
     def _forget(self, now: float) -> None:
-        while self._told:
-            node_id, told = next(iter(self._told.items()))
-            if now - told.at_s < REPORTED_S:
+        while self._loads:
+            node_id, reported = next(iter(self._loads.items()))
+            if now - reported.at_s < REPORTED_S:
                 return
-            del self._told[node_id]
+            del self._loads[node_id]

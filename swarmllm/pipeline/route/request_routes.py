@@ -17,7 +17,7 @@ import trio
 from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.origin.requests import OriginRequest
-from swarmllm.pipeline.repair.retry_policy import Pace
+from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
 from swarmllm.pipeline.route.inputs import NOTHING_CACHED, OwnLoad
 from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
@@ -84,7 +84,7 @@ class RequestRoutes:
         self._trust = trust
         self._just_sent = just_sent
         self._cached_rows = cached_rows
-        self._told = ReportedLoads()
+        self._reported_loads = ReportedLoads()
         self._affinity = Affinity()
         self._untried = UntriedNodes()
         self.announced_s = planner.announced_s
@@ -195,7 +195,7 @@ class RequestRoutes:
         """A route that takes clearly less time than the accepted one, by what its stages have said; None:
         there is none. `n_running`: requests that run there, by node id. `asked_s`: what it took to ask them,
         which asking others takes again."""
-        self._told.told(n_running, request.id, trio.current_time())
+        self._reported_loads.reported(n_running, request.id, trio.current_time())
         if all(n <= accepted.n_active.get(node_id, 0) for node_id, n in n_running.items()):
             return None
         # A conversation's last pipeline has its KV.
@@ -217,8 +217,8 @@ class RequestRoutes:
         if request.risked & assembly.node_ids:
             self._untried.accepted()
 
-    def pace(self, request: OriginRequest, assembly: Assembly) -> Pace:
-        return Pace(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
+    def pace(self, request: OriginRequest, assembly: Assembly) -> PipelineSpeed:
+        return PipelineSpeed(assembly.first_s, assembly.token_s, partial(self._elsewhere_s, request))
 
     async def _elsewhere_s(self, request: OriginRequest, suspected: Collection[NodeId]) -> float | None:
         """What a request would cost without nodes that keep it waiting; None: it needs all of them."""
@@ -232,7 +232,7 @@ class RequestRoutes:
         self, entry: CatalogueEntry, size: RequestSize, *, n_asking: int, besides: OriginRequest | None = None
     ) -> OwnLoad:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
-        told = self._told.at(trio.current_time())
-        n_told = {node_id: each.n_running for node_id, each in told.items()}
-        sent = self._just_sent(told, besides)
+        reported = self._reported_loads.at(trio.current_time())
+        n_told = {node_id: each.n_running for node_id, each in reported.items()}
+        sent = self._just_sent(reported, besides)
         return self._here.now(entry, n_tokens, sent, n_told, n_asking=n_asking)

@@ -20,7 +20,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.requests import OriginRequests
 from swarmllm.pipeline.repair.plan import repair_route
-from swarmllm.pipeline.route.assembly import Assembly, Question, assemble, plan_route
+from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.kernel_classes import in_one_class
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
@@ -77,7 +77,7 @@ class LocalLoad:
         entry: CatalogueEntry,
         n_tokens: int,
         sent: Mapping[NodeId, int],
-        told: Mapping[NodeId, int],
+        reported: Mapping[NodeId, int],
         *,
         n_asking: int,
     ) -> OwnLoad:
@@ -86,7 +86,9 @@ class LocalLoad:
         n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
         # What runs here as a whole waits for its turn; a stage would be refused.
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
-        return OwnLoad(n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent, told)
+        return OwnLoad(
+            n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent, reported
+        )
 
     def _room_of(self, model_id: ModelId) -> Room:
         n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
@@ -316,7 +318,7 @@ def _choose(
     """Pure. Raises NoPipeline."""
     question = replace(_question(known), previous=previous)
 
-    def find(asked: Question) -> Assembly:
+    def find(asked: RouteQuery) -> Assembly:
         repaired = repair_route(asked, broken) if broken is not None else None
         return repaired or assemble(asked)
 
@@ -382,7 +384,7 @@ def _choose_instead(
     return replace(best, instead_s=accepted_s) if accepted_s > factor * best.cost_s else accepted
 
 
-def _question(known: _Known) -> Question:
+def _question(known: _Known) -> RouteQuery:
     """Pure."""
     manifest = known.entry.manifest
     held = {
@@ -393,7 +395,7 @@ def _question(known: _Known) -> Question:
     }
     # Whatever anybody announces, a search has an end.
     holders = candidates(manifest.n_layers, manifest.cut_alignment, held, {known.node_id})
-    return Question(
+    return RouteQuery(
         manifest.n_layers,
         manifest.cut_alignment,
         holders,

@@ -110,14 +110,14 @@ def lines_between(
             if node_id == origin or node_id in said
         ]
         formats = known[0] & known[1] if len(known) == 2 else frozenset()
-        speed = _told(said, receiver, sender) or _told(said, sender, receiver)
+        speed = _announced_speed(said, receiver, sender) or _announced_speed(said, sender, receiver)
         if speed is None and origin in (sender, receiver):
             speed = measured.get(receiver if sender == origin else sender)
         lines[sender, receiver] = HopLine(formats, speed)
     return lines
 
 
-def _told(said: Mapping[NodeId, NodeCapability], by: NodeId, of: NodeId) -> float | None:
+def _announced_speed(said: Mapping[NodeId, NodeCapability], by: NodeId, of: NodeId) -> float | None:
     links = said[by].observed_links if by in said else ()
     return next((link.bytes_per_s or None for link in links if link.node_id == of), None)
 

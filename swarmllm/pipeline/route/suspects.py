@@ -25,9 +25,9 @@ SUSPECT_S = 15.0
 DOUBT_S = 300.0
 """A stage that stays silent costs a request minutes; to do without one that is sound costs little, and only
 where there are others."""
-RELAPSES_MAX = 4
+REPEATS_MAX = 4
 """So often a doubt lasts twice as long as the one before it: 80 minutes at most."""
-RELAPSE_S = 24 * 3600.0
+REPEAT_S = 24 * 3600.0
 """After a doubt has run out, for so long another one is a relapse."""
 DOUBTED_MAX = 256
 SPARED_MAX = 16
@@ -45,7 +45,7 @@ class Suspects:
     """By accuser and suspect."""
     _doubts: dict[NodeId, tuple[float, int]] = field(default_factory=dict)
     """By node: until when, and how many."""
-    _relapses: dict[NodeId, tuple[int, float]] = field(default_factory=dict)
+    _repeats: dict[NodeId, tuple[int, float]] = field(default_factory=dict)
     """By node: how many of its doubts have run out one after the other, and until when that counts."""
 
     def doubt(self, node_ids: Iterable[NodeId], now_s: float) -> None:
@@ -54,17 +54,17 @@ class Suspects:
         self._forget_old(now_s)
         for node_id in node_ids:
             _, count = self._doubts.pop(node_id, (0.0, 0))
-            n_relapses, _ = self._relapses.get(node_id, (0, 0.0))
-            self._doubts[node_id] = now_s + DOUBT_S * 2**n_relapses, count + 1
+            n_repeats, _ = self._repeats.get(node_id, (0, 0.0))
+            self._doubts[node_id] = now_s + DOUBT_S * 2**n_repeats, count + 1
         while len(self._doubts) > DOUBTED_MAX:
             del self._doubts[next(iter(self._doubts))]
 
     def served(self, node_id: NodeId) -> None:
         """It took part in an answer that was completed: one relapse is made up for."""
         self._doubts.pop(node_id, None)
-        n_relapses, until_s = self._relapses.pop(node_id, (0, 0.0))
-        if n_relapses > 1:
-            self._relapses[node_id] = n_relapses - 1, until_s
+        n_repeats, until_s = self._repeats.pop(node_id, (0, 0.0))
+        if n_repeats > 1:
+            self._repeats[node_id] = n_repeats - 1, until_s
 
     def accuse(self, accuser: NodeId, node_id: NodeId, now_s: float) -> None:
         self._forget_old(now_s)
@@ -94,11 +94,11 @@ class Suspects:
     def _forget_old(self, now_s: float) -> None:
         for node_id in [node_id for node_id, (until_s, _) in self._doubts.items() if until_s <= now_s]:
             ended_s, _ = self._doubts.pop(node_id)
-            n_before, _ = self._relapses.pop(node_id, (0, 0.0))
-            self._relapses[node_id] = min(n_before + 1, RELAPSES_MAX), ended_s + RELAPSE_S
-        old = [node_id for node_id, (_, until_s) in self._relapses.items() if until_s <= now_s]
-        for node_id in [*old, *list(self._relapses)[:-DOUBTED_MAX]]:
-            self._relapses.pop(node_id, None)
+            n_before, _ = self._repeats.pop(node_id, (0, 0.0))
+            self._repeats[node_id] = min(n_before + 1, REPEATS_MAX), ended_s + REPEAT_S
+        old = [node_id for node_id, (_, until_s) in self._repeats.items() if until_s <= now_s]
+        for node_id in [*old, *list(self._repeats)[:-DOUBTED_MAX]]:
+            self._repeats.pop(node_id, None)
         for accuser, said in list(self._until_s.items()):
             for node_id in [node_id for node_id, until_s in said.items() if until_s <= now_s]:
                 del said[node_id]

@@ -158,13 +158,13 @@ class JobRunner:
                 if token.finish_reason is not None:
                     last = token, piece, timing
                 else:
-                    await self.tell_origin(_told(context, token, (timing,)), piece)
+                    await self.tell_origin(_streaming_token(context, token, (timing,)), piece)
             if last is None:
                 raise WorkerError("the worker ended a generation without a reason")
             done = generation.done
         token, piece, timing = last
         n_cached = done.n_cached_tokens if done is not None else 0
-        await self.tell_origin(_told(context, token, (timing,), n_cached), piece)
+        await self.tell_origin(_streaming_token(context, token, (timing,), n_cached), piece)
 
     async def tell_origin(self, message: OriginMessage, piece: bytes = b"") -> None:
         if self._origin_side is not None:
@@ -296,7 +296,7 @@ class JobRunner:
         sampled = job.sampled
         assert sampled is not None, "the last stage's forward samples"
         job.token, job.finish_reason = sampled.token, sampled.finish_reason
-        told = _told(self._context, sampled, job.timings)
+        reported = _streaming_token(self._context, sampled, job.timings)
         outcome = after_head(job, self._view)
         if job.is_passed_on and outcome is not JobOutcome.FINISHED:
             outcome = JobOutcome.PASSED_ON
@@ -305,9 +305,9 @@ class JobRunner:
         if job.is_passed_on and origin_is_first:
             return after
         if outcome is JobOutcome.TOKEN_ELSEWHERE and not origin_is_first:
-            job.untold = told, job.piece
+            job.unreported = reported, job.piece
         else:
-            await self.tell_origin(told, job.piece)
+            await self.tell_origin(reported, job.piece)
         return after
 
     def _ring_hint(self, job: Job, samples: bool) -> RingHint:
@@ -339,9 +339,9 @@ class JobRunner:
         )
         payload = await self._packed(job.tensor, job.stage) if embedded and job.tensor is not None else b""
         await self._send_to(receiver, forward, payload)
-        if job.untold is not None:
-            told, job.untold = job.untold, None
-            await self.tell_origin(*told)
+        if job.unreported is not None:
+            reported, job.unreported = job.unreported, None
+            await self.tell_origin(*reported)
         return after
 
     async def _packed(self, rows: Tensor, stage: int) -> Payload:
@@ -388,7 +388,7 @@ class JobRunner:
         )
 
 
-def _told(
+def _streaming_token(
     context: RequestContext, token: Token, timings: tuple[StageTiming, ...], n_cached_tokens: int = 0
 ) -> StreamingToken:
     return StreamingToken(

@@ -293,8 +293,8 @@ class Session:
     def _refuse_rows(self, sender: NodeId, kind: str, text: str, position: int = 0) -> None:
         """The request cannot go on here because of who sent them. `position`: of the first bad one."""
         if self._origin_side is None:
-            told = report_of(self.context.request_id, sender, kind, f"job refused: {text}", position)
-            self._put(Report(told, ends=True), event=SessionEvent.FAILURE)
+            reported = report_of(self.context.request_id, sender, kind, f"job refused: {text}", position)
+            self._put(Report(reported, ends=True), event=SessionEvent.FAILURE)
             return
         if kind == BAD_ROWS:
             self._origin_side.blame(sender)
@@ -347,8 +347,8 @@ class Session:
                         self._log.exception("request %s could not be cleaned up", self.context.request_id)
             self._pass(SessionEvent.CLEANED if self.view.runs_layers else SessionEvent.NOTHING_KEPT)
             if self.view.runs_layers and self._origin_side is None:
-                told = (self.context.request_id, self.view.origin, self.n_jobs)
-                self._log.info("request %s of %s ended here after %d jobs", *told)
+                reported = (self.context.request_id, self.view.origin, self.n_jobs)
+                self._log.info("request %s of %s ended here after %d jobs", *reported)
 
     def _pass(self, event: SessionEvent) -> None:
         """The event happens. Raises UnknownTransition, before any effect, where it cannot."""

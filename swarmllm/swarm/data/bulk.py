@@ -59,7 +59,7 @@ class BulkKind(IntEnum):
     BUSY = 3
 
 
-class NoBulkWay(NodeUnreachable):
+class NoBulkConnection(NodeUnreachable):
     """The peer takes no bulk connection of any kind; the caller has to ask in another way."""
 
 
@@ -82,7 +82,7 @@ class BulkPeer:
         return not self.is_in_use and now >= self.retry_at_s
 
 
-class BulkWays(Protocol):
+class BulkConnector(Protocol):
     """The part of the data plane that transfers use."""
 
     def all_connections(self, node_id: NodeId) -> list[Connection]:
@@ -109,7 +109,7 @@ class Bulk:
         self,
         own_id: NodeId,
         nursery: trio.Nursery,
-        ways: BulkWays,
+        ways: BulkConnector,
         budget: ByteBudget | None = None,
         note: Note = ignored_event,
         peers: Parts[BulkPeer] | None = None,
@@ -125,7 +125,7 @@ class Bulk:
         self._numbers = itertools.count(1)
 
     async def fetch(self, node_id: NodeId, body: bytes, timeout_s: float) -> bytes | memoryview:
-        """Raises NoBulkWay, NodeUnreachable, DeadlineExceeded, RemoteError."""
+        """Raises NoBulkConnection, NodeUnreachable, DeadlineExceeded, RemoteError."""
         with trio.move_on_after(timeout_s):
             return await self._fetch(node_id, body)
         raise DeadlineExceeded(f"node {node_id} did not answer within {timeout_s:g} s")
@@ -206,7 +206,7 @@ class Bulk:
                 peer.retry_at_s = trio.current_time() + _NO_WAY_S
         connection = connection or await self._ready(await self._ways.open_bulk_stream(node_id, None))
         if connection is None:
-            raise NoBulkWay(f"node {node_id} takes no bulk connection")
+            raise NoBulkConnection(f"node {node_id} takes no bulk connection")
         return connection
 
     def _keep_one(self, node_id: NodeId, peer: BulkPeer) -> None:

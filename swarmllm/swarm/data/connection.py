@@ -161,12 +161,12 @@ class Connection:
         return self._state in ALIVE
 
     @property
-    def forsakes(self) -> bool:
+    def has_left(self) -> bool:
         """This node has turned to another connection: it sends no more messages here."""
         return self._state in LEFT_HERE
 
     @property
-    def is_forsaken(self) -> bool:
+    def peer_has_left(self) -> bool:
         """The peer has."""
         return self._state in LEFT_BY_PEER
 
@@ -275,7 +275,7 @@ class Connection:
                 while not self.deliveries.has_passed(mark):
                     await self._mark_passed.park()
 
-    def forsake(self) -> None:
+    def leave(self) -> None:
         """No message will follow."""
         if self._pass(ConnectionEvent.LEAVE):
             self._enqueue(self._last)
@@ -417,7 +417,7 @@ class Connection:
         if self._state not in TAKES_FRAMES:
             if kind != FrameKind.HELLO:
                 raise WireClosed("the peer did not say hello")
-            self._greeted(checked_hello(header))
+            self._on_hello(checked_hello(header))
         elif kind == FrameKind.MESSAGE:
             self._handling = True
             try:
@@ -440,7 +440,7 @@ class Connection:
             raise WireClosed("goodbye")
         # Other kinds belong to a later version, which may only add what can be ignored.
 
-    def _greeted(self, hello: Hello) -> None:
+    def _on_hello(self, hello: Hello) -> None:
         is_link = bool(hello.link) and not self.dialled
         self._pass(ConnectionEvent.LINK_HELLO if is_link else ConnectionEvent.HELLO)
         if is_link:

@@ -35,7 +35,7 @@ from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades, ask_for_link, give_link
-from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, Wire, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, Wire, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
@@ -168,7 +168,7 @@ class DataPlane:
         async with neighbour.establishing:
             if neighbour.sending is not None and neighbour.sending.alive:
                 return neighbour.sending
-            live = [c for c in self.connections(node_id) if not c.retired and not c.forsakes]
+            live = [c for c in self.connections(node_id) if not c.retired and not c.has_left]
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
 
@@ -182,7 +182,7 @@ class DataPlane:
 
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         """Raises NodeUnreachable."""
-        wire = await self._shake_hands(node_id)
+        wire = await self._handshake(node_id)
         if wire is None:
             raise NodeUnreachable(f"node {node_id} has no data port that answers")
         return await ask_for_link(node_id, wire, purpose)
@@ -265,7 +265,7 @@ class DataPlane:
 
     async def dial(self, node_id: NodeId, *, bulk: bool = False) -> Connection | None:
         """A direct connection; None where there is no such way."""
-        wire = await self._shake_hands(node_id)
+        wire = await self._handshake(node_id)
         return None if wire is None else self._start(node_id, wire, dialled=True, bulk=bulk)
 
     async def dial_bulk(self, node_id: NodeId) -> Connection | None:
@@ -277,7 +277,7 @@ class DataPlane:
     def addresses_of(self, node_id: NodeId) -> Sequence[Address]:
         return self._user.data_addresses_of(node_id)
 
-    async def _shake_hands(self, node_id: NodeId) -> NoiseWire | None:
+    async def _handshake(self, node_id: NodeId) -> NoiseWire | None:
         """An address can be somebody else's by now: then the others have their turn."""
         left = list(self.addresses_of(node_id))
         while left:
@@ -289,7 +289,7 @@ class DataPlane:
                 return None
             left.remove(address)
             try:
-                _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
+                _, wire = await noise_handshake(stream, self._identity, node_id, self._gater)
             except (OSError, HandshakeFailed) as error:
                 provoked_by(log, node_id).debug("data port of %s at %s: %s", node_id, address, error)
                 continue
@@ -393,7 +393,7 @@ class DataPlane:
             await trio.aclose_forcefully(oldest)
         self._half_open[stream] = None
         try:
-            node_id, wire = await shake_hands(stream, self._identity, None, self._gater)
+            node_id, wire = await noise_handshake(stream, self._identity, None, self._gater)
         except HandshakeFailed as error:
             provoked_by(log, "unknown").debug("a connection was refused: %s", error)
             return

@@ -100,7 +100,7 @@ class Deliveries:
         self.n_sent = 0
         self.n_acknowledged = 0
         self._n_taken = 0
-        self._n_told = 0
+        self._n_acknowledged = 0
         self._waiting_since_s = 0.0
         """Since the peer last told of its progress, while something is unacknowledged."""
         self._n_marks = 0
@@ -149,7 +149,7 @@ class Deliveries:
 
     def to_tell(self, *, is_at_work: bool) -> int | None:
         """What to acknowledge now. `is_at_work`: on the message that follows."""
-        if self._n_taken == self._n_told and not is_at_work:
+        if self._n_taken == self._n_acknowledged and not is_at_work:
             return None
-        self._n_told = self._n_taken
+        self._n_acknowledged = self._n_taken
         return self._n_taken

@@ -39,7 +39,7 @@ class Neighbour:
 
     def needs(self, connection: Connection) -> bool:
         """Whether messages may get lost with it."""
-        is_source = connection is self.receiving and not connection.is_forsaken
+        is_source = connection is self.receiving and not connection.peer_has_left
         return connection is self.sending or is_source
 
 

@@ -45,7 +45,7 @@ class TransferPacing:
         return max(0.0, min(still_s, left_s))
 
 
-TELLING_BYTES = 256 * 1024
+MEASURED_BYTES_MIN = 256 * 1024
 """Messages below say nothing of bandwidth."""
 WEIGHT = 0.2
 
@@ -69,7 +69,7 @@ class Throughput:
         """The piece that arrived last was the message's last."""
         began_s, n_bytes = self._began_s, self._n_bytes
         self._began_s, self._n_bytes = None, 0
-        if began_s is None or n_bytes < TELLING_BYTES or now <= began_s:
+        if began_s is None or n_bytes < MEASURED_BYTES_MIN or now <= began_s:
             return
         latest = n_bytes / (now - began_s)
         known = self.bytes_per_s

@@ -84,7 +84,7 @@ _SETTLE_S = 5.0
 _HELLO_S = 5.0
 
 
-class BetterWays(Protocol):
+class UpgradeConnector(Protocol):
     """The part of the data plane that upgrades use."""
 
     def connections(self, node_id: NodeId) -> list[Connection]:
@@ -101,7 +101,7 @@ class BetterWays(Protocol):
 
 
 class Upgrades:
-    def __init__(self, neighbours: Parts[Neighbour], ways: BetterWays, own_id: str) -> None:
+    def __init__(self, neighbours: Parts[Neighbour], ways: UpgradeConnector, own_id: str) -> None:
         self._own_id = own_id
         self._neighbours = neighbours
         self._ways = ways
@@ -140,7 +140,7 @@ class Upgrades:
             old = neighbour.sending if neighbour.sending and neighbour.sending.alive else None
             if old is not None and old not in direct:
                 return
-            left = [c for c in direct if not c.is_forsaken and not c.forsakes]
+            left = [c for c in direct if not c.peer_has_left and not c.has_left]
             if self._own_id < node_id:
                 kept = old or (left[0] if left else None)
             else:
@@ -152,8 +152,8 @@ class Upgrades:
             elif old is not kept and not await self._turn(neighbour, old, kept):
                 return
             for connection in direct:
-                if connection is not kept and not connection.forsakes:
-                    connection.forsake()
+                if connection is not kept and not connection.has_left:
+                    connection.leave()
 
     def tidy(self, node_id: NodeId) -> None:
         """End what neither side sends on any more."""
@@ -161,8 +161,10 @@ class Upgrades:
         for connection in list(neighbour.connections) if neighbour else ():
             if connection.is_over:
                 connection.end("no longer needed")
-            elif connection.is_forsaken and not connection.forsakes and not _sends_on(neighbour, connection):
-                connection.forsake()
+            elif (
+                connection.peer_has_left and not connection.has_left and not _sends_on(neighbour, connection)
+            ):
+                connection.leave()
 
     async def _direct(self, node_id: NodeId) -> Connection | None:
         for connection in self._ways.connections(node_id):
@@ -185,7 +187,7 @@ class Upgrades:
                 await old.settle()
                 if new.alive:
                     neighbour.sending = new
-                    old.forsake()
+                    old.leave()
                     return True
         except NodeUnreachable as lost:
             log.debug("no turning to another connection: %s", lost)

@@ -272,7 +272,7 @@ def _plaintexts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memory
             yield view[start : start + PLAINTEXT_MAX]
 
 
-async def shake_hands(
+async def noise_handshake(
     stream: trio.SocketStream,
     identity: Identity,
     expected: NodeId | None,

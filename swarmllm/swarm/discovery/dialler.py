@@ -33,7 +33,7 @@ import trio
 from swarmllm.errors import NodeUnreachable
 from swarmllm.supervision import Outcome, spawn
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.peers.connection_limits import EVERYBODY, ConnectionAdmission, Standing
+from swarmllm.swarm.peers.connection_limits import ADMIT_ALL, ConnectionAdmission, Standing
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 
@@ -100,7 +100,7 @@ class Dialler:
         node_id: NodeId,
         randomness: random.Random,
         peers_max: int = PEERS_MAX,
-        admission: ConnectionAdmission = EVERYBODY,
+        admission: ConnectionAdmission = ADMIT_ALL,
         peers: Parts[DialCandidate] | None = None,
     ) -> None:
         """Strangers are no reason not to dial whom this node knows: they give way (see connection_limits)."""

@@ -19,7 +19,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.swarm.data.wire import HandshakeFailed, shake_hands
+from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p.host import Host
@@ -135,7 +135,7 @@ class DialBacks:
                 stream = await trio.open_tcp_stream(address.ip, address.port)
                 if is_control:
                     await _choose_noise(stream)
-            _, wire = await shake_hands(stream, self._identity, node_id, self._gater)
+            _, wire = await noise_handshake(stream, self._identity, node_id, self._gater)
             wire.abort()
             reached = True
         except (OSError, trio.TooSlowError, trio.BrokenResourceError, HandshakeFailed) as error:

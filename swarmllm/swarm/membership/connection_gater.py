@@ -35,7 +35,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from swarmllm.errors import ConfigError
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.membership.network_key import KEYS_MAX, OPEN_SWARM, Network, NetworkFile
-from swarmllm.swarm.peers.connection_limits import EVERYBODY, ConnectionAdmission, Standing
+from swarmllm.swarm.peers.connection_limits import ADMIT_ALL, ConnectionAdmission, Standing
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId, is_node_id
 
@@ -58,7 +58,7 @@ class ConnectionGater:
     def __init__(
         self,
         network: Network = OPEN_SWARM,
-        admission: ConnectionAdmission = EVERYBODY,
+        admission: ConnectionAdmission = ADMIT_ALL,
         *,
         file: NetworkFile | None = None,
         peers: Parts[bytes] | None = None,

@@ -60,7 +60,7 @@ class ConnectionAdmission(Protocol):
     def standing(self, node_id: NodeId) -> Standing: ...
 
 
-class Everybody:
+class AdmitAll:
     """Admits everybody, and knows nobody."""
 
     def lets_in(self, node_id: NodeId) -> bool:
@@ -70,7 +70,7 @@ class Everybody:
         return Standing.STRANGER
 
 
-EVERYBODY: Final = Everybody()
+ADMIT_ALL: Final = AdmitAll()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm.swarm.peers.connection_limits import (
+    ADMIT_ALL,
     CONNECTIONS_MAX,
-    EVERYBODY,
     GAVE_WAY,
     LET_GO,
     Candidate,
@@ -47,16 +47,17 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-GREETINGS_MAX = 4
+EXCHANGES_MAX = 4
 """At once. A node that everybody finds at the same moment answers them one after the other, instead of all
 of them too late."""
 
 _TURN_S = 2.0
-"""How long a greeting holds up others. A few peers that answer nothing would otherwise have all the turns."""
-_GREET_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""How long an exchange of records holds up others. A few peers that answer nothing would otherwise have all
+the turns."""
+_EXCHANGE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 _NO_ANSWERS_MAX = 12
 """A peer that does not answer in time is slow, not strange, and asked again this often."""
-_DIAL_AND_GREET_S = 30.0
+_DIAL_AND_EXCHANGE_S = 30.0
 _LIBP2P_GRACE_S = 10.0
 """How long a healthy data connection carries a peer that libp2p has lost."""
 _SILENT_TOO_LONG_S = 15.0
@@ -70,7 +71,7 @@ _SURPLUS_S = 2.0
 class PeerLiveness:
     """What is under way with a peer; kept while anything is."""
 
-    greeting: trio.Event | None = None
+    exchange: trio.Event | None = None
     """There while records are being exchanged; set afterwards."""
     is_thinning: bool = False
     """A task waits for surplus connections to fall idle."""
@@ -81,7 +82,7 @@ class PeerLiveness:
 
     @property
     def is_empty(self) -> bool:
-        return self.greeting is None and not (self.is_thinning or self.gives_way or self.lets_go)
+        return self.exchange is None and not (self.is_thinning or self.gives_way or self.lets_go)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,7 @@ class LivenessParts:
 
 
 class Liveness:
-    """`greet(node_id)` exchanges records; it raises an error of our tree when the peer does not answer as a
-    node."""
+    """`exchange_records(node_id)` raises an error of our tree when the peer does not answer as a node."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class Liveness:
         feed: ChangeFeed,
         dialler: Dialler,
         requests: RequestProtocol,
-        greet: Callable[[NodeId], Awaitable[None]],
-        admission: ConnectionAdmission = EVERYBODY,
+        exchange_records: Callable[[NodeId], Awaitable[None]],
+        admission: ConnectionAdmission = ADMIT_ALL,
         parts: LivenessParts | None = None,
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
@@ -115,11 +115,11 @@ class Liveness:
         self._requests = requests
         self._admission = admission
         self._connections_max = connections_max
-        self._exchange_records = greet
+        self._exchange_records = exchange_records
         parts = parts or LivenessParts()
         self._peers = parts.attempts
         self.connected = parts.connected_since_s
-        self._greetings = trio.Semaphore(GREETINGS_MAX)
+        self._exchanges = trio.Semaphore(EXCHANGES_MAX)
         self._keepalives = ControlKeepalive(host.muxers, nursery)
         self._plane: DataPlane | None = None
 
@@ -131,9 +131,9 @@ class Liveness:
         """Returns once the node counts as connected, so that a caller that limits dials limits all that
         follows from them. Raises NodeUnreachable, NodeUnresponsive."""
         await self._host.dial(node_id, addresses)
-        with trio.move_on_after(_DIAL_AND_GREET_S):
-            if (greeting := self._greeting(node_id)) is not None:
-                await greeting.wait()
+        with trio.move_on_after(_DIAL_AND_EXCHANGE_S):
+            if (exchange := self._exchange_of(node_id)) is not None:
+                await exchange.wait()
         if node_id not in self.connected:
             raise NodeUnresponsive(f"node {node_id} takes a connection and does not answer")
 
@@ -167,9 +167,9 @@ class Liveness:
         if peer is not None and peer.is_empty:
             self._peers.drop(node_id)
 
-    def _greeting(self, node_id: NodeId) -> trio.Event | None:
+    def _exchange_of(self, node_id: NodeId) -> trio.Event | None:
         peer = self._peers.get(node_id)
-        return None if peer is None else peer.greeting
+        return None if peer is None else peer.exchange
 
     def _count(self, node_id: NodeId) -> None:
         self.connected.put_last(node_id, trio.current_time())
@@ -197,12 +197,12 @@ class Liveness:
         if not peer.is_thinning and self._host.surplus(node_id):
             peer.is_thinning = True
             spawn(self._nursery, "peer", self._thin_out, node_id, failed=partial(self._has_failed, node_id))
-        if peer.greeting is None and node_id != self._host.node_id:
-            peer.greeting = trio.Event()
+        if peer.exchange is None and node_id != self._host.node_id:
+            peer.exchange = trio.Event()
             spawn(
                 self._nursery,
                 "peer",
-                self._greet,
+                self._count_when_answered,
                 node_id,
                 failed=partial(self._has_failed, node_id),
             )
@@ -244,7 +244,7 @@ class Liveness:
             peer.is_thinning = False
             self._settle(node_id)
 
-    async def _greet(self, node_id: NodeId) -> None:
+    async def _count_when_answered(self, node_id: NodeId) -> None:
         try:
             is_new = await self._answers_as_a_node(node_id) and (
                 self._host.is_connected(node_id) and node_id not in self.connected
@@ -254,7 +254,7 @@ class Liveness:
             elif node_id not in self.connected:
                 self._lost_early(node_id)
         finally:
-            self._greeted(node_id)
+            self._end_exchange(node_id)
         if is_new:
             spawn(
                 self._nursery,
@@ -270,30 +270,30 @@ class Liveness:
         if self._dialler.lost_early(node_id, trio.current_time()):
             self._feed.announce(Change("reachable", node_id))
 
-    def _greeted(self, node_id: NodeId) -> None:
-        if (greeting := self._greeting(node_id)) is not None:
-            self._peer(node_id).greeting = None
+    def _end_exchange(self, node_id: NodeId) -> None:
+        if (exchange := self._exchange_of(node_id)) is not None:
+            self._peer(node_id).exchange = None
             self._settle(node_id)
-            greeting.set()
+            exchange.set()
 
     def _has_failed(self, node_id: NodeId, error: Exception) -> None:
         """By an error in this file: the peer's connections end, and it is dialled anew."""
         # A task that fails where it begins has not done this itself.
-        self._greeted(node_id)
+        self._end_exchange(node_id)
         self._thinned_out(node_id)
         self.drop(node_id, "an error here")
 
     async def _answers_as_a_node(self, node_id: NodeId) -> bool:
-        waits_s, n_unanswered = list(_GREET_RETRY_S), 0
+        waits_s, n_unanswered = list(_EXCHANGE_RETRY_S), 0
         while self._host.is_connected(node_id):
             try:
-                await self._greet_in_turn(node_id)
+                await self._exchange_in_turn(node_id)
             except SwarmLLMError as error:
-                provoked_by(log, node_id).debug("greeting %s: %s", node_id, error)
+                provoked_by(log, node_id).debug("exchanging records with %s: %s", node_id, error)
                 n_unanswered += isinstance(error, DeadlineExceeded)
                 if n_unanswered == _NO_ANSWERS_MAX or not (waits_s or isinstance(error, DeadlineExceeded)):
                     break
-                wait_s = _GREET_RETRY_S[-1] if isinstance(error, DeadlineExceeded) else waits_s.pop(0)
+                wait_s = _EXCHANGE_RETRY_S[-1] if isinstance(error, DeadlineExceeded) else waits_s.pop(0)
             else:
                 return True
             await trio.sleep(wait_s * random.uniform(0.75, 1.25))
@@ -303,8 +303,8 @@ class Liveness:
         await self._host.close_hard(node_id)
         return False
 
-    async def _greet_in_turn(self, node_id: NodeId) -> None:
-        await self._greetings.acquire()
+    async def _exchange_in_turn(self, node_id: NodeId) -> None:
+        await self._exchanges.acquire()
         over = trio.Event()
         spawn(self._nursery, "peer", self._hold_turn, over)
         try:
@@ -317,7 +317,7 @@ class Liveness:
             with trio.move_on_after(_TURN_S):
                 await over.wait()
         finally:
-            self._greetings.release()
+            self._exchanges.release()
 
     async def _reach_early(self, node_id: NodeId) -> None:
         """Have the data connection before it is needed: it also tells of life. One end dials, the other only
@@ -346,8 +346,8 @@ class Liveness:
             if waiting.cancelled_caught:
                 self.drop(node_id, "silent for too long")
                 return
-            is_greeted_anew = self._greeting(node_id) is not None or node_id in self.connected
-            if is_greeted_anew or not self._host.is_connected(node_id):
+            is_exchanging_again = self._exchange_of(node_id) is not None or node_id in self.connected
+            if is_exchanging_again or not self._host.is_connected(node_id):
                 return
             self._count(node_id)
             spawn(self._nursery, "peer", self._reach_early, node_id)

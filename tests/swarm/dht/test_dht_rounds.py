@@ -116,12 +116,12 @@ async def test_a_key_is_told_once_an_hour_and_another_one_at_once(autojump_clock
         await made.introduce(one, other)
         one.dht.provide([KEY])
         await trio.sleep(SOON_S)
-        told_at = dict(one.dht._told)
+        told_at = dict(one.dht._provided_at_s)
         await trio.sleep(ANNOUNCE_EVERY_S - 4 * SOON_S)
-        assert one.dht._told == told_at
+        assert one.dht._provided_at_s == told_at
         one.dht.provide([KEY, OTHER_KEY])
         await trio.sleep(SOON_S)
-        assert one.dht._told[KEY] == told_at[KEY]
+        assert one.dht._provided_at_s[KEY] == told_at[KEY]
         assert other.n_held == 2
 
 
@@ -130,7 +130,7 @@ async def test_one_that_knows_nobody_tells_when_it_has_met_somebody(autojump_clo
         one, other = made.start(), made.start()
         one.dht.provide([KEY])
         await trio.sleep(SOON_S)
-        assert one.dht._told == {}
+        assert one.dht._provided_at_s == {}
         await made.introduce(one, other)
         assert other.n_held == 1
 

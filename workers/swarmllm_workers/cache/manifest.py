@@ -28,7 +28,7 @@ class PrefixManifest:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self._n_changes = 0
-        self._told: tuple[Beginning, ...] = ()
+        self._published: tuple[Beginning, ...] = ()
 
     def tell(self, prefixes: PrefixCache) -> None:
         """Cheap where nothing has changed."""
@@ -36,8 +36,8 @@ class PrefixManifest:
             return
         self._n_changes = prefixes.n_changes
         kept = beginnings(prefixes)
-        if set(kept) != set(self._told):
-            self._told = kept
+        if set(kept) != set(self._published):
+            self._published = kept
             names = join_names([name for name, _ in kept])
             self._send(ipc.PrefixManifestUpdate(n_blocks=tuple(n for _, n in kept)), [names])
 

@@ -419,7 +419,7 @@ class PrefixCache:
             self._free(self._index.drop(kept))
             return
         states, n_min = saved
-        dropped = self._index.stow(kept, states, max(n_min, kept.n_min))
+        dropped = self._index.swap_out(kept, states, max(n_min, kept.n_min))
         self._free([Kept(kept.where, kept.name, 0, 0.0, sequence), *dropped])
 
     def _save(self, where: Segments, sequence: int, n_rows: int) -> tuple[tuple[Buffer, ...], int] | None:

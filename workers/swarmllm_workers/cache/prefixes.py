@@ -209,7 +209,7 @@ class Prefixes:
         """It was taken and is empty."""
         self._release(sequence)
 
-    def stow(self, kept: Kept, states: tuple[Buffer, ...], n_min: int) -> list[Kept]:
+    def swap_out(self, kept: Kept, states: tuple[Buffer, ...], n_min: int) -> list[Kept]:
         """Its rows are in host memory now; its cells are to be freed."""
         assert kept.sequence is not None
         self._release(kept.sequence)

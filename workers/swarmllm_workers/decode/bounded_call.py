@@ -76,7 +76,7 @@ class _Alarm:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._is_over = False
-        self._has_rung = False
+        self._has_fired = False
         self._timer = threading.Timer(seconds, self._interrupt)
         self._timer.daemon = True
         self._timer.start()
@@ -84,7 +84,7 @@ class _Alarm:
     def _interrupt(self) -> None:
         with self._lock:
             if not self._is_over:
-                self._has_rung = True
+                self._has_fired = True
                 _set_async_exception(self._thread, id(TookTooLong))
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class _Alarm:
         self._timer.cancel()
         with self._lock:
             self._is_over = True
-        if self._has_rung:
+        if self._has_fired:
             # What has not arrived yet. Not otherwise: the interpreter (3.11) looks for an exception at every
             # call from then on, and hangs under a trace function.
             _set_async_exception(self._thread, None)

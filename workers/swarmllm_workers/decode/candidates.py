@@ -179,7 +179,7 @@ def _weights_in_numpy(logits: np.ndarray, best: float, temperature: float) -> np
     return np.asarray(np.exp(logits / scale - np.float32(best) / scale))
 
 
-class Uniform:
+class SeededUniform:
     """The number in [0, 1) that libllama draws with for a seed: 64 bits of a Mersenne Twister."""
 
     def __init__(self) -> None:

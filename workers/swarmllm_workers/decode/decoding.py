@@ -71,8 +71,8 @@ class Decoding:
     def decode(self, logits: np.ndarray, index: int) -> Decoded:
         """Sample generated token `index` from f32 [n_vocab]. Raises CallError position_gap where tokens
         before it are unknown, engine where the logits are not finite, bad_message where the grammar is
-        refused, too_complex where it takes too long; NotYet where the grammar has to be asked first: then it
-        is to be called again."""
+        refused, too_complex where it takes too long; GrammarPending where the grammar has to be asked first:
+        then it is to be called again."""
         if not 0 <= index <= len(self._tokens):
             raise CallError(
                 "position_gap",
@@ -101,20 +101,20 @@ class Decoding:
             self._fingerprint(logits, index, token),
         )
 
-    def decode_again(self, logits: np.ndarray, told: int) -> TokenAgain:
-        """Sample the next token from f32 [n_vocab]; whatever it is, `told` is what others say of it, and the
-        one after it follows that. Raises as `decode`."""
+    def decode_again(self, logits: np.ndarray, reported: int) -> TokenAgain:
+        """Sample the next token from f32 [n_vocab]; whatever it is, `reported` is what others say of it, and
+        the one after it follows that. Raises as `decode`."""
         index, n_top = len(self._tokens), self.sampling.top_logprobs
         decoded = self.decode(logits, index)
         ends = decoded.token in self._vocabulary.end_tokens and not self.sampling.ignore_eos
         again = TokenAgain(
             decoded.token,
             ends,
-            logprobs(logits, told, n_top, self._vocabulary.full_piece),
-            self._fingerprint(logits, index, told),
-            self._sampler.apart(logits, index, told),
+            logprobs(logits, reported, n_top, self._vocabulary.full_piece),
+            self._fingerprint(logits, index, reported),
+            self._sampler.apart(logits, index, reported),
         )
-        self._tokens[-1] = told
+        self._tokens[-1] = reported
         return again
 
     def check(self) -> None:

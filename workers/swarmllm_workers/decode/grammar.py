@@ -1,9 +1,9 @@
 """Tracks a request's position in its grammar, as its session in the grammar process knows it.
 
-A question whose answer is not there yet raises NotYet: the caller does something else and asks again. For
-a JSON schema the mask of the next token is found while the model computes. For GBNF libllama takes longer for
-a mask than a model for a step, so it is asked about the one token that was drawn, and for a mask only where
-that one is not allowed.
+A question whose answer is not there yet raises GrammarPending: the caller does something else and asks again.
+For a JSON schema the mask of the next token is found while the model computes. For GBNF libllama takes longer
+for a mask than a model for a step, so it is asked about the one token that was drawn, and for a mask only
+where that one is not allowed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRACE_S: Final = 0.001
 """How long an answer is waited for before others have their turn."""
 
 
-class NotYet(Exception):
+class GrammarPending(Exception):
     """The grammar process has not answered yet."""
 
 
@@ -82,8 +82,8 @@ class Grammar:
             self._session.wait(timeout_s)
 
     def look_ahead(self, tokens: Sequence[int]) -> None:
-        """Raises NotYet where it is known already that nothing can be said now about what follows `tokens`,
-        CallError as `allows` does."""
+        """Raises GrammarPending where it is known already that nothing can be said now about what follows
+        `tokens`, CallError as `allows` does."""
         if self._is_json:
             self._bits(tokens)
         else:
@@ -95,7 +95,7 @@ class Grammar:
             self._send_about(tokens, None)
 
     def allows(self, token: int, tokens: Sequence[int]) -> bool:
-        """Whether `token` can follow `tokens`. Raises NotYet, CallError bad_message, too_complex."""
+        """Whether `token` can follow `tokens`. Raises GrammarPending, CallError bad_message, too_complex."""
         if self._is_json:
             bits = self._bits(tokens)
             return token // 8 < len(bits) and bool(bits[token // 8] >> (token % 8) & 1)
@@ -104,8 +104,8 @@ class Grammar:
         return answer.allowed
 
     def mask(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """A copy of `logits` f32 [n], minus infinity where the token cannot follow `tokens`. Raises NotYet,
-        CallError bad_message."""
+        """A copy of `logits` f32 [n], minus infinity where the token cannot follow `tokens`. Raises
+        GrammarPending, CallError bad_message."""
         bits = np.frombuffer(self._bits(tokens), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits)).astype(bool)
         masked = np.full(len(logits), -np.inf, np.float32)
@@ -126,14 +126,14 @@ class Grammar:
         return self._answer
 
     def _take(self) -> None:
-        """Raises NotYet while an answer is due."""
+        """Raises GrammarPending while an answer is due."""
         if self._asked is None:
             return
         answer = self._session.take(GRACE_S)
         while isinstance(answer, Compiled):
             answer = self._session.take(GRACE_S)
         if answer is None:
-            raise NotYet
+            raise GrammarPending
         self._answer, self._known, self._asked = answer, self._asked, None
 
     def _key(self, tokens: Sequence[int], candidate: int | None) -> tuple[object, ...]:

@@ -153,7 +153,7 @@ class Sampler:
             else None
         )
         self._grammar = grammar
-        self._uniform = candidates.Uniform()
+        self._uniform = candidates.SeededUniform()
         self._adjusted: np.ndarray | None = None
         self.largest = 0.0
         """Of the logits that were sampled from last, before anything changed them."""
@@ -166,7 +166,8 @@ class Sampler:
 
     def sample(self, logits: np.ndarray, index: int, generated: Sequence[int]) -> int:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
-        bad_message where `generated` does not follow the grammar or no token can go on in it, and NotYet."""
+        bad_message where `generated` does not follow the grammar or no token can go on in it, and
+        GrammarPending."""
         best = int(logits.argmax())
         self.largest = logits[best]
         if not np.isfinite(self.largest):

@@ -119,11 +119,11 @@ class _Check:
             if not np.isfinite(expected).all() or not expected.std() > 0:
                 raise _CannotTell("the uncut model gives nothing that a cut could be compared with")
         except _CannotTell as reason:
-            return self._untold(str(reason))
+            return self._undecided(str(reason))
         except CallError as error:
             if error.kind == "out_of_memory":
                 raise
-            return self._untold(f"libllama cannot run it: {error.message}")
+            return self._undecided(f"libllama cannot run it: {error.message}")
         rows = Embedding(self._source).rows(tokens)
         if self._architecture.scales_tokens_only:
             rows = rows * np.sqrt(np.float32(rows.shape[1]))
@@ -134,7 +134,7 @@ class _Check:
         reasons = [reason for reason in self._failures.values() if reason]
         return CutVerdict(0, f"a self-check failed: {reasons[0]}")
 
-    def _untold(self, reason: str) -> CutVerdict:
+    def _undecided(self, reason: str) -> CutVerdict:
         """What holds where nothing can be found out: of an architecture in the table, the table."""
         if self._is_listed:
             log.info("%s: the cuts of the table hold untried: %s", self._source.path.name, reason)

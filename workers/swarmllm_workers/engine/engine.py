@@ -21,7 +21,7 @@ from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
-from swarmllm_workers.engine.exact_segments import SegmentsApart
+from swarmllm_workers.engine.exact_segments import ExactSegments
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.loaded_layers import LoadedLayers
 from swarmllm_workers.engine.memory import Footprint, Memory
@@ -87,7 +87,7 @@ class Engine:
         self._n_routes = 0
         self._routes: dict[str, dict[Range, Route]] = {}
         """Where each request's rows are: a request keeps to its segments, retired or not."""
-        self.apart = SegmentsApart(self.footprint)
+        self.apart = ExactSegments(self.footprint)
         self.begin: Callable[[Operation[None]], None] = complete
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
 

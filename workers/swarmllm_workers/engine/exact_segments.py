@@ -19,7 +19,7 @@ from swarmllm_workers.errors import CallError
 
 
 @dataclass
-class _Apart:
+class _RequestSegments:
     """The segments of one request, as far as it has run."""
 
     n_rows: int
@@ -33,17 +33,17 @@ class _Apart:
         return [(segment.start, segment.end) for segment in self.segments if not segment.is_closed]
 
 
-class SegmentsApart:
+class ExactSegments:
     def __init__(self, footprint: Footprint) -> None:
         self._footprint = footprint
-        self._requests: dict[str, _Apart] = {}
+        self._requests: dict[str, _RequestSegments] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def add(self, request_id: str, n_rows: int, *, gives_rows: bool) -> None:
         """The request, which has nothing yet, will have at most `n_rows` rows, all apart."""
-        self._requests[request_id] = _Apart(n_rows, gives_rows)
+        self._requests[request_id] = _RequestSegments(n_rows, gives_rows)
 
     def give_rows(self, request_id: str) -> None:
         """From now on the head is asked about all rows of a piece. Raises CallError bad_message where it has

@@ -75,29 +75,29 @@ class _LibraryMessages(threading.local):
 _library_messages = _LibraryMessages()
 
 
-class _Heard(threading.local):
+class _CapturedLog(threading.local):
     lines: list[str] | None = None
 
 
-_heard = _Heard()
+_captured_log = _CapturedLog()
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
+def capture_log() -> Iterator[list[str]]:
     """What libllama says in this thread, line by line."""
     lines: list[str] = []
-    _heard.lines = lines
+    _captured_log.lines = lines
     try:
         yield lines
     finally:
-        _heard.lines = None
+        _captured_log.lines = None
 
 
 def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
     shared_weights.on_log(text)
     line = text.decode("utf-8", "replace").strip()
-    if _heard.lines is not None:
-        _heard.lines.append(line)
+    if _captured_log.lines is not None:
+        _captured_log.lines.append(line)
         return
     if level == 4:
         _library_messages.recent.append(line)

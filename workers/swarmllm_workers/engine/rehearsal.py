@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from swarmllm_proto.architectures import ARCHITECTURES, generic
 from swarmllm_workers import operating_system
-from swarmllm_workers.engine.libllama import Context, Model, heard
+from swarmllm_workers.engine.libllama import Context, Model, capture_log
 from swarmllm_workers.engine.segment import EngineSettings, context_settings
 from swarmllm_workers.engine.segment_file import n_layers_of, plan_part
 from swarmllm_workers.engine.shared_weights import header_file
@@ -66,7 +66,7 @@ def rehearse(
 
 def _rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> MemoryUse:
     n_layers = n_layers_of(source)
-    with _header(source, start, end, n_layers) as path, heard() as lines:
+    with _header(source, start, end, n_layers) as path, capture_log() as lines:
         model = Model(path, use_mmap=False, is_rehearsal=True)
         try:
             made = context_settings(

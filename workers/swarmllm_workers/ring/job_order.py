@@ -1,9 +1,9 @@
 """In which order a stage runs the decode jobs of a request of which several are under way: pure.
 
-Jobs that are on their way at once are numbered by the head (`speculation/flights.py`). On one link they keep
-their order. Where a link breaks, some go by the daemons while others take the next link, and may overtake
-each other or come twice. So a job waits for those before it, and runs once. Jobs below the newest `fresh`
-number are refused ones: nobody waits for them, and they are not run.
+Jobs that are on their way at once are numbered by the head (`speculation/jobs_in_flight.py`). On one link
+they keep their order. Where a link breaks, some go by the daemons while others take the next link, and may
+overtake each other or come twice. So a job waits for those before it, and runs once. Jobs below the newest
+`fresh` number are refused ones: nobody waits for them, and they are not run.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
 from swarmllm_workers.ring.seat import Messages, Seat
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
-from swarmllm_workers.speculation.flights import Launch
+from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Ring:
             if seat.guesser is not None:
                 seat.guesser.close()
             if seat.n_turned:
-                seat.is_running, seat.told_at = False, 0.0
+                seat.is_running, seat.reported_at = False, 0.0
                 self._tell_turned(seat, time.monotonic())
         self._count()
 
@@ -150,10 +150,10 @@ class Ring:
 
     def _tell_turned(self, seat: Seat, now: float) -> float:
         """Seconds until it may be told; 0: it has been, now."""
-        wait_s = seat.told_at + TURNED_INTERVAL_S - now
+        wait_s = seat.reported_at + TURNED_INTERVAL_S - now
         if wait_s > 0:
             return wait_s
-        seat.told_at = now
+        seat.reported_at = now
         self._send(seat.take_report())
         return 0.0
 
@@ -192,7 +192,7 @@ class Ring:
         decoded: Decoded,
         timings: tuple[StageTiming, ...],
         *,
-        launched: Sequence[Launch],
+        launched: Sequence[LaunchedJob],
         may_relay: bool,
         before: Sequence[Decoded] = (),
     ) -> bool:
@@ -206,7 +206,7 @@ class Ring:
         told.
         """
         its = seat.message
-        told = _told(its.request_id, (*before, decoded), timings, seat.guesser)
+        told = _streaming_token(its.request_id, (*before, decoded), timings, seat.guesser)
         jobs = tuple((_embedded(its.request_id, each), b"") for each in launched)
         if its.origin == its.after and not (may_relay and self.has_spare_core):
             return self._pass_on(seat, (*told, *jobs), may_relay)
@@ -363,7 +363,7 @@ class Ring:
         connection.close()
 
 
-def _embedded(request_id: str, launch: Launch) -> LayerForward:
+def _embedded(request_id: str, launch: LaunchedJob) -> LayerForward:
     token, *guesses = launch.tokens
     return LayerForward(
         request_id=request_id,
@@ -379,7 +379,7 @@ def _embedded(request_id: str, launch: Launch) -> LayerForward:
     )
 
 
-def _told(
+def _streaming_token(
     request_id: str,
     tokens: Sequence[Decoded],
     timings: tuple[StageTiming, ...],

@@ -55,9 +55,9 @@ class Seat:
     """Of the jobs, those beside which others were under way."""
     is_running: bool = False
     """A job that came by a link is here."""
-    is_told_running: bool = False
+    reported_running: bool = False
     """What the daemon believes."""
-    told_at: float = 0.0
+    reported_at: float = 0.0
     waiting: deque[int] = field(default_factory=deque)
     """Payload bytes of each job that came by a link and has not been run."""
     n_bytes_waiting: int = 0
@@ -117,7 +117,7 @@ class Seat:
     def sent(self, messages: Messages) -> None:
         """They left by a link."""
         jobs = [each for each, _ in messages if isinstance(each, LayerForward)]
-        n_others = self.guesser.flights.n_under_way if self.guesser is not None and not jobs else 0
+        n_others = self.guesser.jobs_in_flight.n_under_way if self.guesser is not None and not jobs else 0
         if not n_others and all(each.number is UNSET for each in jobs):
             # No other job is under way, so what left up to the last one has come.
             while any(_has_job(each) for each in self.unsure):
@@ -151,7 +151,7 @@ class Seat:
 
     @property
     def has_report(self) -> bool:
-        return bool(self.n_turned) or self.is_running is not self.is_told_running
+        return bool(self.n_turned) or self.is_running is not self.reported_running
 
     def take_report(self) -> ipc.Turned:
         """What the daemon is told now."""
@@ -165,7 +165,7 @@ class Seat:
             n_window_rows=self.n_window_rows or UNSET,
             n_numbered=self.n_numbered or UNSET,
         )
-        self.n_turned, self.compute_s, self.is_told_running = 0, 0.0, self.is_running
+        self.n_turned, self.compute_s, self.reported_running = 0, 0.0, self.is_running
         self.n_windows = self.n_window_rows = self.n_numbered = 0
         return report
 

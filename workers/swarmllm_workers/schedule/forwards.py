@@ -19,9 +19,9 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.payloads import check_hidden, check_tokens, read_as, read_tensor
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import NumberedJob, Seat
-from swarmllm_workers.schedule.again_work import AgainWork
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.lone_steps import LoneSteps
+from swarmllm_workers.schedule.resample_work import ResampleWork
 from swarmllm_workers.schedule.ring_work import RingWork
 from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.window_work import WindowRows, WindowWork, is_window
@@ -69,7 +69,7 @@ class Forwards:
         self._check(message, message.position, data)
         seat = self._ring.seat_of(message)
         if seat is None:
-            make = AgainWork if message.want == "again" else ForwardWork
+            make = ResampleWork if message.want == "again" else ForwardWork
             work = make(message, message.position, data, self._engine, self._decodings, self._send)
         elif message.resent and message.number is UNSET and message.position < seat.expected:
             self._send(ipc.Done(id=message.id))
@@ -136,8 +136,10 @@ class Forwards:
         fresh = job.fresh
         if seat.message.sampling is not None:
             # The last stage knows what it has sent, and believes nothing else.
-            flights = seat.guesser.flights if seat.guesser is not None else None
-            launch = flights.find(position, len(data), job.number) if flights is not None else None
+            jobs_in_flight = seat.guesser.jobs_in_flight if seat.guesser is not None else None
+            launch = (
+                jobs_in_flight.find(position, len(data), job.number) if jobs_in_flight is not None else None
+            )
             if launch is None:
                 work.drop()
                 return

@@ -15,7 +15,7 @@ from swarmllm_proto.ipc import (
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.cache.prefixes import Name
 from swarmllm_workers.decode.decoding import Decoded, Decoding
-from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.grammar import GrammarPending
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Span
@@ -195,7 +195,7 @@ class GenerateWork:
         started = time.perf_counter()
         try:
             self._decode(judged)
-        except NotYet:
+        except GrammarPending:
             judged.keep()
             return
         finally:
@@ -205,7 +205,7 @@ class GenerateWork:
 
     def _decode(self, judged: _Judged) -> None:
         """Sample the token that follows the last one, and one more for every guess that was right. Raises
-        NotYet, and goes on from there when it is called again."""
+        GrammarPending, and goes on from there when it is called again."""
         n_before = self._n_history - self._n_prompt
         for i in range(len(judged.decoded), len(judged.logits)):
             one = self._decoding.decode(judged.logits[i], n_before + i)

@@ -87,7 +87,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedBatch:
     """What becomes of a batch in the KV that there is."""
 
     batch: Batch
@@ -206,7 +206,7 @@ class Planner:
         n_tiles = -(-(n_decode_rows + (self._beside + 1) // 2) // self._beside)
         return min(n_tiles * self._beside, self._capacity)
 
-    def preempt(self, batch: Batch, demands: Sequence[Demand], n_free: int) -> Fit:
+    def preempt(self, batch: Batch, demands: Sequence[Demand], n_free: int) -> FittedBatch:
         """What of `batch` runs where `n_free` KV rows are free in its lane. `demands` are those of the
         round, also of works that are in no batch.
 
@@ -234,7 +234,7 @@ class Planner:
             else:
                 refused.append(share.key)
         self._without_room |= {share.key for share in batch.shares} - {share.key for share in kept}
-        return Fit(Batch(batch.lane, tuple(kept)), tuple(restarted), tuple(refused))
+        return FittedBatch(Batch(batch.lane, tuple(kept)), tuple(restarted), tuple(refused))
 
     def _victims(
         self, demand: Demand, n_missing: int, holders: list[int], kept: list[Share], lane: dict[int, Demand]

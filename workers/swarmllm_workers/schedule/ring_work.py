@@ -17,7 +17,7 @@ from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
 from swarmllm_workers.speculation.chain_guesser import Room
-from swarmllm_workers.speculation.flights import Launch
+from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 
 class RingWork(ForwardWork):
@@ -97,7 +97,7 @@ class RingWork(ForwardWork):
             decoded.text,
         )
 
-    def _next_jobs(self, decoded: Decoded, landed_at: int, n_rows: int) -> tuple[Launch, ...]:
+    def _next_jobs(self, decoded: Decoded, landed_at: int, n_rows: int) -> tuple[LaunchedJob, ...]:
         land(self._seat, landed_at, n_rows)
         return next_jobs(self._ring, self._seat, self._decodings[self.request_id], decoded)
 
@@ -108,17 +108,17 @@ class RingWork(ForwardWork):
 
 def land(seat: Seat, position: int, n_rows: int) -> None:
     """A job without a number is back at the last stage."""
-    if seat.guesser is not None and seat.guesser.flights.land(position, n_rows) is None:
-        seat.guesser.flights.refuse()  # A token was repeated.
+    if seat.guesser is not None and seat.guesser.jobs_in_flight.land(position, n_rows) is None:
+        seat.guesser.jobs_in_flight.refuse()  # A token was repeated.
 
 
-def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> tuple[Launch, ...]:
+def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> tuple[LaunchedJob, ...]:
     """What leaves now that `decoded`, the newest token of `decoding`, is there. The job in which it was
     sampled has landed."""
     guesser, position = seat.guesser, decoded.index + seat.message.n_prompt_tokens
     is_over = decoded.finish_reason is not None
     if guesser is None:
-        return () if is_over else (Launch(position, (decoded.token,)),)
+        return () if is_over else (LaunchedJob(position, (decoded.token,)),)
     now, is_alone = time.perf_counter(), ring.n_requests == 1
     if is_over:
         guesser.answered(decoding.tokens, now, is_alone=is_alone)

@@ -6,9 +6,9 @@ tried with the first window that comes, after that has left. The head samples ro
 guesses, and goes on while the guess was what it has sampled; what comes after a wrong one counts for nothing.
 The next job stands right behind the last token that counts, and so makes every stage forget the refused rows.
 
-Several jobs may be under way, which are numbered then (`speculation/flights.py`). The last row of one is to
-give the first token of the next. Stages drop those that wait for them when they hear that they were refused,
-and the head drops those that still come.
+Several jobs may be under way, which are numbered then (`speculation/jobs_in_flight.py`). The last row of one
+is to give the first token of the next. Stages drop those that wait for them when they hear that they were
+refused, and the head drops those that still come.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec import UNSET, UnsetType
 from swarmllm_proto.ipc import Done
 from swarmllm_proto.limits import WINDOW_ROWS_MAX
 from swarmllm_workers.decode.decoding import Decoded, Decoding
-from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.grammar import GrammarPending
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.ranges import Route
 from swarmllm_workers.engine.segment import Segment, Span, Want
@@ -94,7 +94,7 @@ def is_window(seat: Seat, position: int, n_rows: int) -> bool:
         return False
     if seat.message.sampling is None:
         return True
-    return seat.guesser is not None and seat.guesser.flights.find(position, n_rows) is not None
+    return seat.guesser is not None and seat.guesser.jobs_in_flight.find(position, n_rows) is not None
 
 
 def judge(
@@ -107,7 +107,7 @@ def judge(
     """Sample the rows of a window, f32 [n, n_vocab], which follow those that gave `decoded`, and add to that.
     `n_before`: tokens that were generated before the window; `guesses`: its own, and the first token of the
     window behind it. Whether it is over: with a row that nothing was guessed to follow, the end of the
-    answer, or a guess that was wrong. Raises NotYet, as `Decoding.decode` does."""
+    answer, or a guess that was wrong. Raises GrammarPending, as `Decoding.decode` does."""
     for row in logits:
         at = len(decoded)
         one = decoding.decode(row, n_before + at)
@@ -189,7 +189,7 @@ class WindowWork(RingWork):
         started = time.perf_counter()
         try:
             is_over = self._judge(logits)
-        except NotYet:
+        except GrammarPending:
             # Logits are a view of what the next batch overwrites.
             self._parked = logits.copy() if self._parked is None else self._parked
             self.is_parked = True
@@ -205,7 +205,7 @@ class WindowWork(RingWork):
 
     def _judge(self, logits: np.ndarray) -> bool:
         """Whether the window is over: with the last row, the end of the answer, or a guess that was wrong.
-        Raises NotYet, and goes on from there when it is called again."""
+        Raises GrammarPending, and goes on from there when it is called again."""
         message = self._message
         decoding = self._decodings.get(message.request_id)
         if decoding is None:
@@ -225,10 +225,10 @@ class WindowWork(RingWork):
         guesser = self._seat.guesser
         if guesser is None:
             raise CallError("position_gap", "nobody guesses here", "position")
-        launch = guesser.flights.land(self._position, len(self._data), self._number or 0)
+        launch = guesser.jobs_in_flight.land(self._position, len(self._data), self._number or 0)
         if launch is None:
             raise CallError("position_gap", "no such job is under way", "position")
-        following = guesser.flights.next_token
+        following = guesser.jobs_in_flight.next_token
         return launch.tokens[1:] if following is None else (*launch.tokens[1:], following)
 
     def _deliver_window(self) -> None:
@@ -245,8 +245,8 @@ class WindowWork(RingWork):
             self._ring.turn(seat, self._compute_s, self._n_done, is_numbered=is_numbered)
         else:
             self._send(Done(id=self.call_id))
-        if seat.guesser is not None and seat.guesser.flights.fresh > seat.order.fresh:
-            for each in seat.order.refuse(seat.guesser.flights.fresh):
+        if seat.guesser is not None and seat.guesser.jobs_in_flight.fresh > seat.order.fresh:
+            for each in seat.order.refuse(seat.guesser.jobs_in_flight.fresh):
                 each.drop()
             self._windows.drop_refused(seat)
 

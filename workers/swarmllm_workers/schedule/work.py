@@ -26,7 +26,7 @@ from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
-from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.grammar import GrammarPending
 from swarmllm_workers.decode.sampling import logprobs
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.positions import rows_until_edge, sees_later
@@ -280,7 +280,7 @@ class ForwardWork:
         started = time.perf_counter()
         try:
             decoded = decoding.decode(logits, index)
-        except NotYet:
+        except GrammarPending:
             # Logits are a view of what the next batch overwrites.
             self._parked = logits.copy() if self._parked is None else self._parked
             self.is_parked = True

@@ -186,13 +186,13 @@ class LoadHandlers:
 
     def _progress_of(self, call_id: int) -> LoadProgress:
         """Called wherever a part runs."""
-        told_at = 0.0
+        reported_at = 0.0
 
         def tell(done: int, total: int) -> None:
-            nonlocal told_at
+            nonlocal reported_at
             now = time.monotonic()
-            if now - told_at >= PROGRESS_INTERVAL_S or done >= total:
-                told_at = now
+            if now - reported_at >= PROGRESS_INTERVAL_S or done >= total:
+                reported_at = now
                 self._state.loading.tell(
                     partial(self._state.send, ipc.Progress(id=call_id, done_bytes=done, total_bytes=total))
                 )

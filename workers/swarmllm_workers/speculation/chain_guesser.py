@@ -24,7 +24,7 @@ from swarmllm_proto.limits import GUESSES_MAX, JOBS_UNDER_WAY_MAX
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Drafter
-from swarmllm_workers.speculation.flights import Flights, Launch
+from swarmllm_workers.speculation.jobs_in_flight import JobsInFlight, LaunchedJob
 
 AHEAD_MAX: Final = JOBS_UNDER_WAY_MAX * ROWS_MAX - 1
 """Guesses under way."""
@@ -66,7 +66,7 @@ class ChainGuesser:
         where that is not known), as soon as there may be guesses; `answered` hears a prompt that is known
         with the whole answer."""
         self.gate = gate
-        self.flights = Flights()
+        self.jobs_in_flight = JobsInFlight()
         self.n_guessed = 0
         """Guesses that left and are over."""
         self.n_right = 0
@@ -105,26 +105,26 @@ class ChainGuesser:
 
     def next_jobs(
         self, tokens: Sequence[int], position: int, room: Room, now: float, *, is_alone: bool = True
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[LaunchedJob, ...]:
         """What leaves when the last of `tokens`, all that were generated, has been sampled; it stands at
         `position`. Nothing, where it is on its way as a guess that was right, and no more are to follow.
         `is_alone`: no other request is here, whose rows would fill a batch with certainties."""
-        flights, is_on = self.flights, self._take(tokens, position, now, is_alone=is_alone)
+        jobs_in_flight, is_on = self.jobs_in_flight, self._take(tokens, position, now, is_alone=is_alone)
         if is_on:
             more = self._more(room) if is_alone and not self._is_over else []
-            return flights.launch(position, more, are_numbered=True)
+            return jobs_in_flight.launch(position, more, are_numbered=True)
         guesses = self._first(room) if is_alone and not self._is_over else ()
         rows = (tokens[-1], *guesses)
         n_piece = room.n_piece if room.has_several else len(rows)
-        jobs = _pieces(rows, n_piece, max(1, flights.n_spare))
+        jobs = _pieces(rows, n_piece, max(1, jobs_in_flight.n_spare))
         self._n_sent = sum(map(len, jobs)) - 1
         self._n_first = min(self._n_first, self._n_sent)
-        are_numbered = flights.n_under_way > 0 or (room.n_jobs > 1 and self._n_sent > 0)
-        return flights.launch(position, jobs, are_numbered=are_numbered)
+        are_numbered = jobs_in_flight.n_under_way > 0 or (room.n_jobs > 1 and self._n_sent > 0)
+        return jobs_in_flight.launch(position, jobs, are_numbered=are_numbered)
 
     def answered(self, tokens: Sequence[int], now: float, *, is_alone: bool = True) -> None:
         """The last token has been sampled; `tokens` are all that were generated."""
-        self.flights.refuse()
+        self.jobs_in_flight.refuse()
         self._take(tokens, 0, now, is_alone=is_alone)
         if self._n_prompt:
             self._tell_answered(self._history[: self._n_prompt], tokens)
@@ -144,13 +144,13 @@ class ChainGuesser:
         n_new = len(tokens) - self._n_known
         if self._is_over or n_new < 1:  # a token was repeated: others come now than were learnt
             self._is_over = True
-            self.flights.refuse()
+            self.jobs_in_flight.refuse()
             return False
-        is_on = self.flights.brings(tokens[-1], position)
+        is_on = self.jobs_in_flight.brings(tokens[-1], position)
         self._judge(n_new if is_on else n_new - 1, now, is_on=is_on, is_alone=is_alone)
         self._learn(tokens)
         if not is_on:
-            self.flights.refuse()
+            self.jobs_in_flight.refuse()
             self._left_at = now if is_alone else None
             self._once_s, self._n_first, self._n_sent, self._n_true = 0.0, 0, 0, 0
             self._is_judged = False
@@ -202,8 +202,8 @@ class ChainGuesser:
     def _more(self, room: Room) -> list[tuple[int, ...]]:
         """Guesses behind those that are under way, in pieces: none where another drafter than before, or
         the same one by now, guesses otherwise."""
-        _, *ahead = self.flights.ahead
-        n_spare, n_piece = self.flights.n_spare, room.n_piece
+        _, *ahead = self.jobs_in_flight.ahead
+        n_spare, n_piece = self.jobs_in_flight.n_spare, room.n_piece
         n_end = room.n_left - 1 - len(ahead)
         """More than that cannot come true."""
         if not room.has_several or not n_spare or n_end < 1:

@@ -200,8 +200,8 @@ class Dht:
         self._serving = Serving(self.core, node, parts.askers)
         self._changed = trio.Event()
         self._met = parts.met
-        self._told: dict[bytes, float] = {}
-        self._n_known_when_told = 0
+        self._provided_at_s: dict[bytes, float] = {}
+        self._n_known_when_provided = 0
         self._n_lookups = 0
         if mode == "on":
             host.serve(protocol_name(network_id), self._serving.serve)
@@ -225,7 +225,9 @@ class Dht:
     def provide(self, keys: Collection[bytes]) -> None:
         """What is here from now on, and all of it. Told to others soon, and again while it stays."""
         self.core.provided = set(keys)
-        self._told = {key: at_s for key, at_s in self._told.items() if key in self.core.provided}
+        self._provided_at_s = {
+            key: at_s for key, at_s in self._provided_at_s.items() if key in self.core.provided
+        }
         self._changed.set()
 
     async def run(self) -> None:
@@ -323,13 +325,13 @@ class Dht:
         """Keys that should be announced now, if there is anybody to announce them to. When the table has
         grown a lot, others are nearest to a key than those who were told."""
         n_known = len(self.core.table)
-        if n_known >= 2 * self._n_known_when_told:
-            self._n_known_when_told = n_known
-            self._told.clear()
+        if n_known >= 2 * self._n_known_when_provided:
+            self._n_known_when_provided = n_known
+            self._provided_at_s.clear()
         if not n_known:
             return []
         since_s = trio.current_time() - ANNOUNCE_EVERY_S
-        return sorted(key for key in self.core.provided if self._told.get(key, since_s) <= since_s)
+        return sorted(key for key in self.core.provided if self._provided_at_s.get(key, since_s) <= since_s)
 
     async def _announce(self) -> None:
         for key in self._due():
@@ -338,7 +340,7 @@ class Dht:
             statement = Message(DhtMessageKind.ADD_PROVIDER, key, providers=(own,))
             n_told = await self._tell_all(nearest[:_HOLDERS], statement)
             if n_told and key in self.core.provided:
-                self._told[key] = trio.current_time()
+                self._provided_at_s[key] = trio.current_time()
 
     async def _tell_all(self, contacts: Iterable[Contact], statement: Message) -> int:
         n_told = 0

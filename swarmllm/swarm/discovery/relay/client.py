@@ -272,7 +272,7 @@ class Relaying:
         self.circuits = circuits
         self._node = node
         self._random = randomness
-        self._told: tuple[str, ...] = ()
+        self._last_reported: tuple[str, ...] = ()
         self.n_detours = 0
 
     @property
@@ -303,8 +303,8 @@ class Relaying:
                 if sum(until_s > now + LOOK_EVERY_S for until_s in self._reserved().values()) >= RELAYS:
                     break
         told = tuple(text for relay_id in self.relays for text in self._circuit_addresses(relay_id))
-        if told != self._told:
-            self._told = told
+        if told != self._last_reported:
+            self._last_reported = told
             await self._node.tell(told)
 
     async def detour(self, node_id: NodeId) -> None:

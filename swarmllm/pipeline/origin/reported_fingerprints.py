@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import UnsetType
 
-from swarmllm.pipeline.origin.output import ImpossibleReport
+from swarmllm.pipeline.origin.output import InvalidReport
 from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
 
-class ToldFingerprints:
+class ReportedFingerprints:
     """The fingerprints of one attempt's tokens, in their order."""
 
     def __init__(self, sampling: Sampling, *, is_kept: bool) -> None:
@@ -24,7 +24,7 @@ class ToldFingerprints:
         self._is_due = False
         self._n_tokens = 0
         self._tells = False
-        self._told: list[bytes] = []
+        self._reported: list[bytes] = []
         self._newest = b""
         self._logprobs: list[tuple[TokenLogprob, ...]] = []
 
@@ -33,25 +33,25 @@ class ToldFingerprints:
         self._is_due = True
 
     def take(self, fingerprint: bytes | UnsetType, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        """With the next token. Raises ImpossibleReport for one that is none, and where the stage tells those
+        """With the next token. Raises InvalidReport for one that is none, and where the stage tells those
         of some tokens only, or of none although it has announced that it tells them."""
         if not self._is_asked:
             return
         tells = not isinstance(fingerprint, UnsetType)
         if self._is_due and not tells:
-            raise ImpossibleReport("no fingerprint comes with a token")
+            raise InvalidReport("no fingerprint comes with a token")
         if self._n_tokens and tells is not self._tells:
-            raise ImpossibleReport("fingerprints come with some of the tokens")
+            raise InvalidReport("fingerprints come with some of the tokens")
         self._tells, self._n_tokens = tells, self._n_tokens + 1
         if isinstance(fingerprint, UnsetType):
             return
         try:
             decode_fingerprint(fingerprint)
         except ValueError as error:
-            raise ImpossibleReport(f"a fingerprint of {error}") from None
+            raise InvalidReport(f"a fingerprint of {error}") from None
         self._newest = fingerprint
         if self._is_kept:
-            self._told.append(fingerprint)
+            self._reported.append(fingerprint)
             self._logprobs.append(logprobs)
 
     @property
@@ -61,8 +61,12 @@ class ToldFingerprints:
 
     def read(self, first: int, n: int) -> Tensor | None:
         """f32 [n, N_VALUES] of the tokens from `first` on, by their order; None: they were not told."""
-        told: Sequence[bytes] = self._told[first : first + n]
-        return np.stack([decode_fingerprint(each) for each in told]) if told and len(told) == n else None
+        reported: Sequence[bytes] = self._reported[first : first + n]
+        return (
+            np.stack([decode_fingerprint(each) for each in reported])
+            if reported and len(reported) == n
+            else None
+        )
 
     def logprobs(self, first: int, n: int) -> Sequence[tuple[TokenLogprob, ...]]:
         """Of the same tokens: of each its own, then the likeliest ones; empty where they were not told."""

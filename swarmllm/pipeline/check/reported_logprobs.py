@@ -24,38 +24,43 @@ _F16: Final = 2.0**-10
 """Twice what f16 rounds, in parts of a value."""
 _LEAST: Final = 0.01
 
-Told = tuple[TokenLogprob, ...]
+ReportedLogprobs = tuple[TokenLogprob, ...]
 """Of one token: its own, then those of the likeliest."""
 
 
-def total(told: Told, values: Tensor) -> float:
+def total(reported: ReportedLogprobs, values: Tensor) -> float:
     """What lies between its logit and its log-probability, by its fingerprint, f32 [N_VALUES]; NaN: not
     known."""
-    if not told or told[0].logprob <= LOGPROB_MIN:
+    if not reported or reported[0].logprob <= LOGPROB_MIN:
         return math.nan
-    return float(values[N_DRAWN + 1]) - told[0].logprob
+    return float(values[N_DRAWN + 1]) - reported[0].logprob
 
 
 def are_possible(
-    told: Sequence[Told], fingerprints: Tensor, tokens: Sequence[int], first: int, key: int, n_vocab: int
+    reported: Sequence[ReportedLogprobs],
+    fingerprints: Tensor,
+    tokens: Sequence[int],
+    first: int,
+    key: int,
+    n_vocab: int,
 ) -> bool:
     """Whether there are logits with these fingerprints, f32 [n, N_VALUES], and these log-probabilities of the
     tokens, of which `first` is the index of the first."""
     return all(
         _is_possible(said, values, token, drawn_tokens(key, first + at, n_vocab))
-        for at, (said, values, token) in enumerate(zip(told, fingerprints, tokens, strict=True))
+        for at, (said, values, token) in enumerate(zip(reported, fingerprints, tokens, strict=True))
         if said
     )
 
 
-def _is_possible(told: Told, values: Tensor, token: int, ids: Tensor) -> bool:
-    likeliest = told[1:]
+def _is_possible(reported: ReportedLogprobs, values: Tensor, token: int, ids: Tensor) -> bool:
+    likeliest = reported[1:]
     logprobs = [each.logprob for each in likeliest]
     is_ordered = all(one >= other for one, other in pairwise(logprobs))
     is_part = math.fsum(math.exp(each) for each in logprobs) <= 1 + _LEAST
-    if told[0].token != token or not is_ordered or not is_part:
+    if reported[0].token != token or not is_ordered or not is_part:
         return False
-    own, known = total(told, values), dict(zip(ids.tolist(), values[:N_DRAWN].tolist(), strict=True))
+    own, known = total(reported, values), dict(zip(ids.tolist(), values[:N_DRAWN].tolist(), strict=True))
     return all(
         abs(own - (logit - logprob)) <= _LEAST + _F16 * (abs(logit) + abs(float(values[N_DRAWN + 1])))
         for logit, logprob in _both(likeliest, float(values[N_DRAWN]), known)
@@ -63,7 +68,9 @@ def _is_possible(told: Told, values: Tensor, token: int, ids: Tensor) -> bool:
     )
 
 
-def _both(likeliest: Told, largest: float, known: dict[int, float]) -> Iterator[tuple[float, float]]:
+def _both(
+    likeliest: ReportedLogprobs, largest: float, known: dict[int, float]
+) -> Iterator[tuple[float, float]]:
     """(logit, log-probability)"""
     for rank, each in enumerate(likeliest):
         if rank == 0:
@@ -72,7 +79,7 @@ def _both(likeliest: Told, largest: float, known: dict[int, float]) -> Iterator[
             yield known[each.token], each.logprob
 
 
-class Apart(NamedTuple):
+class LogprobDistance(NamedTuple):
     """How far log-probabilities are from those of the same rows, in nats; means over tokens."""
 
     size: float
@@ -81,11 +88,13 @@ class Apart(NamedTuple):
     """Of the differences with their signs: rounding errors cancel there, what was added to all does not."""
 
 
-def apart(told: Sequence[Told], again: Sequence[Mapping[int, float]]) -> Apart:
+def logprob_distance(
+    reported: Sequence[ReportedLogprobs], again: Sequence[Mapping[int, float]]
+) -> LogprobDistance:
     """0 where there is nothing that both tell. `again`: for each token of the answer the log-probabilities of
     some tokens, computed from the same rows."""
     sizes, shifts = [], []
-    for said, known in zip(told, again, strict=False):
+    for said, known in zip(reported, again, strict=False):
         off = [
             min(max(each.logprob - known[each.token], -WORST), WORST)
             for each in said
@@ -95,5 +104,5 @@ def apart(told: Sequence[Told], again: Sequence[Mapping[int, float]]) -> Apart:
             sizes.append(math.fsum(map(abs, off)) / len(off))
             shifts.append(math.fsum(off) / len(off))
     if not sizes:
-        return Apart(0.0, 0.0)
-    return Apart(math.fsum(sizes) / len(sizes), abs(math.fsum(shifts)) / len(shifts))
+        return LogprobDistance(0.0, 0.0)
+    return LogprobDistance(math.fsum(sizes) / len(sizes), abs(math.fsum(shifts)) / len(shifts))

@@ -57,7 +57,7 @@ class Contradictions:
 
 
 @dataclass(slots=True)
-class Charges:
+class VerdictRecorder:
     node_id: NodeId
     """This node's."""
     trust: NodeTrust

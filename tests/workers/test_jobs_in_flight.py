@@ -19,7 +19,7 @@ from swarmllm_workers.ring.job_order import JobOrder
 from swarmllm_workers.speculation.chain_guesser import AHEAD_MAX, ChainGuesser, Room
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, Worth
-from swarmllm_workers.speculation.flights import Flights, Launch
+from swarmllm_workers.speculation.jobs_in_flight import JobsInFlight, LaunchedJob
 
 N_TOKENS = 100
 
@@ -41,22 +41,22 @@ class Oracle:
         pass
 
 
-Way: TypeAlias = deque[tuple[Launch, bool]]
+Way: TypeAlias = deque[tuple[LaunchedJob, bool]]
 
 
 @dataclass
 class Stage:
     """Tokens stand for the rows that they become."""
 
-    order: JobOrder[Launch] = field(default_factory=JobOrder)
+    order: JobOrder[LaunchedJob] = field(default_factory=JobOrder)
     kv: list[int] = field(default_factory=list)
-    waiting: deque[Launch] = field(default_factory=deque)
+    waiting: deque[LaunchedJob] = field(default_factory=deque)
     ways: tuple[Way, Way] = field(default_factory=lambda: (deque(), deque()))
     """By which jobs come here: the link and the daemons, each in order. Of each job whether it is resent."""
     expected: int = 0
     """As of a seat."""
     way: int = 0
-    unsure: deque[Launch] = field(default_factory=lambda: deque(maxlen=2 * JOBS_UNDER_WAY_MAX))
+    unsure: deque[LaunchedJob] = field(default_factory=lambda: deque(maxlen=2 * JOBS_UNDER_WAY_MAX))
     """What came by the present way."""
 
 
@@ -79,12 +79,12 @@ class Chain:
     def _launch(self) -> None:
         room = Room(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
         launched = self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now)
-        assert self.guesser.flights.n_under_way <= JOBS_UNDER_WAY_MAX + 1
+        assert self.guesser.jobs_in_flight.n_under_way <= JOBS_UNDER_WAY_MAX + 1
         self.n_jobs += len(launched)
         for job in launched:
             self._send(0, job)
 
-    def _send(self, index: int, job: Launch) -> None:
+    def _send(self, index: int, job: LaunchedJob) -> None:
         stage = self.stages[index]
         if not job.number:
             stage.unsure.clear()
@@ -109,7 +109,7 @@ class Chain:
         """Something happens. Fails where nothing can."""
         possible = [(self._arrive, i, way) for i, each in enumerate(self.stages) for way in each.ways if way]
         possible += [(self._run, i, None) for i, each in enumerate(self.stages) if each.waiting]  # type: ignore[misc]
-        assert possible, f"all wait for {self.guesser.flights}"
+        assert possible, f"all wait for {self.guesser.jobs_in_flight}"
         happens, index, way = self._rng.choice(possible)
         self.now += self._rng.random() / 50
         happens(index, way)
@@ -130,7 +130,7 @@ class Chain:
             stage.waiting.append(job)
             return
         if index == len(self.stages) - 1:
-            known = self.guesser.flights.find(job.position, len(job.tokens), job.number)
+            known = self.guesser.jobs_in_flight.find(job.position, len(job.tokens), job.number)
             if known is None:
                 return
         ready, _ = stage.order.take(job.number, job.fresh, job)
@@ -149,9 +149,9 @@ class Chain:
         if index < len(self.stages) - 1:
             self._send(index + 1, job)
             return
-        flights = self.guesser.flights
-        assert flights.land(job.position, len(job.tokens), job.number) is not None
-        expected = (*job.tokens[1:], flights.next_token)
+        jobs_in_flight = self.guesser.jobs_in_flight
+        assert jobs_in_flight.land(job.position, len(job.tokens), job.number) is not None
+        expected = (*job.tokens[1:], jobs_in_flight.next_token)
         for at, guess in enumerate(expected):
             row = job.position + at
             assert stage.kv[: row + 1] == list(self.text[: row + 1]), "a row follows a guess that was wrong"
@@ -162,7 +162,7 @@ class Chain:
                 break
         del stage.kv[job.position + at + 1 :]
         self._launch()
-        stage.order.refuse(flights.fresh)
+        stage.order.refuse(jobs_in_flight.fresh)
         self._drop(stage)
 
     @property
@@ -247,25 +247,25 @@ class Line:
         self._text, self._trip_s, self._row_s = text, trip_s, row_s
         self.guesser = ChainGuesser(CostGate(), lambda prompt: [oracle])
         self.said, self.now = [text[0]], 0.0
-        self._back: deque[tuple[float, Launch]] = deque()
+        self._back: deque[tuple[float, LaunchedJob]] = deque()
         self.counts: list[int] = []
         """Guesses under way, at each token or window."""
 
     def run(self, n_tokens: int) -> None:
         """Until so many are there."""
-        flights = self.guesser.flights
+        jobs_in_flight = self.guesser.jobs_in_flight
         while len(self.said) < n_tokens:
             room = Room(len(self._text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
             for job in self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now):
                 took_s = self._row_s * len(job.tokens)
                 before_s = self._back[-1][0] if self._back else 0.0
                 self._back.append((max(self.now + self._trip_s, before_s) + took_s, job))
-            self.counts.append(max(0, len(flights.ahead) - 1))
+            self.counts.append(max(0, len(jobs_in_flight.ahead) - 1))
             counts = None
             while counts is None:
                 self.now, job = self._back.popleft()
-                counts = flights.land(job.position, len(job.tokens), job.number)
-            for at, guess in enumerate((*job.tokens[1:], flights.next_token)):
+                counts = jobs_in_flight.land(job.position, len(job.tokens), job.number)
+            for at, guess in enumerate((*job.tokens[1:], jobs_in_flight.next_token)):
                 self.said.append(self._text[job.position + at + 1])
                 if guess != self.said[-1] or len(self.said) == n_tokens:
                     break
@@ -308,7 +308,7 @@ def test_a_stage_that_takes_one_job_gets_one(n_jobs: int) -> None:
         jobs = guesser.next_jobs(range(n), n - 1, room, n * 0.1)
         assert len(jobs) == 1
         assert not jobs[0].number
-        assert guesser.flights.land(n - 1, len(jobs[0].tokens)) is not None
+        assert guesser.jobs_in_flight.land(n - 1, len(jobs[0].tokens)) is not None
 
 
 NUMBERS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=60)
@@ -337,16 +337,16 @@ def test_a_fresh_job_waits_for_none_of_those_before_it() -> None:
 
 
 def test_what_left_before_a_refusal_counts_for_nothing() -> None:
-    flights = Flights()
-    first, second = flights.launch(5, [(1, 2), (3, 4)], are_numbered=True)
-    assert (first, second) == (Launch(5, (1, 2), 1, 1), Launch(7, (3, 4), 2, 1))
-    assert flights.land(5, 2, 1) == first
-    assert flights.next_token == 3
-    flights.refuse()
-    assert flights.next_token is None
-    (third,) = flights.launch(7, [(9, 8)], are_numbered=True)
-    assert third == Launch(7, (9, 8), 3, 3)
-    assert flights.n_under_way == 2
-    assert flights.land(7, 2, 2) is None
-    assert flights.land(7, 2, 3) == third
-    assert flights.n_under_way == 0
+    jobs_in_flight = JobsInFlight()
+    first, second = jobs_in_flight.launch(5, [(1, 2), (3, 4)], are_numbered=True)
+    assert (first, second) == (LaunchedJob(5, (1, 2), 1, 1), LaunchedJob(7, (3, 4), 2, 1))
+    assert jobs_in_flight.land(5, 2, 1) == first
+    assert jobs_in_flight.next_token == 3
+    jobs_in_flight.refuse()
+    assert jobs_in_flight.next_token is None
+    (third,) = jobs_in_flight.launch(7, [(9, 8)], are_numbered=True)
+    assert third == LaunchedJob(7, (9, 8), 3, 3)
+    assert jobs_in_flight.n_under_way == 2
+    assert jobs_in_flight.land(7, 2, 2) is None
+    assert jobs_in_flight.land(7, 2, 3) == third
+    assert jobs_in_flight.n_under_way == 0

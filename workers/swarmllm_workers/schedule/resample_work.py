@@ -10,14 +10,14 @@ import numpy as np
 from swarmllm_proto.codec import encode_again
 from swarmllm_proto.ipc import LayerResult, TokenAgain
 from swarmllm_workers.decode.decoding import Decoding
-from swarmllm_workers.decode.grammar import NotYet
+from swarmllm_workers.decode.grammar import GrammarPending
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.work import ForwardWork
 
 _NO_LOGITS: Final = np.empty((0, 0), np.float32)
 
 
-class AgainWork(ForwardWork):
+class ResampleWork(ForwardWork):
     """A Forward that wants "again": batches of as many rows as there is room for logits."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -49,7 +49,7 @@ class AgainWork(ForwardWork):
         started = time.perf_counter()
         try:
             self._sample_all()
-        except NotYet:
+        except GrammarPending:
             if not self._is_own:
                 self._logits, self._is_own = self._logits.copy(), True
             self.is_parked = True
@@ -61,7 +61,7 @@ class AgainWork(ForwardWork):
             self._deliver_all()
 
     def _sample_all(self) -> None:
-        """Raises NotYet, CallError; then `_logits` are those that are left."""
+        """Raises GrammarPending, CallError; then `_logits` are those that are left."""
         told = self._message.scored
         while len(self._logits):
             token = told[len(self._again)]

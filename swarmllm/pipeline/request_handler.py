@@ -46,7 +46,7 @@ class ServesDigests(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class RequestHandler:
     inbox: Inbox
     sessions: Sessions
     compute: Compute

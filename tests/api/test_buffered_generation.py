@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmllm.api.output.feed import MIN_FLUSH_INTERVAL_S, Feed
+from swarmllm.api.output.buffered_generation import MIN_FLUSH_INTERVAL_S, BufferedGeneration
 from swarmllm.pipeline.origin.generation import GeneratedText
 
 
@@ -37,7 +37,7 @@ async def opening(generation: Any) -> AsyncIterator[Any]:
 async def taken(pieces: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """(second, text) of each passage, as its reader gets it."""
     began_s = trio.current_time()
-    feed = Feed(opening(Timed([(began_s + at_s, text) for at_s, text in pieces])))
+    feed = BufferedGeneration(opening(Timed([(began_s + at_s, text) for at_s, text in pieces])))
     got: list[tuple[float, str]] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
@@ -68,7 +68,7 @@ async def test_text_leaves_at_once_and_at_most_so_often(
 
 async def test_a_reader_is_told_that_nothing_has_come(autojump_clock: MockClock) -> None:
     began_s = trio.current_time()
-    feed = Feed(opening(Timed([(began_s + 5.0, "a"), (began_s + 9.0, "b")])))
+    feed = BufferedGeneration(opening(Timed([(began_s + 5.0, "a"), (began_s + 9.0, "b")])))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
         assert await feed.take(2.0) is None

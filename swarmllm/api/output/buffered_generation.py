@@ -1,13 +1,13 @@
-"""A generation that runs beside the HTTP response it feeds.
+"""Buffers the text of a generation for the HTTP response that streams it.
 
 The response must not set the pace of the model: a slot in a worker is worth more than a slow reader's
-comfort. So each streamed request has two tasks in one nursery: the *feed*, which drains the generation into a
-buffer of text, and the writer of the response, which takes the buffered text. Text that came while the writer
-was busy becomes one chunk, and between two chunks at least MIN_FLUSH_INTERVAL_S pass, which nobody can see
-and which keeps a model of a thousand tokens per second from spending its core on HTTP. The buffer is bounded
-by the model's context.
+comfort. So each streamed request has two tasks in one nursery: `BufferedGeneration.run`, which drains the
+generation into a buffer of text, and the writer of the response, which takes the buffered text. Text that
+came while the writer was busy becomes one chunk, and between two chunks at least MIN_FLUSH_INTERVAL_S pass,
+which nobody can see and which keeps a model of a thousand tokens per second from spending its core on HTTP.
+The buffer is bounded by the model's context.
 
-The feed lives in the request's nursery (see `app.Connection`), not in the handler: between a handler's return
+The task lives in the request's nursery (see `request_tasks`), not in the handler: between a handler's return
 and the first byte of its response there is a moment that belongs to neither, and a client may leave just
 then.
 """
@@ -54,13 +54,13 @@ class TextDelta:
         return bool(self.text or self.logprobs or self.prompt)
 
 
-class Feed:
+class BufferedGeneration:
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Generation],
         changed: trio.lowlevel.ParkingLot | None = None,
     ) -> None:
-        """`changed`: where readers of several feeds park."""
+        """`changed`: where readers of several generations park."""
         self._opening = opening
         self._pieces: list[GeneratedText] = []
         self._has_text = False

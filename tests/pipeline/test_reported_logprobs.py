@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.equal_bits import judge_bits
+from swarmllm.pipeline.check.reported_logprobs import are_possible, logprob_distance, total
 from swarmllm.pipeline.check.thresholds import ANY, TokenDistance, token_limits
-from swarmllm.pipeline.check.told_logprobs import apart, are_possible, total
 from swarmllm.pipeline.check.verdict import Match, Sampled, TokenEvidence, judge_tokens
 from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
 from swarmllm_proto.fingerprints import N_VALUES, decode_fingerprint, drawn_tokens, encode_fingerprint
@@ -36,18 +36,18 @@ class Shifted(FakePool):
     """Tells all log-probabilities lower by one, which its logits do not contradict."""
 
     def _fingerprinted(self, token: Token, sampling: Sampling, row: Tensor) -> Token:
-        told = super()._fingerprinted(token, sampling, row)
-        lower = tuple(TokenLogprob(each.token, each.logprob - 1, each.piece) for each in told.logprobs)
-        return msgspec.structs.replace(told, logprobs=lower)
+        reported = super()._fingerprinted(token, sampling, row)
+        lower = tuple(TokenLogprob(each.token, each.logprob - 1, each.piece) for each in reported.logprobs)
+        return msgspec.structs.replace(reported, logprobs=lower)
 
 
 class Unlikely(FakePool):
     """Tells a lower one of its token only."""
 
     def _fingerprinted(self, token: Token, sampling: Sampling, row: Tensor) -> Token:
-        told = super()._fingerprinted(token, sampling, row)
-        own, *others = told.logprobs
-        return msgspec.structs.replace(told, logprobs=(TokenLogprob(own.token, -1.0, own.piece), *others))
+        reported = super()._fingerprinted(token, sampling, row)
+        own, *others = reported.logprobs
+        return msgspec.structs.replace(reported, logprobs=(TokenLogprob(own.token, -1.0, own.piece), *others))
 
 
 @pytest.mark.parametrize("liar", [Shifted, Unlikely])
@@ -58,8 +58,10 @@ async def test_a_stage_that_tells_other_log_probabilities_is_wrong(
         await prefer(swarm, LIAR, M, N)
         sampling = Sampling(max_tokens=6, logprobs=True, top_logprobs=1)
         with trio.fail_after(DEADLINE_S):
-            async with swarm[A].pipelines.generate(Prompt(text="how likely?"), swarm.entry, sampling) as told:
-                assert [piece async for piece in told]
+            async with swarm[A].pipelines.generate(
+                Prompt(text="how likely?"), swarm.entry, sampling
+            ) as reported:
+                assert [piece async for piece in reported]
         await checked(swarm, 1)
         assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (B, M, N))
@@ -115,23 +117,23 @@ def logprob(token: int, value: float) -> TokenLogprob:
 
 
 def test_sizes_add_up_and_shifts_cancel() -> None:
-    told = [(logprob(1, -1.0), logprob(2, -2.0)), (logprob(3, -0.5),)]
+    reported = [(logprob(1, -1.0), logprob(2, -2.0)), (logprob(3, -0.5),)]
     again = [{1: -1.2, 2: -1.8}, {3: -0.4}]
-    assert apart(told, again) == pytest.approx((0.15, 0.05))
-    assert apart(told, [{token: value - 0.3 for token, value in each.items()} for each in again]) == (
-        pytest.approx((0.25, 0.25))
-    )
+    assert logprob_distance(reported, again) == pytest.approx((0.15, 0.05))
+    assert logprob_distance(
+        reported, [{token: value - 0.3 for token, value in each.items()} for each in again]
+    ) == (pytest.approx((0.25, 0.25)))
     # What one of the two does not tell, or calls impossible, says nothing; one alone counts for 1 at most.
-    assert apart(told, [{7: -1.0}, {3: LOGPROB_MIN}]) == (0, 0)
-    assert apart([(), (logprob(3, LOGPROB_MIN),)], again) == (0, 0)
-    assert apart([(logprob(3, -20.0),)], [{3: -1.0}]) == (1, 1)
+    assert logprob_distance(reported, [{7: -1.0}, {3: LOGPROB_MIN}]) == (0, 0)
+    assert logprob_distance([(), (logprob(3, LOGPROB_MIN),)], again) == (0, 0)
+    assert logprob_distance([(logprob(3, -20.0),)], [{3: -1.0}]) == (1, 1)
 
 
 def told_beside(shift: float, *, limit: TokenDistance = ANY) -> Match:
     """Of 16 tokens, of which each is told with another one beside it."""
     tokens = tuple(range(16))
     logprobs = tuple((logprob(token, -1.0 - shift), logprob(90, -2.0 - shift)) for token in tokens)
-    again = [Sampled(token, ((90, -2.0),), told_logprob=-1.0) for token in tokens]
+    again = [Sampled(token, ((90, -2.0),), reported_logprob=-1.0) for token in tokens]
     evidence = TokenEvidence(np.zeros((20, 4), np.float32), 0, (), tokens, True, logprobs=logprobs)
     return judge_tokens(evidence, again, greedy=True, limit=limit)[1]
 
@@ -147,7 +149,7 @@ def test_a_tenth_of_a_nat_is_seen() -> None:
 
 def test_log_probabilities_of_exact_requests_are_equal() -> None:
     values = np.zeros((1, N_VALUES), np.float32)
-    said = [Sampled(1, ((1, -1.0),), fingerprint=values[0], told_logprob=-1.0)]
+    said = [Sampled(1, ((1, -1.0),), fingerprint=values[0], reported_logprob=-1.0)]
     for shift, match in ((0.0, Match.EQUAL), (0.002, Match.WRONG)):
         evidence = TokenEvidence(
             values, 0, (), (1,), True, fingerprints=values, logprobs=((logprob(1, -1.0 - shift),),)

@@ -17,7 +17,7 @@ from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchedJob:
     """A job that leaves the head."""
 
     position: int
@@ -34,9 +34,9 @@ class Launch:
         return self.position + len(self.tokens)
 
 
-class Flights:
+class JobsInFlight:
     def __init__(self) -> None:
-        self._jobs: deque[Launch] = deque()
+        self._jobs: deque[LaunchedJob] = deque()
         """Oldest first."""
         self._n_refused = 0
         """Of the oldest."""
@@ -45,7 +45,7 @@ class Flights:
         """The least number that counts."""
 
     def __repr__(self) -> str:
-        return f"<Flights {len(self._jobs)} under way, {self._n_refused} of them refused>"
+        return f"<JobsInFlight {len(self._jobs)} under way, {self._n_refused} of them refused>"
 
     @property
     def n_under_way(self) -> int:
@@ -75,25 +75,25 @@ class Flights:
 
     def launch(
         self, position: int, jobs: Sequence[Sequence[int]], *, are_numbered: bool = False
-    ) -> tuple[Launch, ...]:
+    ) -> tuple[LaunchedJob, ...]:
         """Jobs with these tokens leave, each behind the one before. `position`: of the first token, where no
         other job counts."""
-        launched: list[Launch] = []
+        launched: list[LaunchedJob] = []
         if len(self._jobs) > self._n_refused:
             position = self._jobs[-1].end
         else:
             self.refuse()
         for tokens in jobs:
-            job = Launch(position, tuple(tokens))
+            job = LaunchedJob(position, tuple(tokens))
             if are_numbered:
                 self._n_numbered += 1
-                job = Launch(position, tuple(tokens), self._n_numbered, self.fresh)
+                job = LaunchedJob(position, tuple(tokens), self._n_numbered, self.fresh)
             self._jobs.append(job)
             launched.append(job)
             position = job.end
         return tuple(launched)
 
-    def land(self, position: int, n_rows: int, number: int = 0) -> Launch | None:
+    def land(self, position: int, n_rows: int, number: int = 0) -> LaunchedJob | None:
         """A job is back, and with it every one that left before it is over. None: it counts for nothing."""
         job = self.find(position, n_rows, number)
         if job is None:
@@ -104,7 +104,7 @@ class Flights:
         self._n_refused = max(0, self._n_refused - 1)
         return job if counts else None
 
-    def find(self, position: int, n_rows: int, number: int = 0) -> Launch | None:
+    def find(self, position: int, n_rows: int, number: int = 0) -> LaunchedJob | None:
         """The job with this number that is under way, refused or not; of those without a number, the one
         there."""
         for job in self._jobs:
