@@ -188,7 +188,7 @@ async def test_coarser_weights_of_the_same_model_are_wrong(
     """Also of a stage that announces another type of KV. Six bits are close to the limit: not every
     stretch that is drawn shows them. Of a short prompt, who computes it again does so as of an exact request
     the second time, because other batches show nothing."""
-    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    monkeypatch.setattr(checker, "ANNOUNCEMENT_S", 0.0)
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     async with guide_swarm(tmp_path, entry, quantised(tmp_path, kind)) as swarm:
         await announced(swarm, {B: "q8_0", M: "f16", N: "f16"})
@@ -211,7 +211,7 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By its logits: nearly all of its tokens are those that the true weights give."""
-    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    monkeypatch.setattr(checker, "ANNOUNCEMENT_S", 0.0)
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     coarse = quantised(tmp_path, kind)
     async with guide_swarm(
@@ -230,7 +230,7 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
 async def test_coarser_weights_of_a_whole_model_elsewhere_are_wrong_by_two_others(
     tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    monkeypatch.setattr(checker, "ANNOUNCEMENT_S", 0.0)
     coarse = quantised(tmp_path, llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K)
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
@@ -263,7 +263,7 @@ async def test_noise_of_one_percent_is_wrong_by_the_limit_of_one_class(
     announces: str, event: TrustEvent, tmp_path: Path, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that compute it again announce f16. Honest rows beside other requests are off by half as much."""
-    monkeypatch.setattr(checker, "TOLD_S", 0.0)
+    monkeypatch.setattr(checker, "ANNOUNCEMENT_S", 0.0)
     async with guide_swarm(tmp_path, entry, entry.path, 0.01) as swarm:
         await announced(swarm, {B: announces, M: "f16", N: "f16"})
         await ask(swarm, LONG_QUESTION, B)
