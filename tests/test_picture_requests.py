@@ -11,11 +11,11 @@ import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import DEADLINE_S
 from sound_models import sound_projector, tones, wav_of
-from vision_models import file_of, pixels, projector, text_model
+from vision_models import TEXTS, file_of, pixels, projector, text_model
 
 pytestmark = pytest.mark.slow
 
-INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 512}
+INFERENCE = {"n_threads": 1, "n_slots": 2, "n_ctx": 512, "check_cuts": False}
 N_EMBD = 64
 N_ROWS = 16
 SOUND_ROWS = 13
@@ -118,6 +118,57 @@ def it_hears(node: DaemonProcess, ears: Path) -> None:
     assert (refused["status"], refused["error"]["code"]) == (400, "invalid_value")
 
 
+def it_is_told_where_it_cannot_see(node: DaemonProcess, mmproj: Path) -> None:
+    """While the file of its projector is gone."""
+    away = mmproj.rename(mmproj.with_suffix(".away"))
+    told = node.http.get("/api/admin/models/seer/status").json()["projector_trouble"]
+    assert told.startswith(f"the projector {mmproj} cannot be read")
+    assert told.endswith("; give it one that can be used: swarmllm models projector seer MMPROJ.gguf")
+    assert [(each["name"], each["trouble"]) for each in node.stats()["projectors"]] == [("seer", told)]
+    away.rename(mmproj)
+    assert node.stats()["projectors"] == []
+
+
+OTHERS = {
+    "qwen3vl": ("qwen3vl_merger", {}, (200, 130), 6),
+    "gemma3": ("gemma3", {"image": 160}, (70, 50), 6),
+}
+"""Models whose pictures' rows stand on a grid and have further parts, or see each other: family and options
+of the projector, size of a picture, and where the layers are cut."""
+
+
+def they_see_over_two_nodes(a: DaemonProcess, b: DaemonProcess, folder: Path) -> None:
+    """What B, which has the last layers, is told is what A said with all of them: the rows go from A's
+    encoder to B, and back to the first layers, which are at A's."""
+    for name, (family, options, size, cut) in OTHERS.items():
+        path, n_embd = text_model(folder, name), TEXTS[name].n_embd
+        projector(folder / f"{name}-mmproj-f32.gguf", family, n_embd + 32)
+        mmproj = projector(folder / f"eyes-of-{name}.gguf", family, n_embd, **options)
+        added = lines(a, "", {"path": str(path), "name": name})["model"]
+        assert added["projector"] is None
+        assert "-mmproj-f32.gguf makes rows of" in added["projector_trouble"], "of another width"
+        attached = lines(a, f"/{name}/projector", {"path": str(mmproj)})["model"]
+        assert (attached["projector"]["family"], attached["projector_trouble"]) == (family, None)
+        n_layers = attached["n_layers"]
+        lines(a, f"/{name}/load", {})
+        shown = file_of(pixels(*size, 1))
+        whole = told(chat(a, shown, model=name))
+        assert told(chat(a, file_of(pixels(*size, 2)), model=name)) != whole
+        wait_for(lambda name=name: sources(b, name), DEADLINE_S, "the other node to know who has the file")
+        lines(b, f"/{name}/load", {"layers": f"{cut}:{n_layers}"})
+        lines(a, f"/{name}/unload", {"layers": f"{cut}:{n_layers}", "progress": True})
+        wait_for(
+            lambda name=name: b.http.get(f"/api/admin/models/{name}/status").json()["complete"],
+            DEADLINE_S,
+            "all layers to be held",
+        )
+        seen = chat(b, shown, model=name)
+        assert told(seen) == whole
+        assert len(seen["swarm"]["route"]) == 2
+        for node in (b, a):
+            lines(node, f"/{name}/unload", {"progress": True})
+
+
 def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_path: Path) -> None:
     path = text_model(tmp_path, "llama")
     mmproj = projector(tmp_path / "llama-mmproj-f32.gguf", "janus_pro", N_EMBD)
@@ -196,6 +247,8 @@ def test_a_model_takes_pictures_with_its_projector_and_over_two_nodes_too(tmp_pa
                 cut = chat(node, shown)
                 assert told(cut) == whole
                 assert len(cut["swarm"]["route"]) == 2
+            it_is_told_where_it_cannot_see(a, mmproj)
+            they_see_over_two_nodes(a, b, tmp_path)
             it_hears(a, sound_projector(tmp_path / "ears.gguf", "qwen3a", N_EMBD))
         assert lines(a, "/seer/unload", {"progress": True})["type"] == "result"
         assert a.http.delete("/api/admin/models/seer").status_code == 200

@@ -257,6 +257,9 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
                 f"{model['name']} runs on, but cannot be loaded again: {model['trouble']}",
                 "put the file back where it was, or add it from where it is now, before the daemon stops",
             )
+    for projector in stats.get("projectors", ()):
+        cause, _, remedy = projector["trouble"].rpartition("; ")
+        yield Finding("projectors", "warning", f"{projector['name']} takes no pictures here: {cause}", remedy)
     loop = stats.get("loop") or {}
     if loop.get("latest_slow_step"):
         yield Finding(

@@ -72,6 +72,9 @@ def list_(as_json: bool, api_url: str) -> None:
     elif answer["models"]:
         rows = [_row(model) for model in answer["models"]]
         make_console().print(table(COLUMNS, rows, right=("layers", "size")))
+        for model in answer["models"]:
+            if trouble := model.get("projector_trouble"):
+                click.echo(f"{safe(model['name'])} takes no pictures with this node: {safe(trouble)}")
         if answer["left_out"]:
             click.echo(f"and {answer['left_out']} more that only other nodes have; name one to see it")
         if (copies := answer.get("copies")) and copies["n_files"]:
@@ -376,6 +379,8 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"takes {taken_words(model)}", f"with {projector['path']} ({projector['family']}, {state})"
         elif model.get("encoders"):
             yield f"takes {taken_words(model)}", "which other nodes encode"
+        if trouble := model.get("projector_trouble"):
+            yield "projector", f"cannot be used here: {trouble}"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(_loaded(model)) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"

@@ -58,6 +58,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     if dht := stats.get("dht"):
         yield "dht", _dht(dht)
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
+    if said := [f"{each['name']}: {each['trouble']}" for each in stats.get("projectors", ())]:
+        yield from lines("projectors", said)
     classes = dict.fromkeys(worker.get("kernel_class", "") for worker in stats.get("workers", ()))
     if said := [f"{each}, equal bits with nodes that say the same" for each in classes if each]:
         yield from lines("kernels", said)

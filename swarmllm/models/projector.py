@@ -151,7 +151,7 @@ class Projector(msgspec.Struct, frozen=True, kw_only=True):
         except OSError as error:
             raise BadModel(f"the projector {self.path} cannot be read: {error.strerror}") from error
         if (found.st_size, found.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
-            raise BadModel(f"the projector {self.path} has changed since it was added; add the model again")
+            raise BadModel(f"the projector {self.path} has changed since it was added")
 
 
 def read_projector(path: Path, progress: Callable[[int, int], None] | None = None) -> Projector:

@@ -213,10 +213,18 @@ class ModelKeeper:
         """A view; others have their turn after one that had to be worked out."""
         n_made = self._coverages.n_made
         view = self._view(entry, model)
-        if view.loaded and entry and (trouble := await trio.to_thread.run_sync(entry.trouble)):
-            view = replace(view, trouble=trouble)
+        if entry is not None:
+            view = await self._with_troubles(view, entry)
         if self._coverages.n_made != n_made:
             await trio.lowlevel.checkpoint()
+        return view
+
+    async def _with_troubles(self, view: ModelView, entry: CatalogueEntry) -> ModelView:
+        if view.loaded and (trouble := await trio.to_thread.run_sync(entry.trouble)):
+            view = replace(view, trouble=trouble)
+        if self._projectors.knows_trouble(entry):
+            trouble = await trio.to_thread.run_sync(self._projectors.trouble, entry)
+            view = replace(view, projector_trouble=trouble)
         return view
 
     async def get(self, name_or_id: str) -> ModelView:
@@ -230,7 +238,7 @@ class ModelKeeper:
                 if name_or_id in (model.name, model.model_id):
                     return self._view(None, model)
             raise
-        return self._view(entry)
+        return await self._with_troubles(self._view(entry), entry)
 
     async def add(
         self,
@@ -258,7 +266,7 @@ class ModelKeeper:
         elif entry.projector is None:
             entry = await self._projectors.attach_found(entry, report)
         await self._node.publish()
-        return self._view(entry)
+        return await self._with_troubles(self._view(entry), entry)
 
     async def attach(self, name_or_id: str, mmproj: Path, progress: Progress) -> ModelView:
         """Let a model that is known here take pictures with this projector, also one whose file came from

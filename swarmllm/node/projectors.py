@@ -21,7 +21,7 @@ from swarmllm.models.projector_names import other_model_named
 from swarmllm.models.projector_store import ProjectorStore
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import ModelFile, WorkerPool
-from swarmllm_proto.identifiers import Digest
+from swarmllm_proto.identifiers import Digest, ModelId
 
 log = logging.getLogger("swarmllm.node")
 
@@ -65,6 +65,27 @@ class ProjectorKeeper:
         self._arriving: set[Digest] = set()
         self._refused: dict[Digest, str] = {}
         """What was fetched, could not be used, and why: it is not fetched again until the next start."""
+        self._troubles: dict[ModelId, str] = {}
+        """Of models whose projector was refused, or could not be opened, the last time that it was tried."""
+
+    def trouble(self, entry: CatalogueEntry) -> str:
+        """Why this node cannot encode for a model with the projector that it has, or was to have, and the
+        command that mends it, in one line; "" where nothing is known. One that is unloaded is not looked at.
+        Blocking."""
+        known = self._troubles.get(entry.model_id, "")
+        if entry.projector is not None:
+            try:
+                entry.projector.check_file()
+                require_fit(entry.projector, entry.manifest)
+            except BadModel as error:
+                known = error.message
+        if not known:
+            return ""
+        return f"{known}; give it one that can be used: swarmllm models projector {entry.name} MMPROJ.gguf"
+
+    def knows_trouble(self, entry: CatalogueEntry) -> bool:
+        """Whether there is anything that `trouble` would look at."""
+        return entry.projector is not None or entry.model_id in self._troubles
 
     async def load(self, entry: CatalogueEntry, fetching: Progress) -> CatalogueEntry:
         """Open the model's projector and keep it open, now and after each start; where none is here, it is
@@ -88,6 +109,7 @@ class ProjectorKeeper:
 
     async def let_go(self, entry: CatalogueEntry) -> CatalogueEntry:
         """End its process, and forget it; its file is deleted if it was fetched."""
+        self._troubles.pop(entry.model_id, None)
         entry = await trio.to_thread.run_sync(self._catalogue.detach, entry.model_id)
         await self._pool.close_projectors(entry.model_id)
         await self.tidy()
@@ -133,7 +155,12 @@ class ProjectorKeeper:
         try:
             await self._pool.keep_projector_open(ModelFile.of(entry), projector)
         except WorkerDied as error:
+            self._troubles[entry.model_id] = damaged(projector).message
             raise damaged(projector) from error
+        except BadModel as error:
+            self._troubles[entry.model_id] = error.message
+            raise
+        self._troubles.pop(entry.model_id, None)
 
     async def attach(self, entry: CatalogueEntry, path: Path, report: Progress) -> CatalogueEntry:
         """A file that its user gives, which stays where it is. `report` is called in a thread. Raises
@@ -152,6 +179,7 @@ class ProjectorKeeper:
             return await self.attach(entry, found, report)
         except SwarmLLMError as error:
             log.warning("%s takes no pictures: %s", entry.name, error.message)
+            self._troubles[entry.model_id] = error.message
             return entry
 
     async def take_in(self, entry: CatalogueEntry, path: Path) -> CatalogueEntry:
@@ -161,7 +189,9 @@ class ProjectorKeeper:
             try:
                 projector = await trio.to_thread.run_sync(self._store.take_in, path)
                 return await self._attach(entry, projector)
-            except SwarmLLMError:
+            except SwarmLLMError as error:
+                if entry.attached_projector is None:
+                    self._troubles[entry.model_id] = error.message
                 await trio.to_thread.run_sync(self._delete_unused)
                 raise
 
@@ -184,6 +214,7 @@ class ProjectorKeeper:
         named = await trio.to_thread.run_sync(other_model_named, entry.path, Path(projector.path))
         if named:
             log.warning("%s may see wrongly, with the projector of another model: %s", entry.name, named)
+        self._troubles.pop(entry.model_id, None)
         await self._pool.close_projectors(entry.model_id, but=projector.blake3)
         return await trio.to_thread.run_sync(self._catalogue.attach, entry.model_id, projector)
 

@@ -69,6 +69,9 @@ class ModelView:
     """A request would find a pipeline now."""
     trouble: str = ""
     """What is wrong with its file, where layers are loaded here: they run on, but cannot be loaded again."""
+    projector_trouble: str = ""
+    """Why this node does not encode for it, and the command that mends it, where it has, or was to have, a
+    projector."""
     is_projector_open: bool = False
     """A process of this node has it open."""
     encoders: tuple[NodeId, ...] = ()

@@ -155,6 +155,20 @@ def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeN
     assert "/m/mm.gguf (mlp, on demand)" in run("models", "show", "guide").stdout
 
 
+def test_a_projector_that_cannot_be_used_is_told_with_the_command_that_mends_it(
+    run: Run, node: FakeNode
+) -> None:
+    model = MODEL | {"projector_trouble": "it is gone; give it one: swarmllm models projector guide M.gguf"}
+    node.on("GET", "/api/admin/models", {"models": [model, FOREIGN], "left_out": 0})
+    node.on("GET", "/api/admin/models/guide/status", model)
+    listed = run("models", "list").stdout
+    assert listed.count("takes no pictures") == 1
+    assert (
+        "guide takes no pictures with this node: it is gone; give it one: swarmllm models projector" in listed
+    )
+    assert "cannot be used here: it is gone; give it one" in run("models", "show", "guide").stdout
+
+
 def test_the_projector_is_loaded_and_unloaded_as_layers_are(run: Run, node: FakeNode) -> None:
     loaded = MODEL | {"projector": PROJECTOR | {"state": "loaded", "is_open": True}}
     unloaded = MODEL | {"loaded": [], "projector": PROJECTOR | {"state": "unloaded"}}

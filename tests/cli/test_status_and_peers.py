@@ -261,3 +261,9 @@ def test_status_says_that_a_loaded_models_file_is_gone(node: FakeNode, run: Run)
     models = [STATS["models"][0] | {"trouble": "the file cannot be read"}]
     node.on("GET", "/api/admin/stats", STATS | {"models": models})
     assert "runs on, but cannot be loaded again: the file cannot be read" in run("status").stdout
+
+
+def test_status_says_which_projector_cannot_be_used(node: FakeNode, run: Run) -> None:
+    projectors = [{"name": "seer", "model_id": "ab", "trouble": "it is gone; give it another"}]
+    node.on("GET", "/api/admin/stats", STATS | {"projectors": projectors})
+    assert "seer: it is gone; give it another" in run("status").stdout

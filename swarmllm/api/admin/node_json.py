@@ -54,6 +54,11 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         for view in models
         if view.loaded
     ]
+    projectors = [
+        {"name": view.name, "model_id": view.model_id, "trouble": view.projector_trouble}
+        for view in models
+        if view.projector_trouble
+    ]
     return {
         "node_id": node.node_id,
         "nickname": node.nickname,
@@ -88,6 +93,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         },
         "generated_tokens": node.requests.generated_tokens,
         "models": loaded,
+        "projectors": projectors,
         "pipelines": node.pipeline_statistics(),
         "serving": _serving(node, {view.model_id: view.name for view in models}),
         "travel": node.travel_statistics(),
@@ -163,6 +169,7 @@ def model_json(view: ModelView) -> Json:
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
         "projector": _projector(view),
+        "projector_trouble": view.projector_trouble or None,
         "encoders": view.encoders[:HOLDERS_SHOWN],
         "takes": sorted(view.takes),
         "files": _files(view.files) if view.files else None,
