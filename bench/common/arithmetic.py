@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -67,8 +67,8 @@ def fake_entry(name: str = "arithmetic", cut_alignment: int = 1) -> CatalogueEnt
 
 @dataclass
 class _Slot:
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By (layer, position)."""
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    """What the rows of a request left behind, from its first one on, by layer."""
     names: dict[tuple[str, str], list[bytes]] = field(default_factory=dict)
     """By (scope, layers)."""
     journals: dict[int, Tensor] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class FakePool:
         self.n_embd = n_embd
         self.ranges = tuple(LayerRange.parse(text) for text in ranges)
         self.slots: dict[str, _Slot] = {}
-        self.kept: dict[tuple[str, str, bytes], dict[tuple[int, int], int]] = {}
-        """Rows of blocks by (scope, layers, name)."""
+        self.kept: dict[tuple[str, str, bytes], dict[int, list[int]]] = {}
+        """Rows of blocks by layer, by (scope, layers, name)."""
         self.calls: list[tuple[Any, ...]] = []
         self.before_forward: Callable[[int, LayerRange], Awaitable[None]] | None = None
         """(position, layers); may wait or raise."""
@@ -229,10 +229,10 @@ class FakePool:
         self.held.remove(resumes)
         slot = self.slots[request_id] = self.slots.pop(resumes)
         slot.sampling, slot.n_sampled = None, 0
-        slot.rows = {row: value for row, value in slot.rows.items() if row[1] < n_rows}
+        slot.rows = {layer: rows[:n_rows] for layer, rows in slot.rows.items()}
         return tuple(
             KeptRows(
-                min(sum(row[0] == layer for row in slot.rows) for layer in range(layers.start, layers.end)),
+                min(len(slot.rows.get(layer, ())) for layer in range(layers.start, layers.end)),
                 min(n_rows, _from_the_start(slot.journals.get(layers.end))),
             )
             for layers in ranges
@@ -256,13 +256,15 @@ class FakePool:
         await trio.lowlevel.checkpoint()
         slot = self.slots.setdefault(request_id, _Slot())
         slot.names[scope, str(layers)] = [names[at : at + 32] for at in range(0, len(names), 32)]
-        has_begun = any(layer in range(layers.start, layers.end) for layer, _ in slot.rows)
+        has_begun = any(slot.rows.get(layer) for layer in range(layers.start, layers.end))
         n_blocks = 0
         for i, name in enumerate(slot.names[scope, str(layers)]):
             kept = self.kept.get((scope, str(layers), name))
-            if kept is None or (has_begun and not kept.items() <= slot.rows.items()):
+            if kept is None or (has_begun and kept != _block(slot.rows, layers, i)):
                 break
-            slot.rows |= kept
+            if not has_begun:
+                for layer, rows in kept.items():
+                    slot.rows.setdefault(layer, []).extend(rows)
             n_blocks = i + 1
         return n_blocks
 
@@ -270,32 +272,23 @@ class FakePool:
         for (scope, layers), names in slot.names.items():
             wanted = LayerRange.parse(layers)
             for i, name in enumerate(names):
-                block = [
-                    (layer, position)
-                    for layer in range(wanted.start, wanted.end)
-                    for position in range(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
-                ]
-                if all(row in slot.rows for row in block):
-                    self.kept[scope, layers, name] = {row: slot.rows[row] for row in block}
+                block = _block(slot.rows, wanted, i)
+                if all(len(rows) == BLOCK_TOKENS for rows in block.values()):
+                    self.kept[scope, layers, name] = block
 
     def _run(self, slot: _Slot, layers: LayerRange, position: int, rows: Tensor) -> Tensor:
         # What is no small integer came from a liar, and may become anything.
         with np.errstate(invalid="ignore"):
             hidden = rows.astype(np.int64)
         for layer in range(layers.start, layers.end):
-            for known in [key for key in slot.rows if key[0] == layer and key[1] >= position]:
-                del slot.rows[known]
-            past = [slot.rows.get((layer, earlier)) for earlier in range(position)]
-            if None in past:
-                raise WorkerError(f"layer {layer} has no row {past.index(None)}", kind="position_gap")
-            memory = sum(cast(list[int], past))
-            for index in range(len(hidden)):
-                left_behind = int(hidden[index].sum()) % PRIME
-                slot.rows[layer, position + index] = left_behind
-                hidden[index] = (
-                    hidden[index] * (layer + 3) + memory + layer + np.arange(self.n_embd)
-                ) % PRIME
-                memory += left_behind
+            known = slot.rows.setdefault(layer, [])
+            del known[position:]
+            if len(known) < position:
+                raise WorkerError(f"layer {layer} has no row {len(known)}", kind="position_gap")
+            left_behind = hidden.sum(axis=1) % PRIME
+            memory = sum(known) + np.cumsum(left_behind) - left_behind
+            known.extend(left_behind.tolist())
+            hidden = (hidden * (layer + 3) + memory[:, None] + layer + np.arange(self.n_embd)) % PRIME
         return hidden.astype(np.float32)
 
     def _again(self, slot: _Slot, call: ForwardCall, hidden: Tensor) -> tuple[TokenAgain, ...]:
@@ -384,6 +377,14 @@ class FakeStream:
             if result.token.finish_reason:
                 return
             position, rows = position + len(rows), np.array([result.token.token], np.int32)
+
+
+def _block(rows: dict[int, list[int]], layers: LayerRange, index: int) -> dict[int, list[int]]:
+    """Of every layer, as far as it goes."""
+    start = index * BLOCK_TOKENS
+    return {
+        layer: rows.get(layer, [])[start : start + BLOCK_TOKENS] for layer in range(layers.start, layers.end)
+    }
 
 
 def _keep(journals: dict[int, Tensor], boundary: int, position: int, rows: Tensor) -> None:
