@@ -24,6 +24,13 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first. Whole files are dealt out to the processes of a run, and none should
+    wait at the end for another that has just begun a long one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """A daemon in the test's own process sets up the log, which must not change what later tests see."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PRODUCT = {"swarmllm": ".", "swarmllm_workers": "workers", "swarmllm_proto": "proto"}
@@ -57,7 +58,8 @@ class TestMap:
 
 
 def test_map(tree: Path) -> TestMap:
-    """Reads every product module and every candidate test file under `tree`."""
+    """Reads every product module and every candidate test file under `tree`, each once."""
+    _imports.cache_clear()
     product = {
         _dotted(path.relative_to(tree / folder)): path
         for package, folder in PRODUCT.items()
@@ -104,7 +106,8 @@ def _files(names: Iterable[str], importer: Path, tree: Path) -> list[Path]:
     ]
 
 
-def _imports(path: Path, name: str) -> set[str]:
+@cache
+def _imports(path: Path, name: str) -> frozenset[str]:
     """Every dotted name that the file imports: `from a.b import c` counts as a.b and as a.b.c."""
     found = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -114,7 +117,7 @@ def _imports(path: Path, name: str) -> set[str]:
             parent = name.split(".")[: -node.level] if node.level else []
             base = ".".join([*parent, *([node.module] if node.module else [])])
             found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 def _dotted(path: Path) -> str:

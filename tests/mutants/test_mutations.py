@@ -19,7 +19,7 @@ from bench.mutation.coverage import recorded
 from bench.mutation.nearest_tests import test_map as map_of_tests
 from bench.mutation.runs import FILE_S, NEAREST_S, RUN_S, choice
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCE = dedent('''
     """A text: 1 < 2."""
     LIMIT = 3
