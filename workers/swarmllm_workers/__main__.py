@@ -32,7 +32,8 @@ SWITCH_S: Final = 0.0005
 
 
 def openmp_settings(n_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What libgomp is told, unless the person who started the daemon knows better."""
+    """The environment variables for libgomp. Those that the person who started the daemon has set stay as
+    they are."""
     settings = {}
     if not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         settings["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -16,7 +16,8 @@ from swarmllm_workers.engine import runtime_check
 
 
 def build_info() -> dict[str, object]:
-    """`features`: what libllama says that it uses of the processor, by name."""
+    """How libllama was built here. `features`: the names of the processor features that libllama says it
+    uses."""
     described = lib.llama_print_system_info().decode("utf-8", "replace")
     features = dict(re.findall(r"(\w+) = (\d+)", described))
     return {

@@ -17,11 +17,11 @@ class CallError(Exception):
 
 
 class Interrupted(CallError):
-    """A batch was left in the middle because nobody waits for it any more; its rows are gone again."""
+    """A batch was ended before its end because nobody waits for it any more. Its rows were removed again."""
 
     def __init__(self) -> None:
         super().__init__("engine", "the request was cancelled", "request_id")
 
 
 class Stopped(Exception):
-    """The process ends: what is being done is of no use to anybody."""
+    """The process is ending, so nobody needs the result of the current work."""

@@ -70,7 +70,7 @@ class Value:
         return np.frombuffer(self.raw, _SCALARS[self.type])[0].item()  # type: ignore[no-any-return]
 
     def numbers(self) -> np.ndarray:
-        """The elements of an array of numbers, as they are stored."""
+        """The elements of an array of numbers, in the type in which the file stores them."""
         if self.type != ARRAY or self.element_type not in _SCALARS:
             raise CallError("bad_model", "expected an array of numbers")
         return np.frombuffer(self.raw, _SCALARS[self.element_type], offset=12)

@@ -26,12 +26,10 @@ PARENT_LOOK_S: Final = 0.5
 
 
 def die_with_parent() -> None:
-    """Kill this process when the thread that started it ends, however busy libllama is then. Elsewhere a
-    thread looks for the parent now and then. Exits at once where the parent has gone before.
-
-    The end of the socket tells an idle worker the same; a worker in the middle of a long prefill would
-    notice late.
-    """
+    """Kill this process when the thread that started it ends, even while libllama computes. On other systems
+    a thread checks now and then whether the parent still runs. Exits at once if the parent has already ended.
+    An idle worker sees the end of its socket anyway; a worker in the middle of a long prefill would see it
+    late."""
     parent = os.getppid()
     if IS_LINUX:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -48,13 +46,13 @@ def _die_after(parent: int) -> None:
 
 
 def cores() -> set[int]:
-    """On which this thread may run."""
+    """The cores on which this thread may run."""
     return os.sched_getaffinity(0) if IS_LINUX else set(range(os.cpu_count() or 1))
 
 
 def settle_thread(on: Collection[int], niceness: int) -> None:
-    """Keep this thread to cores, if there are any in `on`, and lower its priority. Elsewhere the system
-    decides both."""
+    """Bind this thread to the cores in `on`, if there are any, and lower its priority. On other systems this
+    does nothing."""
     if not IS_LINUX:
         return
     if on:
@@ -63,14 +61,14 @@ def settle_thread(on: Collection[int], niceness: int) -> None:
 
 
 class PinnedThreads:
-    """Threads of this process that are kept to one core each, and are let off it for a time. Elsewhere than
-    on Linux there are none."""
+    """Threads of this process that are bound to one core each and can be released for a time. Empty on
+    systems other than Linux."""
 
     def __init__(self) -> None:
         self._kept: dict[int, set[int]] = {}
 
     def let_move(self, on: Collection[int]) -> None:
-        """All that are kept to a core may run on the cores in `on`, if there are any."""
+        """Allow all bound threads to run on the cores in `on`, if there are any."""
         if not IS_LINUX or not on:
             return
         for thread in [int(each.name) for each in Path("/proc/self/task").iterdir()]:
@@ -88,22 +86,24 @@ class PinnedThreads:
 
 
 def address_space_bytes() -> int | None:
-    """Of this process. None: nobody counts, and a limit on it does not hold."""
+    """The size of the address space of this process. None: the system does not tell it, and a limit on it has
+    no effect."""
     if not IS_LINUX:
         return None
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def mappings() -> list[list[str]]:
-    """Of this process, as /proc/self/maps has them: range, access, offset, device, inode and path, where
-    there is one. Empty where nobody says."""
+    """The mappings of this process as /proc/self/maps lists them: range, access, offset, device, inode and
+    path, where there is one. Empty where the system has no such list."""
     if not IS_LINUX:
         return []
     return [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
 
 
 def bytes_in_huge_pages(address: int) -> int:
-    """Of the file that is mapped at this address. 0 where nobody says."""
+    """The number of bytes in huge pages of the file that is mapped at this address. 0 where the system does
+    not tell it."""
     if not IS_LINUX:
         return 0
     is_there = False
@@ -118,14 +118,14 @@ def bytes_in_huge_pages(address: int) -> int:
 
 
 def mapped_files() -> set[Path] | None:
-    """None: nobody says."""
+    """The files that this process has mapped. None: the system does not tell them."""
     if not IS_LINUX:
         return None
     return {Path(fields[5].strip()) for fields in mappings() if len(fields) == 6}
 
 
 class Wakeup:
-    """`descriptor` is readable once `set` was called in any thread, until `clear`."""
+    """`descriptor` is readable from a call of `set`, in any thread, until `clear`."""
 
     def __init__(self) -> None:
         if IS_LINUX:
@@ -167,7 +167,8 @@ def receive(
 
 
 def keep_private(descriptors: Sequence[int]) -> None:
-    """No program that this one starts inherits them."""
+    """Keep the programs that this one starts from inheriting these descriptors, where `receive` has not done
+    so."""
     if not IS_LINUX:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)

@@ -14,12 +14,12 @@ from swarmllm_workers.errors import CallError
 
 
 def read_tensor(payload: memoryview) -> np.ndarray:
-    """Raises CallError bad_tensor."""
+    """Decode a tensor. Raises CallError bad_tensor."""
     return read_as(lambda: decode_tensor(payload, field="payload"))
 
 
 def read_as(decode: Callable[[], np.ndarray]) -> np.ndarray:
-    """Raises CallError bad_tensor, bad_message."""
+    """Call `decode`, and map the errors of the protocol. Raises CallError bad_tensor, bad_message."""
     try:
         return decode()
     except BadTensor as error:
@@ -29,14 +29,14 @@ def read_as(decode: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def check_tokens(engine: Engine, tokens: np.ndarray) -> None:
-    """That it is i32 [n], every id inside the vocabulary. Raises CallError bad_tensor."""
+    """Check that it is i32 [n] with every id inside the vocabulary. Raises CallError bad_tensor."""
     if tokens.dtype != np.int32 or tokens.ndim != 1:
         raise CallError("bad_tensor", "token ids are i32 [n]", "payload")
     engine.embedding.check(tokens)
 
 
 def check_hidden(data: np.ndarray, n_embd: int) -> None:
-    """That it is finite f32 [n, n_embd]. Raises CallError bad_tensor."""
+    """Check that it is finite f32 [n, n_embd]. Raises CallError bad_tensor."""
     if data.dtype != np.float32 or data.ndim != 2:
         raise CallError("bad_tensor", f"hidden states are f32 [n, {n_embd}]", "payload")
     if data.shape[1] != n_embd:

@@ -55,7 +55,7 @@ class _Journal:
             self.bind()
 
     def bind(self) -> None:
-        """Put loose rows into blocks."""
+        """Put the rows that were appended one by one into blocks."""
         if loose := self._loose:
             rows = np.stack([np.frombuffer(row, np.float32, offset=self._n_skipped) for row in loose])
             self.n_bytes -= sum(map(len, loose))
@@ -76,7 +76,8 @@ class _Journal:
             done += n
 
     def whole_blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Of rows that are bound: (index of the block from position 0 on, its rows)."""
+        """The complete blocks among the rows that `bind` has put into blocks: (index of the block, counted
+        from position 0; its rows)."""
         if self.first % BLOCK_ROWS == 0:
             for index, rows in enumerate(self._blocks[: (self.n_rows - self.first) // BLOCK_ROWS]):
                 yield self.first // BLOCK_ROWS + index, rows
@@ -101,11 +102,11 @@ class Journals:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory in use."""
+        """Host memory in use, in bytes."""
         return self._n_bytes + self.kept.n_bytes
 
     def write(self, request_id: str, end: int, position: int, rows: np.ndarray) -> None:
-        """Rows f32 [n, n_embd] from `position` on have left the layers before `end`."""
+        """Store rows f32 [n, n_embd], from `position` on, that have left the layers before `end`."""
         of_request = self._journals.get(request_id)
         journal = of_request.get(end) if of_request is not None else None
         if journal is not None and not journal.first <= position <= journal.n_rows:
@@ -134,18 +135,18 @@ class Journals:
             self._make_room(request_id, end)
 
     def n_rows(self, request_id: str, end: int) -> int:
-        """How many can be read, from position 0 on."""
+        """The number of rows that can be read, from position 0 on."""
         journal = self._journals.get(request_id, {}).get(end)
         return journal.n_rows if journal is not None and not journal.first else 0
 
     def has(self, request_id: str, end: int) -> bool:
-        """Whether any can be read."""
+        """Whether any rows can be read."""
         return end in self._journals.get(request_id, {})
 
     def read(
         self, request_id: str, end: int, position: int, n_rows: int, keys: Sequence[BlockKey] = ()
     ) -> np.ndarray:
-        """f32 [n_rows, n_embd]. `keys`: of the request's blocks. Raises CallError position_gap."""
+        """The rows, f32 [n_rows, n_embd]. `keys`: of the request's blocks. Raises CallError position_gap."""
         journal = self._journals.get(request_id, {}).get(end)
         if journal is not None and position < journal.first:
             n_before = min(n_rows, journal.first - position)
@@ -172,7 +173,7 @@ class Journals:
             self._journals[new_id] = journals
 
     def keep(self, request_id: str, end: int, keys: Sequence[BlockKey]) -> None:
-        """The request is over and the KV of these blocks is kept; it is to be forgotten now."""
+        """End the journal of a request that is over, but keep the rows of these blocks, whose KV is kept."""
         journal = self._journals.get(request_id, {}).get(end)
         if journal is None:
             return
@@ -186,7 +187,7 @@ class Journals:
                 self.kept.put(end, keys[index], rows)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Remove the journal of a request that is over."""
         for journal in self._journals.pop(request_id, {}).values():
             self._n_bytes -= journal.n_bytes
 

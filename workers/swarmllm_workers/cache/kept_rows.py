@@ -19,8 +19,8 @@ BlockKey = tuple[str, bytes]
 
 
 class KeptRows:
-    """f32 [BLOCK_TOKENS, n_embd] each, by boundary of layers and block; the one that was not used for the
-    longest time goes first."""
+    """Rows by layer boundary and block, f32 [BLOCK_TOKENS, n_embd] each. The least recently used block is
+    evicted first."""
 
     def __init__(self, max_bytes: int, ttl_s: float) -> None:
         self._max_bytes = max_bytes
@@ -35,12 +35,13 @@ class KeptRows:
         self.shrink(self._max_bytes)
 
     def shrink(self, max_bytes: int) -> None:
-        """To at most so many."""
+        """Evict blocks until the rest take at most so many bytes."""
         while self._blocks and self.n_bytes > max_bytes:
             self._drop(*next(iter(self._blocks)))
 
     def read(self, boundary: int, keys: Sequence[BlockKey], position: int, n_rows: int) -> np.ndarray | None:
-        """f32 [n_rows, n_embd]; None: some are not kept. `keys`: of all blocks from position 0 on."""
+        """The rows, f32 [n_rows, n_embd]. None: some of them are not kept. `keys`: of all blocks from
+        position 0 on."""
         first, last = position // BLOCK_TOKENS, (position + n_rows - 1) // BLOCK_TOKENS
         wanted = [(boundary, key) for key in keys[first : last + 1]]
         if len(wanted) != last + 1 - first or not all(each in self._blocks for each in wanted):
@@ -49,7 +50,7 @@ class KeptRows:
         return np.concatenate([self._blocks[each][1] for each in wanted])[start : start + n_rows]
 
     def touch(self, boundary: int, key: BlockKey) -> None:
-        """Its KV was used again."""
+        """Mark the rows as used: the KV of their blocks was used again."""
         if (found := self._blocks.get((boundary, key))) is not None:
             self._blocks[boundary, key] = time.monotonic(), found[1]
             self._blocks.move_to_end((boundary, key))

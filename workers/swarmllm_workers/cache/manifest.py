@@ -31,7 +31,7 @@ class PrefixManifest:
         self._published: tuple[Beginning, ...] = ()
 
     def tell(self, prefixes: PrefixCache) -> None:
-        """Cheap where nothing has changed."""
+        """Send the list if it has changed. Costs little if nothing has changed."""
         if prefixes.n_changes == self._n_changes:
             return
         self._n_changes = prefixes.n_changes
@@ -43,8 +43,8 @@ class PrefixManifest:
 
 
 def beginnings(kept: Iterable[Kept]) -> tuple[Beginning, ...]:
-    """Each once: all entries, the most recently used first, and then shorter beginnings of them, for prompts
-    that go on otherwise; the coarse ones first, MANIFEST_MAX in all. Nothing that is unchecked."""
+    """The names to announce, MANIFEST_MAX at most and each once: all checked entries, the most recently used
+    first, and then shorter prefixes of them, for prompts that continue differently; the coarse ones first."""
     newest_first = sorted(kept, key=lambda each: -each.used_at)
     told = [
         each for each in newest_first if len(each.name.tokens) and each.name.hashes and not each.unchecked

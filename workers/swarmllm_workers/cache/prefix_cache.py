@@ -35,7 +35,7 @@ _REFUTED: Final = b"wrong"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Rows as bytes, a part for each segment, as far as they can be understood without libllama."""
+    """Rows as bytes, one part per segment, parsed as far as possible without libllama."""
 
     states: tuple[Buffer, ...]
     n_rows: int
@@ -45,7 +45,8 @@ class Snapshot:
 
     @staticmethod
     def read(states: Sequence[Buffer]) -> Snapshot:
-        """Raises BadState. In any thread: it takes as long as the bytes are many."""
+        """Parse the bytes. Any thread may call it; the time it takes grows with the number of bytes. Raises
+        BadState."""
         read = [read_state(state) for state in states]
         n_rows = {state.n_rows for state in read}
         n_min = max((state.n_min for state in read), default=0)
@@ -86,16 +87,16 @@ class PrefixCache:
 
     @property
     def n_changes(self) -> int:
-        """Entries that came or went, ever."""
+        """The number of entries that were added or removed since the start."""
         return self._index.n_changes
 
     def n_free(self, where: Segments) -> int:
-        """KV rows that every segment has left."""
+        """The number of KV rows that are free in every segment."""
         return min(segment.n_free for segment in where)
 
     def make_room(self, where: Segments, n_rows: int) -> int:
-        """Move kept rows out of their cells, the least wanted first, until `n_rows` are free or none are
-        kept there; what is free then."""
+        """Move kept rows out of their cells, the least wanted first, until `n_rows` are free or none are kept
+        there. Returns how many are free then."""
         while (n_free := self.n_free(where)) < n_rows:
             kept = self._index.least_wanted(in_cells=True)
             if kept is None:
@@ -104,13 +105,13 @@ class PrefixCache:
         return n_free
 
     def follow(self, request_id: str, where: Segments, name: Callable[[], Name]) -> None:
-        """The request runs: others may have its rows."""
+        """Register a running request, so that others may use its rows."""
         if self._is_on:
             self._running.setdefault(request_id, {})[where] = name
 
     def name(self, request_id: str, where: Segments, name: Name) -> int:
-        """`name` is what the request's rows are, now or once they are computed. Where it has none it gets
-        those that are kept; how many of the named rows it has."""
+        """Set the name of the request's rows, those that are still to be computed included. If the request
+        has no rows, it gets those that are kept under the name. Returns how many of the named rows it has."""
         slot = self._slots.take(request_id)
         n_named = len(name.hashes) * BLOCK_TOKENS
         n_rows = min(segment.lengths[slot] for segment in where)
@@ -121,12 +122,12 @@ class PrefixCache:
         return min(n_rows, n_named)
 
     def block_keys(self, request_id: str, where: Segments, n_rows: int) -> list[BlockKey]:
-        """What names the blocks of the first `n_rows` rows, as far as they are named from outside."""
+        """The keys of the blocks of the first `n_rows` rows, as far as somebody outside has named them."""
         name = self._named.get(request_id, {}).get(where)
         return [] if name is None else [(name.scope, each) for each in name.hashes[: n_rows // BLOCK_TOKENS]]
 
     def rename(self, request_id: str, new_id: str) -> None:
-        """What is said of a request is true of another one from now on, which has no rows of its own."""
+        """Transfer the name and the rows of a request to another request, which has no rows of its own."""
         if request_id in self._running:
             self._running[new_id] = self._running.pop(request_id)
         if request_id in self._named:
@@ -137,7 +138,7 @@ class PrefixCache:
             self._unchecked[new_id] = self._unchecked.pop(request_id)
 
     def end(self, request_id: str, present: Sequence[Segment]) -> None:
-        """The request is over: what was named is kept, where its segments are among those `present`."""
+        """End a request: keep its named rows, if its segments are among those `present`."""
         self._running.pop(request_id, None)
         slot = self._slots.get(request_id)
         for where, name in self._named.pop(request_id, {}).items():
@@ -149,8 +150,8 @@ class PrefixCache:
         self._unchecked.pop(request_id, None)
 
     def travels(self, where: Segments) -> bool:
-        """Whether KV of these segments may leave for other nodes and come from there: of one segment, in
-        which every layer sees and keeps every row, and a row has one position."""
+        """Whether KV of these segments may be sent to other nodes and received from them. That needs one
+        segment in which every layer sees and keeps every row, and one position per row."""
         if not self._is_on or len(where) != 1 or where[0].has_grid_positions:
             return False
         return not where[0].is_recurrent and not where[0].n_window
@@ -163,7 +164,7 @@ class PrefixCache:
         return max(n_live, found[1] if found else 0) // BLOCK_TOKENS
 
     def export_rows(self, where: Segments, name: Name, first: int, n_rows: int) -> Buffer | None:
-        """Rows of a beginning of which all blocks are kept here, and none is unchecked."""
+        """The rows of a prefix as bytes. All its blocks have to be kept here, and all have to be checked."""
         n_named, now = len(name.hashes) * BLOCK_TOKENS, time.monotonic()
         found = self._index.find(where, name, n_named, now, own_kv=True) if self.travels(where) else None
         if found is None or found[1] < n_named or first + n_rows > n_named:
@@ -213,7 +214,7 @@ class PrefixCache:
         return True
 
     def judge(self, name: Name, *, is_right: bool) -> None:
-        """What a check of rows from another node has found. `name` has their tokens."""
+        """Take the result of a check of rows that another node computed. `name` has their tokens."""
         unchecked = name.hashes[-1]
         self._free(self._index.judged(unchecked, name.tokens, is_right=is_right))
         for request_id in [each for each, of in self._unchecked.items() if of == unchecked]:
@@ -223,8 +224,8 @@ class PrefixCache:
                 self._unchecked[request_id] = _REFUTED
 
     def lend(self, request_id: str, where: Segments, name: Name, n_rows: int) -> bool:
-        """Give the request, which has no rows, the first of those that came from another node under this
-        name. False: they are not kept any more."""
+        """Give a request, which has no rows, the first rows that another node sent under this name. False:
+        they are no longer kept."""
         kept = self._index.unchecked(where, name)
         if kept is None or (kept.sequence is None and not self._back_in_cells(kept)):
             return False
@@ -347,7 +348,7 @@ class PrefixCache:
         return n if self._restore(where, kept, slot, n) else 0
 
     def keep(self, request_id: str, where: Segments, name: Name) -> None:
-        """The request is over: keep what `name` names of its rows."""
+        """End a request and keep those of its rows that `name` names."""
         slot = self._slots.get(request_id)
         if not self._is_on or slot is None or any(segment.is_recurrent for segment in where):
             return

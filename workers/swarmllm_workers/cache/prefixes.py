@@ -45,7 +45,7 @@ class PrefixSettings:
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """What a request's rows are."""
+    """Identifies the rows of a request."""
 
     hashes: tuple[bytes, ...]
     """Of the complete blocks."""
@@ -58,7 +58,7 @@ class Name:
     """Who gave the name; "": this node. Names of different origin have nothing to do with each other."""
 
     def common(self, other: Name) -> int:
-        """Rows that both begin with."""
+        """The number of rows that both begin with."""
         if self.scope != other.scope:
             return 0
         n = n_common(self.hashes, other.hashes) * BLOCK_TOKENS
@@ -154,15 +154,15 @@ class Prefixes:
         return n if n >= kept.n_min else 0
 
     def unchecked(self, where: Hashable, name: Name) -> Kept | None:
-        """An entry that begins with the rows that came from another node under exactly this name."""
+        """The entry that begins with the rows that another node sent under exactly this name."""
         for kept in self._kept:
             if kept.where == where and name.hashes and kept.unchecked == name.hashes[-1]:
                 return kept
         return None
 
     def judged(self, unchecked: bytes, tokens: np.ndarray, *, is_right: bool) -> list[Kept]:
-        """Of rows that came from another node: right ones become this worker's own, with their `tokens`; what
-        rests on wrong ones is dropped."""
+        """Apply the result of a check to rows that another node sent. Correct rows become this worker's own,
+        with their `tokens`. Entries that depend on wrong rows are dropped."""
         resting = [kept for kept in self._kept if kept.unchecked == unchecked]
         if not is_right:
             return self._dropped(resting)
@@ -174,7 +174,7 @@ class Prefixes:
         return []
 
     def is_known(self, where: Hashable, name: Name, now: float, *, own_kv: bool = False) -> bool:
-        """Whether an entry holds all of it already. `own_kv`: one that is not unchecked."""
+        """Whether an entry already holds all of it. `own_kv`: only an entry that is checked counts."""
         for kept in self._kept:
             if own_kv and kept.unchecked:
                 continue
@@ -184,7 +184,8 @@ class Prefixes:
         return False
 
     def replaced_by(self, where: Hashable, name: Name) -> list[Kept]:
-        """Dropped: what is a beginning of the new one, and the session's turn before."""
+        """The entries that were dropped because they are prefixes of the new one, or the turn before it of
+        the same session."""
         old = [
             kept
             for kept in self._kept
@@ -194,7 +195,7 @@ class Prefixes:
         return self._dropped(old)
 
     def add(self, kept: Kept) -> list[Kept]:
-        """`kept` has a sequence of `take_sequence`, or states."""
+        """Add an entry. `kept` has a sequence from `take_sequence`, or states in host memory."""
         self._kept.append(kept)
         self.n_changes += 1
         return self._trim()
@@ -206,25 +207,25 @@ class Prefixes:
         return self._free.pop(0)
 
     def give_back(self, sequence: int) -> None:
-        """It was taken and is empty."""
+        """Return a sequence that was taken and not used."""
         self._release(sequence)
 
     def swap_out(self, kept: Kept, states: tuple[Buffer, ...], n_min: int) -> list[Kept]:
-        """Its rows are in host memory now; its cells are to be freed."""
+        """Record that the rows of an entry are in host memory now. The caller frees its cells."""
         assert kept.sequence is not None
         self._release(kept.sequence)
         kept.sequence, kept.states, kept.n_min = None, states, n_min
         return self._trim()
 
     def expired(self, now: float) -> list[Kept]:
-        """Dropped here: unused for too long."""
+        """Drop the entries that were unused for too long, and return them."""
         return self._dropped([kept for kept in self._kept if now - kept.used_at > self._ttl_s(kept)])
 
     def next_expiry(self) -> float | None:
         return min((kept.used_at + self._ttl_s(kept) for kept in self._kept), default=None)
 
     def least_wanted(self, *, in_cells: bool) -> Kept | None:
-        """Of those in cells, or of those in host memory."""
+        """The entry to evict next, among those in cells or those in host memory."""
         return min(
             (kept for kept in self._kept if (kept.sequence is not None) == in_cells),
             key=_wish,

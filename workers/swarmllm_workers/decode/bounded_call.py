@@ -19,7 +19,7 @@ _set_async_exception.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
 
 
 class TookTooLong(Exception):
-    """Raised inside the code, wherever it was."""
+    """Raised inside the bounded code, at whatever line it runs, when its time is over."""
 
 
 class _Limit:
@@ -61,7 +61,8 @@ _limit = _Limit()
 
 @contextmanager
 def mapping(n_bytes: int) -> Iterator[None]:
-    """Inside, this thread may add so much address space, also while another one runs bounded code."""
+    """Within the block, this thread may add so much address space, even while another thread runs bounded
+    code."""
     _limit.expect(n_bytes)
     try:
         yield
@@ -88,7 +89,7 @@ class _Alarm:
                 _set_async_exception(self._thread, id(TookTooLong))
 
     def end(self) -> None:
-        """Nothing is interrupted after this; it may be interrupted itself."""
+        """End the interruptions. The call itself may still be interrupted."""
         self._timer.cancel()
         with self._lock:
             self._is_over = True

@@ -117,7 +117,7 @@ def draw(logits: np.ndarray, best: float, temperature: float, random: float) -> 
 
 
 def apart(logits: np.ndarray, temperature: float, random: float, token: int) -> float:
-    """How much probability lies between `random` and the part of [0, 1) in which `draw` gives `token`."""
+    """The probability between `random` and the part of [0, 1) in which `draw` gives `token`."""
     weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
     ends = np.cumsum(weights)
     upper = float(ends[token] / ends[-1])

@@ -49,7 +49,7 @@ class Decoding:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Generated so far."""
+        """The tokens generated so far."""
         return self._tokens
 
     @property
@@ -57,9 +57,9 @@ class Decoding:
         return len(self._tokens)
 
     def resume(self, generated: Sequence[int]) -> None:
-        """Be where a decoding is that has sampled `generated`, none of which is shown again. Raises CallError
-        bad_message for tokens that there are not; that the grammar allows them is checked by the next
-        `decode`."""
+        """Continue after `generated`, tokens that another decoding has sampled and shown. Raises CallError
+        bad_message for tokens outside the vocabulary. The next `decode` checks that the grammar allows
+        them."""
         n_vocab = self._vocabulary.n_vocab
         if any(token >= n_vocab for token in generated):
             raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "generated")
@@ -102,8 +102,8 @@ class Decoding:
         )
 
     def decode_again(self, logits: np.ndarray, reported: int) -> TokenAgain:
-        """Sample the next token from f32 [n_vocab]; whatever it is, `reported` is what others say of it, and
-        the one after it follows that. Raises as `decode`."""
+        """Sample the next token from f32 [n_vocab], to compare it with `reported`, the token that others say
+        follows. Whatever was sampled, decoding continues after `reported`. Raises as `decode`."""
         index, n_top = len(self._tokens), self.sampling.top_logprobs
         decoded = self.decode(logits, index)
         ends = decoded.token in self._vocabulary.end_tokens and not self.sampling.ignore_eos
@@ -118,7 +118,7 @@ class Decoding:
         return again
 
     def check(self) -> None:
-        """Raises CallError bad_message where its grammar is known to be refused or too complex."""
+        """Raises CallError bad_message if the grammar is already known to be refused or too complex."""
         if self.grammar is not None:
             self.grammar.check()
 

@@ -36,7 +36,8 @@ class GrammarPending(Exception):
 
 
 def spec_of(sampling: Sampling) -> GrammarSpec | None:
-    """None: any text will do. Raises CallError bad_message for a grammar and a schema at once."""
+    """The grammar that a request asks for. None: it allows any text. Raises CallError bad_message for a
+    grammar and a schema at once."""
     if sampling.grammar and sampling.json_schema:
         raise CallError("bad_message", "a grammar and a JSON schema exclude each other", "sampling.grammar")
     if sampling.grammar:
@@ -73,24 +74,24 @@ class Grammar:
         self._session.close()
 
     def check(self) -> None:
-        """Raises CallError bad_message where it is known to be refused or too complex."""
+        """Raises CallError bad_message if the grammar is already known to be refused or too complex."""
         self._session.check()
 
     def wait_for(self, timeout_s: float) -> None:
-        """Let time pass until an answer may be there. For tests and tools, which have nothing else to do."""
+        """Sleep until an answer may have come. For tests and tools that have nothing else to do."""
         if self._asked is not None:
             self._session.wait(timeout_s)
 
     def look_ahead(self, tokens: Sequence[int]) -> None:
-        """Raises GrammarPending where it is known already that nothing can be said now about what follows
-        `tokens`, CallError as `allows` does."""
+        """Raises GrammarPending if an answer about what follows `tokens` is still awaited, and CallError as
+        `allows` does."""
         if self._is_json:
             self._bits(tokens)
         else:
             self._take()
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """What follows `tokens` will be asked for soon. Raises CallError bad_message."""
+        """Ask in advance for what may follow `tokens`. Raises CallError bad_message."""
         if self._is_json and self._asked is None:
             self._send_about(tokens, None)
 

@@ -52,7 +52,7 @@ class Mirostat:
         """The greatest surprise allowed for each token, bits."""
 
     def resume(self, n_generated: int) -> None:
-        """Let the next draw be that of token `n_generated`, at the first limit."""
+        """Continue with the draw of token `n_generated`, with the initial limit."""
         self._limits = [2.0 * self._tau] * (n_generated + 1)
 
     def draw(self, logits: np.ndarray, index: int, seed: int) -> int:
@@ -159,8 +159,8 @@ class Sampler:
         """Of the logits that were sampled from last, before anything changed them."""
 
     def resume(self, generated: Sequence[int]) -> None:
-        """Go on after tokens that another process sampled, with the same seed. Mirostat's limit depends on
-        logits that nobody kept and begins anew."""
+        """Continue after tokens that another process sampled with the same seed. Mirostat starts with its
+        initial limit, because that limit depends on logits that were not kept."""
         if self._mirostat is not None:
             self._mirostat.resume(len(generated))
 
@@ -185,8 +185,8 @@ class Sampler:
         return self._draw(allowed, index, generated, best, again=True)
 
     def apart(self, logits: np.ndarray, index: int, token: int) -> float | None:
-        """How much probability lies between the random number of this step and `token`, in [0, 1]: 0 for the
-        token that `sample` gives. None where more than temperature and seed decide."""
+        """The probability between the random number of this step and `token`, in [0, 1]: 0 for the token that
+        `sample` returns. None if more than temperature and seed decides."""
         sampling = self._sampling
         if (
             not self._is_plain

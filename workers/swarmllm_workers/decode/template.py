@@ -88,7 +88,7 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """Compiled once. Raises CallError bad_template where the source does not compile."""
+    """A chat template, compiled once. Raises CallError bad_template if the source does not compile."""
 
     def __init__(self, source: str, *, bos_text: str, eos_text: str) -> None:
         environment = _Environment(

@@ -56,7 +56,7 @@ class Vocabulary:
         )
 
     def infill_tokens(self) -> InfillTokens | None:
-        """None where the model lacks one that is needed."""
+        """The tokens for infilling. None: the model lacks one that is needed."""
         prefix, suffix, middle, repository, file = (
             token if 0 <= (token := find(self._vocabulary)) < self.n_vocab else None
             for find in (
@@ -78,7 +78,7 @@ class Vocabulary:
         return self._tokenize(text, add_special=not has_own)
 
     def tokenize_later(self, text: str) -> np.ndarray:
-        """The same of a piece that stands behind a picture: nothing is added."""
+        """As `tokenize`, for a piece of text that follows a picture: no token is added."""
         return self._tokenize(text, add_special=False)
 
     def _tokenize(self, text: str, *, add_special: bool) -> np.ndarray:

@@ -21,7 +21,7 @@ from swarmllm_workers.engine.huge_pages import HUGE_PAGE, NO_RESERVE, libc, map_
 
 
 class MatrixKey(NamedTuple):
-    """Where the matrix lies in a file."""
+    """The place of a matrix in a file."""
 
     device: int
     inode: int
@@ -39,7 +39,7 @@ class _Matrix:
 
 
 class ArrangedMatrices:
-    """Of this process."""
+    """The rearranged matrices of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -52,8 +52,8 @@ class ArrangedMatrices:
             return sum(key.size_bytes for key in self._matrices)
 
     def take(self, key: MatrixKey, arrange: Callable[[int], None]) -> int:
-        """The address of the matrix, for a user more; `arrange` fills the memory at an address where nobody
-        has done so. Raises CallError out_of_memory."""
+        """Add a user of the matrix and return its address. For the first user `arrange` fills the memory at
+        an address. Raises CallError out_of_memory."""
         with self._lock:
             matrix = self._matrices.get(key)
             if matrix is None:

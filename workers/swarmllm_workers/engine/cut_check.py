@@ -70,8 +70,8 @@ def check_cuts(
     progress: Progress,
     units: Sequence[int] = (),
 ) -> CutVerdict:
-    """`progress`: (bytes run through, bytes at most). `units`: to try, instead of `units_to_try`. Raises
-    CallError where it cannot be found out now: out_of_memory."""
+    """Find out where the file may be cut. `progress`: (bytes run through, bytes at most). `units`: the sizes
+    to try instead of `units_to_try`. Raises CallError out_of_memory if there is no room to try it now."""
     return _Check(path, cache_dir, settings, progress).run(units)
 
 

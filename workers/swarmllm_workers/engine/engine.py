@@ -46,7 +46,7 @@ RECEIVED_PART: Final = 4
 
 
 class Engine:
-    """Everything a worker can do with its model, without messages. Raises CallError and nothing else."""
+    """The operations of a worker on its model, without messages. Raises CallError and nothing else."""
 
     def __init__(
         self, path: Path, cache_dir: Path, settings: EngineSettings, *, owns_path: bool = False
@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def memory(self) -> Memory:
-        """What the segments take, as predicted."""
+        """The predicted memory of the segments."""
         return self.layers.memory + self.apart.memory
 
     def template(self, source: str = "") -> ChatTemplate:
@@ -118,7 +118,7 @@ class Engine:
         return template
 
     def route(self, request_id: str, start: int, end: int) -> Route:
-        """`known_route`, after what has to be cut was cut at once."""
+        """As `known_route`, but cuts what has to be cut first."""
         route = self.known_route(request_id, start, end)
         if route is None:
             complete(self.layers.cutting(start, end))
@@ -146,9 +146,9 @@ class Engine:
         return route
 
     def set_apart(self, request_id: str, n_rows: int, *, gives_rows: bool = False) -> None:
-        """The request is exact: its rows, at most so many, are computed apart from all others. `gives_rows`:
-        the head is asked about all rows of a piece. Raises CallError bad_message where it has begun in
-        another way."""
+        """Make the request exact: its rows, at most so many, are computed apart from all others.
+        `gives_rows`: the head computes all rows of a piece. Raises CallError bad_message if the request has
+        already begun otherwise."""
         if request_id in self.apart:
             if gives_rows:
                 self.apart.give_rows(request_id)
@@ -161,12 +161,13 @@ class Engine:
         return self.slots.take(request_id)
 
     def make_slot(self, request_id: str) -> None:
-        """Where the request would find none, what has been held longest goes."""
+        """Free a slot if none is free: the request that has been held longest is released."""
         if self.slots.is_full and self.slots.get(request_id) is None:
             self.held.let_go()
 
     def make_room(self, route: Route, n_rows: int) -> int:
-        """Let kept and held rows go until `n_rows` are free or there are none; what is free then."""
+        """Drop kept and held rows until `n_rows` are free or there are none. Returns how many are free
+        then."""
         while (n_free := self.prefixes.make_room(route.segments, n_rows)) < n_rows and self.held.let_go():
             pass
         return n_free
@@ -174,16 +175,16 @@ class Engine:
     def reuse(
         self, request_id: str, route: Route, tokens: np.ndarray, session: str = "", own_kv: bool = False
     ) -> int:
-        """Rows that the request, which has none yet, gets from others with the same beginning. At least one
-        token is left to be run: its logits are wanted. `own_kv`: none that another node computed and that
-        were not checked, and of what own clients asked whole blocks only."""
+        """Give the request, which has no rows yet, rows of other requests with the same prefix. At least one
+        token is left to run, because its logits are needed. `own_kv`: no rows that another node computed and
+        nobody checked, and of the rows of own clients whole blocks only."""
         n_max = len(tokens) - 1
         name = token_name(self.root, tokens[:n_max], session, by_token=not own_kv)
         return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
 
     def keep(self, request_id: str, tokens: np.ndarray, session: str = "", own_kv: bool = False) -> None:
-        """The request is over: keep the rows of `tokens`, which are all that it has, for others. Not in
-        segments that are about to go. `own_kv`: as it began."""
+        """End the request, and keep the rows of `tokens`, which are all its rows, for other requests.
+        Segments that are about to be closed keep none. `own_kv`: as at its start."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
         if route is not None and all(segment in self.layers.segments for segment in route.segments):
             # Bytes of windowed layers go on where they end or not at all, and prompts part anywhere.
@@ -192,7 +193,7 @@ class Engine:
             self.prefixes.keep(request_id, route.segments, name)
 
     def full(self, route: Route, n_more: int) -> CallError:
-        """What a request is told for which there are not enough KV rows now. (One that could never have
+        """The error for a request that finds too few free KV rows now. (A request that could never have
         enough is refused before it begins.)"""
         n_rows = max(segment.n_rows for segment in route.segments) + n_more
         return CallError(
@@ -201,8 +202,8 @@ class Engine:
         )
 
     def rewind(self, route: Route, span: Span) -> None:
-        """Forget the slot's rows from the span's position on. Raises CallError position_gap, also where
-        the model's state cannot be rolled back, or not_loaded."""
+        """Drop the slot's rows from the span's position on. Raises CallError position_gap, also if the
+        model's state cannot be rolled back, or not_loaded."""
         self._check_open(route)
         for segment in route.segments:
             segment.check_position(span)
@@ -210,7 +211,8 @@ class Engine:
             segment.truncate(span.slot, span.position)
 
     def expire(self) -> float | None:
-        """Free what has been kept long enough; seconds until more of it has, None where nothing is kept."""
+        """Drop what was kept for its time. Returns the seconds until more expires, None if nothing is
+        kept."""
         kept = (self.prefixes, self.held, self.journals.kept, self.received.kept)
         for each in kept:
             each.expire()
@@ -218,7 +220,7 @@ class Engine:
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def rename(self, request_id: str, new_id: str, n_rows: int) -> None:
-        """What is held of a request is another one's, which has nothing yet: `n_rows` rows at most."""
+        """Give what is held of a request to another one, which has nothing yet: `n_rows` rows at most."""
         self.held.discard(request_id)
         self.slots.rename(request_id, new_id)
         self.prefixes.rename(request_id, new_id)
@@ -232,15 +234,15 @@ class Engine:
             self.empty(new_id)
 
     def n_rows(self, request_id: str, start: int, end: int) -> int:
-        """Rows that the request has in [start, end), where it has run there."""
+        """The number of rows that the request has in [start, end), if it has run there."""
         slot, route = self.slots.get(request_id), self._routes.get(request_id, {}).get((start, end))
         if slot is None or route is None or route.is_closed:
             return 0
         return min(segment.lengths[slot] for segment in route.segments)
 
     def rows_at(self, request_id: str, boundary: int, position: int, n_rows: int) -> np.ndarray:
-        """f32 [n_rows, n_embd] that left or reached layers here. A boundary between two stages that are both
-        here has the same rows in either. Raises CallError position_gap."""
+        """The rows that left or reached layers here, f32 [n_rows, n_embd]. At a boundary between two stages
+        that are both here, both have the same rows. Raises CallError position_gap."""
         is_sent = self.journals.has(request_id, boundary)
         journals = self.journals if is_sent else self.received
         keys = [
@@ -303,15 +305,15 @@ class Engine:
             )
 
     def can_step(self, route: Route, slot: int, position: int) -> bool:
-        """Whether a row at `position` is the next of those that the slot has in a route that is open, so that
-        nothing has to be checked or forgotten."""
+        """Whether a row at `position` directly follows the rows of the slot in a route that is open, so that
+        there is nothing to check or to drop."""
         for segment in route.segments:  # noqa: SIM110 (as in Route)
             if not segment.can_step(slot, position):
                 return False
         return True
 
     def step(self, route: Route, slot: int, position: int, data: np.ndarray, want: Want) -> np.ndarray:
-        """One row through a route where it `can_step`: what `run` of a span with it gives, sooner."""
+        """Run one row through a route where it `can_step`. The result is that of `run`, sooner."""
         row = self.prepare(route.segments[0], data)
         for segment in route.segments:
             row = segment.step(slot, position, row, want)
@@ -332,8 +334,8 @@ class Engine:
         return self.prepare(first, span.data, is_picture=run is not None)
 
     def prepare(self, first: Segment, data: np.ndarray, *, is_picture: bool = False) -> np.ndarray:
-        """Token ids stay token ids for the original file and become rows for a part of it. `is_picture`: rows
-        that are no embedded tokens."""
+        """Convert token ids to rows for a part of the file; for the original file they stay token ids.
+        `is_picture`: the rows are not embedded tokens."""
         if data.ndim == 1:
             if first.is_whole:
                 return data

@@ -42,20 +42,21 @@ class ExactSegments:
         return request_id in self._requests
 
     def add(self, request_id: str, n_rows: int, *, gives_rows: bool) -> None:
-        """The request, which has nothing yet, will have at most `n_rows` rows, all apart."""
+        """Register the request, which has no rows yet. It will have at most `n_rows` rows, all in segments of
+        its own."""
         self._requests[request_id] = _RequestSegments(n_rows, gives_rows)
 
     def give_rows(self, request_id: str) -> None:
-        """From now on the head is asked about all rows of a piece. Raises CallError bad_message where it has
-        segments that have no room for these: libllama aborts."""
+        """From now on the head computes all rows of a piece. Raises CallError bad_message if segments of the
+        request have no room for these, because libllama would abort."""
         apart = self._requests[request_id]
         if not apart.gives_rows and any(each.has_head for each in self.of(request_id, [])):
             raise CallError("bad_message", "the request has begun, and wanted no rows of the head", "want")
         apart.gives_rows = True
 
     def open(self, request_id: str, path: tuple[Segment, ...], held: Memory) -> tuple[Segment, ...]:
-        """The request's own in place of those. Raises CallError out_of_memory where they do not fit beside
-        what is `held`."""
+        """Open segments of the request's own in place of those. Raises CallError out_of_memory if they do not
+        fit beside what is `held`."""
         apart = self._requests[request_id]
         ranges = [(segment.start, segment.end) for segment in path]
         self._footprint.refuse_apart(ranges, apart.n_rows, held, gives_rows=apart.gives_rows)
@@ -70,27 +71,28 @@ class ExactSegments:
         return tuple(apart.segments[n_before:])
 
     def of(self, request_id: str, others: list[Segment]) -> list[Segment]:
-        """Where the request may have rows: its own that are open, or `others` where it is not apart."""
+        """The segments in which the request may have rows: its own open ones, or `others` if it is not
+        exact."""
         apart = self._requests.get(request_id)
         if apart is None:
             return others
         return [segment for segment in apart.segments if not segment.is_closed]
 
     def rename(self, request_id: str, new_id: str) -> None:
-        """A request that has none is fine."""
+        """Give the segments of a request to another one. Does nothing if it has none."""
         apart = self._requests.pop(request_id, None)
         if apart is not None:
             self._requests[new_id] = apart
 
     def close(self, request_id: str) -> None:
-        """A request that has none is fine."""
+        """Close the segments of the request. Does nothing if it has none."""
         for segment in self.of(request_id, []):
             segment.close()
         self._requests.pop(request_id, None)
 
     @property
     def memory(self) -> Memory:
-        """What they take beside the weights, as predicted."""
+        """The predicted memory of these segments, without the weights."""
         memory = Memory()
         for apart in self._requests.values():
             memory += self._footprint.apart(apart.ranges, apart.n_rows, gives_rows=apart.gives_rows)

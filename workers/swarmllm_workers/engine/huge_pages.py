@@ -58,7 +58,8 @@ class PageWriter:
             self.flush()
 
     def room(self, offset: int) -> memoryview:
-        """Where the bytes of the file from `offset` on belong, to the end of the page; `filled` follows."""
+        """The buffer for the bytes of the file from `offset` to the end of the page. `filled` has to
+        follow."""
         if not self._end <= offset <= self._end + GAP_MAX:
             self.flush()
             self._start = self._end = offset
@@ -74,7 +75,7 @@ class PageWriter:
         return self._view[self._end % HUGE_PAGE :]
 
     def filled(self, n_bytes: int) -> None:
-        """The first bytes of what `room` gave are there."""
+        """Mark the first bytes of the buffer from `room` as written."""
         self._end += n_bytes
 
     def write(self, offset: int, data: bytes) -> None:
@@ -96,8 +97,8 @@ class PageWriter:
 
 
 def read_in(path: Path) -> None:
-    """Bring a file that is about to be mapped into the page cache, in huge pages where it is not there
-    yet. What goes wrong here, libllama meets again and reports."""
+    """Read a file that is about to be mapped into the page cache, in huge pages if it is not there yet.
+    Errors are ignored: libllama meets them again and reports them."""
     with suppress(OSError), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < HUGE_PAGE or not operating_system.IS_LINUX:
@@ -151,19 +152,19 @@ def _in_huge_pages(file: int, at: int, size: int) -> int:
 
 
 def want_huge_pages(address: int, size: int) -> None:
-    """For this mapping. Elsewhere than on Linux the system decides."""
+    """Ask for huge pages for this mapping. On systems other than Linux this does nothing."""
     if operating_system.IS_LINUX:
         libc.madvise(address, size, mmap.MADV_HUGEPAGE)
 
 
 def populate(address: int, size: int) -> None:
-    """Have these pages in the page table. Where the kernel cannot, their first use has them read."""
+    """Enter these pages into the page table. If the kernel cannot, they are read at their first use."""
     if operating_system.IS_LINUX:
         libc.madvise(address, size, POPULATE_READ)
 
 
 def let_go(address: int, size: int) -> None:
-    """Take these pages of a file out of the page table; reading them brings them back."""
+    """Remove these pages of a file from the page table. Reading them brings them back."""
     if operating_system.IS_LINUX and size > 0:
         libc.madvise(address, size, mmap.MADV_DONTNEED)
 

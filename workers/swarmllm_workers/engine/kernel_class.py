@@ -40,8 +40,8 @@ _K: Final = 256
 
 
 def kernel_class(source: GgufFile, settings: EngineSettings) -> str:
-    """Of a model's layers here: equal for two workers only where exact rows have equal bits in both. "":
-    where nothing can be said."""
+    """The kernel class of a model's layers here. Two workers have the same one only if exact rows have equal
+    bits in both. "": unknown."""
     built = build_info()
     if built["gpu"] and settings.n_gpu_layers:
         return ""
@@ -78,7 +78,7 @@ def _products(source: GgufFile) -> object:
 def name_of(
     release: str, features: Iterable[str], *, kv_type: str, has_bf16: bool, others: tuple[object, ...]
 ) -> str:
-    """`others`: what counts besides, and has no name in the text. Pure."""
+    """The name of a class. `others`: what else decides it and has no name in the text. Pure."""
     used = set(features) - (_WITHOUT_BITS if not has_bf16 else {"OPENMP"})
     family = next((name for feature, name in _FAMILIES if feature in used), "plain")
     digest = blake3(repr((release, sorted(used), kv_type, others)).encode()).hexdigest()[:_DIGITS]

@@ -39,7 +39,7 @@ _TINY: Final = 1e-12
 
 
 class BadState(ValueError):
-    """These are not the bytes of a KV that is understood here."""
+    """The bytes are not a KV that this module understands."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Values:
         return 1 if self.is_transposed else 0
 
     def ordered(self, order: np.ndarray) -> np.ndarray:
-        """The same with the cells in this order."""
+        """The same state with its cells in this order."""
         return np.take(self.raw, order, axis=self.cells_axis)
 
     def numbers(self, order: np.ndarray) -> np.ndarray:
@@ -122,7 +122,7 @@ class _Cache:
 
 
 def read_state(data: bytes | memoryview) -> KvState:
-    """Raises BadState for what is not understood, not complete, or not finite."""
+    """Parse the bytes. Raises BadState if they are not understood, not complete, or not finite."""
     caches = [cache.positions for cache in _read_caches(data)]
     n_rows = max(len(positions) for positions in caches)
     for positions in caches:
@@ -156,7 +156,7 @@ def join_states(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def n_cells(data: bytes | memoryview) -> int:
-    """Of the first cache. Raises BadState where the bytes end before that."""
+    """The number of cells of the first cache. Raises BadState if the bytes end before that."""
     reader = _Reader(memoryview(data).cast("B"))
     reader.numbers(_HEAD)
     return int(reader.numbers(_PAIR)[1])

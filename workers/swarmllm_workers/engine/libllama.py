@@ -84,7 +84,7 @@ _captured_log = _CapturedLog()
 
 @contextlib.contextmanager
 def capture_log() -> Iterator[list[str]]:
-    """What libllama says in this thread, line by line."""
+    """Collects the log lines of libllama in this thread."""
     lines: list[str] = []
     _captured_log.lines = lines
     try:
@@ -225,7 +225,7 @@ class Model:
         return int(lib.llama_model_n_head(self.handle))
 
     def number(self, key: str) -> int | None:
-        """A whole number of the metadata, None where it is missing or something else."""
+        """A whole number of the metadata. None: it is missing or has another type."""
         buffer = ctypes.create_string_buffer(24)
         size = lib.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
         return int(buffer.value) if size > 0 and buffer.value.isdigit() else None
@@ -278,7 +278,7 @@ def _overrides(numbers: Mapping[str, int]) -> Any:
 
 
 class Threads:
-    """How many compute. Another number counts from the next batch on."""
+    """The number of threads that compute. A change takes effect with the next batch."""
 
     __slots__ = ("n",)
 
@@ -471,14 +471,14 @@ class Context:
         self.share_rows(source, target, 0, length)
 
     def share_rows(self, source: int, target: int, first: int, end: int) -> None:
-        """The same with the rows at positions [first, end) only."""
+        """As `share`, with the rows at positions [first, end) only."""
         lib.llama_memory_seq_cp(self._memory, source, target, first, end)
 
     def state_size(self, sequence: int) -> int:
         return int(lib.llama_state_seq_get_size(self.handle, sequence))
 
     def save(self, sequence: int) -> memoryview:
-        """The sequence's rows, in libllama's own format. Read-only."""
+        """The rows of the sequence, in libllama's own format. Read-only."""
         buffer = np.empty(self.state_size(sequence), np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n = lib.llama_state_seq_get_data(self.handle, pointer, len(buffer), sequence)
@@ -491,7 +491,7 @@ class Context:
         return bool(lib.llama_state_seq_set_data(self.handle, pointer, len(state), sequence) == len(state))
 
     def truncate(self, sequence: int, length: int) -> bool:
-        """Forget positions >= length. False where the model cannot forget a part (recurrent state)."""
+        """Drop the positions from `length` on. False: the model cannot drop a part (recurrent state)."""
         return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ space of its own, and a row that runs through several takes longer."""
 
 
 class LoadedLayers:
-    """Raises CallError and nothing else."""
+    """The layers that this worker holds of its model. Raises CallError and nothing else."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LoadedLayers:
 
     @property
     def weights_bytes(self) -> int:
-        """Pages that several segments have count once."""
+        """The bytes of the weights. Pages that several segments share count once."""
         return sum(segment.weights_bytes for segment in weighing(self.open))
 
     def uses(self, tensor: str) -> bool:
@@ -81,7 +81,7 @@ class LoadedLayers:
         )
 
     def load(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
-        """`loading`, at once."""
+        """Run `loading` at once."""
         complete(self.loading(start, end, progress))
 
     def loading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
@@ -128,11 +128,11 @@ class LoadedLayers:
 
     @property
     def memory(self) -> Memory:
-        """What the segments take, as predicted."""
+        """The predicted memory of the segments."""
         return self._footprint.of(self.open)
 
     def unload(self, start: int, end: int, progress: LoadProgress | None = None) -> None:
-        """`unloading`, at once."""
+        """Run `unloading` at once."""
         complete(self.unloading(start, end, progress))
 
     def unloading(self, start: int, end: int, progress: LoadProgress | None = None) -> Operation[None]:
@@ -269,7 +269,7 @@ class LoadedLayers:
         yield from self.closing([segment for segment in segments if segment.is_idle])
 
     def closing(self, segments: list[Segment]) -> Operation[None]:
-        """Nobody finds these any more, and their memory is given back."""
+        """Close these segments and give their memory back. Nobody finds them any more."""
         self._set_aside(segments)
         for segment in segments:
             yield segment.close
@@ -284,7 +284,7 @@ class LoadedLayers:
         self._retired = [segment for segment in self._retired if not segment.is_closed]
 
     def dismiss_idle(self) -> list[Segment]:
-        """Retired segments that the last request has left, for `closing`."""
+        """The retired segments that no request uses any more, for `closing`."""
         idle = [segment for segment in self._retired if segment.is_idle]
         self._set_aside(idle)
         return idle

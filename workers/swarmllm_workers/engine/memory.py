@@ -158,7 +158,7 @@ def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int
 
 
 def refuse_what_does_not_fit(needed: Memory, what: str, limit_bytes: int, whose: str = AVAILABLE) -> None:
-    """Raises CallError out_of_memory."""
+    """Raises CallError out_of_memory if the layers do not fit."""
     if needed.total_bytes > limit_bytes:
         raise CallError(
             "out_of_memory",
@@ -269,7 +269,7 @@ def _ggml() -> ctypes.CDLL | None:
 
 
 class Footprint:
-    """What the segments of a model take, and whether more fit beside them."""
+    """Tells how much memory the segments of a model take, and whether more fit beside them."""
 
     def __init__(self, source: GgufFile, name: str, n_layers: int, settings: EngineSettings) -> None:
         self._source = source
@@ -289,7 +289,7 @@ class Footprint:
 
     @property
     def row_bytes(self) -> int:
-        """KV of one row in all layers, estimated."""
+        """The estimated KV bytes of one row in all layers."""
         whole = [(0, self._n_layers)]
         kv_bytes = estimate(self._source, self._n_layers, whole, self._settings).kv_bytes
         return kv_bytes // self._settings.n_ctx
@@ -319,7 +319,7 @@ class Footprint:
     def refuse_apart(
         self, pieces: Sequence[Range], n_rows: int, held: Memory, *, gives_rows: bool = False
     ) -> None:
-        """Raises CallError out_of_memory where there is no room for those."""
+        """Raises CallError out_of_memory if there is no room for those segments."""
         what = f"cells for an exact request of {n_rows} rows of {self._name}"
         apart = self.apart(pieces, n_rows, gives_rows=gives_rows)
         refuse_beside(apart, what, held, Memory(), self._settings, self.mapped_beside_bytes)

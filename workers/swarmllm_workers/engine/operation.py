@@ -17,7 +17,7 @@ Operation: TypeAlias = Generator[Callable[[], Any], Any, T]
 
 
 def complete(operation: Operation[T]) -> T:
-    """All of it here and now."""
+    """Run the whole operation here and now."""
     try:
         part = next(operation)
         while True:

@@ -22,7 +22,8 @@ Runs = tuple[PictureRun, ...]
 
 
 def position_of(runs: Sequence[PictureRun], row: int) -> int:
-    """Of a row of text, or of the first one of a run; inside of one on a grid, that of the run."""
+    """The position of a row of text, or of the first row of a run. For a row inside a run on a grid, the
+    position of the run."""
     position = row
     for run in runs:
         if row <= run.first_row:
@@ -33,7 +34,7 @@ def position_of(runs: Sequence[PictureRun], row: int) -> int:
 
 
 def positions_of(runs: Sequence[PictureRun], first: int, n_rows: int) -> np.ndarray:
-    """i32 [SECTIONS, n_rows] of rows from `first` on."""
+    """The positions of rows from `first` on, i32 [SECTIONS, n_rows]."""
     rows = np.arange(first, first + n_rows)
     times, lines, columns = rows.copy(), rows.copy(), rows.copy()
     for run in runs:
@@ -52,7 +53,7 @@ def positions_of(runs: Sequence[PictureRun], first: int, n_rows: int) -> np.ndar
 
 
 class SequencePositions:
-    """Of each sequence of a segment's KV."""
+    """The positions of the rows of each sequence in a segment's KV."""
 
     def __init__(self, n_sequences: int) -> None:
         self._runs: list[Runs] = [()] * n_sequences
@@ -63,13 +64,13 @@ class SequencePositions:
         return self._runs[sequence]
 
     def tell(self, sequence: int, runs: Runs) -> None:
-        """What the sequence's rows are, those that come later among them."""
+        """Set the runs of a sequence, those of later rows included."""
         if runs != self._runs[sequence]:
             self._runs[sequence] = runs
             self.are_plain = not any(self._runs)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """`target` has the first `length` rows of `source`."""
+        """Give `target` the first `length` rows of `source`."""
         self.tell(target, tuple(run for run in self._runs[source] if run.first_row < length))
 
     def of(self, sequence: int, row: int) -> int:
@@ -83,7 +84,7 @@ class SequencePositions:
         return whole_before(self._runs[sequence], length)
 
     def has_grid(self, sequence: int, first: int, n_rows: int) -> bool:
-        """Whether any of these rows stands on a grid."""
+        """Whether any of these rows has a position on a grid."""
         return has_grid(self._runs[sequence], first, n_rows)
 
 

@@ -44,7 +44,7 @@ def join(ranges: Sequence[Range]) -> str:
 
 @dataclass(frozen=True)
 class Route:
-    """Segments that run [start, end) one after the other."""
+    """Segments that run [start, end), one after the other."""
 
     start: int
     end: int
@@ -92,13 +92,13 @@ class Cuts:
         return self.architecture is not None and self.architecture.feeds_tokens
 
     def leave_out(self, skip_ratio: float) -> None:
-        """From now on the whole model is in pieces, so that guesses can leave out this share of its layers;
-        0: in one."""
+        """Split the whole model into pieces from now on, so that guesses can leave out this share of its
+        layers. 0: one piece."""
         self.skip_ratio = skip_ratio
         self.skipped = frozenset()
 
     def check(self, start: int, end: int) -> None:
-        """Raises CallError cannot_cut."""
+        """Raises CallError cannot_cut if the model may not be cut there."""
         if not 0 <= start < end <= self._n_layers:
             field = "start" if start >= min(end, self._n_layers) else "end"
             raise CallError(
@@ -155,7 +155,7 @@ class Cuts:
 
 
 def plan(n_layers: int, cut_alignment: int, skip_ratio: float) -> tuple[tuple[Range, ...], frozenset[Range]]:
-    """The pieces to load a model in, and those of them that guesses leave out; one piece where nothing can
+    """The pieces in which to load a model, and those of them that guesses leave out. One piece if nothing can
     be left out."""
     units = [(at, min(at + cut_alignment, n_layers)) for at in range(0, n_layers, cut_alignment)]
     inner = units[1 : -2 if cut_alignment == 1 else -1]

@@ -66,7 +66,7 @@ class Graphs:
         return int(made)
 
     def filled(self, kind: int, numbers: np.ndarray) -> int:
-        """A tensor with these rows: of F32 or F16, as `numbers` are."""
+        """A tensor with these rows, F32 or F16 as `numbers` are."""
         made = self.tensor(kind, *reversed(numbers.shape))
         ctypes.memmove(self.ggml["ggml_get_data"](made), numbers.ctypes.data, numbers.nbytes)
         return made

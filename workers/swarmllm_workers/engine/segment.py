@@ -74,8 +74,8 @@ def rows_of_exact_batch(settings: EngineSettings) -> int:
 
 
 def exact_settings(settings: EngineSettings, n_rows: int) -> EngineSettings:
-    """Of the segments of an exact request of so many rows. Fused attention adds up in an order that depends
-    on the number of threads; quantised values have no other."""
+    """The settings of the segments of an exact request of so many rows. Fused attention adds up in an order
+    that depends on the number of threads; quantised values have no other."""
     attention: FlashAttention = "off" if settings.kv_type == "f16" else settings.flash_attention
     return replace(
         settings,
@@ -100,7 +100,7 @@ def n_outputs_of(n_sequences: int, *, has_head: bool) -> int:
 def context_settings(
     settings: EngineSettings, *, is_recurrent: bool, has_head: bool, n_batch: int = N_BATCH
 ) -> ContextSettings:
-    """Of a segment, without its tap."""
+    """The context settings of a segment, without its tap."""
     n_sequences = n_sequences_of(settings, is_recurrent=is_recurrent)
     return ContextSettings(
         n_ctx=settings.n_ctx,
@@ -284,25 +284,25 @@ class Segment:
 
     @property
     def n_rows(self) -> int:
-        """Cells in use; what several sequences share counts once."""
+        """The number of cells in use. What several sequences share counts once."""
         return self._cells.n_used
 
     @property
     def n_free(self) -> int:
-        """Cells."""
+        """The number of free cells."""
         return self._settings.n_ctx - self._cells.n_used
 
     @property
     def is_idle(self) -> bool:
-        """No request has rows here, or segments apart over these weights."""
+        """Whether no request has rows here, or segments of its own over these weights."""
         return not self._cells.n_used and not self.apart_segments
 
     def n_alone(self, slot: int) -> int:
-        """Cells that become free when the slot is emptied."""
+        """The number of cells that become free when the slot is emptied."""
         return self._cells.n_alone(slot)
 
     def check(self, spans: Sequence[Span]) -> None:
-        """Whether these spans can run. Raises CallError position_gap or context_full; changes nothing."""
+        """Raises CallError position_gap or context_full if these spans cannot run. Changes nothing."""
         n_after = self.n_rows
         for span in spans:
             self.check_position(span)
@@ -364,7 +364,7 @@ class Segment:
         return length
 
     def state_size(self, sequence: int) -> int:
-        """Bytes that `save` would give."""
+        """The number of bytes that `save` would return."""
         return self._context.state_size(sequence)
 
     def save(self, sequence: int) -> memoryview:

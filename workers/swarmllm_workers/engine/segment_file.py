@@ -71,13 +71,13 @@ class Planned:
 
 
 def layer_of(tensor: str) -> int | None:
-    """None: it belongs to no layer."""
+    """The layer of a tensor. None: it belongs to no layer."""
     block = _BLOCK.fullmatch(tensor)
     return None if block is None else int(block[1])
 
 
 def n_layers_of(source: GgufFile) -> int:
-    """Layers that can be run: layers for multi-token prediction at the end do not count."""
+    """The number of layers that can be run. Layers for multi-token prediction at the end do not count."""
     prefix = source.text("general.architecture")
     n_blocks = source.integer(f"{prefix}.block_count")
     n_layers = n_blocks - source.integer(f"{prefix}.nextn_predict_layers", 0)

@@ -44,7 +44,7 @@ class _SegmentFile:
 
 
 class SegmentHome:
-    """The same services as `SegmentCache`."""
+    """Offers the same methods as `SegmentCache`."""
 
     def __init__(self, folder: Path, source: GgufFile, n_layers: int) -> None:
         self._folder = folder
@@ -76,15 +76,15 @@ class SegmentHome:
         return places
 
     def whole(self) -> Path:
-        """The container, with everything in it."""
+        """The path of the container, which then has every layer."""
         files = self._files()
         if files:
             self._dissolve(files, [])
         return self._source.path
 
     def settle(self, running: Collection[Range]) -> None:
-        """Let every layer lie in one place. `running`: the ranges whose files are in use. What goes wrong
-        costs disk space only."""
+        """Move every layer to one place. `running`: the ranges whose files are in use. A failure costs disk
+        space only."""
         kept: list[_SegmentFile] = []
         files = self._files()
         for file in sorted(files, key=lambda file: (file.name.start, file.name.end) not in running):

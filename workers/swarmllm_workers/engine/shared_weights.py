@@ -60,7 +60,7 @@ _PAGE: Final = mmap.PAGESIZE
 
 
 class FilePlace(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: Path
     offset: int
@@ -102,7 +102,7 @@ def _functions() -> _Functions | None:
 
 
 def is_supported() -> bool:
-    """With this libllama, on this system."""
+    """Whether this libllama can do it on this system."""
     return operating_system.IS_LINUX and _functions() is not None
 
 
@@ -121,7 +121,7 @@ def _buffer_of(functions: _Functions, tensor: int) -> bytes:
 
 
 def private_bytes(handle: int) -> int | None:
-    """Of a loaded model's weights those that do not lie in the mapped file. None: nobody knows."""
+    """The bytes of a loaded model's weights that do not lie in the mapped file. None: unknown."""
     functions = _functions()
     if functions is None:
         return None
@@ -217,7 +217,7 @@ _loading: Final = _Loading()
 
 
 def on_log(text: bytes) -> None:
-    """What libllama says while a model is loaded, in the thread that loads it."""
+    """Read a log line of libllama, in the thread that loads a model."""
     if _loading.stub is not None and _IS_HEADER_READ in text:
         _loading.stub.header_is_read()
 

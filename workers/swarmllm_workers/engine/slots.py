@@ -39,7 +39,7 @@ class Slots:
         return self._slots.get(request_id)
 
     def take(self, request_id: str) -> int:
-        """The request's slot, a new one where it has none. Raises CallError no_slot."""
+        """The request's slot; a new one if it has none. Raises CallError no_slot."""
         slot = self._slots.get(request_id)
         if slot is None:
             if not self._free:
@@ -50,12 +50,12 @@ class Slots:
         return slot
 
     def rename(self, request_id: str, new_id: str) -> None:
-        """The slot, if it has one, is another request's from now on."""
+        """Give the slot, if there is one, to another request."""
         if (slot := self._slots.pop(request_id, None)) is not None:
             self._slots[new_id] = slot
 
     def release(self, request_id: str) -> int | None:
-        """The slot that became free, or None where the request had none."""
+        """Free the slot and return it. None: the request had none."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free.append(slot)
@@ -82,7 +82,7 @@ class HeldRequests:
         self._until_s.pop(request_id, None)
 
     def let_go(self) -> bool:
-        """Free the request that has been held longest. False: none is held."""
+        """Release the request that has been held longest. False: none is held."""
         oldest = next(iter(self._until_s), None)
         if oldest is not None:
             self._release(oldest)
@@ -94,7 +94,7 @@ class HeldRequests:
             self._release(request_id)
 
     def next_expiry_s(self) -> float | None:
-        """Seconds until one may be let go of, None where there is none."""
+        """The seconds until a held request expires. None: none is held."""
         until_s = min(self._until_s.values(), default=None)
         return None if until_s is None else max(0.0, until_s - time.monotonic())
 
@@ -116,7 +116,7 @@ class Cells:
         self.n_used = 0
 
     def append(self, sequence: int, n_rows: int) -> None:
-        """Rows were computed."""
+        """Add rows that were computed."""
         if not n_rows:
             return
         pieces = self._pieces[sequence]
@@ -131,7 +131,7 @@ class Cells:
         pieces.append((_Run(sequence, n_rows), n_rows))
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Rows from `length` on are gone."""
+        """Remove the rows from `length` on."""
         pieces = self._pieces[sequence]
         while self.lengths[sequence] > length:
             run, n = pieces.pop()
@@ -142,7 +142,7 @@ class Cells:
             self._shrink(run)
 
     def share(self, source: int, target: int, length: int) -> None:
-        """`target`, which is empty, holds the first `length` rows of `source`, too."""
+        """Give `target`, which is empty, the first `length` rows of `source`."""
         left = min(length, self.lengths[source])
         self.lengths[target] = left
         for run, n in self._pieces[source]:
@@ -152,7 +152,7 @@ class Cells:
             left -= n
 
     def n_alone(self, sequence: int) -> int:
-        """Cells that become free when the sequence goes."""
+        """The number of cells that become free when the sequence is emptied."""
         return sum(
             n - max((m for other, m in self._others(sequence) if other is run), default=0)
             for run, n in self._pieces[sequence]

@@ -32,7 +32,7 @@ _SPECIAL: Final = 8 | 16
 
 
 def tokenizer_of(vocabulary: Any, n_vocab: int) -> LLTokenizer:
-    """Takes more than a second for a large vocabulary."""
+    """The tokenizer for llguidance. Takes more than a second for a large vocabulary."""
     ends = [token for token in range(n_vocab) if lib.llama_vocab_is_eog(vocabulary, token)]
     with warnings.catch_warnings():
         # It calls some functions of libllama by older names.

@@ -11,7 +11,7 @@ MESSAGE_MAX: Final = 4 * 2**20
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What the text has to follow: GBNF, or JSON under a schema between two texts, up to `n_max` times."""
+    """A grammar for the text: GBNF, or JSON under a schema between two texts, up to `n_max` times."""
 
     grammar: str = ""
     json_schema: str = ""
@@ -43,7 +43,7 @@ class FindMask(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckToken(msgspec.Struct, frozen=True, tag=True):
-    """The same for one candidate. Answered by Verdict or Refused."""
+    """As FindMask, for one candidate. Answered by Verdict or Refused."""
 
     n_kept: int
     tokens: list[int]
@@ -56,7 +56,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag=True):
-    """It cannot be followed, or not to there."""
+    """The grammar cannot be followed, or not up to that token."""
 
     reason: str
 

@@ -43,7 +43,7 @@ NICENESS: Final = 5
 
 
 class Child:
-    """One request's grammar."""
+    """Follows the grammar of one request."""
 
     def __init__(self, model: Model, connection: Connection) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class Child:
         self._matcher: GbnfMatcher | JsonMatcher | None = None
 
     def serve(self, prepare: Preparation) -> None:
-        """Until the worker hangs up, or a budget is spent."""
+        """Answer questions until the worker hangs up or a budget is spent."""
         self._connection.send_bytes(b"")
         while True:
             try:
@@ -82,7 +82,7 @@ class Child:
 
 
 class Preparation:
-    """What is read once and shared by all children."""
+    """The data that is read once and shared by all children."""
 
     def __init__(self, path: Path) -> None:
         self.model = Model(path, vocab_only=True)

@@ -23,7 +23,7 @@ class References:
         self._id = root.get("$id", "") if isinstance(root, dict) else ""
 
     def target(self, place: object, path: str) -> Any:
-        """What `place`, a `$ref` at `path`, leads to. Raises Unsupported."""
+        """The schema that `place`, a `$ref` at `path`, leads to. Raises Unsupported."""
         if not isinstance(place, str):
             raise Unsupported(f"{path}/$ref is not a text")
         inside = place

@@ -69,7 +69,7 @@ _COUNTS: Final = tuple(
 
 
 def close(todo: Schema) -> None:
-    """Where properties are listed and nothing is said of others, there are none."""
+    """Disallow other properties if a schema lists properties and says nothing about others."""
     properties = todo.get("properties")
     if not properties or any(key in todo for key in (*_COMBINING, *_OPENING)):
         return
@@ -81,7 +81,8 @@ def close(todo: Schema) -> None:
 
 
 def imply_type(todo: Schema) -> None:
-    """Schemas without a type usually mean the one to which their keywords apply, and that says less."""
+    """Add the type to which the keywords apply to a schema without a type: that is usually meant, and allows
+    less."""
     if "type" in todo or any(key in todo for key in _COMBINING):
         return
     kinds = [kind for kind, keywords in _OF_TYPE.items() if any(key in todo for key in keywords)]

@@ -52,7 +52,7 @@ def step_budget_s(n_tokens: int) -> float:
 
 
 class GrammarSession:
-    """One request's grammar, in a child of its own. One question at a time."""
+    """The grammar of one request, in a child process of its own. It answers one question at a time."""
 
     def __init__(
         self, sessions: GrammarSessions, spec: GrammarSpec, own: socket.socket, compile_s: float
@@ -81,7 +81,7 @@ class GrammarSession:
         return self._connection.closed
 
     def ask(self, ask: Ask) -> None:
-        """Raises CallError where the child has gone."""
+        """Send a question. Raises CallError if the child has ended."""
         if self._error is not None:
             raise self._error
         self._waiting.append(ask)
@@ -106,7 +106,7 @@ class GrammarSession:
             raise self._error
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has come, or the time is over."""
+        """Wait until an answer has come, or for the time."""
         if not self._connection.closed:
             self._connection.poll(timeout_s)
 
@@ -159,14 +159,15 @@ class GrammarSession:
         self.close()
 
     def close(self) -> None:
-        """The child ends as soon as it listens again, within its budget at the latest."""
+        """Close the connection. The child ends when it reads next, at the latest when its budget is spent."""
         if not self._connection.closed:
             self._sessions.forget(self)
             self._connection.close()
 
 
 class GrammarSessions:
-    """All of one worker. The process is started by the first request that needs it, or before."""
+    """All grammar sessions of one worker. The process is started by the first request that needs it, or
+    before."""
 
     def __init__(self, path: Path) -> None:
         """`path`: of the model, for its vocabulary."""

@@ -29,7 +29,7 @@ class JobOrder(Generic[Item]):
         return f"<JobOrder after {self._last}, {len(self._held)} wait>"
 
     def take(self, number: int, fresh: int, item: Item) -> tuple[list[Item], list[Item]]:
-        """A job comes. Those that are to be run now, in order; and those that never will be."""
+        """A job has come. Returns the jobs to run now, in order, and the jobs that will never run."""
         if fresh <= self._fresh_alone or number < self.fresh or number <= self._last or number in self._held:
             return [], [item]
         dropped = self.refuse(fresh)
@@ -42,12 +42,12 @@ class JobOrder(Generic[Item]):
         return ready, dropped
 
     def refuse(self, fresh: int) -> list[Item]:
-        """Jobs below this number are not to be run. Those of them that waited."""
+        """Drop the jobs below this number. Returns those of them that waited."""
         self.fresh = max(self.fresh, fresh)
         return [self._held.pop(number) for number in sorted(self._held) if number < self.fresh]
 
     def came_alone(self) -> list[Item]:
-        """A job without a number has come: no other one is under way. Those that waited."""
+        """A job without a number has come, so no other job is under way. Returns those that waited."""
         self._fresh_alone = self._fresh_seen
         dropped = [self._held[number] for number in sorted(self._held)]
         self._held.clear()

@@ -39,7 +39,7 @@ _KEY_AND_NONCE: Final = Struct(f"<{KEY_SIZE}sQ")
 
 
 class LinkClosed(Exception):
-    """The link is over; the text says why."""
+    """The link is closed; the text says why."""
 
 
 class _Cipher:
@@ -133,7 +133,8 @@ class SendingLink:
             raise LinkClosed(f"lost ({error.strerror})") from None
 
     def read_end(self) -> None:
-        """Something can be read, and that is no good: the neighbour sends nothing here. Raises LinkClosed."""
+        """Handle a readable socket of a link on which the neighbour never sends: read its end. Raises
+        LinkClosed."""
         try:
             data = self.connection.recv(1)
         except BlockingIOError:
@@ -155,7 +156,8 @@ class ReceivingLink:
         self._ending = ""
 
     def receive(self) -> list[Frame]:
-        """What has arrived. Raises LinkClosed when there is nothing before the end."""
+        """The messages that have arrived. Raises LinkClosed at the end of the stream, once there are none
+        left."""
         frames: list[Frame] = []
         try:
             for _ in range(_READS_MAX):

@@ -53,7 +53,7 @@ Watch = Callable[[int, int], None]
 
 
 class LinkJobs(Protocol):
-    """What runs the decode jobs that come by links."""
+    """Runs the decode jobs that come by links."""
 
     def take(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
@@ -109,7 +109,7 @@ class Ring:
         self._count()
 
     def leave(self, request_id: str) -> None:
-        """The request is over here."""
+        """End the request here."""
         for key in [key for key in self._seats if key[0] == request_id]:
             seat = self._seats.pop(key)
             if seat.guesser is not None:
@@ -126,7 +126,7 @@ class Ring:
         return self._seats.get((request_id, stage))
 
     def seat_of(self, message: ipc.Forward) -> Seat | None:
-        """The seat for a job that the daemon brings."""
+        """The seat for a job that the daemon has brought."""
         if message.seat is None:
             return None
         seat = self._seats.get((message.request_id, message.seat))
@@ -137,12 +137,13 @@ class Ring:
         return seat
 
     def turn(self, seat: Seat, compute_s: float, n_rows: int = 1, *, is_numbered: bool = False) -> None:
-        """A job that came by a link has been run: tell the daemon now and then."""
+        """Count a job that came by a link and has been run. The daemon gets a report of these now and
+        then."""
         seat.turned(compute_s, n_rows, is_numbered=is_numbered)
         self._tell_turned(seat, time.monotonic())
 
     def send_reports(self) -> int | None:
-        """Tell the daemon what is due; milliseconds until something will be."""
+        """Send the daemon the reports that are due. Returns the milliseconds until the next one is."""
         now = time.monotonic()
         waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_report]
         left_s = [wait_s for wait_s in waits_s if wait_s > 0]
@@ -169,8 +170,8 @@ class Ring:
         number: int | UnsetType = UNSET,
         fresh: int | UnsetType = UNSET,
     ) -> bool:
-        """Send rows, which `payload` is, on to the next stage. False: there is no link, and it `may_relay`
-        not either."""
+        """Send the rows in `payload` to the next stage. False: there is no link, and the daemon may not relay
+        them (`may_relay`) either."""
         message = LayerForward(
             request_id=seat.message.request_id,
             step="layer",
@@ -218,11 +219,12 @@ class Ring:
         return is_on
 
     def cork(self) -> None:
-        """Keep what is to leave by links, until `uncork`."""
+        """Hold what is to leave by links until `uncork`."""
         self._corked = {}
 
     def uncork(self) -> None:
-        """Send it, in one piece by each link: the receiver reads it at once and runs it in one batch."""
+        """Send what was held, in one piece per link, so that the receiver reads it at once and runs it in one
+        batch."""
         corked, self._corked = self._corked, None
         for after, pieces in (corked or {}).items():
             link = self._sending.get(after)
@@ -230,8 +232,7 @@ class Ring:
                 self._write(after, link, b"".join(pieces))
 
     def on_event(self, descriptor: int, events: int, *, is_last: bool = False) -> None:
-        """Something happened on a link's socket. `is_last`: nothing else has happened that is not dealt
-        with."""
+        """Handle an event on the socket of a link. `is_last`: no other event waits to be handled."""
         peer = self._peers.get(descriptor)
         if peer is None:
             return

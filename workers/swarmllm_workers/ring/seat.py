@@ -27,12 +27,13 @@ Messages = tuple[tuple[JobMessage, bytes | memoryview], ...]
 
 class NumberedJob(Protocol):
     def drop(self) -> None:
-        """It is not to be run: what it begins with was refused."""
+        """Drop the job: the token that it begins with was refused."""
 
 
 @dataclass(slots=True)
 class Seat:
-    """Of one request at one stage: from whom jobs may come by a link, to whom they go, and how it stands."""
+    """A request at one stage of its ring: who may send jobs by a link, who gets the results, and the state of
+    its jobs."""
 
     message: ipc.TakeSeat
     forward: ipc.Forward
@@ -93,13 +94,13 @@ class Seat:
 
     @property
     def window_rows(self) -> int | UnsetType:
-        """What is said to the stages after it."""
+        """The number of rows of a window that the later stages are told."""
         n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
         return n_rows if n_rows > 1 else UNSET
 
     @property
     def jobs_max(self) -> int | UnsetType:
-        """The same of jobs under way."""
+        """The number of jobs under way that the later stages are told."""
         if self.rows_max == 1:
             return UNSET
         n_jobs = JOBS_UNDER_WAY_MAX if self.message.stage == 0 else self.jobs_max_before
@@ -108,14 +109,14 @@ class Seat:
     def came(
         self, job: LayerForward | ipc.Forward, rows_max_before: int = 0, jobs_max_before: int = 0
     ) -> None:
-        """A job is taken."""
+        """Record that a job was accepted."""
         if job.number is UNSET or job.number == job.fresh:
             # Of the others, all rows may be refused: the next job may stand before them.
             self.expected = job.position + 1
         self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
 
     def sent(self, messages: Messages) -> None:
-        """They left by a link."""
+        """Record the results that left by a link."""
         jobs = [each for each, _ in messages if isinstance(each, LayerForward)]
         n_others = self.guesser.jobs_in_flight.n_under_way if self.guesser is not None and not jobs else 0
         if not n_others and all(each.number is UNSET for each in jobs):
@@ -125,7 +126,7 @@ class Seat:
         self.unsure.append(messages)
 
     def enter(self, n_bytes: int) -> bool:
-        """A job comes. False: there is no room for it."""
+        """Queue a job. False: the queue is full."""
         if len(self.waiting) >= SEAT_JOBS_MAX or self.n_bytes_waiting + n_bytes > SEAT_BYTES_MAX:
             return False
         self.waiting.append(n_bytes)
@@ -133,7 +134,7 @@ class Seat:
         return True
 
     def exit(self) -> None:
-        """The job that came first has been run."""
+        """Remove the oldest job from the queue: it has been run."""
         if self.waiting:
             self.n_bytes_waiting -= self.waiting.popleft()
 
@@ -154,7 +155,7 @@ class Seat:
         return bool(self.n_turned) or self.is_running is not self.reported_running
 
     def take_report(self) -> ipc.Turned:
-        """What the daemon is told now."""
+        """The report for the daemon, which starts anew afterwards."""
         report = ipc.Turned(
             request_id=self.message.request_id,
             stage=self.message.stage,
@@ -170,7 +171,7 @@ class Seat:
         return report
 
     def takes(self, sender: NodeId, job: LayerForward) -> bool:
-        """Whether this is a decode job that `sender` has to send here."""
+        """Whether this is a decode job that `sender` may send to this seat."""
         step = "layer" if self.message.stage else "embed"
         return (
             sender == self.message.before

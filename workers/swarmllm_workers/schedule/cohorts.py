@@ -110,7 +110,8 @@ class _Stage:
 
 
 class Cohorts:
-    """Of each first stage that one worker has; all times in seconds of one clock that never goes back."""
+    """The cohorts at each first stage of one worker. All times are seconds of one clock that never goes
+    back."""
 
     def __init__(self, n_layers: int) -> None:
         """`n_layers` of the whole model."""
@@ -118,7 +119,8 @@ class Cohorts:
         self._stages: dict[Layers, _Stage] = {}
 
     def arrived(self, layers: Layers, request_id: str, n_rows: int, now: float, *, is_idle: bool) -> None:
-        """A decode step has come. `is_idle`: nothing ran here when it came, so it has come just now."""
+        """Record a decode step that has come. `is_idle`: nothing ran here when it came, so it waited for
+        nothing."""
         stage = self._stages.setdefault(layers, _Stage())
         member = stage.members.get(request_id)
         if member is None:
@@ -137,8 +139,8 @@ class Cohorts:
     def left(
         self, layers: Layers, request_ids: Iterable[str], step_s: float, now: float, *, is_pure: bool
     ) -> None:
-        """A batch with decode steps of these has run, and their rows are on their way. `is_pure`: nothing
-        else was in it."""
+        """Record a batch that has run with decode steps of these requests, whose rows leave now. `is_pure`:
+        the batch had nothing else."""
         stage = self._stages.get(layers)
         if stage is None:
             return
@@ -158,7 +160,7 @@ class Cohorts:
             stage.n_batches, stage.delay_s = 0, None
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """End the request."""
         for layers, stage in list(self._stages.items()):
             if stage.members.pop(request_id, None) is not None and not stage.members:
                 del self._stages[layers]

@@ -56,7 +56,7 @@ class Forwards:
         """Nothing but lone steps has happened since the worker looked at everything else."""
 
     def open(self, engine: Engine, scheduler: Scheduler, ring: Ring, cohorts: Cohorts | None) -> None:
-        """Before anything is added or taken."""
+        """Set the engine of the open model, before anything is added or taken."""
         self._engine = engine
         self._scheduler = scheduler
         self._ring = ring
@@ -64,7 +64,7 @@ class Forwards:
         self._windows = WindowRows(engine, self._drop_refused)
 
     def add(self, message: ipc.Forward, payload: memoryview, arrived_at: float) -> None:
-        """Of the daemon. Raises CallError."""
+        """Add a Forward of the daemon. Raises CallError."""
         data = read_tensor(payload)
         self._check(message, message.position, data)
         seat = self._ring.seat_of(message)
@@ -90,7 +90,8 @@ class Forwards:
     def take(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
     ) -> None:
-        """By a link. `is_alone`: nothing else has come with it. Raises CallError."""
+        """Take a decode job that came by a link. `is_alone`: no other job has come with it. Raises
+        CallError."""
         if job.number is not UNSET:
             data = self._link_data(seat, job, payload)
             self._take_in_turn(job, job.position, data, seat, came_at, job.timings)

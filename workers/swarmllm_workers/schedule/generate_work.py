@@ -37,7 +37,7 @@ class _Judged:
     _is_own: bool = False
 
     def keep(self) -> None:
-        """Have the rows outlive the next batch, which overwrites them."""
+        """Copy the rows, because the next batch overwrites them."""
         if not self._is_own:
             self.logits, self._is_own = self.logits.copy(), True
 

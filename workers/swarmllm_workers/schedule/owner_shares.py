@@ -32,12 +32,13 @@ OWNERS_MAX: Final = 256
 
 
 def work_of(n_rows: int, n_layers: int, *, is_step: bool) -> float:
-    """In rows of a prompt times layers. `is_step`: somebody waits for these few rows."""
+    """The work of a batch, in rows of a prompt times layers. `is_step`: these few rows are a step that a
+    reader waits for."""
     return n_layers * (n_rows + (LONE_ROW - 1 if is_step else 0.0))
 
 
 def single_rows_max(n_owners: int) -> int:
-    """Rows of a batch that takes as long as `n_owners` rows one after the other."""
+    """The number of rows for which a batch takes as long as `n_owners` single rows one after the other."""
     return int(LONE_ROW * n_owners - (LONE_ROW - 1))
 
 
@@ -50,7 +51,7 @@ class OwnerShares:
         """Of the latest round."""
 
     def ahead(self, owners: Collection[str]) -> frozenset[str]:
-        """Those that wait in a round in which these have work."""
+        """The owners that have to wait in a round in which all of these have work."""
         present = frozenset(owners)
         if len(present) < 2:
             return frozenset()
@@ -68,7 +69,7 @@ class OwnerShares:
         return self._used.get(owner, 0.0)
 
     def charge(self, work: Mapping[str, float]) -> None:
-        """A batch had so much work of each owner (see `work_of`), and several owners had some."""
+        """Charge each owner with its work in a batch (see `work_of`), in which several owners had some."""
         for owner, amount in work.items():
             weight = OWN_WEIGHT * self._n_others if owner == OWN else 1.0
             self._used[owner] = self.used(owner) + amount / weight

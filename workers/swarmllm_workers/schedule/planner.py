@@ -88,7 +88,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class FittedBatch:
-    """What becomes of a batch in the KV that there is."""
+    """The part of a batch that fits the free KV, and the works that have to give way."""
 
     batch: Batch
     """What runs; empty where nothing can."""
@@ -99,7 +99,7 @@ class FittedBatch:
 
 
 class Planner:
-    """Remembers whose turn it is, and what readers are owed."""
+    """Plans the batches. Remembers which works had their turn, and how far readers are behind."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class Planner:
             self._turns[share.key] = self._n_turns
 
     def ran(self, n_decodes: int, n_prompts: int, seconds: float) -> None:
-        """A batch with steps of so many readers and pieces of so many prompts took so long."""
+        """Record the time of a batch with steps of so many readers and pieces of so many prompts."""
         if n_decodes:
             self._n_readers, self._n_since_read = n_decodes, 0
         else:
@@ -279,12 +279,12 @@ class Planner:
         self._claimed_s = 0.0
 
     def charge(self, work: Mapping[str, float]) -> None:
-        """A batch of the latest round ran, with so much work of each owner (see `owner_shares.work_of`)."""
+        """Charge each owner for a batch of the latest round (see `owner_shares.work_of`)."""
         if self._is_contended:
             self._owners.charge(work)
 
     def forget(self, key: int) -> None:
-        """The work is over."""
+        """Remove a work that is over."""
         self._turns.pop(key, None)
 
     def _piece(self, demand: Demand) -> int:

@@ -107,7 +107,7 @@ class RingWork(ForwardWork):
 
 
 def land(seat: Seat, position: int, n_rows: int) -> None:
-    """A job without a number is back at the last stage."""
+    """Record that a job without a number is back at the last stage."""
     if seat.guesser is not None and seat.guesser.jobs_in_flight.land(position, n_rows) is None:
         seat.guesser.jobs_in_flight.refuse()  # A token was repeated.
 

@@ -37,13 +37,13 @@ ROOM_TIMEOUT_S: Final = 10.0
 
 
 class Outlet(Protocol):
-    """By which results leave."""
+    """Sends the results of works."""
 
     def cork(self) -> None:
-        """Keep what is given from now on."""
+        """Hold the results from now on."""
 
     def uncork(self) -> None:
-        """Send it, in one piece to each receiver."""
+        """Send the held results, in one piece per receiver."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def is_parked(self) -> bool:
-        """There is work, and all of it waits for the grammar process or for its layers to be cut."""
+        """Whether there is work, and all of it waits for the grammar process or for its layers to be cut."""
         return bool(self._works) and all(
             work.is_parked or key in self._uncut for key, work in self._works.items()
         )
@@ -123,7 +123,7 @@ class Scheduler:
         self.add(make(), is_idle=is_idle)
 
     def of_request(self, request_id: str) -> list[Work]:
-        """Oldest first."""
+        """The works of a request, the oldest first."""
         return [work for work in self._works.values() if work.request_id == request_id]
 
     def step(self) -> None:
@@ -139,7 +139,7 @@ class Scheduler:
         self.sweep()
 
     def sweep(self) -> None:
-        """Drop works that are over."""
+        """Remove the works that are over."""
         over = [key for key, work in self._works.items() if work.is_finished]
         for key in over:
             del self._works[key]

@@ -40,7 +40,7 @@ _TRIED_ROWS: Final = (ROWS_MAX, 3)
 
 
 class WindowRows:
-    """Of one worker: how many rows of a window run in one batch."""
+    """How many rows of a window one worker runs in one batch."""
 
     def __init__(self, engine: Engine, drop_refused: Callable[[Seat], None] = lambda seat: None) -> None:
         """`drop_refused`: jobs of a seat that wait here and were refused are not to be run."""
@@ -49,7 +49,7 @@ class WindowRows:
         self._n_exact: dict[tuple[Segment, ...], int] = {}
 
     def n_exact(self, route: Route) -> int | None:
-        """Rows of one batch that have the bits of single ones; None: that has not been tried."""
+        """The number of rows whose bits in one batch equal those of single rows. None: not tried yet."""
         return self._n_exact.get(route.segments)
 
     def try_out(self, route: Route, slot: int, position: int, data: np.ndarray) -> None:
@@ -142,7 +142,7 @@ class WindowWork(RingWork):
         return self._seat is seat
 
     def drop(self) -> None:
-        """It is not to be run: what it begins with was refused."""
+        """Drop the job: the token that it begins with was refused."""
         if not self.is_finished:
             self.is_finished = True
             self._seat.exit()

@@ -61,7 +61,7 @@ class Work(Protocol):
 
     @property
     def wants_alone(self) -> bool:
-        """The rows that wait share no batch."""
+        """Whether the waiting rows may not share a batch with other rows."""
 
     @property
     def rows_of_piece(self) -> int:
@@ -69,15 +69,15 @@ class Work(Protocol):
         as long as there is room for."""
 
     def begin(self) -> None:
-        """It has a slot, and may look for rows that are there already."""
+        """Start the work: it has a slot, and may look for rows that are kept."""
 
     @property
     def n_waiting(self) -> int:
-        """Rows that could run now, at least 1."""
+        """The number of rows that could run now, at least 1."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether these rows are a step that runs in one piece."""
+        """Whether the waiting rows are a step that runs in one piece."""
 
     @property
     def goes_around(self) -> bool:
@@ -85,34 +85,35 @@ class Work(Protocol):
         request's next step comes from there."""
 
     def look_ahead(self, n_rows_max: int) -> None:
-        """Before `n_waiting` is asked for a round: a step may bring guesses along, so many rows in all."""
+        """Prepare a round, before `n_waiting` is read: a step may add guesses. It has `n_rows_max` rows at
+        most."""
 
     def next_span(self, n_rows: int) -> Span:
-        """The next rows, `n_rows` of those that wait."""
+        """The span of the next `n_rows` waiting rows."""
 
     def decode_step(self, route: Route) -> Span | None:
         """`look_ahead` of a work that is alone, and the span of all rows that wait, where they are a step.
         Raises CallError."""
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
-        """The result of that span. Raises CallError."""
+        """Take the result of the last span. Raises CallError."""
 
     @property
     def is_parked(self) -> bool:
         """Its last result waits for an answer of the grammar process; until then it has nothing to run."""
 
     def go_on(self) -> None:
-        """Try what is parked again. Raises CallError."""
+        """Try again to use a parked result. Raises CallError."""
 
     def restart(self) -> None:
-        """Its KV is gone: all rows wait again."""
+        """Begin anew: the KV was dropped, and all rows wait again."""
 
     def cancel(self) -> None:
-        """End without another span, and say so."""
+        """End the work without another span, and answer that it was cancelled."""
 
 
 class ForwardWork:
-    """A Forward: LayerResult or Token at the end."""
+    """The work of a Forward. Its result is a LayerResult or a Token."""
 
     def __init__(
         self,

@@ -30,26 +30,26 @@ Fail = Callable[[Exception], None]
 
 
 class Place(Protocol):
-    """Where the long parts of operations run."""
+    """Runs the long parts of operations."""
 
     def begin(self, operation: Operation[None], fail: Fail, n_bytes: int = 0) -> None:
-        """Run it after those that were begun before. `fail` is called with what it raises. `n_bytes`: what
-        it holds or will answer with."""
+        """Run an operation after those that were begun before. `fail` is called with the exception that it
+        raises. `n_bytes`: the bytes that it holds or will answer with."""
 
     def tell(self, call: Callable[[], None]) -> None:
-        """From a part: have the decode thread call this. Raises Stopped where the process ends."""
+        """Called by a part: have the decode thread call this. Raises Stopped if the process is ending."""
 
     @property
     def n_waiting(self) -> int:
-        """Operations that are not over."""
+        """The number of operations that have not ended."""
 
     @property
     def n_bytes_waiting(self) -> int:
-        """What they hold or will answer with."""
+        """The bytes that these operations hold or will answer with."""
 
 
 class InPlace:
-    """Operations run at once, and what is called next finds them done: where nothing decodes beside them."""
+    """Runs operations at once, in the calling thread, where nothing decodes beside them."""
 
     n_waiting = n_bytes_waiting = 0
 
@@ -127,7 +127,7 @@ class BackgroundThread:
         self._inbox.put(call)
 
     def stop(self) -> None:
-        """The process ends: no further part begins, and one that tells of its progress ends there."""
+        """End the thread: no further part begins, and a part that reports progress ends there."""
         self._is_stopping = True
         self._parts.put(None)
         self._thread.join(STOP_S)

@@ -50,7 +50,8 @@ PARKED_MS: Final = 100
 
 
 class Handlers:
-    """The worker between two messages: its engine, if a model is open, and the work in progress."""
+    """The state of the worker between two messages: its engine, if a model is open, and the work in
+    progress."""
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class Handlers:
 
     @property
     def is_full(self) -> bool:
-        """No further message is to be handled now: too many wait for the thread that reads them."""
+        """Whether no further message may be handled now, because too many wait for the thread that parses
+        them."""
         parsing = self.state.parsing
         return parsing.n_waiting > 1 and parsing.n_bytes_waiting > PARSING_BYTES_MAX
 
@@ -156,7 +158,7 @@ class Handlers:
             self._manifest.tell(self.state.model.prefixes)
 
     def step(self) -> None:
-        """One round of the works in progress."""
+        """Run one round of the works in progress."""
         if self.state.scheduler is not None and self.state.speculation is not None:
             self._thread_use.begins()
             self.state.scheduler.step()

@@ -34,7 +34,7 @@ SEQUENCES_MAX: Final = 256
 def engine_settings(
     message: ipc.Open, read_ahead: ReadAhead | None = None, threads: Threads | None = None
 ) -> EngineSettings:
-    """Raises CallError bad_message."""
+    """The engine settings of a message. Raises CallError bad_message."""
     if message.kv_type != "f16" and message.flash_attention == "off":
         raise CallError("bad_message", f"stored as {message.kv_type}, values need flash attention", "kv_type")
     return EngineSettings(
@@ -100,7 +100,7 @@ class LoadHandlers:
         }
 
     def tidy(self) -> None:
-        """Nobody decodes: do what was left for such a moment."""
+        """Do the work that was left for a moment in which nobody decodes."""
         if self._unmeasured and not self._state.loading.n_waiting:
             paths, self._unmeasured = self._unmeasured, []
             self._state.loading.begin(self._tuning(paths), partial(self._state.fail, 0))

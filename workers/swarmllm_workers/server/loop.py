@@ -39,8 +39,8 @@ PIECES_PER_WRITE: Final = 64
 
 
 class OutgoingFrames:
-    """What the worker has said and the daemon's socket has not taken yet: a queue of buffers, each copied at
-    most once. Sends in order, as much as the socket takes, and keeps the rest."""
+    """A queue of buffers that the daemon's socket has not taken yet. Sends them in order, as much as the
+    socket takes, and copies each buffer at most once."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -117,7 +117,7 @@ class Server:
         self._outgoing.send(encode_ipc(message, payload))
 
     def serve(self) -> None:
-        """Until Shutdown, the last Unload, or the end of the stream."""
+        """Run until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         for shortcoming in runtime_check.shortcomings():
             log.warning("%s", shortcoming)

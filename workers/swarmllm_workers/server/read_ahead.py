@@ -36,15 +36,15 @@ class ReadAhead:
         self._looks_next_s = 0.0
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """A batch of these requests runs from here on."""
+        """Start reading: a batch of these requests begins to run."""
         self._running = frozenset(request_ids)
 
     def end(self) -> None:
-        """It is over: nothing is read until the next one begins."""
+        """Stop reading: the batch is over."""
         self._running = frozenset()
 
     def take(self) -> Iterator[Frame]:
-        """What has been read, to be handled before anything else is."""
+        """The messages that were read, to be handled before any other."""
         while self._ahead:
             yield self._ahead.popleft()
         self._n_reads = 0

@@ -34,7 +34,7 @@ _TENSOR_HEADER_BYTES: Final = 256
 
 
 def embed_rows_max(n_embd: int) -> int:
-    """Rows of f32 x `n_embd` that one answer has room for."""
+    """The number of rows of f32 x `n_embd` that fit into one answer."""
     return min(EMBED_ROWS_MAX, (IPC_PAYLOAD_MAX - _TENSOR_HEADER_BYTES) // (4 * n_embd))
 
 
@@ -140,7 +140,7 @@ class GrammarHandlers:
         return self._state.engine().vocabulary.grammars
 
     def open(self, n_vocab: int) -> None:
-        """A model of so many tokens is open."""
+        """Prepare the grammar process for the open model, which has so many tokens."""
         self._sessions().prepare(n_vocab)
         self.descriptor = self._sessions().fileno()
         self._watch(self.descriptor, select.POLLIN)
@@ -150,7 +150,7 @@ class GrammarHandlers:
         self._settle()
 
     def pause_ms(self) -> int | None:
-        """How long nothing has to be looked at here; None: there is nothing."""
+        """The milliseconds until something has to be checked here. None: nothing has to."""
         if not self._checks:
             return None
         self._settle()

@@ -44,22 +44,22 @@ class ThreadUse:
         return self.threads.n < len(operating_system.cores() if not self._cores else self._cores)
 
     def configure(self, n_threads: int) -> None:
-        """As many as there are when nobody else is at work."""
+        """Set the number of threads for when no other worker is at work."""
         self.threads.n = self._configured = n_threads
 
     def use(self, n_threads: int) -> None:
-        """From the next step on. Never more than configured."""
+        """Use so many threads from the next step on, but never more than configured."""
         self.threads.n = min(n_threads, self._configured)
         self._is_settled = False
 
     def begins(self) -> None:
-        """Before a step, which may take long: others learn of it at once."""
+        """Call before a step: tells the daemon at once that this worker computes."""
         if not self._is_at_work:
             self._is_at_work = True
             self._send(ipc.AtWork(is_at_work=True))
 
     def stepped(self) -> None:
-        """After each step."""
+        """Call after each step."""
         self.begins()
         self._stepped_s = self._clock()
         if not self._is_settled:
@@ -71,7 +71,8 @@ class ThreadUse:
                 self._pinned.keep_again()
 
     def pause_ms(self) -> int | None:
-        """There is no step to make. Until when this is to be asked again; None: there is nothing to say."""
+        """Call when there is no step to run. The milliseconds until it is to be called again; None: there is
+        nothing to report."""
         if not self._is_at_work:
             return None
         left_s = self._stepped_s + REST_S - self._clock()

@@ -35,7 +35,7 @@ class WorkerState:
         self.is_finished = False
 
     def engine(self) -> Engine:
-        """Raises CallError bad_message while no model is open."""
+        """The engine of the open model. Raises CallError bad_message while no model is open."""
         if self.model is None:
             raise CallError("bad_message", "no model is open: Open comes first", "type")
         return self.model
@@ -54,7 +54,7 @@ class WorkerState:
         return self.scheduler.of_request(request_id) if self.scheduler is not None else []
 
     def refuse_running(self, request_id: str) -> None:
-        """Raises CallError bad_message."""
+        """Raises CallError bad_message if the request already runs."""
         if self.works_of(request_id):
             raise CallError("bad_message", f"request {request_id} is running: cancel it first", "request_id")
 
@@ -83,12 +83,12 @@ class WorkerState:
         self.fail(work.call_id, error, work.request_id)
 
     def finish(self, call_id: int) -> None:
-        """Say goodbye to a call, and leave."""
+        """Answer the call that ends the worker, and stop."""
         self.send(ipc.Bye(id=call_id))
         self.is_finished = True
 
     def tokens(self, payload: memoryview) -> np.ndarray:
-        """i32 [n], every id inside the vocabulary. Raises CallError."""
+        """Decode tokens, i32 [n], every id inside the vocabulary. Raises CallError."""
         tokens = read_tensor(payload)
         check_tokens(self.engine(), tokens)
         return tokens

@@ -34,7 +34,7 @@ _ROOM: Final = 256
 
 
 class Room(NamedTuple):
-    """For what leaves the head."""
+    """The limits on what leaves the head."""
 
     n_left: int
     """Tokens that may still come."""
@@ -51,7 +51,7 @@ class Room(NamedTuple):
 
     @property
     def n_piece(self) -> int:
-        """Rows of each of several jobs."""
+        """The number of rows of each job, where there are several."""
         return min(self.n_rows, self.n_at_once if self.n_at_once > 1 else ROWS_ONE_BY_ONE)
 
 
@@ -95,7 +95,7 @@ class ChainGuesser:
         self._was_tried = self._is_after_trial = False
 
     def know(self, prompt: np.ndarray) -> None:
-        """What came before the first token, i32. It may come late; only the first time counts."""
+        """Set the tokens before the first one, i32. They may come late; only the first call counts."""
         if self._n_prompt or self._is_over:
             return
         history = self._history[: self._n_known]
@@ -123,14 +123,15 @@ class ChainGuesser:
         return jobs_in_flight.launch(position, jobs, are_numbered=are_numbered)
 
     def answered(self, tokens: Sequence[int], now: float, *, is_alone: bool = True) -> None:
-        """The last token has been sampled; `tokens` are all that were generated."""
+        """Take the complete answer: the last token has been sampled, and `tokens` are all that were
+        generated."""
         self.jobs_in_flight.refuse()
         self._take(tokens, 0, now, is_alone=is_alone)
         if self._n_prompt:
             self._tell_answered(self._history[: self._n_prompt], tokens)
 
     def close(self) -> None:
-        """The request is over here."""
+        """End the request here."""
         self._is_over = True
         self._end_drafts()
 

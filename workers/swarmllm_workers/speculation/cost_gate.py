@@ -63,7 +63,7 @@ class _Record:
 
     @property
     def rate(self) -> float:
-        """The part that is right, given that those before it were."""
+        """The acceptance rate: the share of guesses that are right, given that those before them were."""
         return self.n_right / self.n_tried
 
     def saw(self, is_right: bool) -> None:
@@ -89,19 +89,19 @@ class CostGate:
     _records: dict[str, _Record] = field(default_factory=dict)
 
     def successor(self) -> CostGate:
-        """For the next request."""
+        """The gate of the next request, which starts with these measurements."""
         records = {kind: record.halved() for kind, record in self._records.items()}
         return type(self)(
             plain_s=self.plain_s, spare_steps=self.spare_steps, _costs=self._costs, _records=records
         )
 
     def measured(self, kind: str, plain_s: float, n_guessed: int, seconds: float) -> None:
-        """What a step takes without guesses and with some, found out beside any request."""
+        """Set the times of steps without and with guesses that were measured apart from any request."""
         self.plain_s = plain_s
         self._costs_of(kind)[n_guessed] = seconds / plain_s
 
     def has_measured(self, kind: str) -> bool:
-        """Whether what guesses of this kind cost has been seen."""
+        """Whether the cost of guesses of this kind has been measured."""
         return bool(self._costs_of(kind))
 
     def n_worth(self, kind: str, n_max: int, n_left: int = 1, start_s: float = 0.0) -> int:

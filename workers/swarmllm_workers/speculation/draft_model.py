@@ -91,7 +91,8 @@ class DraftModel:
 
 
 class ModelDrafter:
-    """Of one request: what its slot in the draft model's cache holds, and guesses from there."""
+    """Drafts for one request: knows what its slot in the draft model's cache holds, and guesses from
+    there."""
 
     def __init__(self, model: DraftModel, slot: int, n_tokens_max: int) -> None:
         self._model = model

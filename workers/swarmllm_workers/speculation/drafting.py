@@ -44,17 +44,17 @@ AGAIN: Final = "ngram-again"
 
 
 class Drafter(Protocol):
-    """Of one request."""
+    """Drafts for one request."""
 
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
         """Tokens that may follow `history` (i32 [n], which only ever grows), or nothing."""
 
     def close(self) -> None:
-        """The request is over."""
+        """End the request."""
 
 
 class Remembered:
-    """What followed the prompt the last time, as long as it comes true."""
+    """Drafts what followed the same prompt the last time, as long as the answer agrees with it."""
 
     def __init__(self, n_prompt: int, continuation: np.ndarray) -> None:
         """`continuation`: i32, may be empty."""
@@ -143,7 +143,7 @@ class Continuations:
         return len(self._kept)
 
     def recall(self, prompt: np.ndarray, now: float) -> np.ndarray:
-        """i32, what followed `prompt` (i32 [n]) last; empty where that is not known."""
+        """What followed `prompt` (i32 [n]) the last time, i32. Empty if the prompt is not known."""
         key = _key(prompt)
         self._expire(now)
         if key not in self._kept:
@@ -153,7 +153,8 @@ class Continuations:
         return tokens
 
     def remember(self, prompt: np.ndarray, answer: np.ndarray, now: float) -> None:
-        """`answer` (i32) followed; one that only breaks off earlier than the one before adds nothing."""
+        """Store `answer` (i32), which followed the prompt. An answer that is only a shorter beginning of the
+        stored one changes nothing."""
         if not self._n_max or not len(answer):
             return
         known = self.recall(prompt, now)

@@ -49,12 +49,12 @@ class JobsInFlight:
 
     @property
     def n_under_way(self) -> int:
-        """Refused ones among them."""
+        """The number of jobs under way, refused ones included."""
         return len(self._jobs)
 
     @property
     def n_spare(self) -> int:
-        """So many more may leave."""
+        """The number of further jobs that may leave."""
         return max(0, JOBS_UNDER_WAY_MAX - len(self._jobs))
 
     @property
@@ -65,11 +65,12 @@ class JobsInFlight:
 
     @property
     def next_token(self) -> int | None:
-        """What the job that is judged is to end with."""
+        """The first token of the job behind the one that is judged, which that one has to give. None: there
+        is no such job."""
         return self._jobs[self._n_refused].tokens[0] if len(self._jobs) > self._n_refused else None
 
     def brings(self, token: int, position: int) -> bool:
-        """Whether this token is on its way, there."""
+        """Whether the job behind the one that is judged begins with this token at this position."""
         job = self._jobs[self._n_refused] if len(self._jobs) > self._n_refused else None
         return job is not None and (job.tokens[0], job.position) == (token, position)
 
@@ -113,6 +114,6 @@ class JobsInFlight:
         return None
 
     def refuse(self) -> None:
-        """No job that is under way counts."""
+        """Refuse all jobs that are under way."""
         self._n_refused = len(self._jobs)
         self.fresh = self._n_numbered + 1

@@ -71,7 +71,7 @@ class SpeculationSettings:
 
 
 class Speculation:
-    """Of one worker."""
+    """The speculation of one worker."""
 
     def __init__(self, engine: Engine, settings: SpeculationSettings) -> None:
         self._engine = engine
@@ -102,18 +102,18 @@ class Speculation:
             self._draft_model = yield partial(DraftModel, path, engine.vocabulary, engine.settings)
 
     def trying(self, progress: LoadProgress) -> Operation[None]:
-        """The whole model is loaded: see how guesses fare."""
+        """Measure, after the whole model was loaded, how well guesses do."""
         if self._trial is not None:
             yield from self._trial.beginning(progress)
 
     def settle(self, *, is_idle: bool) -> None:
-        """Between two rounds of works: draw the consequences of what they showed."""
+        """Apply, between two rounds of works, what the measurements of their guesses have shown."""
         if self._trial is not None:
             self._trial.settle(is_idle=is_idle)
 
     @property
     def memory(self) -> Memory:
-        """Of the draft model."""
+        """The memory of the draft model."""
         return self._draft_model.memory if self._draft_model is not None else Memory()
 
     def begin_at_head(self, slot: int | None, prompt: np.ndarray) -> list[Drafter]:
@@ -132,7 +132,7 @@ class Speculation:
         return drafters
 
     def begin(self, route: Route, slot: int, prompt: np.ndarray) -> Guesser | None:
-        """What guesses for a request; None where nothing does."""
+        """The guesser for a request. None: there is nothing to guess with."""
         if not self.is_possible(route):
             return None
         settings = self.settings
@@ -150,12 +150,13 @@ class Speculation:
         return self.is_on and not any(segment.is_recurrent for segment in route.segments)
 
     def saw(self, kind: str, n_guessed: int, n_tokens: int, n_steps: float) -> None:
-        """A step of a request that is alone: so many tokens in the time of so many steps without guesses."""
+        """Record a step of a request that ran alone: so many tokens in the time of so many steps without
+        guesses."""
         if self._trial is not None and (kind == swift.KIND or not n_guessed):
             self._trial.saw(n_tokens, n_steps)
 
     def answered(self, prompt: np.ndarray, answer: Sequence[int]) -> None:
-        """A request is over."""
+        """Record that a request has ended."""
         if self.settings.ngram_size_max:
             self.continuations.remember(prompt, np.array(answer, np.int32), time.monotonic())
 
@@ -209,7 +210,7 @@ class Speculation:
 
 
 class Guesser:
-    """Of one request: guesses, and learns from what became of them."""
+    """Guesses for one request, and learns from which guesses were right."""
 
     def __init__(self, speculation: Speculation, route: Route, slot: int, drafters: list[Drafter]) -> None:
         self._speculation = speculation

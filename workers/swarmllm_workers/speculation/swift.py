@@ -43,7 +43,8 @@ def kept_route(engine: Engine, route: Route) -> Route:
 
 
 class SwiftDrafter:
-    """Of one request. Its guesses' rows are taken back by the check, which begins where they began."""
+    """Drafts for one request. The check takes back the rows of the guesses, as it begins at the same
+    position."""
 
     def __init__(self, engine: Engine, route: Route, slot: int, n_tokens_max: int) -> None:
         self._engine = engine
@@ -77,7 +78,7 @@ _REQUEST: Final = "(trial)"
 
 
 class SwiftTrial:
-    """Of one worker."""
+    """The trial of one worker."""
 
     def __init__(self, engine: Engine, n_tokens_max: int, skip_ratio: float) -> None:
         """`n_tokens_max`: guesses per step."""
@@ -97,7 +98,7 @@ class SwiftTrial:
         """The model is to be in one piece again."""
 
     def beginning(self, progress: LoadProgress) -> Operation[None]:
-        """The whole model is loaded."""
+        """Begin the trial: the whole model is loaded."""
         engine = self._engine
         if self._is_over or len(engine.layers.segments) > 1 or engine.layers.segments[0].is_recurrent:
             return
@@ -148,7 +149,7 @@ class SwiftTrial:
             self._n_tokens, self._n_steps = 0, 0.0
 
     def settle(self, *, is_idle: bool) -> None:
-        """Back to one piece where that is due and possible now."""
+        """Load the model in one piece again, if the trial has failed and nothing prevents it now."""
         if not self.has_given_up or self._is_over or self._is_settling:
             return
         if self._has_failed and not is_idle:

@@ -54,11 +54,11 @@ class TextEncoder:
         )
 
     def tokens(self, text: str) -> np.ndarray:
-        """i32 [n], with what the model wants around a text."""
+        """The tokens of a text, i32 [n], with the special tokens that the model needs around it."""
         return np.array(self._tokenize(text, add_special=True), np.int32)
 
     def pair(self, text: str, document: str) -> np.ndarray:
-        """i32 [n] of a question and a document, as llama.cpp's server puts them together."""
+        """The tokens of a question and a document, i32 [n], in the layout of llama.cpp's server."""
         if self.pooling != "rank":
             raise CallError("bad_message", "this model does not rank documents", "document")
         template = lib.llama_model_chat_template(self._model.handle, b"rerank")
