@@ -55,9 +55,8 @@ DEADLINE_S = 40.0
 programs had the processor does not count."""
 WALL_FACTOR = 4
 """A run that has not ended after so many times its deadline, whoever had the processor, is not judged."""
-FIRST_FILES = 3
-"""So many of the nearest files with tests that run the line are tried before the lines of all the other files
-are recorded."""
+NEAREST_FILES = 5
+"""The tests of so many files are tried before the lines of all the other files are recorded."""
 MEMORY_MAX_BYTES = 12 * 2**30
 """Of a run: a change may well remove a limit."""
 
@@ -114,21 +113,23 @@ class MutantRuns:
 
     def judge(self, path: str, module: str, mutation: Mutation, *, nearest_only: bool = False) -> Run:
         """Runs tests that run the changed line of the module (at `path` in the tree) until one fails.
-        `passed` also where no test runs the line. `nearest_only`: those of the FIRST_FILES nearest files."""
+        `passed` also where no test runs the line. `nearest_only`: those of NEAREST_FILES."""
         copy = self._copies.get()
         try:
             last = mutation.line + (copy / path).read_bytes()[mutation.start : mutation.end].count(b"\n")
-            found, passed, run = list[list[TestRun]](), set[str](), Run("passed", 0)
             tests = self._tests.nearest(module)
-            for test in tests:
-                found.append([x for x in self._runs_of(test, copy) if x.runs(path, mutation.line, last)])
-                if test == tests[-1] or (sum(map(bool, found)) == FIRST_FILES and not passed):
-                    chosen = [x for x in choice(found) if x.test not in passed]
-                    run = self._run_changed(copy, path, mutation, chosen) if chosen else run
-                    if run.status != "passed" or nearest_only:
-                        break
-                    passed.update(x.test for x in chosen)
-            return run
+
+            def chosen_of(files: Sequence[str]) -> list[TestRun]:
+                runs = [self._runs_of(file, copy) for file in files]
+                return choice([[x for x in each if x.runs(path, mutation.line, last)] for each in runs])
+
+            nearest = chosen_of(tests[:NEAREST_FILES])
+            run = self._run_changed(copy, path, mutation, nearest) if nearest else Run("passed", 0)
+            if nearest_only or run.status != "passed":
+                return run
+            passed = {x.test for x in nearest}
+            left = [x for x in chosen_of(tests) if x.test not in passed]
+            return self._run_changed(copy, path, mutation, left) if left else run
         finally:
             self._copies.put(copy)
 
