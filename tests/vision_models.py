@@ -51,7 +51,7 @@ SOUND_TOKENS = (
 )
 """Special tokens around sounds, of text models that have none of their own."""
 OWN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>")
-OWN_TEXTS = ("qwen2vl", "qwen3vl", "gemma3", "gemma3-f16")
+OWN_TEXTS = ("qwen2vl", "qwen3vl", "qwen3vlmoe", "gemma3", "gemma3-f16")
 """Text models of which alone the pictures have these tokens around them."""
 GRID_FAMILIES = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 N_DEEPSTACK = 2
@@ -79,6 +79,11 @@ TEXTS: Final[dict[str, Spec | Family]] = {
         qk_norm=True,
         keys={"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": N_DEEPSTACK},
         types=(Type.Q8_0,),
+    ),
+    "qwen3vlmoe": replace(
+        FAMILIES["qwen3-vl moe"],
+        n_layers=12,
+        keys={**FAMILIES["qwen3-vl moe"].keys, "n_deepstack_layers": N_DEEPSTACK},
     ),
     **{
         f"long-{name}": replace(SPECS[name], types=(Type.Q8_0,), context_length=2048)

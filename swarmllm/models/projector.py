@@ -106,19 +106,19 @@ _REFUSED: Final = {
 TEXT_ARCHITECTURES: Final = frozenset(
     (
         *("chatglm", "deepseek2", "gemma", "gemma3", "granite", "lfm2", "llama", "llama4", "mistral3"),
-        *("phi3", "qwen2", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl"),
+        *("phi3", "qwen2", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"),
     )
 )
 """Of text models whose pipelines were compared with libmtmd: they take nothing but rows."""
 _OWN_MODELS: Final = {
-    "qwen2vl_merger": "qwen2vl",
-    "qwen2.5vl_merger": "qwen2vl",
-    "qwen3vl_merger": "qwen3vl",
-    "gemma3": "gemma3",
+    "qwen2vl_merger": {"qwen2vl"},
+    "qwen2.5vl_merger": {"qwen2vl"},
+    "qwen3vl_merger": {"qwen3vl", "qwen3vlmoe"},
+    "gemma3": {"gemma3"},
 }
-"""Families whose rows stand on a grid or see each other, and the architecture that is made for them; neither
-goes with another."""
-ON_GRID: Final = frozenset({"qwen2vl", "qwen3vl"})
+"""Families whose rows stand on a grid or see each other, and the architectures that are made for them;
+neither goes with another."""
+ON_GRID: Final = frozenset({"qwen2vl", "qwen3vl", "qwen3vlmoe"})
 SEEING: Final = frozenset({"gemma3"})
 """Architectures that have the rows of a picture on a grid (M-RoPE), and that let them see each other."""
 _QUANTISATION: Final = re.compile(r"[-_.](f16|f32|bf16|fp16|fp32|i?q\d\w*)$")
@@ -250,8 +250,8 @@ def require_header_fits(name: str, family: str, n_embd: int, manifest: Manifest)
             f"models of architecture {manifest.architecture} take no pictures here yet (known: {known})",
             field="mmproj",
         )
-    own = _OWN_MODELS.get(family)
-    if own != manifest.architecture and (own or manifest.architecture in _OWN_MODELS.values()):
+    own, is_others = _OWN_MODELS.get(family), set().union(*_OWN_MODELS.values())
+    if manifest.architecture not in (own or ()) and (own or manifest.architecture in is_others):
         raise BadModel(
             f"{name} is of the family {family!r}, whose rows stand otherwise than those of"
             f" {manifest.architecture} models do",

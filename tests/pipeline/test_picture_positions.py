@@ -117,7 +117,7 @@ async def test_a_later_turn_goes_on_from_kept_rows_and_never_within_a_picture(
 # F16: how its products of many rows are rounded depends on how many there are.
 @pytest.mark.parametrize(
     ("family", "text", "options", "n_batch"),
-    [("qwen3vl_merger", "qwen3vl", {}, N_BATCH), ("gemma3", "gemma3-f16", *FAMILIES[1][2:])],
+    [("qwen3vl_merger", "qwen3vlmoe", {}, N_BATCH), ("gemma3", "gemma3-f16", *FAMILIES[1][2:])],
 )
 async def test_a_stream_goes_on_where_a_stage_was_lost(
     tmp_path: Path, family: str, text: str, options: dict[str, int], n_batch: int
@@ -127,7 +127,7 @@ async def test_a_stream_goes_on_where_a_stage_was_lost(
     images, pictures = shown(GRIDS)
     wanted = expected(entry, images, TEXT, n_batch)
     holdings = {A: "0:1", B: f"1:{n - 1}", C: f"{n - 1}:{n}", D: f"1:{n - 1}"}
-    if text == "qwen3vl":
+    if text == "qwen3vlmoe":
         # The first stage, which has further parts of the pictures' rows.
         holdings = {A: "", B: f"0:{n - 6}", C: f"{n - 6}:{n}", D: f"0:{n - 6}"}
     async with swarm_of(tmp_path, entry, holdings) as swarm:

@@ -106,7 +106,7 @@ RECURRENT: Final = {"lfm2"}
 def test_every_family_that_is_supported_is_compared() -> None:
     elsewhere = {*GRID_FAMILIES, "gemma3"}
     assert {eyes.family for each in EYES.values() for eyes in each} | elsewhere == FAMILIES
-    assert {"llama", *OTHER_TEXTS, "qwen2vl", "qwen3vl", "gemma3"} == TEXT_ARCHITECTURES
+    assert {"llama", *OTHER_TEXTS, "qwen2vl", "qwen3vl", "qwen3vlmoe", "gemma3"} == TEXT_ARCHITECTURES
 
 
 PLAIN_SETTINGS: Final = {"n_ctx": 1024, "n_slots": 2, "flash_attention": "off", "ngram_max_size": 0}
