@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="small_batches.c was not built, or has no kernels for this processor",
 )
 
-KINDS = tuple(kind for kind in MatrixType if kind.is_without_avx512)
+KINDS = tuple(kind for kind in MatrixType if kind.is_without_avx512 and not kind.is_k_quant)
 DOTS = {
     MatrixType.Q4_0: "q4_0",
     MatrixType.Q5_0: "q5_0",

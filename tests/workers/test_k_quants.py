@@ -31,8 +31,15 @@ pytestmark = pytest.mark.skipif(
 
 KINDS = tuple(kind for kind in MatrixType if kind.is_k_quant)
 KERNELS = tuple(way for way in Way if Way.TILES < way <= small_batches.last_way())
-DOTS = {MatrixType.Q4_K: "q4_K", MatrixType.Q5_K: "q5_K", MatrixType.Q6_K: "q6_K"}
-BLOCK_BYTES = {MatrixType.Q4_K: 144, MatrixType.Q5_K: 176, MatrixType.Q6_K: 210}
+DOTS = {
+    MatrixType.Q4_K: "q4_K",
+    MatrixType.Q5_K: "q5_K",
+    MatrixType.Q6_K: "q6_K",
+    MatrixType.IQ4_XS: "iq4_xs",
+}
+BLOCK_BYTES = {MatrixType.Q4_K: 144, MatrixType.Q5_K: 176, MatrixType.Q6_K: 210, MatrixType.IQ4_XS: 136}
+SCALES = {MatrixType.Q6_K: (208, 1), MatrixType.IQ4_XS: (0, 1)}
+"""Where a block's floats lie, and how many."""
 COLUMN = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])
 VALUES = ("random", "all bits set", "no bit set", "lowest", "tiny scales", "huge scales")
 
@@ -50,7 +57,7 @@ def matrix(rng: np.random.Generator, kind: MatrixType, m: int, k: int, values: s
     blocks = np.frombuffer(rng.bytes(m * k * n_bytes), np.uint8).reshape(m, k, n_bytes).copy()
     if values in ("all bits set", "no bit set"):
         blocks[:] = 255 if values == "all bits set" else 0
-    at, n_scales = (208, 1) if kind == MatrixType.Q6_K else (0, 2)
+    at, n_scales = SCALES.get(kind, (0, 2))
     if values == "lowest" and kind == MatrixType.Q6_K:
         blocks[:, :, 192:208] = 128  # scales of -128
     size = {"tiny scales": 1e-7, "huge scales": 60000}.get(values, 0.01)
@@ -145,7 +152,7 @@ def test_rows_longer_than_there_is_room_for_are_ggmls(kind: MatrixType) -> None:
 
 @pytest.fixture
 def path(make_model: MakeModel) -> Path:
-    types = (Type.Q4_K, Type.Q6_K, Type.Q5_K)
+    types = (Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.IQ4_XS)
     return make_model(Spec("llama", n_layers=3, n_embd=256, n_ff=512, head_size=64, types=types))
 
 
@@ -241,7 +248,7 @@ EXPERT = Spec(
     head_size=64,
     qk_norm=True,
     n_experts=4,
-    types=(Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    types=(Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS),
 )
 
 

@@ -25,16 +25,18 @@ class MatrixType(IntEnum):
     Q5_K = 13
     Q6_K = 14
     IQ4_NL = 20
+    IQ4_XS = 23
     MXFP4 = 39
 
     @property
     def is_k_quant(self) -> bool:
-        return self in (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K)
+        """Ours are in `k_quants.c`: blocks of 256 numbers, and columns of Q8_K."""
+        return self in (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K, MatrixType.IQ4_XS)
 
     @property
     def is_without_avx512(self) -> bool:
-        """Ours have AVX2 only (`blocks_32.c`)."""
-        return not self.is_k_quant and self != MatrixType.Q8_0
+        """Ours have AVX2 only."""
+        return self == MatrixType.IQ4_XS or (not self.is_k_quant and self != MatrixType.Q8_0)
 
     @property
     def tiled_from(self) -> int:

@@ -1,4 +1,4 @@
-/* Products of Q4_K, Q5_K and Q6_K with a few columns: the weights of a block are unpacked once for all columns.
+/* Products of Q4_K, Q5_K, Q6_K and IQ4_XS with a few columns: the weights of a block are unpacked once for all columns.
  *
  * ggml unpacks them again for each column. Each sum here has the bits of `ggml_vec_dot_q4_K_q8_K` and its like on AVX2:
  * what is added up in integers, which is exact in any order, makes the same eight sums of a block (positions 4 i to
@@ -10,7 +10,7 @@
  * or not (K_STREAMED, K_AVX2). With VNNI a register holds a group of two columns, and the weights of the group twice. A
  * single column has one register for two groups instead. Rows of the matrix are computed in pairs, and memory is asked
  * for the rows after the next ones meanwhile (K_AHEAD), or one after the other, as they lie there (K_IN_ORDER), which is
- * faster with few columns.
+ * faster with few columns. IQ4_XS has kernels with AVX2 only.
  */
 #include "k_quants.h"
 
@@ -38,6 +38,11 @@ struct __attribute__((packed)) q6_k {
     int8_t scales[VALUES / 16];
     uint16_t scale;
 };
+struct __attribute__((packed)) iq4_xs {
+    uint16_t scale, high_scales;
+    uint8_t low_scales[4];
+    uint8_t values[VALUES / 2];
+};
 struct q8_k {
     float scale;
     int8_t values[VALUES];
@@ -51,7 +56,10 @@ struct q8_k {
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
 static int64_t block_bytes(int type) {
-    return type == Q4_K ? sizeof(struct q4_k) : type == Q5_K ? sizeof(struct q5_k) : sizeof(struct q6_k);
+    return type == Q4_K   ? sizeof(struct q4_k)
+           : type == Q5_K ? sizeof(struct q5_k)
+           : type == Q6_K ? sizeof(struct q6_k)
+                          : sizeof(struct iq4_xs);
 }
 
 /* Eight scales and eight minima of six bits each, as bytes. */
@@ -183,22 +191,60 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
     }
 }
 
+/* Weights have signs and come from a table, with a scale for each group. */
+AVX2 INLINE void row_xs(const int n, const bool asks, const struct k_product *t, const char *row, float *c) {
+    static const int8_t table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    const __m256i weights = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    __m256 floats[COLUMNS];
+    UNROLL for (int j = 0; j < n; j++) floats[j] = _mm256_setzero_ps();
+    for (int64_t l = 0; l < t->k; l++) {
+        const struct iq4_xs *x = (const struct iq4_xs *)(const void *)row + l;
+        const struct q8_k *y = (const struct q8_k *)t->b + l;
+        __m256i sums[COLUMNS];
+        if (asks) {
+            UNROLL for (int at = 0; at < (int)sizeof *x; at += LINE) {
+                _mm_prefetch((const char *)x + STREAM_AHEAD + at, _MM_HINT_T0);
+            }
+        }
+        UNROLL for (int j = 0; j < n; j++) sums[j] = _mm256_setzero_si256();
+        UNROLL for (int g = 0; g < 8; g++) {
+            const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)(x->values + 16 * g));
+            const __m256i both = _mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes);
+            const __m256i signs = _mm256_shuffle_epi8(weights, _mm256_and_si256(both, _mm256_set1_epi8(15)));
+            const __m256i size = _mm256_sign_epi8(signs, signs);
+            const int low = x->low_scales[g / 2] >> (4 * (g % 2)) & 15, high = x->high_scales >> (2 * g) & 3;
+            const __m256i scale = _mm256_set1_epi16((int16_t)((low | high << 4) - 32));
+            UNROLL for (int j = 0; j < n; j++) {
+                const __m256i column = _mm256_sign_epi8(load_256(y[j * t->ldb].values + GROUP * g), signs);
+                const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(size, column), scale);
+                sums[j] = _mm256_add_epi32(sums[j], fours);
+            }
+        }
+        UNROLL for (int j = 0; j < n; j++) {
+            const __m256 both = _mm256_set1_ps(_cvtsh_ss(x->scale) * y[j * t->ldb].scale);
+            floats[j] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[j]), floats[j]);
+        }
+    }
+    UNROLL for (int j = 0; j < n; j++) c[j * t->ldc] = sum_of_eight(floats[j]);
+}
+
 typedef void (*row_kernel)(const struct k_product *t, const char *row, float *c);
 
 #define ROW(type, n, asks)                                                                                  \
     AVX2 static void row_##asks##_##type##_##n(const struct k_product *t, const char *row, float *c) { \
-        row_256(type, n, asks, t, row, c);                                                                  \
+        type == IQ4_XS ? row_xs(n, asks, t, row, c) : row_256(type, n, asks, t, row, c);                    \
     }
 #define ASKING(type, n) ROW(type, n, 0) ROW(type, n, 1)
 #define ROWS(type)                                                                                  \
     ASKING(type, 1) ASKING(type, 2) ASKING(type, 3) ASKING(type, 4) ASKING(type, 5) ASKING(type, 6) \
     ASKING(type, 7) ASKING(type, 8)
 #define EACH(name) {name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8}
-ROWS(Q4_K) ROWS(Q5_K) ROWS(Q6_K)
+ROWS(Q4_K) ROWS(Q5_K) ROWS(Q6_K) ROWS(IQ4_XS)
 /* Those that ask memory for what comes next are the second of each. */
-static const row_kernel rows_256[3][2][COLUMNS] = {{EACH(row_0_Q4_K_), EACH(row_1_Q4_K_)},
+static const row_kernel rows_256[4][2][COLUMNS] = {{EACH(row_0_Q4_K_), EACH(row_1_Q4_K_)},
                                                    {EACH(row_0_Q5_K_), EACH(row_1_Q5_K_)},
-                                                   {EACH(row_0_Q6_K_), EACH(row_1_Q6_K_)}};
+                                                   {EACH(row_0_Q6_K_), EACH(row_1_Q6_K_)},
+                                                   {EACH(row_0_IQ4_XS_), EACH(row_1_IQ4_XS_)}};
 
 /* ---- AVX-512 with VNNI: columns as `prepare` leaves them. ---- */
 
@@ -529,18 +575,22 @@ AVX512 __attribute__((noinline)) static void some_columns(const struct k_product
     shares[t->type - Q4_K][(n + 1) / 2 - 1](t, first, end, y, n, t->c + j * t->ldc);
 }
 
-int64_t swarmllm_k_block_bytes(int type) { return type < Q4_K || type > Q6_K ? 0 : block_bytes(type); }
+static int kind_of(int type) { return type >= Q4_K && type <= Q6_K ? type - Q4_K : type == IQ4_XS ? 3 : -1; }
+
+int64_t swarmllm_k_block_bytes(int type) { return kind_of(type) < 0 ? 0 : block_bytes(type); }
 
 bool swarmllm_k_product(const struct k_product *t) {
-    if (t->type < Q4_K || t->type > Q6_K || t->k > BLOCKS_MAX) {
+    const int kind = kind_of(t->type);
+    if (kind < 0 || t->k > BLOCKS_MAX) {
         return false;
     }
+    const bool is_512 = t->way > K_STREAMED && t->type != IQ4_XS;
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;
-    if (t->way > K_STREAMED && t->n == 1) {
+    if (is_512 && t->n == 1) {
         one_column(t, first, end);
-    } else if (t->way > K_STREAMED) {
+    } else if (is_512) {
         const int64_t row_bytes = t->lda * block_bytes(t->type);
         const int64_t n_rows = t->n <= COLUMNS || row_bytes > NEAR / SHARE ? t->m : NEAR / row_bytes;
         for (int64_t i = first; i < end; i += n_rows) { /* rows stay in the cache until all columns had them */
@@ -555,7 +605,7 @@ bool swarmllm_k_product(const struct k_product *t) {
             const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
             part.b = (const struct q8_k *)t->b + j * t->ldb;
             for (int64_t i = first; i < end; i++) {
-                rows_256[t->type - Q4_K][t->way == K_STREAMED][n - 1](&part, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
+                rows_256[kind][t->way != K_AVX2][n - 1](&part, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
             }
         }
     }

@@ -1,10 +1,10 @@
-/* Products of K-quants with the bits of ggml's dot products: k_quants.c has them, small_batches.c asks for them. */
+/* Products of K-quants and IQ4_XS with the bits of ggml's dot products: k_quants.c has them, small_batches.c asks for them. */
 #ifndef SWARMLLM_K_QUANTS_H
 #define SWARMLLM_K_QUANTS_H
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15 }; /* as ggml numbers them */
+enum { Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15, IQ4_XS = 23 }; /* as ggml numbers them */
 enum { Q8_K_BLOCK = 292 };                           /* bytes */
 
 enum { K_AVX2, K_STREAMED, K_AHEAD, K_IN_ORDER }; /* the last two with AVX-512 and VNNI */

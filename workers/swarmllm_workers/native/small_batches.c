@@ -71,7 +71,7 @@ static int class_of(int64_t n) {
 }
 
 static bool is_k_quant(int type) {
-    return type == Q4_K || type == Q5_K || type == Q6_K;
+    return type == Q4_K || type == Q5_K || type == Q6_K || type == IQ4_XS;
 }
 
 static bool is_of_32(int type) {
