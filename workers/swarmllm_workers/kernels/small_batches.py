@@ -16,10 +16,10 @@ product is measured on the machine (`kernel_tuning.py`) for each row length and 
 ggml. Figures: docs/benchmarks.md.
 
 Products of Q4_K, Q5_K, Q6_K and IQ4_XS (`k_quants.c`) likewise, with the bits of ggml's dot products for any
-number of rows: ggml unpacks a block's weights and scales again for each row, here they are unpacked once. One step
-of a 0.6B model in Q4_K_M took 69 ms for eight rows instead of ggml's 193 on a Zen 4. From eight rows on ggml
-has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands too),
-with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
+number of rows: ggml unpacks a block's weights and scales again for each row, here they are unpacked once. One
+step of a 0.6B model in Q4_K_M took 69 ms for eight rows instead of ggml's 193 on a Zen 4. From eight rows on
+ggml has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands
+too), with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
 
 Products of experts in these types (`experts.c`) likewise: ggml asks for one expert after the other
 (`ggml_compute_forward_mul_mat_id_tiled`), with the columns of the batch that chose it.
