@@ -18,7 +18,7 @@ from random import Random
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
 from bench.common.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.inputs import LEAN, Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import SPREAD, Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency
@@ -88,7 +88,7 @@ def main() -> None:
         rows += [(figure, None if figure is rival else ratios(figure, rival)) for figure in busiest.values()]
         figures += [figure.as_json() for figure in busiest.values()]
     text = table(rows)
-    print(f"requests on the busiest node (ideal: {N_REQUESTS // N_PER_HALF}; lean up to {LEAN:.0%})\n{text}")
+    print(f"requests on the busiest node (ideal: {N_REQUESTS // N_PER_HALF}; spread {SPREAD:.0%})\n{text}")
     data = {"machine": machine(), "command": "python -m bench.herding", "figures": figures}
     (RESULTS / "herding.json").write_text(json.dumps(data, indent=1) + "\n")
     (RESULTS / "herding.md").write_text(text + "\n")

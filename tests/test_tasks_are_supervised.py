@@ -37,7 +37,7 @@ WAITED_FOR = {
     "api/output/choices.py": {"_whole"},
     "pipeline/stage/session.py": {"_clean_up"},
     "swarm/data/connection.py": {"run"},
-    "swarm/data/data_plane.py": {"say_goodbye"},
+    "swarm/data/data_plane.py": {"send_goodbye"},
     "swarm/discovery/relay/service.py": {"run"},
     "pipeline/prefix/fetching.py": {"_fetch"},
     "transfer/fetch.py": {"run_lanes"},

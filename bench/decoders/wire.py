@@ -37,7 +37,7 @@ from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, NoiseWire, WireClosed
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
-from swarmllm.swarm.libp2p.guards import quieten_expected_failures
+from swarmllm.swarm.libp2p.guards import silence_expected_failures
 from swarmllm.swarm.libp2p.negotiation import agree
 from swarmllm.swarm.libp2p.requests import RequestProtocol
 from swarmllm_proto.errors import ProtocolError
@@ -54,7 +54,7 @@ class Ended(Exception):
 
 
 def wire_targets() -> dict[str, Target]:
-    quieten_expected_failures()
+    silence_expected_failures()
     hello = _frame(FrameKind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, acks=True)))
     bulk_hello = _frame(FrameKind.HELLO, msgspec.msgpack.encode(Hello(v=VERSION, bulk=True)))
     ping, ack = _frame(FrameKind.PING, bytes(8)), _frame(FrameKind.ACK, (2).to_bytes(8, "little"))

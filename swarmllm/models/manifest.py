@@ -241,7 +241,7 @@ def with_verdict(manifest: Manifest, cut_alignment: int, whole_reason: str, engi
     )
 
 
-def with_hearsay(manifest: Manifest, unit: int) -> Manifest:
+def with_reported_unit(manifest: Manifest, unit: int) -> Manifest:
     """After another node has told what it found; 0: nothing. Of an architecture in the table it may only
     forbid cuts that the table allows."""
     if is_text_encoder(manifest) or unit <= 0:

@@ -36,7 +36,7 @@ from swarmllm.models.damage import find_damage, lose, seal, write_copy
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.gguf_header import MAX_HEADER_BYTES, read_header
 from swarmllm.models.hashing import Progress, TensorHasher, digest_of, hash_model, manifest_of
-from swarmllm.models.manifest import Manifest, TensorEntry, with_hearsay
+from swarmllm.models.manifest import Manifest, TensorEntry, with_reported_unit
 from swarmllm.models.model_files import (
     FileState,
     allocated_bytes,
@@ -338,7 +338,9 @@ class Store:
                 raise BadModel("the header does not end where the first tensor begins")
             if outline.size_bytes > n_bytes + tensor_bytes + MAX_GAP_BYTES * (len(parsed.tensors) + 1):
                 raise BadModel("the file is much larger than its tensors")
-            manifest = with_hearsay(manifest_of(file, parsed, outline.digests, name), outline.checked_unit)
+            manifest = with_reported_unit(
+                manifest_of(file, parsed, outline.digests, name), outline.checked_unit
+            )
             if manifest.model_id != model_id:
                 raise BadModel("the header or the tensors' digests are those of another model")
             state = FileState(outline.size_bytes, whole_seconds_ns())

@@ -293,7 +293,7 @@ class Libp2pRouter:
         """Leave: tell the neighbours, and take nothing more to keepalive."""
         self.host.ignore_peers()
         with trio.move_on_after(_GOODBYE_S):
-            await self.plane.say_goodbye()
+            await self.plane.send_goodbye()
 
     # What the rooms below ask of their router.
 
@@ -342,7 +342,7 @@ class Libp2pRouter:
         return self._memory.known
 
     def hear(self, node_id: NodeId, addresses: list[Address]) -> None:
-        self.address_sources.hearsay(node_id, addresses)
+        self.address_sources.add_suggested(node_id, addresses)
 
     async def answer(self, sender: NodeId, body: bytes) -> bytes:
         return await run_request_handler(self._on_request, sender, body)

@@ -103,7 +103,7 @@ class ProjectorFetch:
         holders = self._given.holders[: self._settings.max_holders]
         await self._fetch(holders, began_at)
         if await self._is_right():
-            self._praise()
+            self._credit()
             return
         alone = self._sources if began_at == 0 else set(holders)
         if began_at == 0 and len(alone) == 1:
@@ -116,7 +116,7 @@ class ProjectorFetch:
                 except NodeUnreachable:
                     continue
                 if await self._is_right():
-                    self._praise()
+                    self._credit()
                     return
                 self._blame({node_id})
         await trio.to_thread.run_sync(self._forget)
@@ -195,7 +195,7 @@ class ProjectorFetch:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _praise(self) -> None:
+    def _credit(self) -> None:
         for node_id in self._sources:
             self._note(node_id, TrustEvent.GAVE_BYTES)
 

@@ -9,7 +9,7 @@ import pytest
 from gguf_parts import LLAMA, gguf_bytes
 
 from swarmllm.models import Catalogue, LayerRange, Manifest, build_manifest
-from swarmllm.models.manifest import checked_unit, needs_check, with_hearsay, with_verdict
+from swarmllm.models.manifest import checked_unit, needs_check, with_reported_unit, with_verdict
 
 TENSORS = {
     name: bytes(128)
@@ -40,11 +40,11 @@ def test_a_verdict_does_not_make_it_another_model(unknown: Manifest) -> None:
 
 
 def test_what_another_node_found_counts_until_this_one_can_try(unknown: Manifest) -> None:
-    told = with_hearsay(unknown, 1)
+    told = with_reported_unit(unknown, 1)
     assert (told.model_id, told.cut_alignment, told.whole_reason) == (unknown.model_id, 1, "")
     assert needs_check(told, "engine 1")
     for nonsense in (0, 2, 65535):
-        assert with_hearsay(unknown, nonsense) == unknown
+        assert with_reported_unit(unknown, nonsense) == unknown
 
 
 @pytest.fixture
@@ -65,18 +65,18 @@ def test_the_table_is_a_hint_until_the_file_was_tried(listed: Manifest) -> None:
 
 
 def test_another_node_may_only_forbid_cuts_that_the_table_allows(tmp_path: Path, listed: Manifest) -> None:
-    told = with_hearsay(listed, listed.n_layers)
+    told = with_reported_unit(listed, listed.n_layers)
     assert (told.cut_alignment, bool(told.whole_reason)) == (0, True)
     assert needs_check(told, "engine 1")  # once the whole file is here
     assert checked_unit(told) == 0  # and it is not passed on
-    assert with_hearsay(listed, 0) == listed
+    assert with_reported_unit(listed, 0) == listed
     whole = manifest_of(tmp_path / "whole.gguf", "smollm3")
     assert whole.cut_alignment == 0
-    assert with_hearsay(whole, 1) == whole
+    assert with_reported_unit(whole, 1) == whole
     assert not needs_check(whole, "engine 1")
     larger = msgspec.structs.replace(listed, n_layers=12, cut_alignment=4)
     for unit, alignment in ((1, 4), (6, 4), (8, 8), (12, 0), (1024, 0)):
-        assert with_hearsay(larger, unit).cut_alignment == alignment
+        assert with_reported_unit(larger, unit).cut_alignment == alignment
 
 
 def test_a_verdict_is_kept_and_manifests_from_before_are_read(tmp_path: Path, unknown: Manifest) -> None:

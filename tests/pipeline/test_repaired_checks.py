@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import FakePool
 from swarmllm.pipeline import Prompt
-from swarmllm.pipeline.check.repaired import comparable_rows
+from swarmllm.pipeline.check.repaired_rows import comparable_rows
 from swarmllm.pipeline.repair.plan import StageRemainder, rebuilds, recomputed
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named

@@ -217,7 +217,7 @@ async def test_both_ends_busy_with_each_other_recover(autojump_clock: MockClock)
 
 async def test_goodbye_ends_the_other_side_and_says_why(autojump_clock: MockClock) -> None:
     async with joined() as (a, b, _):
-        await a.connection.say_goodbye()
+        await a.connection.send_goodbye()
         await b.ended.wait()
         assert b.connection.ending == "goodbye"
 

@@ -18,8 +18,8 @@ from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.address_sources import (
     _RESOLVE_AGAIN_S,
     _RESOLVE_RETRY_S,
-    HEARSAY_FAILURES_MAX,
     REMEMBERED_FAILURES_MAX,
+    SUGGESTED_FAILURES_MAX,
     AddressSources,
     usable,
 )
@@ -90,8 +90,8 @@ async def node() -> AsyncIterator[Node]:
 
 async def test_what_nothing_proves_is_tried_for_less_long() -> None:
     async with node() as it:
-        it.sources.hearsay(A, [HERE])
-        assert it.max_failures(A) == HEARSAY_FAILURES_MAX
+        it.sources.add_suggested(A, [HERE])
+        assert it.max_failures(A) == SUGGESTED_FAILURES_MAX
     async with node() as it:
         it.sources.remembered([(A, (TEXT,))])
         assert it.max_failures(A) == REMEMBERED_FAILURES_MAX
@@ -102,13 +102,13 @@ async def test_what_nothing_proves_is_tried_for_less_long() -> None:
 
 async def test_hearsay_without_an_address_is_nothing() -> None:
     async with node() as it:
-        it.sources.hearsay(A, [])
+        it.sources.add_suggested(A, [])
         assert it.max_failures(A) is None
 
 
 async def test_who_is_not_let_in_is_not_looked_for() -> None:
     async with node() as it:
-        it.sources.hearsay(C, [HERE])
+        it.sources.add_suggested(C, [HERE])
         it.sources.found_by_mdns(C, [HERE])
         it.sources.remembered([(C, (TEXT,))])
         assert it.max_failures(C) is None
@@ -134,7 +134,7 @@ async def test_meeting_a_node_returns_once_it_counts(autojump_clock: MockClock) 
         assert await it.meet(A, many, 5.0) == A
         assert trio.current_time() - began_s == pytest.approx(2.0)
         assert it.dialled == [(A, many[:ADDRESSES_PER_NODE])]
-        assert it.max_failures(A) == HEARSAY_FAILURES_MAX
+        assert it.max_failures(A) == SUGGESTED_FAILURES_MAX
         assert await it.sources.connect(f"{TEXT}/p2p/{A}", it.feed, it.connected, 5.0) == A
         assert it.dialled[1] == (A, [HERE])
 

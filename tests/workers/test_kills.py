@@ -20,7 +20,7 @@ from swarmllm.models import Catalogue, CatalogueEntry, Store, build_manifest
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
 from swarmllm_proto.swarm import Outline
-from swarmllm_workers.engine.segment_home import SegmentHome
+from swarmllm_workers.engine.container_segments import ContainerSegments
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 
@@ -56,8 +56,8 @@ class Place:
         header = GUIDE_PATH.read_bytes()[:HEADER_BYTES]
         return self.store.adopt(MANIFEST.model_id, "tiny", outline, header)
 
-    def home(self, entry: CatalogueEntry) -> SegmentHome:
-        return SegmentHome(entry.path.parent / FOLDER, GgufFile(entry.path), MANIFEST.n_layers)
+    def home(self, entry: CatalogueEntry) -> ContainerSegments:
+        return ContainerSegments(entry.path.parent / FOLDER, GgufFile(entry.path), MANIFEST.n_layers)
 
 
 def add(place: Place, dice: random.Random) -> None:

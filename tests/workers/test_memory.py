@@ -11,7 +11,7 @@ import pytest
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
-from swarmllm_workers.engine import rehearsal
+from swarmllm_workers.engine import memory_dry_run
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import Memory, available_bytes, estimate, predict, refuse_beside
 from swarmllm_workers.engine.segment import EngineSettings
@@ -87,7 +87,7 @@ def test_what_libllama_does_not_say_is_estimated(tmp_path: Path, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise CallError("bad_model", "not this one")
 
-    monkeypatch.setattr(rehearsal, "Model", refuse)
+    monkeypatch.setattr(memory_dry_run, "Model", refuse)
     other = replace(engine.settings, n_slots=3)
     estimated = predict(engine.source, 12, [(0, 12)], other)
     assert estimated == estimate(engine.source, 12, [(0, 12)], other)

@@ -13,7 +13,7 @@ from swarmllm.models import Catalogue, CatalogueEntry, Store
 from swarmllm.models.gguf_header import read_header
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
-from swarmllm_workers.engine.segment_home import SegmentHome
+from swarmllm_workers.engine.container_segments import ContainerSegments
 from swarmllm_workers.engine.segment_maker import SegmentCache
 from swarmllm_workers.gguf_file import GgufFile
 
@@ -55,7 +55,7 @@ def verify(store: Store, entry: CatalogueEntry) -> tuple[str, ...]:
 
 
 def cut_all(entry: CatalogueEntry) -> list[Path]:
-    home = SegmentHome(entry.path.parent / FOLDER, GgufFile(entry.path), N_LAYERS)
+    home = ContainerSegments(entry.path.parent / FOLDER, GgufFile(entry.path), N_LAYERS)
     paths = [home.ensure(ARCHITECTURES["llama"], *each) for each in RANGES]
     home.settle(RANGES)
     return paths

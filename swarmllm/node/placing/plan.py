@@ -23,7 +23,7 @@ from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
-NOBODY = NodeId("")
+NO_NODE = NodeId("")
 QUICKEST_S, SLOWEST_S = 1e-7, 100.0
 """Per layer and row: beyond, a node is wrong about itself or lies."""
 
@@ -71,7 +71,7 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
         if node_id in said or model_id in record.capability.placed_models
     }
     speeds = route_inputs(
-        NOBODY,
+        NO_NODE,
         manifest,
         Workload(),
         involved,

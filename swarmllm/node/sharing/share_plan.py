@@ -15,7 +15,7 @@ import msgspec
 
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.node.placing.accepted_shares import accepts
-from swarmllm.node.placing.plan import NOBODY, plan_of, shape_of
+from swarmllm.node.placing.plan import NO_NODE, plan_of, shape_of
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.holdings import NodeRange
@@ -87,7 +87,7 @@ def plan_share(
         parts.append(SharePart(node_id, layers, n_bytes, fetch_bytes, room_bytes))
     parts.sort(key=lambda part: (not part.layers, part.layers, part.node_id))
     lines = route_inputs(
-        NOBODY,
+        NO_NODE,
         manifest,
         workload(manifest, 0, 1),
         supposed,

@@ -43,7 +43,8 @@ from swarmllm.pipeline.check.likelihood import (
 )
 from swarmllm.pipeline.check.pending import PendingCheck, RecomputeResult, agree, work_of_rows, work_of_tokens
 from swarmllm.pipeline.check.recompute import RecomputeTask, Replies, TokenTask, compute_here, sample_here
-from swarmllm.pipeline.check.repaired import Comparable, comparable_rows
+from swarmllm.pipeline.check.repaired_rows import Comparable, comparable_rows
+from swarmllm.pipeline.check.resample_whole import sample_whole_at
 from swarmllm.pipeline.check.sampling import (
     BATCHED_TOKENS,
     CHECKED_TOKENS,
@@ -73,7 +74,6 @@ from swarmllm.pipeline.check.verdict import (
     with_recomputed,
 )
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
-from swarmllm.pipeline.check.whole import sample_whole_at
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects

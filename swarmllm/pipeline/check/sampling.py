@@ -28,7 +28,7 @@ ENDS: Final = 0.5
 """This part of the checks of answers that the model ended looks at the end."""
 STRANGERS: Final = 5.0
 """So many times as often as nodes of full trust are strangers checked."""
-SEASONED: Final = 0.85
+STRANGER_BELOW: Final = 0.85
 """Below this trust a node is checked as often as a stranger: about 100 requests bring it there."""
 DISTRUSTED: Final = 8.0
 """And nodes that are trusted less than strangers, or do not sign for their rows."""
@@ -53,7 +53,7 @@ def rate(score: float, base: float, *, tells: bool = True) -> float:
     fingerprints of logits."""
     if score < NEUTRAL or not tells:
         return min(1.0, base * DISTRUSTED)
-    trusted = max(0.0, (score - SEASONED) / (1 - SEASONED))
+    trusted = max(0.0, (score - STRANGER_BELOW) / (1 - STRANGER_BELOW))
     return min(1.0, base * (STRANGERS - (STRANGERS - 1) * trusted))
 
 

@@ -28,7 +28,7 @@ from swarmllm_proto.swarm import NodeCapability
 
 EQUAL_FOR_ALL_S = 0.001
 """Per layer, where nothing is known of any node: any number would do."""
-LEAN = 0.05
+SPREAD = 0.05
 """So much more than it takes may another node's computing count, for each origin and node another part of it:
 origins that choose in the same second, from the same records, would otherwise all choose the same nodes of
 many that are alike."""
@@ -158,7 +158,7 @@ def route_inputs(
         dict(links.bytes_per_s),
         pair_bytes_per_s,
         HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
-        {node_id: LEAN * _share(origin, node_id) for node_id in node_ids if node_id != origin},
+        {node_id: SPREAD * _share(origin, node_id) for node_id in node_ids if node_id != origin},
         cached_rows,
     )
 

@@ -255,7 +255,7 @@ class Connection:
             await trio.lowlevel.cancel_shielded_checkpoint()
         self.n_bytes_sent += size_bytes
 
-    async def say_goodbye(self) -> None:
+    async def send_goodbye(self) -> None:
         """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
         if self.alive:
             outgoing = Outgoing(encode_frame(bytes((FrameKind.GOODBYE,))))

@@ -236,12 +236,12 @@ class DataPlane:
             if not neighbour.establishing.locked():
                 self._neighbours.drop(node_id)
 
-    async def say_goodbye(self) -> None:
+    async def send_goodbye(self) -> None:
         """To every neighbour that will hear it."""
         async with trio.open_nursery() as nursery:
             for neighbour in self._neighbours.values():
                 for connection in neighbour.connections:
-                    nursery.start_soon(connection.say_goodbye)
+                    nursery.start_soon(connection.send_goodbye)
 
     async def _establish(self, node_id: NodeId, neighbour: Neighbour) -> Connection:
         if trio.current_time() < neighbour.retry_at_s:

@@ -25,7 +25,7 @@ from swarmllm_proto.identifiers import Multiaddr, NodeId
 
 log = logging.getLogger(__name__)
 
-HEARSAY_FAILURES_MAX = 5
+SUGGESTED_FAILURES_MAX = 5
 REMEMBERED_FAILURES_MAX = 200
 """Failures after which an address that somebody told, or an earlier run left, is given up: after about a
 minute, and after about two hours."""
@@ -71,10 +71,10 @@ class AddressSources:
         for node_id, addresses in peers:
             self._suggest(node_id, usable(addresses), max_failures=REMEMBERED_FAILURES_MAX)
 
-    def hearsay(self, node_id: NodeId, addresses: list[Address]) -> None:
+    def add_suggested(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Another node says so, and nothing proves it."""
         if addresses:
-            self._suggest(node_id, addresses, max_failures=HEARSAY_FAILURES_MAX)
+            self._suggest(node_id, addresses, max_failures=SUGGESTED_FAILURES_MAX)
 
     def heard(self, envelope: Envelope) -> None:
         self._suggest(envelope.node_id, usable(envelope.addresses))
@@ -102,7 +102,7 @@ class AddressSources:
         async def where() -> list[Address]:
             return addresses[:ADDRESSES_PER_NODE]
 
-        self.hearsay(node_id, addresses)
+        self.add_suggested(node_id, addresses)
         return await self._connect(node_id, where, feed, connected, timeout_s)
 
     async def _connect(

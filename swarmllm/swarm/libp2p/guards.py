@@ -118,7 +118,7 @@ def room_for_connections(connections_max: int) -> Any:
     return new_resource_manager(limits=limits)
 
 
-def quieten_expected_failures() -> None:
+def silence_expected_failures() -> None:
     """A peer that cannot be dialled, speaks another protocol or leaves in the middle is everyday life in a
     swarm; the library prints it as an error, at length, past the daemon's log. Its own variable LIBP2P_DEBUG
     brings it back."""

@@ -385,7 +385,7 @@ async def run_libp2p(
     host_guards.describe_oneself_rarely()
     host_guards.contain_task_failures()
     host_guards.find_parents_of_tasks_at_once()
-    host_guards.quieten_expected_failures()
+    host_guards.silence_expected_failures()
     fast_paths.take_shortcuts()
     host_guards.listen_on_one_family()
     for ip in own.listening:

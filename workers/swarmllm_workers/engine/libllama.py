@@ -138,11 +138,11 @@ class Model:
         on_progress: Callable[[float], None] | None = None,
         numbers: Mapping[str, int] | None = None,
         part: shared_weights.Part | None = None,
-        is_rehearsal: bool = False,
+        no_alloc: bool = False,
     ) -> None:
         """`on_progress` may raise Stopped, and loading ends there. `numbers`: metadata that counts instead of
         the file's. `part`: what of the file is loaded, without a copy; for mmap on the CPU only.
-        `is_rehearsal`: neither this nor its contexts have any memory, and libllama says what they would
+        `no_alloc`: neither this nor its contexts have any memory, and libllama says what they would
         take."""
         params = lib.llama_model_default_params()
         params.load_mode = _LOAD_MODES[use_mmap, use_mlock]
@@ -150,7 +150,7 @@ class Model:
         params.vocab_only = vocab_only
         params.use_extra_bufts = vocab_only or not repacking.keeps_rows(files_of(path))
         params.load_mtp = False
-        params.no_alloc = is_rehearsal
+        params.no_alloc = no_alloc
         self._stub = None if part is None else shared_weights.Stub(part)
         if on_progress is not None or self._stub is not None:
 
@@ -181,7 +181,7 @@ class Model:
         except BaseException:
             self._let_go()
             raise
-        if part is None and not vocab_only and not is_rehearsal:
+        if part is None and not vocab_only and not no_alloc:
             self.private_bytes = self.own_bytes = shared_weights.private_bytes(handle)
         self.path = path
         self.vocabulary = lib.llama_model_get_vocab(handle)

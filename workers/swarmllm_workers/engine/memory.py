@@ -1,9 +1,9 @@
 """Predicts how much memory layers will take, and measures how much there is.
 
 Weights are the tensors' bytes. Keys, values and work space are what libllama works out for such layers
-(`rehearsal.py`). Where it does not say, on a GPU, they are estimated: keys and values follow from the heads
-and the context; work space is mostly the attention scores of one layer, for the largest graph of 512 rows,
-and the factors here are those of libllama's own figures for models of 12 to 24 layers, rounded up.
+(`memory_dry_run.py`). Where it does not say, on a GPU, they are estimated: keys and values follow from the
+heads and the context; work space is mostly the attention scores of one layer, for the largest graph of 512
+rows, and the factors here are those of libllama's own figures for models of 12 to 24 layers, rounded up.
 
 Pages of a file that several segments have count once. Mapped weights count in full: they are read for every
 token, and a model that does not fit crawls.
@@ -21,8 +21,8 @@ from typing import Final
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.engine.libllama import N_BATCH
+from swarmllm_workers.engine.memory_dry_run import dry_run
 from swarmllm_workers.engine.ranges import Range, join, merge
-from swarmllm_workers.engine.rehearsal import rehearse
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
@@ -66,7 +66,7 @@ def predict(source: GgufFile, n_layers: int, pieces: Iterable[Range], settings: 
     kind of piece it takes a while the first time."""
     total = Memory()
     for start, end in pieces:
-        taken = rehearse(source, start, end, settings, N_BATCH)
+        taken = dry_run(source, start, end, settings, N_BATCH)
         if taken is None:
             total += estimate(source, n_layers, [(start, end)], settings)
         else:

@@ -9,7 +9,7 @@ name, removed by the daemon when nobody has used them for long. A file's name ho
 (path, size, modification time), the layout version of this code and the range, so nothing needs to be
 recorded and a changed source is never mistaken. Files appear by rename, complete or not at all. Removing one
 that a worker has mapped is harmless: its pages stay until they are unmapped. Those of a container of the
-store: `segment_home.py`.
+store: `container_segments.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from swarmllm_proto.segment_names import copy_name, copy_prefix
 from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine import segment_file, shared_weights
+from swarmllm_workers.engine.container_segments import ContainerSegments
 from swarmllm_workers.engine.memory import predict
 from swarmllm_workers.engine.ranges import Cuts, Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
-from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of
@@ -97,8 +97,8 @@ class SegmentMaker:
         self._n_layers = n_layers
         self._cuts = cuts
         self._settings = settings
-        self._files: SegmentCache | SegmentHome = (
-            SegmentHome(cache_dir, source, n_layers) if owns_path else SegmentCache(cache_dir, source)
+        self._files: SegmentCache | ContainerSegments = (
+            ContainerSegments(cache_dir, source, n_layers) if owns_path else SegmentCache(cache_dir, source)
         )
 
     def whole_file(self) -> Path:

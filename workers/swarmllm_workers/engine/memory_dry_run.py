@@ -42,7 +42,7 @@ class MemoryUse:
 _known: WeakKeyDictionary[GgufFile, dict[tuple[object, ...], MemoryUse | None]] = WeakKeyDictionary()
 
 
-def rehearse(
+def dry_run(
     source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int
 ) -> MemoryUse | None:
     """Of a segment of layers [start, end), for batches of so many rows. None where libllama does not say: on
@@ -57,17 +57,17 @@ def rehearse(
         if len(known) >= KNOWN_MAX:
             known.clear()
         try:
-            known[key] = _rehearse(source, start, end, settings, n_batch)
+            known[key] = _dry_run(source, start, end, settings, n_batch)
         except CallError as error:
             log.info("what layers %d:%d will take is estimated: %s", start, end, error.message)
             known[key] = None
     return known[key]
 
 
-def _rehearse(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> MemoryUse:
+def _dry_run(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> MemoryUse:
     n_layers = n_layers_of(source)
     with _header(source, start, end, n_layers) as path, capture_log() as lines:
-        model = Model(path, use_mmap=False, is_rehearsal=True)
+        model = Model(path, use_mmap=False, no_alloc=True)
         try:
             made = context_settings(
                 settings, is_recurrent=model.is_recurrent, has_head=end == n_layers, n_batch=n_batch

@@ -43,7 +43,7 @@ class _SegmentFile:
     """Of what has moved here, by the model's names."""
 
 
-class SegmentHome:
+class ContainerSegments:
     """Offers the same methods as `SegmentCache`."""
 
     def __init__(self, folder: Path, source: GgufFile, n_layers: int) -> None:

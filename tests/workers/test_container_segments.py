@@ -19,10 +19,10 @@ from swarmllm.models.model_files import FileState
 from swarmllm.models.tensor_locations import TensorLocations
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.segment_names import FOLDER
-from swarmllm_workers.engine import segment_file, segment_home
+from swarmllm_workers.engine import container_segments, segment_file
+from swarmllm_workers.engine.container_segments import ContainerSegments
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
-from swarmllm_workers.engine.segment_home import SegmentHome
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 
@@ -51,8 +51,8 @@ class Container:
         state = FileState.of(self.path.stat())
         return CatalogueEntry("0" * 64, "model", self.path, self.manifest, state, names)
 
-    def home(self) -> SegmentHome:
-        return SegmentHome(self.path.parent / FOLDER, GgufFile(self.path), N_LAYERS)
+    def home(self) -> ContainerSegments:
+        return ContainerSegments(self.path.parent / FOLDER, GgufFile(self.path), N_LAYERS)
 
     def check(self, places: TensorLocations | None = None) -> None:
         """Everything can be read, wherever it lies; nobody sees that the file was written to."""
@@ -146,7 +146,7 @@ def test_a_crash_between_any_two_steps_loses_nothing(
             for name in ("pwrite", "fsync", "utime"):
                 patched.setattr(os, name, around(getattr(os, name)))
             patched.setattr(Path, "rename", around(Path.rename))
-            patched.setattr(segment_home, "_punch_hole", around(segment_home._punch_hole))
+            patched.setattr(container_segments, "_punch_hole", around(container_segments._punch_hole))
             try:
                 if again == "whole":
                     home.whole()
