@@ -7,12 +7,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kernel_timings import KERNEL_TIMINGS
+
 from swarmllm.workerpool import WorkerPool, WorkerSettings
 
 
 @asynccontextmanager
 async def pool_in(folder: Path) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(WorkerSettings(cache_dir=folder / "cache"), folder / "run")
+    pool = WorkerPool(
+        WorkerSettings(
+            cache_dir=folder / "cache",
+            kernel_timings=KERNEL_TIMINGS,
+        ),
+        folder / "run",
+    )
     async with pool.running():
         yield pool
 

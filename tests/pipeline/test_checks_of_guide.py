@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -62,7 +63,9 @@ async def guide_swarm(
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id, layers in HOLDINGS.items():
-            settings = WorkerSettings(cache_dir=folder / f"cache-{node_id}", n_ctx=1024, n_slots=4)
+            settings = WorkerSettings(
+                cache_dir=folder / f"cache-{node_id}", kernel_timings=KERNEL_TIMINGS, n_ctx=1024, n_slots=4
+            )
             pools[node_id] = WorkerPool(settings, folder / f"run-{len(pools)}")
             await stack.enter_async_context(pools[node_id].running())
             weights = {B: weights_of_b, C: weights_of_c or entry.path}
@@ -235,7 +238,9 @@ async def test_coarser_weights_of_a_whole_model_elsewhere_are_wrong_by_two_other
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id in (A, B, C, D):
-            settings = WorkerSettings(cache_dir=tmp_path / f"cache-{node_id}", n_ctx=1024, n_slots=4)
+            settings = WorkerSettings(
+                cache_dir=tmp_path / f"cache-{node_id}", kernel_timings=KERNEL_TIMINGS, n_ctx=1024, n_slots=4
+            )
             pools[node_id] = WorkerPool(settings, tmp_path / f"run-{len(pools)}")
             await stack.enter_async_context(pools[node_id].running())
             if node_id != A:

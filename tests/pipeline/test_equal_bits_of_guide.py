@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -60,6 +61,7 @@ async def swarm_of(
         for node_id, layers in held.items():
             settings = WorkerSettings(
                 cache_dir=folder / f"cache-{len(pools)}",
+                kernel_timings=KERNEL_TIMINGS,
                 n_ctx=2048,
                 n_slots=12,
                 n_threads=1 + len(pools) % 2,

@@ -12,6 +12,7 @@ import llama_cpp
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 from msgspec.structs import replace
 from node_ids import A, B, C, D
 
@@ -71,7 +72,9 @@ async def guide_swarm(
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id in holdings:
-            settings = WorkerSettings(cache_dir=folder / "cache", n_ctx=1024, n_slots=n_slots)
+            settings = WorkerSettings(
+                cache_dir=folder / "cache", kernel_timings=KERNEL_TIMINGS, n_ctx=1024, n_slots=n_slots
+            )
             pools[node_id] = WorkerPool(settings, folder / f"run-{node_id}")
             await stack.enter_async_context(pools[node_id].running())
         async with trio.open_nursery() as nursery:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 from node_ids import A, B, C, D
 from vision_models import N_BATCH, picture, pixels, projector, text_model, uncut
 
@@ -66,7 +67,12 @@ async def swarm_of(
         pools: dict[str, WorkerPool] = {}
         for node_id in holdings:
             worker = WorkerSettings(
-                cache_dir=folder / "cache", n_ctx=1024, n_slots=2, flash_attention="off", ngram_max_size=0
+                cache_dir=folder / "cache",
+                kernel_timings=KERNEL_TIMINGS,
+                n_ctx=1024,
+                n_slots=2,
+                flash_attention="off",
+                ngram_max_size=0,
             )
             pools[node_id] = WorkerPool(worker, folder / f"run-{node_id}")
             await stack.enter_async_context(pools[node_id].running())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vision_models
+from kernel_timings import KERNEL_TIMINGS
 from vision_models import file_of, picture, pixels
 
 from swarmllm.models.entry import CatalogueEntry
@@ -62,7 +63,13 @@ async def test_the_limit_lies_between_roundings_and_other_pictures(
         "grey": parse_picture(file_of(np.full_like(image, 127)), "picture"),
         "noise": parse_picture(file_of(rng.integers(0, 256, image.shape).astype(np.uint8)), "picture"),
     }
-    pool = WorkerPool(WorkerSettings(cache_dir=tmp_path / "cache"), tmp_path / "run")
+    pool = WorkerPool(
+        WorkerSettings(
+            cache_dir=tmp_path / "cache",
+            kernel_timings=KERNEL_TIMINGS,
+        ),
+        tmp_path / "run",
+    )
     async with pool.running():
 
         async def rows(entry: CatalogueEntry, shown: Picture) -> EncodedPicture:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 from node_ids import A, B, C, D
 from vision_models import (
     GRID_FAMILIES,
@@ -180,7 +181,7 @@ async def pools_in(folder: Path, n: int, settings: dict[str, Any] = PLAIN_SETTIN
     async with AsyncExitStack() as stack:
         pools = {}
         for node_id in NODES[:n]:
-            worker = WorkerSettings(cache_dir=folder / "cache", **settings)
+            worker = WorkerSettings(cache_dir=folder / "cache", kernel_timings=KERNEL_TIMINGS, **settings)
             command = [sys.executable, "-P", str(LOGITS_WORKER), str(written), str(forget)]
             pools[node_id] = WorkerPool(worker, folder / f"run-{node_id}", command=command)
             await stack.enter_async_context(pools[node_id].running())

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import vision_models
+from kernel_timings import KERNEL_TIMINGS
 from sound_models import sound, sound_projector, tones, wav_of
 
 from swarmllm.models.projector import read_projector
@@ -29,7 +30,13 @@ async def test_a_short_sound_is_told_from_another_one_and_from_silence(
         patch.setattr(vision_models.ProjectorWriter, "matrix", rounded_weights("f16"))
         rounded = read_projector(sound_projector(tmp_path / "rounded.gguf", family, 64))
     assert plain.blake3 != rounded.blake3
-    pool = WorkerPool(WorkerSettings(cache_dir=tmp_path / "cache"), tmp_path / "run")
+    pool = WorkerPool(
+        WorkerSettings(
+            cache_dir=tmp_path / "cache",
+            kernel_timings=KERNEL_TIMINGS,
+        ),
+        tmp_path / "run",
+    )
     async with pool.running():
         base = await pool.encode_picture(model, plain, sound(1.5, 1))
         again = await pool.encode_picture(model, rounded, sound(1.5, 1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
@@ -32,7 +33,7 @@ async def fake_pool(
     command = [sys.executable, str(FAKE_WORKER), *([habit] if habit else [])]
     settings = {"start_timeout_s": DEADLINE_S, "stop_timeout_s": 5.0, **settings}
     pool = WorkerPool(
-        WorkerSettings(cache_dir=folder / "cache", **settings),
+        WorkerSettings(cache_dir=folder / "cache", kernel_timings=KERNEL_TIMINGS, **settings),
         folder / "run",
         command=command,
         on_change=on_change,

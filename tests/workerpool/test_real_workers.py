@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import trio
 from deadlines import DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 from pool_parts import pids, process_exists
 
 import swarmllm.guide
@@ -34,7 +35,9 @@ ENDLESS = Sampling(temperature=0.0, max_tokens=1000, ignore_eos=True)
 
 @asynccontextmanager
 async def real_pool(folder: Path, **settings: Any) -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(WorkerSettings(cache_dir=folder / "cache", **settings), folder / "run")
+    pool = WorkerPool(
+        WorkerSettings(cache_dir=folder / "cache", kernel_timings=KERNEL_TIMINGS, **settings), folder / "run"
+    )
     async with pool.running():
         yield pool
         seen = pids(pool)

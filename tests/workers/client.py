@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from deadlines import DEADLINE_S as DEADLINE_S
+from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_worker_message, encode_ipc
@@ -122,6 +123,7 @@ class Worker:
 
     def open(self, path: Path, *ranges: tuple[int, int], **settings: Any) -> ipc.Opened:
         settings.setdefault("cache_dir", str(self._cache_dir))
+        settings.setdefault("kernel_timings", str(KERNEL_TIMINGS))
         opened = self.call(ipc.Open, path=str(path), **settings).message
         assert isinstance(opened, ipc.Opened), opened
         for start, end in ranges:

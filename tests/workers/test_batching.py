@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm_proto import ipc
 from swarmllm_proto.tensors import encode_tensor
@@ -38,6 +39,7 @@ class Room:
         self.sent: list[tuple[Any, bytes]] = []
         self.handlers = Handlers(self._on_message, lambda *_: None, lambda: None)
         self.n_calls = 0
+        settings.setdefault("kernel_timings", str(KERNEL_TIMINGS))
         self.call(ipc.Open, path=str(path), cache_dir=str(folder / "segments"), **settings)
         for start, end in ranges:
             self.call(ipc.Load, start=start, end=end)
