@@ -110,11 +110,11 @@ async def run_node(folder: Path, bootstrap: Sequence[str], questions: Connection
         with suppress(EOFError):
             while True:
                 asked: NodeId | None
-                asked, upgrade_s = await trio.to_thread.run_sync(questions.recv)
+                asked, punch_s, upgrade_s = await trio.to_thread.run_sync(questions.recv)
                 if asked is None:
                     questions.send(state(router))
                     continue
-                await settle(router, asked, upgrade_s)
+                await settle(router, asked, punch_s, upgrade_s)
                 is_answered = await answers(asked)
                 questions.send(Seen(*way(router, asked), is_answered))
         nursery.cancel_scope.cancel()
@@ -151,7 +151,7 @@ def way(router: Libp2pRouter, node_id: NodeId) -> tuple[bool | None, str]:
     return is_direct, router.plane.status(node_id).kind
 
 
-async def settle(router: Libp2pRouter, node_id: NodeId, upgrade_s: float) -> None:
+async def settle(router: Libp2pRouter, node_id: NodeId, punch_s: float, upgrade_s: float) -> None:
     """Reach it, and wait for a better way than a relay."""
     with trio.move_on_after(REACH_S):
         while node_id not in router.connected():
@@ -159,7 +159,7 @@ async def settle(router: Libp2pRouter, node_id: NodeId, upgrade_s: float) -> Non
                 await router.reach(node_id, timeout_s=REACH_S)
             except SwarmLLMError:
                 await trio.sleep(1.0)
-    with trio.move_on_after(PUNCH_S):
+    with trio.move_on_after(punch_s):
         while way(router, node_id) not in ((True, "direct"), (True, "libp2p")):  # noqa: ASYNC110
             await trio.sleep(0.2)
     with trio.move_on_after(upgrade_s):
@@ -190,12 +190,12 @@ class Node:
         theirs.close()
         self.node_id, self.addresses = self._questions.recv()
 
-    def ask(self, node_id: NodeId, upgrade_s: float) -> None:
+    def ask(self, node_id: NodeId, punch_s: float, upgrade_s: float) -> None:
         """To reach that node."""
-        self._questions.send((node_id, upgrade_s))
+        self._questions.send((node_id, punch_s, upgrade_s))
 
     def state(self) -> State:
-        self._questions.send((None, 0.0))
+        self._questions.send((None, 0.0, 0.0))
         found: State = self._questions.recv()
         return found
 
@@ -224,7 +224,9 @@ Ways = dict[tuple[str, str], Way]
 """By the names of two kinds: from a node of the first to one of the second."""
 
 
-def ways_between(kinds: Sequence[Kind], ready_s: float = READY_S) -> Ways:
+def ways_between(
+    kinds: Sequence[Kind], ready_s: float = READY_S, punch_s: float = PUNCH_S, upgrade_s: float = UPGRADE_S
+) -> Ways:
     """From the first node of each kind to the second of each. Raises NoNamespaces."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         namespaces, folder = stack.enter_context(homes([*kinds, *kinds])), Path(name)
@@ -242,7 +244,7 @@ def ways_between(kinds: Sequence[Kind], ready_s: float = READY_S) -> Ways:
             pairs = [(first, (first + turn) % n_kinds) for first in range(n_kinds)]
             dialled = [states[a].is_dialled or states[n_kinds + b].is_dialled for a, b in pairs]
             for (first, second), is_dialled in zip(pairs, dialled, strict=True):
-                nodes[first].ask(nodes[n_kinds + second].node_id, UPGRADE_S if is_dialled else 0.0)
+                nodes[first].ask(nodes[n_kinds + second].node_id, punch_s, upgrade_s if is_dialled else 0.0)
             for (first, second), is_dialled in zip(pairs, dialled, strict=True):
                 names = kinds[first].name, kinds[second].name
                 found[names] = named(nodes[first].seen(), is_dialled=is_dialled)
@@ -287,6 +289,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in KINDS])
     parser.add_argument("--at-once", type=int, default=len(KINDS), help="kinds in one swarm")
     parser.add_argument("--ready-s", type=float, default=READY_S)
+    parser.add_argument("--punch-s", type=float, default=PUNCH_S, help="to wait for a hole")
+    parser.add_argument("--upgrade-s", type=float, default=UPGRADE_S, help="to wait for the data port")
     parser.add_argument("--out", type=Path, help="other kinds that are in the file stay in it")
     arguments = parser.parse_args()
     kinds = [kind_named(name) for name in arguments.kinds]
@@ -294,7 +298,7 @@ def main() -> None:
     try:
         for group in groups_of(kinds, arguments.at_once):
             # What was found before stands.
-            ways = ways_between(group, arguments.ready_s) | ways
+            ways = ways_between(group, arguments.ready_s, arguments.punch_s, arguments.upgrade_s) | ways
     except NoNamespaces as error:
         raise SystemExit(f"no network namespaces with nftables here: {error}") from None
     print(table(kinds, ways))
