@@ -68,8 +68,8 @@ class VerdictRecorder:
     def wrong(self, node_id: NodeId, detail: str) -> None:
         self.counts.checked += 1
         self.counts.checks_wrong += 1
+        self._failed(node_id)
         self.trust.note(node_id, TrustEvent.WRONG_RESULT, detail)
-        self.suspects.doubt([node_id], trio.current_time())
 
     def dispute(self, node_id: NodeId, other: NodeId) -> None:
         """One of them lies: both lose a little, and routes do without both as far as they can."""
@@ -90,8 +90,8 @@ class VerdictRecorder:
 
     def bad_rows(self, node_id: NodeId) -> None:
         """It has signed for rows that no layer computes."""
+        self._failed(node_id)
         self.trust.note(node_id, TrustEvent.BAD_NUMBERS, "it committed to rows that were refused")
-        self.suspects.doubt([node_id], trio.current_time())
 
     def no_evidence(self, node_id: NodeId) -> None:
         """It announces that it commits to its rows, and did not of rows that were refused."""
@@ -103,6 +103,11 @@ class VerdictRecorder:
         keep them."""
         self.trust.note(node_id, TrustEvent.DISPUTED, "it committed to none of its rows")
         self.suspects.doubt([node_id], trio.current_time())
+
+    def _failed(self, node_id: NodeId) -> None:
+        now_s = trio.current_time()
+        self.suspects.doubt([node_id], now_s)
+        self.suspects.newcomers.failed([node_id], self.trust.score, now_s)
 
     def _has_earned(self, node_id: NodeId) -> bool:
         return node_id == self.node_id or self.trust.score(node_id) >= EARNED_MIN

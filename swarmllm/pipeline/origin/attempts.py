@@ -40,6 +40,7 @@ from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
+from swarmllm.pipeline.route.newcomers import Newcomers
 from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -160,6 +161,7 @@ class Attempts:
         if assignment.resumes and request.n_attempts > 2:
             # What its stages took over may have come of several pipelines, and who sent what is not known.
             chain.checked_stage = None
+        has_begun = False
         session = self._sessions.open(context, chain)
         request.chain, request.assigned_s = chain, trio.current_time()
         self._checker.commitments.opened(chain)
@@ -168,9 +170,11 @@ class Attempts:
             if chain.failure is not None:
                 raise chain.failure
             start()
+            has_begun = True
             yield chain
         except SwarmLLMError as error:
             chain.give_up()
+            note_newcomers(chain, error, has_begun, self._suspects.newcomers, self._trust)
             if chain.blamed.culprit is not None and chain.blamed.culprit != self._router.node_id:
                 request.recovery.avoid.add(chain.blamed.culprit)
                 if chain.blamed.has_stalled or chain.blamed.has_lied:
@@ -369,12 +373,29 @@ def is_local(context: RequestContext) -> bool:
     return len(context.view.stages) == 1 and context.view.is_here(0)
 
 
+def note_newcomers(
+    chain: Chain, error: SwarmLLMError, has_begun: bool, newcomers: Newcomers, trust: NodeTrust
+) -> None:
+    """Whether it failed because of a newcomer. One that refuses, or is not there to accept, costs a request
+    little, and may be honest."""
+    if isinstance(error, NodeBusy | NodeRefused | ContextFull) or not isinstance(
+        error, RemoteError | DeadlineExceeded
+    ):
+        return
+    if isinstance(error, NodeUnreachable) and not has_begun:
+        return
+    here, culprit = chain.context.view.node_id, chain.blamed.culprit
+    blamed = {culprit} if culprit is not None else {*(chain.blamed.doubted or chain.node_ids)}
+    newcomers.failed(blamed - {here}, trust.score, trio.current_time())
+
+
 def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
     """Note the events of a chain's nodes, after its end."""
     here = chain.context.view.node_id
     failure = chain.failure
     if failure is None:
         if chain.is_complete:
+            suspects.newcomers.served(chain.node_ids - {here}, trust.score)
             for node_id in chain.node_ids - {here}:
                 trust.note(node_id, TrustEvent.SERVED)
                 suspects.served(node_id)

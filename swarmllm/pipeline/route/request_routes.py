@@ -8,7 +8,9 @@ less time is assigned instead (`lighter`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import random
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -40,6 +42,7 @@ GAIN: Final = 1.1
 
 
 DOUBTED: Final = "in doubt: a pipeline with it broke lately, here or by what another node says"
+NEWCOMER: Final = "newcomers failed lately, and it has not served here often enough to be told from them"
 UNTRIED: Final = "there has been no connection with it yet"
 UNABLE: Final = (
     "(Nodes of earlier versions, which do not know where rows of this model's pictures stand: {}.)"
@@ -76,6 +79,7 @@ class RequestRoutes:
         trust: NodeTrust,
         just_sent: JustSent,
         cached_rows: CachedRowsOf = nothing_cached,
+        draw: Callable[[Sequence[NodeId]], NodeId] = random.choice,
     ) -> None:
         self._router = router
         self.planner = planner
@@ -84,6 +88,7 @@ class RequestRoutes:
         self._trust = trust
         self._just_sent = just_sent
         self._cached_rows = cached_rows
+        self._draw = draw
         self._reported_loads = ReportedLoads()
         self._affinity = Affinity()
         self._untried = UntriedNodes()
@@ -115,6 +120,10 @@ class RequestRoutes:
         untried = {node_id: UNTRIED for node_id in self._router.untried() if node_id not in suspects}
         if not self._untried.may_be_taken(now):
             suspects, untried = suspects | untried, {}
+        # An example of what a request would do without: another one may be drawn for it.
+        spared = next(iter(self._spared(entry, now)), frozenset())
+        suspects |= dict.fromkeys(spared - suspects.keys(), NEWCOMER)
+        untried = {node_id: why for node_id, why in untried.items() if node_id not in suspects}
         load = self._load(entry, request, n_asking=0)
         return await self.planner.plan(entry, request, load, suspects, untried)
 
@@ -157,12 +166,17 @@ class RequestRoutes:
             )
         )
         unable = self._unable(request)
-        try:
-            chosen = await self.planner.choose(
+        avoid = frozenset(request.recovery.avoid) | unable
+        # A stage that goes on with what it holds of this request has shown that it works.
+        at_work = frozenset[NodeId]() if broken is None else broken.node_ids
+
+        async def without(newcomers: frozenset[NodeId]) -> Assembly:
+            return await self.planner.choose(
                 entry,
                 size,
                 load,
-                frozenset(request.recovery.avoid) | unable,
+                # Rather a newcomer than a node in doubt.
+                avoid | ((newcomers - at_work).union(suspects) if newcomers else newcomers),
                 suspects=list(suspects),
                 untried=untried if may_risk else (),
                 previous=previous,
@@ -172,12 +186,30 @@ class RequestRoutes:
                 is_exact=request.is_exact,
                 within=None if request.broken is None else request.broken.kernel_group,
             )
+
+        try:
+            chosen = await self._without_newcomers(entry, without, now)
         except NoPipeline as error:
             if unable:
                 raise NoPipeline(f"{error.message} {UNABLE.format(len(unable))}") from None
             raise
         request.risked = chosen.node_ids & untried
         return chosen
+
+    async def _without_newcomers(
+        self, entry: CatalogueEntry, without: Callable[[frozenset[NodeId]], Awaitable[Assembly]], now: float
+    ) -> Assembly:
+        """What `without` gives, without newcomers where there has to be and can be. Raises NoPipeline."""
+        for newcomers in self._spared(entry, now):
+            with suppress(NoPipeline):
+                return await without(newcomers)
+        return await without(frozenset())
+
+    def _spared(self, entry: CatalogueEntry, now: float) -> list[frozenset[NodeId]]:
+        newcomers, score = self._suspects.newcomers, self._trust.score
+        if newcomers.are_trusted(now):
+            return []
+        return list(newcomers.to_spare(self.planner.holders(entry.model_id), score, now, self._draw))
 
     def _unable(self, request: OriginRequest) -> frozenset[NodeId]:
         """Nodes that do not say that they know how the rows of its pictures stand."""

@@ -244,6 +244,10 @@ class RoutePlanner:
             frozenset(unsigned) if self._prefers_signed_rows else frozenset(),
         )
 
+    def holders(self, model_id: ModelId) -> Collection[NodeId]:
+        """Other nodes that count and have layers of it ready."""
+        return self._registry.held(model_id).keys() - {self._node_id}
+
     def without_picture_runs(self, model_id: ModelId) -> frozenset[NodeId]:
         """Of the nodes that hold layers of it, those that say nothing of `picture_runs`."""
         records = {each: self._registry.node(each) for each in self._registry.held(model_id)}

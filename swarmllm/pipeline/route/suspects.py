@@ -2,9 +2,9 @@
 
 Pure: the clock comes in as `now_s`.
 
-Two kinds. *Doubts* are this node's own: a pipeline failed, and which of its nodes is to blame cannot be
+Three kinds. *Doubts* are this node's own: a pipeline failed, and which of its nodes is to blame cannot be
 known. They last until the node takes part in an answer that is completed, or for some minutes, twice as many
-with each relapse. *Accusations* are hearsay.
+with each relapse. *Accusations* are hearsay. And newcomers, all together (see newcomers.py).
 
 A node that loses a pipeline tells everybody at once (PipelineError), so that other nodes' next requests avoid
 it. Because this is hearsay, a suspect is only avoided while there are others, for some seconds, and until it
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarmllm.errors import NoPipeline
+from swarmllm.pipeline.route.newcomers import Newcomers
 from swarmllm_proto.identifiers import NodeId
 
 SUSPECT_S = 15.0
@@ -47,6 +48,7 @@ class Suspects:
     """By node: until when, and how many."""
     _repeats: dict[NodeId, tuple[int, float]] = field(default_factory=dict)
     """By node: how many of its doubts have run out one after the other, and until when that counts."""
+    newcomers: Newcomers = field(default_factory=Newcomers)
 
     def doubt(self, node_ids: Iterable[NodeId], now_s: float) -> None:
         """One of these let a pipeline of this node fail. Who does so again after its last doubt has run out

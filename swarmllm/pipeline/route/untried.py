@@ -32,8 +32,14 @@ PAUSE_MAX_S: Final = 3600.0
 class UntriedNodes:
     """Whether requests of this node may depend on them now."""
 
+    pause_max_s: float = PAUSE_MAX_S
     _n_failures: int = 0
     _until_s: float = -math.inf
+
+    @property
+    def has_failed(self) -> bool:
+        """More of them have failed than others have made up for."""
+        return self._n_failures > 0
 
     def may_be_taken(self, now_s: float) -> bool:
         return now_s >= self._until_s
@@ -41,7 +47,7 @@ class UntriedNodes:
     def failed(self, now_s: float) -> None:
         """A request was to go over one, and it could not be reached."""
         if self.may_be_taken(now_s):
-            self._until_s = now_s + min(PAUSE_MAX_S, PAUSE_S * 2.0 ** min(self._n_failures, 16))
+            self._until_s = now_s + min(self.pause_max_s, PAUSE_S * 2.0 ** min(self._n_failures, 16))
             self._n_failures += 1
 
     def accepted(self) -> None:
