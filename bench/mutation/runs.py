@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import resource
 import shutil
 import signal
@@ -291,7 +292,8 @@ def _become_pytest(
 
 def _first_failure(output: Path) -> str:
     lines = output.read_text(errors="replace").splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    # A captured log line has more spaces behind its level.
+    failed = [line for line in lines if re.match(r"(FAILED|ERROR) \S", line)]
     return failed[0].split(" ", 1)[1].split(" - ")[0] if failed else "".join(lines[-1:])
 
 
