@@ -118,7 +118,7 @@ class FakePool:
     def can_recode_now(self) -> bool:
         return False
 
-    async def recode_picture(self, picture: Picture) -> bytes:
+    async def recode_picture(self, picture: Picture, *, side_max: int = 0) -> bytes:
         raise WorkerError("this pool decodes nothing")
 
     async def tokenize(

@@ -22,6 +22,7 @@ from bench.common.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.route.newcomers import Newcomers
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.row_committer import RowCommitter
 from swarmllm.swarm.in_memory.signer import in_memory_signature
@@ -62,6 +63,13 @@ async def prefer(swarm: Swarm, liked: str, *others: str) -> None:
     said = {liked: computes(swarm.entry.model_id, 1e-6)}
     said |= {other: computes(swarm.entry.model_id, 1.0) for other in others}
     await swarm.tell(A, said)
+
+
+def forget_doubts(swarm: Swarm, node_id: str) -> None:
+    """Its next requests may lead over that node again, also if it is a newcomer."""
+    suspects = swarm[A].pipelines._suspects
+    suspects._doubts.pop(node_id, None)
+    suspects.newcomers = Newcomers()
 
 
 def count(swarm: Swarm, node_id: str, event: TrustEvent) -> int:
@@ -252,7 +260,7 @@ async def test_who_shows_the_truth_to_the_origin_and_other_rows_to_its_neighbour
         send(swarm, LIAR, zeros)
         for turn in range(6):
             await prefer(swarm, LIAR, M, N)
-            swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
+            forget_doubts(swarm, LIAR)
             await ask(swarm, turn) if swarm[A].trust.score(LIAR) < WORK_MIN else await tolerate(swarm, turn)
         assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
@@ -296,7 +304,7 @@ async def test_who_says_that_it_got_other_rows_gains_nothing(patient_clock: Mock
         say(swarm, LIAR, lambda _, true: msgspec.structs.replace(true, received=other(true.received)))
         for turn in range(8):
             await prefer(swarm, LIAR, J, B)
-            swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
+            forget_doubts(swarm, LIAR)
             await tolerate(swarm, turn)
         assert count(swarm, LIAR, TrustEvent.WRONG_RESULT) == 1
         assert swarm[A].trust.score(LIAR) < WORK_MIN
@@ -314,7 +322,7 @@ async def test_new_identities_cannot_outvote_a_node(patient_clock: MockClock) ->
         for liar in liars:
             say(swarm, liar, lambda _, true: msgspec.structs.replace(true, received=other(true.received)))
         for turn in range(10):
-            swarm[A].pipelines._suspects._doubts.pop(M, None)
+            forget_doubts(swarm, M)
             await tolerate(swarm, turn)
         assert count(swarm, M, TrustEvent.DISPUTED) >= 3
         assert count(swarm, M, TrustEvent.WRONG_RESULT) == 0
@@ -409,7 +417,7 @@ async def test_the_sender_of_rows_that_are_no_numbers_is_charged(says: str, pati
         send(swarm, LIAR, not_numbers)
         for turn in range(8):
             await prefer(swarm, LIAR, M, N)
-            swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
+            forget_doubts(swarm, LIAR)
             await ask(swarm, turn)
             await trio.sleep(4)
         assert swarm[A].trust.score(LIAR) < NEUTRAL
@@ -475,7 +483,7 @@ async def test_who_refuses_rows_that_were_good_gains_nothing(patient_clock: Mock
         node.router.serve(node.pipelines.on_request, accuse)
         for turn in range(8):
             await prefer(swarm, LIAR, J, B)
-            swarm[A].pipelines._suspects._doubts.pop(LIAR, None)
+            forget_doubts(swarm, LIAR)
             await ask(swarm, turn)
             await trio.sleep(4)
         assert swarm[A].trust.score(LIAR) < WORK_MIN

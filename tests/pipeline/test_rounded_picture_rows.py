@@ -207,7 +207,7 @@ async def test_a_picture_goes_as_jpeg_and_what_it_became_is_that_of_the_picture(
     async with seeing(B, picture_compression="always") as swarm:
         recoded: list[str] = []
 
-        async def recode(given: Picture) -> bytes:
+        async def recode(given: Picture, *, side_max: int = 0) -> bytes:
             recoded.append(given.digest)
             return smaller
 
@@ -231,7 +231,7 @@ async def test_a_picture_goes_as_jpeg_and_what_it_became_is_that_of_the_picture(
 async def test_what_re_encoding_does_not_make_smaller_goes_as_it_is(given: bytes) -> None:
     async with seeing(B, picture_compression="always") as swarm:
 
-        async def recode(_: Picture) -> bytes:
+        async def recode(_: Picture, *, side_max: int = 0) -> bytes:
             return given
 
         swarm[A].pool.recode_picture = recode

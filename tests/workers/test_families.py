@@ -195,17 +195,21 @@ def test_whole_model_takes_rows_as_it_takes_tokens(
     engine.close()
 
 
-def test_whole_model_with_wide_inputs_takes_tokens_only(
+def test_a_model_with_wide_inputs_takes_rows_of_its_width_whole_and_cut(
     family_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """Further parts of a picture's rows are zeros where rows are no picture's."""
     engine = open_engine(family_file("qwen3-vl"), tmp_path)
-    rows = engine.embedding.rows(np.arange(4, dtype=np.int32))
+    tokens = np.arange(4, dtype=np.int32)
+    rows = engine.embedding.rows(tokens)
     engine.layers.load(0, engine.n_layers)
-    with pytest.raises(CallError, match="token ids only"):
-        engine.run(engine.route("r", 0, engine.n_layers), [Span(0, 0, rows, "logits")])
+    route = engine.route("r", 0, engine.n_layers)
+    by_token = engine.run(route, [Span(0, 0, tokens, "logits")])[0].copy()
+    by_row = engine.run(route, [Span(1, 0, rows, "logits")])[0].copy()
+    np.testing.assert_allclose(by_row, by_token, atol=1e-3)
     engine.layers.unload(0, engine.n_layers)
-    engine.layers.load(0, 2)
-    assert engine.run(engine.route("r", 0, 2), [Span(0, 0, rows, "hidden")])[0].shape == rows.shape
+    engine.layers.load(0, 4)
+    assert engine.run(engine.route("r", 0, 4), [Span(0, 0, rows, "hidden")])[0].shape == rows.shape
     engine.close()
 
 

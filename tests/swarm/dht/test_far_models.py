@@ -88,7 +88,7 @@ async def test_it_is_found_fetched_and_its_holder_connected(
 ) -> None:
     # A swarm larger than what one node connects with and keeps records of, in small; clients are not dialled
     # by lookups either.
-    monkeypatch.setattr(EnvelopeBook, "heard", lambda book: iter(()))
+    monkeypatch.setattr(EnvelopeBook, "heard_at_s", lambda book, node_id: None)
     secret = new_secret() if is_private else None
     async with (
         node(tmp_path, "middle", dht="on", secret=secret) as middle,
