@@ -9,10 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_again
-from swarmllm_proto.fingerprints import N_DRAWN, decode_fingerprint, drawn_tokens, encode_fingerprint
+from swarmllm_proto.fingerprints import (
+    FINGERPRINT_BYTES,
+    N_DRAWN,
+    N_VALUES,
+    check_fingerprint,
+    decode_fingerprint,
+    drawn_tokens,
+    encode_fingerprint,
+)
 from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.decoding import Decoding
@@ -185,6 +195,23 @@ def test_a_fingerprint_is_finite_and_as_long_as_it_should_be() -> None:
     for data in (b"", bytes(35), bytes(37), b"\x00\x7c" * 18, b"\x00\x7e" * 18):
         with pytest.raises(ValueError, match=r"bytes|numbers"):
             decode_fingerprint(data)
+
+
+@given(st.lists(st.floats(-65504, 65504, width=32), min_size=N_VALUES, max_size=N_VALUES))
+def test_logits_are_rounded_as_numpy_rounds_them(values: list[float]) -> None:
+    """Nodes of earlier versions round with numpy."""
+    expected = np.array(values, np.float32).astype("<f2")
+    assert encode_fingerprint(np.array(values[:N_DRAWN], np.float32), *values[N_DRAWN:]) == expected.tobytes()
+
+
+@given(st.binary(min_size=FINGERPRINT_BYTES, max_size=FINGERPRINT_BYTES))
+def test_what_is_a_number_is_what_numpy_says(data: bytes) -> None:
+    try:
+        check_fingerprint(data)
+    except ValueError:
+        assert not np.isfinite(np.frombuffer(data, "<f2")).all()
+    else:
+        assert np.isfinite(np.frombuffer(data, "<f2")).all()
 
 
 def test_nothing_lies_between_a_random_number_and_the_token_that_it_draws() -> None:

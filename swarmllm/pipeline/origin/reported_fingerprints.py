@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import UnsetType
 
 from swarmllm.pipeline.origin.output import InvalidReport
-from swarmllm_proto.fingerprints import decode_fingerprint
+from swarmllm_proto.fingerprints import check_fingerprint, decode_fingerprint
 from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.tensors import Tensor
 
@@ -46,7 +46,7 @@ class ReportedFingerprints:
         if isinstance(fingerprint, UnsetType):
             return
         try:
-            decode_fingerprint(fingerprint)
+            check_fingerprint(fingerprint)
         except ValueError as error:
             raise InvalidReport(f"a fingerprint of {error}") from None
         self._newest = fingerprint
