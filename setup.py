@@ -78,6 +78,7 @@ setup(
             [f"workers/swarmllm_workers/native/{source}.c" for source in (name, *others)],
             depends=[
                 "workers/swarmllm_workers/native/k_quants.h",
+                "workers/swarmllm_workers/native/blocks.h",
                 "workers/swarmllm_workers/native/blocks_32.h",
                 "workers/swarmllm_workers/native/experts.h",
                 "workers/swarmllm_workers/native/weights_body.h",

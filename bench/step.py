@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -39,7 +40,7 @@ from swarmllm_proto.codec import encode_ipc
 from swarmllm_proto.ipc import Generate, Sampling
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
+from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.tap import ggml
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
@@ -73,18 +74,17 @@ class Parts:
         self.now: defaultdict[str, int] = defaultdict(int)
         self.steps: list[dict[str, int]] = []
 
-    def timed(self, owner: Any, name: str, part: str) -> None:
-        """Replaces a method by one that is timed."""
-        method = getattr(owner, name)
+    def timed(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The same, with its time added to a part."""
 
-        def call(*args: Any, **options: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             started = self.clock()
             try:
-                return method(*args, **options)
+                return call(*args, **options)
             finally:
                 self.now[part] += self.clock() - started
 
-        setattr(owner, name, call)
+        return timed
 
     def step(self, run: Callable[[], None]) -> None:
         self.now.clear()
@@ -161,7 +161,8 @@ def measure_step(
     tuning = KernelTuning()
     tuning.tune(tuning.read([path]), n_threads)
     ours, daemons = socket.socketpair()
-    ours.setblocking(False)
+    for end in (ours, daemons):
+        end.setblocking(False)
     outgoing, errors = OutgoingFrames(ours), list[Exception]()
     scheduler = Scheduler(engine, Planner(), lambda _work, error: errors.append(error))
     parts = Parts(clock)
@@ -169,33 +170,21 @@ def measure_step(
     def send(message: Any, payload: Any = b"") -> None:
         outgoing.send(encode_ipc(message, payload))
 
-    parts.timed(Context, "decode", "libllama")
-    parts.timed(Decoding, "decode", "token")
-    sending = Sending(send)
-    parts.timed(sending, "send", "message")
+    Context.decode = parts.timed(Context.decode, "libllama")  # type: ignore[method-assign]
+    Decoding.decode = parts.timed(Decoding.decode, "token")  # type: ignore[method-assign]
     sampling = Sampling(max_tokens=n_steps, temperature=0.8, top_k=40, top_p=0.95, seed=1, ignore_eos=True)
     prompt = np.arange(n_prompt, dtype=np.int32) % 250
-    scheduler.add(
-        GenerateWork(Generate(id=1, request_id="step", sampling=sampling), prompt, engine, sending.to)
-    )
+    message = Generate(id=1, request_id="step", sampling=sampling)
+    scheduler.add(GenerateWork(message, prompt, engine, parts.timed(send, "message")))
     while scheduler.has_work:
         parts.step(scheduler.step)
-        daemons.recv(2**20)
+        with suppress(BlockingIOError):  # A piece of a prompt makes no message.
+            daemons.recv(2**20)
     if errors:
         raise errors[0]
     ours.close()
     daemons.close()
     return parts
-
-
-class Sending:
-    """What a work is given to send with, so that it can be timed."""
-
-    def __init__(self, send: Callable[[Any, Any], None]) -> None:
-        self.send = send
-
-    def to(self, message: Any, payload: Any = b"") -> None:
-        self.send(message, payload)
 
 
 def report(parts: Parts, nodes_ns: dict[str, float]) -> str:
@@ -219,6 +208,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens before them")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    if not 1 <= arguments.prompt <= N_BATCH:
+        parser.error(f"a prompt has 1 to {N_BATCH} tokens")
     if not N_WARM_UP < arguments.steps <= N_CTX - arguments.prompt:
         parser.error(f"steps are more than {N_WARM_UP}, and with the prompt at most {N_CTX}")
     clock = time.thread_time_ns if arguments.threads == 1 else time.perf_counter_ns

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from swarmllm_workers.kernels.kernel_tuning import processor
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -45,14 +47,7 @@ def ratios(ours: Figure, rival: Figure) -> Figure:
 
 
 def machine() -> dict[str, object]:
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
+    cpu, _ = processor()
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),

@@ -406,7 +406,7 @@ class ModelKeeper:
         await self.presets.drop(entry.name, *entry.further_names)
         await self._pool.forget(entry.model_id)
         self._cut_checks.forget(entry.model_id)
-        await self._projectors.tidy()
+        await self._projectors.forget(entry.model_id)
         await self._remembered.forget(entry.model_id, entry.name, entry.manifest.whole)
         await self._node.publish()
         return view

@@ -7,6 +7,7 @@ hostile file costs only that process, and is then refused.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,8 @@ class ProjectorKeeper:
                 known = error.message
         if not known:
             return ""
-        return f"{known}; give it one that can be used: swarmllm models projector {entry.name} MMPROJ.gguf"
+        name = shlex.quote(entry.name)
+        return f"{known}; give it one that can be used: swarmllm models projector {name} MMPROJ.gguf"
 
     def knows_trouble(self, entry: CatalogueEntry) -> bool:
         """Whether there is anything that `trouble` would look at."""
@@ -194,6 +196,11 @@ class ProjectorKeeper:
                     self._troubles[entry.model_id] = error.message
                 await trio.to_thread.run_sync(self._delete_unused)
                 raise
+
+    async def forget(self, model_id: ModelId) -> None:
+        """Call when a model has been removed."""
+        self._troubles.pop(model_id, None)
+        await self.tidy()
 
     async def tidy(self) -> None:
         """Delete what was fetched and belongs to no model any more."""

@@ -85,6 +85,13 @@ def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
         assert (Way.TILES in ways_of(MatrixType.Q8_0, rows.first, Way)) == (rows.first >= 2)
 
 
+def test_types_without_kernels_for_avx512_are_computed_with_avx2() -> None:
+    for kind in MatrixType:
+        ours = [way for way in ways_of(kind, 1, Way) if not way.is_ggmls]
+        assert max(ours) == (Way.AVX2_STREAMED if kind.is_without_avx512 else Way.IN_ORDER)
+    assert MatrixType.IQ4_XS.is_without_avx512
+
+
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:
     for rows in ROW_CLASSES:
         allowed = {way for way in Way if may_differ(MatrixType.Q4_K, way, rows.first)}

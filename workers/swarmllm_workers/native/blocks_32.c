@@ -11,11 +11,13 @@
  */
 #include "blocks_32.h"
 
+#include "blocks.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #include <string.h>
 
-enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17, STREAM_AHEAD = 1 << 13 };
+enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17 };
 
 struct __attribute__((packed)) q4_0 { /* and IQ4_NL */
     uint16_t scale;
@@ -43,7 +45,6 @@ INLINE int64_t block_bytes(const int type) {
     return type == Q5_0 ? sizeof(struct q5_0) : type == MXFP4 ? sizeof(struct mxfp4) : sizeof(struct q4_0);
 }
 
-static const int8_t iq4_nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 AVX2 INLINE __m256i nibbles(const uint8_t *packed) {
@@ -71,7 +72,7 @@ AVX2 INLINE __m256i weights(const int type, const char *block) {
         return looked_up(fp4, nibbles(((const struct mxfp4 *)(const void *)block)->values));
     }
     const __m256i four = nibbles(((const struct q4_0 *)(const void *)block)->values);
-    return type == IQ4_NL ? looked_up(iq4_nl, four) : _mm256_sub_epi8(four, _mm256_set1_epi8(8));
+    return type == IQ4_NL ? looked_up(iq4_weights, four) : _mm256_sub_epi8(four, _mm256_set1_epi8(8));
 }
 
 AVX2 INLINE float scale_of(const int type, const char *block) {

@@ -14,12 +14,14 @@
  */
 #include "k_quants.h"
 
+#include "blocks.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #include <string.h>
 
 enum { GROUP = 32, VALUES = 256, COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, NEAR = 3 << 17 };
-enum { LINE = 64, STREAM_AHEAD = 1 << 13, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
+enum { LINE = 64, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
 
 struct __attribute__((packed)) q4_k {
     uint16_t scale, minimum;
@@ -193,8 +195,7 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
 
 /* Weights have signs and come from a table, with a scale for each group. */
 AVX2 INLINE void row_xs(const int n, const bool asks, const struct k_product *t, const char *row, float *c) {
-    static const int8_t table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-    const __m256i weights = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    const __m256i weights = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)iq4_weights));
     __m256 floats[COLUMNS];
     UNROLL for (int j = 0; j < n; j++) floats[j] = _mm256_setzero_ps();
     for (int64_t l = 0; l < t->k; l++) {

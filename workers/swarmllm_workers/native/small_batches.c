@@ -11,6 +11,7 @@
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  */
+#include "blocks.h"
 #include "blocks_32.h"
 #include "experts.h"
 #include "k_quants.h"
@@ -44,7 +45,6 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
  * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
 enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5 };
 enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
-enum { STREAM_AHEAD = 1 << 13 }; /* bytes */
 enum { SHAPES_MAX = 64, CLASSES = 11 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
