@@ -90,7 +90,7 @@ def test_slices_are_as_tall_as_most_matrices_and_not_as_the_embedding() -> None:
     source = GgufFile(GUIDE)
     heights = [x.shape[1] for x in matrices(source) if (x.type, x.shape[0]) == (Type.Q8_0, 256)]
     with ProductBench(source, MatrixType.Q8_0, 256, 1, cached_bytes=0) as bench:
-        assert sorted(heights)[len(heights) // 2] <= bench.matrix_rows < max(heights)
+        assert bench.matrix_rows in {height for height in heights if height < max(heights)}
     source.close()
 
 
