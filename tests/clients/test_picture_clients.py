@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import ollama
 import openai
 import pytest
@@ -68,6 +67,8 @@ def test_all_dialects_show_the_model_the_same_picture(ai: openai.OpenAI, node: D
     assert (said.output_text, said.usage.input_tokens) == (text, n_tokens)
     counted = ai.responses.input_tokens.count(model="guide", input=items)
     assert counted.input_tokens == n_tokens
+
+    import anthropic  # here: it takes seconds, and every process of a test run collects this file
 
     source = {"type": "base64", "media_type": "image/jpeg", "data": encoded}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": TEXT}]

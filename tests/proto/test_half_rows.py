@@ -65,7 +65,7 @@ GOOD = pack_half(rows_of(4, 8).astype(np.float16).astype(np.float32))
         (GOOD, 3, 8),
         (GOOD, 2**20, 2**20),
         (GOOD, 0, 8),
-        (zstandard.ZstdCompressor().compress(bytes(2**30)), 4, 8),
+        (zstandard.ZstdCompressor(level=1).compress(bytes(2**28)), 4, 8),
         (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64)), 4, 8),
     ],
     ids=["none", "no frame", "cut", "more", "wider", "fewer", "huge", "no rows", "a bomb", "no size"],
