@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from deadlines import DEADLINE_S
 from forked_process import ForkedProcess, clean_environment
+from kernel_timings import KERNEL_TIMINGS
 
 
 @dataclass
@@ -64,7 +65,7 @@ def running_daemon(
     process: subprocess.Popen[bytes] | ForkedProcess
     with log.open("wb") as output:
         if not program and environment is None:
-            process = ForkedProcess(arguments, log)
+            process = ForkedProcess(arguments, log, KERNEL_TIMINGS)
         else:
             process = subprocess.Popen(
                 [sys.executable, *(program or ("-m", "swarmllm")), *arguments],

@@ -21,13 +21,15 @@ PRELOADED = ["__main__", "swarmllm.cli.main", "swarmllm.cli.daemon", "swarmllm.d
 class ForkedProcess:
     """As much of `subprocess.Popen` as tests use."""
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        """Raises OSError where the server process can't be reached."""
+    def __init__(self, arguments: Sequence[str], log: Path, kernel_timings: Path) -> None:
+        """`kernel_timings`: where its workers keep them, instead of in its data folder.
+
+        Raises OSError where the server process can't be reached."""
         context = multiprocessing.get_context("forkserver")
         assert isinstance(context, ForkServerContext)
         context.set_forkserver_preload(PRELOADED)
         self._process = context.Process(
-            target=run_swarmllm, args=(list(arguments), str(log), clean_environment())
+            target=run_swarmllm, args=(list(arguments), str(log), str(kernel_timings), clean_environment())
         )
         self._process.start()
         assert self._process.pid is not None
@@ -63,8 +65,9 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("SWARMLLM_")}
 
 
-def run_swarmllm(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+def run_swarmllm(arguments: list[str], log: str, kernel_timings: str, environment: dict[str, str]) -> None:
     """In the forked process."""
+    from swarmllm import daemon_settings
     from swarmllm.cli.main import main
 
     os.environ.clear()
@@ -74,4 +77,7 @@ def run_swarmllm(arguments: list[str], log: str, environment: dict[str, str]) ->
     for opened, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(opened, standard)
     sys.argv = ["swarmllm", *arguments]
+    vars(daemon_settings)["KERNEL_TIMINGS"] = (
+        kernel_timings  # which is not below the data folder: it is absolute
+    )
     main()
