@@ -5,7 +5,11 @@ of swarms; libllama lives in this package and nowhere else, so a hostile GGUF or
 process.
 """
 
-from swarmllm_workers.kernels import row_attention, small_batches
+from swarmllm_workers import partial_packages
+
+partial_packages.import_modules_alone()
+
+from swarmllm_workers.kernels import row_attention, small_batches  # noqa: E402  (one of them needs `gguf`)
 
 __version__ = "0.1.0"
 

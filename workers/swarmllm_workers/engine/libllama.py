@@ -32,6 +32,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_workers import partial_packages
 from swarmllm_workers.engine import huge_pages, shared_weights
 from swarmllm_workers.engine.positions import SECTIONS
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
@@ -106,7 +107,7 @@ def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
 
 
 _log_callback = lib.llama_log_callback(_on_log)
-lib.llama_log_set(_log_callback, ctypes.c_void_p())
+partial_packages.keep_set(lambda: lib.llama_log_set(_log_callback, ctypes.c_void_p()))
 lib.llama_backend_init()
 small_batches.connect()
 

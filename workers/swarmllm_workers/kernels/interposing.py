@@ -24,7 +24,7 @@ def find_library(name: str) -> Path | None:
 def stand_before_libllama(name: str) -> ctypes.CDLL | None:
     """NAME's functions are those that libllama will find. None where that cannot be any more."""
     path = find_library(name)
-    if path is None or "llama_cpp" in sys.modules:
+    if path is None or "llama_cpp.llama_cpp" in sys.modules:
         return None
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

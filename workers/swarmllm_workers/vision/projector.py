@@ -22,6 +22,7 @@ from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.errors import without_folders
 from swarmllm_proto.ipc import EncodeSound
 from swarmllm_proto.picture_runs import WHOLE_RUN_ROWS_MAX
+from swarmllm_workers import partial_packages
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import small_batches
 from swarmllm_workers.vision.sounds import samples_of
@@ -42,7 +43,7 @@ def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
 
 
 _log_callback = lib.llama_log_callback(_on_log)
-lib.llama_log_set(_log_callback, ctypes.c_void_p())
+partial_packages.keep_set(lambda: lib.llama_log_set(_log_callback, ctypes.c_void_p()))
 _set_helper_log = mtmd._libmtmd.mtmd_helper_log_set
 _set_helper_log.argtypes = [type(_log_callback), ctypes.c_void_p]
 _set_helper_log.restype = None
