@@ -150,6 +150,7 @@ class Pipelines:
             trust,
             self._here,
             tasks,
+            self._requests,
             signer=signer,
         )
         commitments = self._checker.commitments
@@ -201,7 +202,6 @@ class Pipelines:
         self._opener = PipelineOpener(
             node_id,
             self._attempts,
-            self._requests,
             self._routes,
             self._speeds,
             observations,
@@ -211,7 +211,6 @@ class Pipelines:
         self._standbys = Standbys(
             node_id,
             self._attempts,
-            self._requests,
             self._routes,
             self._counts,
             HedgeBudget(settings.hedge),
@@ -429,7 +428,7 @@ class Pipelines:
             self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
             if request.recovery.is_under_way:
-                self._opener.let_go(request.tried)
+                self._opener.let_go(request.attempts)
 
     async def _first_stage(self, entry: CatalogueEntry) -> NodeId:
         return (await self.stages_for(entry))[0].node_id

@@ -26,8 +26,8 @@ def test_the_checker_is_told_whether_one_node_runs_the_whole_model(kind: type[Ch
         return 3
 
     attempts: Any = SimpleNamespace(_checker=SimpleNamespace(draws=draws))
-    request: Any = SimpleNamespace(context=object(), pictures=None)
-    assert Attempts._drawn_stage(attempts, request, kind) == 3
+    attempt: Any = SimpleNamespace(context=object(), request=SimpleNamespace(pictures=None))
+    assert Attempts._drawn_stage(attempts, attempt, kind) == 3
     assert reported == [is_whole]
 
 

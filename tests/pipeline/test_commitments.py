@@ -21,7 +21,10 @@ from trio.testing import MockClock
 from bench.common.arithmetic import N_EMBD, FakePool, uncut
 from swarmllm.errors import SwarmLLMError
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.check.commitments import Commitments
+from swarmllm.pipeline.check.statements import Statements
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.requests import Attempt
 from swarmllm.pipeline.route.newcomers import Newcomers
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.row_committer import RowCommitter
@@ -88,10 +91,10 @@ def pipelines_with(swarm: Swarm, node_id: str) -> Counter[str]:
     requests, counts = swarm[A].pipelines._requests, Counter[str]()
     real = requests.closed
 
-    def closed(chain: Chain) -> None:
+    def closed(attempt: Attempt) -> None:
         counts["all"] += 1
-        counts["with it"] += node_id in chain.node_ids
-        real(chain)
+        counts["with it"] += node_id in attempt.assembly.node_ids
+        real(attempt)
 
     requests.closed = closed  # type: ignore[method-assign]
     return counts
@@ -187,16 +190,23 @@ async def test_honest_stages_sign_for_every_row_and_nobody_loses_anything(
             computed(row_committer, stage, position, n_rows)
 
     monkeypatch.setattr(RowCommitter, "computed", seen)
+    opened, begun = Commitments.opened, list[tuple[Statements | None, Chain]]()
+
+    def recorded(commitments: Commitments, attempt: Attempt, chain: Chain) -> None:
+        opened(commitments, attempt, chain)
+        begun.append((attempt.statements, chain))
+
+    monkeypatch.setattr(Commitments, "opened", recorded)
     async with open_swarm(pools() | tails(H), settings=UNCHECKED, committing=None) as swarm:
-        commitments = swarm[A].pipelines._checker.commitments
         for turn in range(20):
             await ask(swarm, turn)
-            request = next(reversed(commitments._requests.values()))
-            chain, ledger = request.chain, request.ledger
+            statements, chain = begun[-1]
+            assert statements is not None
+            ledger = statements.ledger
             assert len(chain.computed_tokens) > 5 * 32
             for stage in range(2):
                 with trio.fail_after(DEADLINE_S):
-                    await request.wait_for(partial(ledger.is_agreed, stage, 0, len(chain.computed_tokens)))
+                    await statements.wait_for(partial(ledger.is_agreed, stage, 0, len(chain.computed_tokens)))
                 assert ledger.is_agreed(stage, 0, len(chain.computed_tokens))
         counts = [swarm[A].trust.explain(node_id).counts for node_id in (LIAR, M, N, H)]
         assert all(each.keys() <= {"served"} for each in counts)

@@ -24,6 +24,7 @@ from swarmllm.pipeline.origin.output import InvalidReport, PromptWindow
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedded, with_row_ids
 from swarmllm.pipeline.origin.prompts import Prompts, read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
+from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.detail import PictureScaler
@@ -171,7 +172,10 @@ async def test_pictures_beyond_the_context_are_not_encoded() -> None:
 async def test_a_standby_gets_the_pictures_too() -> None:
     tokens, pictures = await read(asking("xAAAy"))
     request = OriginRequest("req_1", seeing(), tokens, Sampling(), pictures=pictures)
-    assert request.beside().pictures is pictures
+    way = Assembly((Stage(node_id=A, start=0, end=12),), (None,))
+    standby = request.attempt(way, request.assignment(way, A, is_standby=True))
+    assert standby.request.pictures is pictures
+    assert standby.context.picture_runs == pictures.runs
 
 
 @given(

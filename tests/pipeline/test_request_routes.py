@@ -95,6 +95,10 @@ def request(n_tokens: int = 10, max_tokens: int = 7, **fields: Any) -> OriginReq
     return OriginRequest("r", ENTRY, tokens, Sampling(max_tokens=max_tokens), RetryPolicy(0.0), **fields)
 
 
+def assign(request: OriginRequest, assembly: Assembly) -> None:
+    request.goes_to(request.attempt(assembly, request.assignment(assembly, A)))
+
+
 def other(cost_s: float = 1.0, instead_s: float = 10.0) -> Assembly:
     return Assembly(VIA_C, (None, None), cost_s=cost_s, instead_s=instead_s)
 
@@ -164,8 +168,9 @@ async def test_after_a_dial_in_vain_requests_do_without_untried_nodes_until_one_
     stand = Stand()
     stand.untried_nodes = [B]
     unlucky = request(n_attempts=1)
-    await stand.routes.choose(unlucky)
-    assert unlucky.risked == {B}
+    chosen = await stand.routes.choose(unlucky)
+    assert chosen.untried == {B}
+    assign(unlucky, chosen)
     unlucky.recovery.avoid.add(B)
     unlucky.n_attempts = 2
     await stand.routes.choose(unlucky)
@@ -175,9 +180,9 @@ async def test_after_a_dial_in_vain_requests_do_without_untried_nodes_until_one_
     assert planned[2:] == ({B: UNTRIED}, {})
     await trio.sleep(PAUSE_S)
     lucky = request(n_attempts=1)
-    await stand.routes.choose(lucky)
+    chosen = await stand.routes.choose(lucky)
     assert stand.asked[-1]["untried"] == {B}
-    stand.routes.took_over(lucky, VIA_B)
+    stand.routes.took_over(lucky, chosen)
     assert stand.routes._untried._n_failures == 0
 
 
@@ -185,7 +190,7 @@ async def test_a_stage_that_refused_was_not_dialled_in_vain() -> None:
     stand = Stand()
     stand.untried_nodes = [B]
     refused = request(n_attempts=1)
-    await stand.routes.choose(refused)
+    assign(refused, await stand.routes.choose(refused))
     stand.untried_nodes = []
     refused.recovery.avoid.add(B)
     refused.n_attempts = 2

@@ -75,6 +75,7 @@ from swarmllm.pipeline.check.verdict import (
 )
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.origin.chain import Chain
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequests
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -125,6 +126,7 @@ class Checker:
     trust: NodeTrust
     here: NodeLoad
     tasks: PipelineTasks
+    requests: OriginRequests
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
     signer: RowSigner | None = None
@@ -139,7 +141,7 @@ class Checker:
         self._budget = Budget(self.settings.check_rate)
         self._charges = VerdictRecorder(self.router.node_id, self.trust, self.suspects, self.counts)
         self.commitments = Commitments(
-            self.router, self.registry, self._charges, self.trust, self.tasks, self.signer
+            self.router, self.registry, self._charges, self.trust, self.tasks, self.requests, self.signer
         )
 
     def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
@@ -177,11 +179,11 @@ class Checker:
         if self._tallies.add_end(last, end_chance_by_fingerprint(values, sampling, n_tokens)):
             self._charges.wrong(last, Bias.ENDS_EARLY.value)
 
-    async def collect(self, chain: Chain, stage: int) -> None:
+    async def collect(self, attempt: Attempt, chain: Chain, stage: int) -> None:
         """Take what a check needs from stages that hold a request that is over."""
         kv_type = self._kv_type(chain.context, chain.context.view.stages[stage].node_id)
         try:
-            evidence = await self._evidence(chain, stage)
+            evidence = await self._evidence(attempt, chain, stage)
         except OtherRows as liar:
             self._charges.wrong(liar.node_id, "it shows other rows than it signed for")
             return
@@ -194,11 +196,11 @@ class Checker:
         self._pending.append(PendingCheck(chain.context, stage, evidence, kv_type))
         self._has_work.set()
 
-    async def _evidence(self, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
+    async def _evidence(self, attempt: Attempt, chain: Chain, stage: int) -> Evidence | TokenEvidence | None:
         """Raises EvidenceAbsent, OtherRows, SwarmLLMError."""
         context, tokens, generated = chain.context, chain.computed_tokens, chain.generated
         row_bytes, n_prompt = 4 * context.n_embd, context.n_prompt_tokens
-        ledger = await self.commitments.said_by(chain, stage)
+        ledger = await self.commitments.said_by(attempt, chain, stage)
         is_asked = ledger is not None and context.view.stages[stage].commits is True
         if is_asked and ledger is not None and not ledger.has_of(stage):
             self._charges.silent(context.view.stages[stage].node_id)

@@ -12,9 +12,7 @@ the stage shows the rows that it refused.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -26,10 +24,12 @@ from msgspec import UNSET
 
 from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.pipeline.check.ledger import Disagreement, InvalidCommitment, Ledger, Side
+from swarmllm.pipeline.check.ledger import Disagreement, InvalidCommitment, Ledger, Side, SignedStretch
+from swarmllm.pipeline.check.statements import Statements
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import OVER
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequests
 from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
@@ -42,42 +42,14 @@ from swarmllm_proto.row_commitments import (
     STRETCH_ROWS,
     RowsCommitment,
     is_signed_by,
-    pipeline_digest,
     stretch_digests,
 )
 from swarmllm_proto.swarm import FetchRows, PipelineAssignment, PipelineError, RowsPiece
 
 log = logging.getLogger(__name__)
 
-LINGER_S: Final = 15.0
-"""For what is said of a request after its end."""
-LINGERING_MAX: Final = 256
 ANSWER_TIMEOUT_S: Final = 5.0
-EVIDENCE_S: Final = 10.0
-"""Within which a stage has said what it sent, when its request is over. Its node may be busy, and lateness is
-no guilt."""
 _F32: Final = np.dtype("<f4")
-
-
-@dataclass(slots=True)
-class _Request:
-    chain: Chain
-    ledger: Ledger
-    pipeline: bytes
-    closed_s: float = float("inf")
-    settled: set[int] = field(default_factory=set)
-    """Stages of which a contradiction with the next one has been settled."""
-
-    said: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-
-    async def wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Until it has been said, or there was time to."""
-        with trio.move_on_after(EVIDENCE_S):
-            while not is_there():
-                await self.said.park()
-
-    def node_id(self, stage: int) -> NodeId:
-        return self.chain.context.view.stages[stage].node_id
 
 
 @dataclass(slots=True)
@@ -87,10 +59,9 @@ class Commitments:
     verdict_recorder: VerdictRecorder
     trust: NodeTrust
     tasks: PipelineTasks
+    requests: OriginRequests
     signer: RowSigner | None = None
     """None: this node asks no stage to commit."""
-    _requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
-    """By the id of an attempt. They are not in its OriginRequest, which ends LINGER_S before they do."""
 
     def asked(self, assignment: PipelineAssignment) -> PipelineAssignment:
         """The same, with what is asked of stages that can do it."""
@@ -108,36 +79,28 @@ class Commitments:
         is_announced = record is not None and record.capability.commits is True
         return node_id == self.router.node_id or is_announced
 
-    def opened(self, chain: Chain) -> None:
+    def opened(self, attempt: Attempt, chain: Chain) -> None:
         """A pipeline begins."""
-        context = chain.context
+        context = attempt.context
         last = context.view.stages[-1].node_id
         if self.signer is not None and last != self.router.node_id and self.can_commit(last):
             chain.fingerprints.expect()
-        if self.signer is None or all(stage.commits is not True for stage in context.view.stages):
-            return
-        ledger = Ledger(len(context.view.stages), context.n_prompt_tokens + context.sampling.max_tokens)
-        pipeline = pipeline_digest(
-            context.request_id, context.model.model_id, context.view.origin, context.view.stages
-        )
-        self._requests[context.request_id] = _Request(chain, ledger, pipeline)
-
-    def ledger(self, request_id: str) -> Ledger | None:
-        request = self._requests.get(request_id)
-        return None if request is None else request.ledger
+        if self.signer is not None and any(stage.commits is True for stage in context.view.stages):
+            attempt.statements = Statements.of(context)
 
     def repeated(self, chain: Chain, position: int) -> None:
         """Rows from there on leave once more, because a job was damaged on its way."""
-        if (ledger := self.ledger(chain.context.request_id)) is not None:
-            ledger.repeated(position, max(position + 1, chain.window.n_sent))
+        attempt = self.requests.attempt(chain.context.request_id)
+        if attempt is not None and attempt.statements is not None:
+            attempt.statements.ledger.repeated(position, max(position + 1, chain.window.n_sent))
 
-    async def said_by(self, chain: Chain, stage: int) -> Ledger | None:
+    async def said_by(self, attempt: Attempt, chain: Chain, stage: int) -> Ledger | None:
         """What has been said, when a stage and those beside it have spoken of its rows after the end, or have
         had time to. None: nobody was to."""
-        request = self._requests.get(chain.context.request_id)
-        if request is None:
+        statements = attempt.statements
+        if statements is None:
             return None
-        n_rows = chain.n_rows
+        ledger, n_rows = statements.ledger, chain.n_rows
         last = (n_rows - 1) // STRETCH_ROWS * STRETCH_ROWS
         sides: list[tuple[int, Side]] = [(stage - 1, "sent"), (stage, "received"), (stage, "sent")]
         sides.append((stage + 1, "received"))
@@ -149,103 +112,93 @@ class Commitments:
             and stages[index].commits is True
             and (index, side) not in ((0, "received"), (len(stages) - 1, "sent"))
         ]
-        await request.wait_for(
-            lambda: all(request.ledger.said(*each, last, n_rows - last) is not None for each in due)
+        await statements.wait_for(
+            lambda: all(ledger.said(*each, last, n_rows - last) is not None for each in due)
         )
-        return request.ledger
-
-    def closed(self, chain: Chain) -> None:
-        """Late news of it are heard for a while."""
-        now_s = trio.current_time()
-        if (request := self._requests.get(chain.context.request_id)) is not None:
-            request.closed_s = now_s
-            self._requests.move_to_end(chain.context.request_id)
-        over = [key for key, each in self._requests.items() if each.closed_s <= now_s]
-        for key in over:
-            is_old = self._requests[key].closed_s + LINGER_S <= now_s
-            if is_old or len(self._requests) > LINGERING_MAX:
-                del self._requests[key]
+        return ledger
 
     def take(self, sender: NodeId, said: RowsCommitment) -> bool:
-        """Takes a statement of another node. False: this node has no such request."""
-        request = self._requests.get(said.request_id)
-        if request is None or self.signer is None:
+        """Takes a statement of another node. False: none is due in an attempt of this id."""
+        attempt = self.requests.attempt(said.request_id)
+        if attempt is None or attempt.statements is None or self.signer is None:
             return False
-        stages = request.chain.context.view.stages
+        stages = attempt.context.view.stages
         if said.stage >= len(stages) or stages[said.stage].node_id != sender:
             self._note(sender, f"a commitment of stage {said.stage}, which is not there")
         elif stages[said.stage].commits is not True:
             self._note(sender, "a commitment that nobody asked for")
-        elif not is_signed_by(said, request.pipeline, sender, self.signer.verify):
+        elif not is_signed_by(said, attempt.statements.pipeline, sender, self.signer.verify):
             self._note(sender, "a commitment with another's signature")
         else:
-            self._add(sender, request, said)
+            self._add(sender, attempt, attempt.statements, said)
         return True
 
     def own(self, said: RowsCommitment) -> None:
         """Of a stage here."""
-        if (request := self._requests.get(said.request_id)) is not None:
-            self._add(self.router.node_id, request, said)
+        attempt = self.requests.attempt(said.request_id)
+        if attempt is not None and attempt.statements is not None:
+            self._add(self.router.node_id, attempt, attempt.statements, said)
 
     def accused(self, sender: NodeId, message: PipelineError) -> None:
         """A stage refuses rows of the one before it (see `Chain.receive`, which has seen the message)."""
-        request = self._requests.get(message.request_id)
-        if request is None:
+        attempt = self.requests.attempt(message.request_id)
+        if attempt is None or (statements := attempt.statements) is None:
             return
-        stages = request.chain.context.view.stages
+        stages = attempt.context.view.stages
         for stage in range(len(stages) - 1):
             pair = stages[stage], stages[stage + 1]
             is_theirs = pair[0].node_id == message.node_id and pair[1].node_id == sender
-            if is_theirs and all(each.commits is True for each in pair) and stage not in request.settled:
-                request.settled.add(stage)
-                self.tasks.spawn_if_running(partial(self._settle_refusal, request, stage, message.position))
+            if is_theirs and all(each.commits is True for each in pair) and stage not in statements.settled:
+                statements.settled.add(stage)
+                settle = partial(self._settle_refusal, statements, stage, message.position)
+                self.tasks.spawn_if_running(settle)
                 return
 
-    def _add(self, sender: NodeId, request: _Request, said: RowsCommitment) -> None:
+    def _add(self, sender: NodeId, attempt: Attempt, statements: Statements, said: RowsCommitment) -> None:
         try:
-            found = request.ledger.add(said)
+            found = statements.ledger.add(said)
         except InvalidCommitment as error:
             self._note(sender, f"a commitment that cannot be: {error}")
             return
-        request.said.unpark_all()
+        statements.changed()
         for contradiction in found:
-            if contradiction.stage not in request.settled:
-                request.settled.add(contradiction.stage)
-                self.tasks.spawn_if_running(partial(self._settle, request, contradiction))
+            if contradiction.stage not in statements.settled:
+                statements.settled.add(contradiction.stage)
+                self.tasks.spawn_if_running(partial(self._settle, attempt, statements, contradiction))
 
-    async def _settle(self, request: _Request, found: Disagreement) -> None:
-        sender, receiver = request.node_id(found.stage), request.node_id(found.stage + 1)
+    async def _settle(self, attempt: Attempt, statements: Statements, found: Disagreement) -> None:
+        sender, receiver = statements.node_id(found.stage), statements.node_id(found.stage + 1)
         here = self.router.node_id
         provoked_by(log, sender).warning(
             "request %s: %s and %s say different things of rows %d to %d between them",
-            *(request.chain.context.request_id, sender, receiver),
+            *(attempt.id, sender, receiver),
             *(found.position, found.position + found.n_rows),
         )
-        is_proven = receiver == here or (sender != here and await self._is_proven(request, found))
+        is_proven = receiver == here or (sender != here and await self._is_proven(statements, found))
         if is_proven:
             self.verdict_recorder.wrong(sender, "it signed for other rows than it sent, or told")
-            self._leave(request, frozenset({sender}))
+            self._leave(attempt, frozenset({sender}))
         else:
             self.verdict_recorder.contradict(sender, receiver)
-            self._leave(request, frozenset({sender, receiver} - {here}))
+            self._leave(attempt, frozenset({sender, receiver} - {here}))
 
-    def _leave(self, request: _Request, doubted: frozenset[NodeId]) -> None:
+    def _leave(self, attempt: Attempt, doubted: frozenset[NodeId]) -> None:
         """The next pipeline does without these."""
-        chain = request.chain
-        if chain.state not in OVER:
+        chain = attempt.chain
+        if chain is not None and chain.state not in OVER:
             chain.blamed.doubted = doubted
             chain.fail(RemoteError("two stages contradict each other about rows"))
 
-    async def _is_proven(self, request: _Request, found: Disagreement) -> bool:
+    async def _is_proven(self, statements: Statements, found: Disagreement) -> bool:
         """Whether the next stage has the signature of the one before it for what it says to have got."""
-        piece = await self._ask(request, found.stage, found.position, found.n_rows, digest_only=True)
-        received = request.ledger.said(found.stage + 1, "received", found.position, found.n_rows)
+        piece = await self._ask(statements, found.stage, found.position, found.n_rows, digest_only=True)
+        received = statements.ledger.said(found.stage + 1, "received", found.position, found.n_rows)
         return received is not None and self._has_signed(
-            request, piece, found.stage, found.position, received
+            statements, piece, found.stage, found.position, received
         )
 
     def _has_signed(
-        self, request: _Request, piece: RowsPiece | None, stage: int, position: int, digest: bytes
+        self, statements: Statements, piece: RowsPiece | None, stage: int, position: int, digest: bytes
     ) -> bool:
         if piece is None or piece.commitment is UNSET or self.signer is None:
             return False
@@ -259,40 +212,42 @@ class Commitments:
         if rest or not 0 <= index < len(stretch_digests(shown.sent)):
             return False
         is_it = stretch_digests(shown.sent)[index] == digest
-        return is_it and is_signed_by(shown, request.pipeline, request.node_id(stage), self.signer.verify)
+        sender = statements.node_id(stage)
+        return is_it and is_signed_by(shown, statements.pipeline, sender, self.signer.verify)
 
-    async def _settle_refusal(self, request: _Request, stage: int, position: int) -> None:
-        sender, receiver = request.node_id(stage), request.node_id(stage + 1)
+    async def _settle_refusal(self, statements: Statements, stage: int, position: int) -> None:
+        sender, receiver = statements.node_id(stage), statements.node_id(stage + 1)
         if self.router.node_id in (sender, receiver):
             return  # What this node sent, and what came to it, it knows by itself.
-        await request.wait_for(lambda: request.ledger.stretch_with(stage, position) is not None)
-        if (found := request.ledger.stretch_with(stage, position)) is None:
+        ledger = statements.ledger
+        await statements.wait_for(lambda: ledger.stretch_with(stage, position) is not None)
+        if (found := ledger.stretch_with(stage, position)) is None:
             self.verdict_recorder.no_evidence(sender)
             return
         start, said = found
-        piece = await self._ask(request, stage, start, said.n_rows, digest_only=False)
-        if piece is not None and self._are_bad(request, stage, start, said.n_rows, said.digest, piece):
+        piece = await self._ask(statements, stage, start, said.n_rows, digest_only=False)
+        if piece is not None and self._are_bad(statements, stage, start, said, piece):
             self.verdict_recorder.bad_rows(sender)
         else:
             self.verdict_recorder.contradict(sender, receiver)
 
     def _are_bad(
-        self, request: _Request, stage: int, start: int, n_rows: int, digest: bytes, piece: RowsPiece
+        self, statements: Statements, stage: int, start: int, said: SignedStretch, piece: RowsPiece
     ) -> bool:
         """Whether the rows that the next stage shows are what the one before it signed for, and no layer
         computes them."""
         shown = blake3(piece.rows).digest()
-        if shown != digest and not self._has_signed(request, piece, stage, start, shown):
+        if shown != said.digest and not self._has_signed(statements, piece, stage, start, shown):
             return False
-        if len(piece.rows) != n_rows * request.chain.context.n_embd * _F32.itemsize:
+        if len(piece.rows) != said.n_rows * statements.context.n_embd * _F32.itemsize:
             return True
         return not bool(np.isfinite(np.frombuffer(piece.rows, _F32)).all())
 
     async def _ask(
-        self, request: _Request, stage: int, position: int, n_rows: int, *, digest_only: bool
+        self, statements: Statements, stage: int, position: int, n_rows: int, *, digest_only: bool
     ) -> RowsPiece | None:
         """The stage after `stage`, what came to it. None: it does not say."""
-        context = request.chain.context
+        context = statements.context
         asked = FetchRows(
             request_id=context.request_id,
             boundary=context.view.stages[stage].end,
@@ -303,7 +258,7 @@ class Commitments:
         try:
             with trio.fail_after(ANSWER_TIMEOUT_S):
                 body = await self.router.request(
-                    request.node_id(stage + 1), encode_request(asked), timeout_s=ANSWER_TIMEOUT_S
+                    statements.node_id(stage + 1), encode_request(asked), timeout_s=ANSWER_TIMEOUT_S
                 )
             piece = decode_response(body)
         except (trio.TooSlowError, SwarmLLMError, ProtocolError):

@@ -1,4 +1,4 @@
-"""One attempt at a request of this node: a pipeline is assigned, fed, watched and taken apart.
+"""Drives the attempts at requests of this node: a pipeline is assigned, fed, watched and taken apart.
 
 An attempt reports failing nodes to the next attempt, which avoids them, and to the whole swarm. It changes a
 node's trust only at the end of a walk that had begun: a node that refuses an assignment because it is busy,
@@ -33,13 +33,14 @@ from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import FetchedPrefix, TokenSource
 from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
-from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import what_is_left
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
+from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.newcomers import Newcomers
 from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
@@ -57,9 +58,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     CancelInference,
     PipelineAck,
-    PipelineAssignment,
     PipelineError,
-    Stage,
     TellPrompt,
 )
 
@@ -105,42 +104,41 @@ class Attempts:
         self._tasks = tasks
         self._secret = secrets.token_bytes(32) if settings.shares_prefixes else None
 
-    def asked(self, assignment: PipelineAssignment) -> PipelineAssignment:
-        """The same, with what is asked of stages that can do it."""
-        return self._checker.commitments.asked(assignment)
+    def begin(self, request: OriginRequest, assembly: Assembly) -> Attempt:
+        """The request's current one from now on."""
+        assignment = request.assignment(assembly, self._router.node_id)
+        attempt = request.attempt(assembly, self._checker.commitments.asked(assignment))
+        request.goes_to(attempt)
+        return attempt
+
+    def stand_by(self, request: OriginRequest, assembly: Assembly) -> Attempt:
+        """One beside the request's current one."""
+        return request.attempt(assembly, request.assignment(assembly, self._router.node_id, is_standby=True))
 
     def open(
-        self,
-        request: OriginRequest,
-        assignment: PipelineAssignment,
-        pace: PipelineSpeed,
-        weigh: OnReportedLoads | None = None,
+        self, attempt: Attempt, pace: PipelineSpeed, weigh: OnReportedLoads | None = None
     ) -> AbstractAsyncContextManager[TokenSource]:
-        """The latest attempt at a request. Adds to what the request avoids the node because of which it
-        fails."""
-        context = request.context
-        assert context is not None, "an attempt has a route"
+        """Adds to what the request avoids the node because of which the attempt fails."""
+        request, context = attempt.request, attempt.context
         if is_local(context) and request.pictures is None:
             brought: AbstractAsyncContextManager[FetchedPrefix | None] = nullcontext()
             if self._prefixes is not None:
                 brought = self._prefixes.brought(request.entry, request.rows, is_exact=request.is_exact)
             return open_local(self._pool, context, request.rows, self.nickname(self._router.node_id), brought)
         may_send_tokens = not self._settings.local_embedding_privacy and request.pictures is None
-        kind = RemoteChain if len(assignment.stages) == 1 and may_send_tokens else Chain
-        return self.open_chain(request, assignment, kind, pace, weigh)
+        kind = RemoteChain if len(context.view.stages) == 1 and may_send_tokens else Chain
+        return self.open_chain(attempt, kind, pace, weigh)
 
     @asynccontextmanager
     async def open_chain(
         self,
-        request: OriginRequest,
-        assignment: PipelineAssignment,
+        attempt: Attempt,
         kind: type[AnyChain],
         pace: PipelineSpeed | None = None,
         weigh: OnReportedLoads | None = None,
     ) -> AsyncIterator[AnyChain]:
         """The same, where stages on other nodes take part in it."""
-        context = request.context
-        assert context is not None, "an attempt has a route"
+        request, context = attempt.request, attempt.context
         names = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
         chunk_tokens = self._settings.prefill_chunk_tokens
         if request.sampling.exact:
@@ -153,20 +151,20 @@ class Attempts:
             look_after_s=self._settings.ack_timeout_s / 2,
             watch=self,
             nicknames=names,
-            names=self._names(request, assignment),
+            names=self._names(attempt),
             pace=pace,
-            checked_stage=self._drawn_stage(request, kind),
+            checked_stage=self._drawn_stage(attempt, kind),
             pictures=request.pictures,
         )
-        if assignment.resumes and request.n_attempts > 2:
+        if attempt.assignment.resumes and request.n_attempts > 2:
             # What its stages took over may have come of several pipelines, and who sent what is not known.
             chain.checked_stage = None
         has_begun = False
         session = self._sessions.open(context, chain)
-        request.chain, request.assigned_s = chain, trio.current_time()
-        self._checker.commitments.opened(chain)
+        self._requests.opened(attempt, chain)
+        self._checker.commitments.opened(attempt, chain)
         try:
-            start = await self._agree(request, chain, session, assignment, weigh)
+            start = await self._agree(attempt, chain, session, weigh)
             if chain.failure is not None:
                 raise chain.failure
             start()
@@ -188,8 +186,7 @@ class Attempts:
                 self._suspects.doubt(doubted, trio.current_time())
             raise
         finally:
-            self._requests.closed(chain)
-            self._checker.commitments.closed(chain)
+            self._requests.closed(attempt)
             judge(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
@@ -200,62 +197,61 @@ class Attempts:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_TIMEOUT_S):
                 await session.done.wait()
             if checked_stage is not None:
-                self._check(chain, checked_stage)
+                self._check(attempt, chain, checked_stage)
 
-    def _drawn_stage(self, request: OriginRequest, kind: type[Chain]) -> int | None:
+    def _drawn_stage(self, attempt: Attempt, kind: type[Chain]) -> int | None:
         """To be checked. Who checks computes from tokens, and a picture's rows are none."""
-        if request.context is None or request.pictures is not None:
+        if attempt.request.pictures is not None:
             return None
-        return self._checker.draws(request.context, is_whole=kind is RemoteChain)
+        return self._checker.draws(attempt.context, is_whole=kind is RemoteChain)
 
-    def _names(self, request: OriginRequest, assignment: PipelineAssignment) -> PrefixNames | None:
+    def _names(self, attempt: Attempt) -> PrefixNames | None:
         """Nothing is named of exact requests, nor where what a stage takes over may have come of rows that
         were rounded at other places than this pipeline's."""
-        if request.sampling.exact or (assignment.resumes and request.was_rounded):
+        request, assignment = attempt.request, attempt.assignment
+        if request.sampling.exact or (assignment.resumes and attempt.was_rounded):
             return None
         marks = () if request.pictures is None else request.pictures.marks
         return prefix_names(self._secret, assignment, marks)
 
-    def _check(self, chain: Chain, stage: int) -> None:
+    def _check(self, attempt: Attempt, chain: Chain, stage: int) -> None:
         """Without anybody waiting for it; then its stages are let go of."""
 
         async def collect() -> None:
             try:
-                await self._checker.collect(chain, stage)
+                await self._checker.collect(attempt, chain, stage)
             finally:
-                self.let_go(chain.context.request_id, chain.context.view.stages)
+                self.let_go(attempt)
 
         self._tasks.spawn_if_running(collect)
 
     async def _agree(
         self,
-        request: OriginRequest,
+        attempt: Attempt,
         chain: Chain,
         session: Session,
-        assignment: PipelineAssignment,
         weigh: OnReportedLoads | None,
     ) -> Callable[[], None]:
         """Ask every stage to take part; how the chain begins then."""
-        context, timeout_s = chain.context, self._settings.ack_timeout_s
+        assignment, context, timeout_s = attempt.assignment, attempt.context, self._settings.ack_timeout_s
         if assignment.resumes:
             left, acks = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
-            require_alike(request, acks, chain.blamed)
+            require_alike(attempt, acks, chain.blamed)
             require_picture_runs(context, acks, chain.blamed)
-            self._tell_prompt(request, assignment, acks)
+            self._tell_prompt(attempt, acks)
             return partial(chain.resume, session, left)
         n_known, acks = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
-        require_alike(request, acks, chain.blamed)
+        require_alike(attempt, acks, chain.blamed)
         require_picture_runs(context, acks, chain.blamed)
         if weigh is not None:
             said = {node_id: ack.n_running for node_id, ack in acks.items()}
             await weigh({node_id: n for node_id, n in said.items() if n is not UNSET})
-        self._tell_prompt(request, assignment, acks)
+        self._tell_prompt(attempt, acks)
         return partial(chain.start, session, n_known)
 
-    def _tell_prompt(
-        self, request: OriginRequest, assignment: PipelineAssignment, acks: Mapping[NodeId, PipelineAck]
-    ) -> None:
+    def _tell_prompt(self, attempt: Attempt, acks: Mapping[NodeId, PipelineAck]) -> None:
         """To the last stage, if it guesses and may know the prompt. Nobody waits for it."""
+        request, assignment = attempt.request, attempt.assignment
         last = assignment.stages[-1].node_id
         is_here = last == self._router.node_id
         if not is_here and (not request.tells_prompt or acks[last].guesses is not True):
@@ -283,26 +279,26 @@ class Attempts:
         were assigned later."""
         unseen_s = trio.current_time() - UNSEEN_S
 
-        def is_unseen(request: OriginRequest, chain: Chain, node_id: NodeId) -> bool:
-            if (said := reported.get(node_id)) is None:
+        def is_unseen(attempt: Attempt, chain: Chain, node_id: NodeId) -> bool:
+            if (load := reported.get(node_id)) is None:
                 return chain.began_s > unseen_s
-            return request.id == said.request_id or request.assigned_s > said.at_s
+            return attempt.request.id == load.request_id or attempt.assigned_s > load.at_s
 
         return Counter(
             stage.node_id
-            for request in self._requests
-            if request is not besides and (chain := request.chain) is not None
-            for stage in chain.context.view.stages
-            if is_unseen(request, chain, stage.node_id)
+            for attempt in self._requests.open_attempts()
+            if attempt.request is not besides and (chain := attempt.chain) is not None
+            for stage in attempt.context.view.stages
+            if is_unseen(attempt, chain, stage.node_id)
         )
 
-    def let_go(self, request_id: str, stages: Iterable[Stage]) -> None:
-        """Nobody will go on with what these stages hold of a broken request."""
+    def let_go(self, attempt: Attempt) -> None:
+        """Nobody will go on with what its stages hold of it."""
         here = self._router.node_id
-        header, payload = encode_job(CancelInference(request_id=request_id))
-        for node_id in {stage.node_id for stage in stages} & {here, *self._router.connected()}:
+        header, payload = encode_job(CancelInference(request_id=attempt.id))
+        for node_id in attempt.assembly.node_ids & {here, *self._router.connected()}:
             if node_id == here:
-                self._sessions.cancel(here, request_id)
+                self._sessions.cancel(here, attempt.id)
             else:
                 self._tasks.spawn_if_running(partial(self._tell, node_id, header, payload))
 
@@ -415,10 +411,10 @@ def require_picture_runs(context: RequestContext, acks: Mapping[NodeId, Pipeline
             raise NodeRefused(f"node {node_id} does not know how rows of this model's pictures stand")
 
 
-def require_alike(request: OriginRequest, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
+def require_alike(attempt: Attempt, acks: Mapping[NodeId, PipelineAck], blamed: Blamed) -> None:
     """That nodes have the kernels which the route of an exact request was chosen for: one may have loaded the
     model with other settings since it announced them. Raises NodeRefused."""
-    kernel_group = request.tried[-1].assembly.kernel_group if request.tried else None
+    kernel_group = attempt.assembly.kernel_group
     if kernel_group is None or not kernel_group.kernel_class:
         return
     for node_id, ack in acks.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import trio
@@ -16,8 +15,7 @@ import trio
 from swarmllm.errors import NoPipeline, SwarmLLMError
 from swarmllm.pipeline.origin.attempts import Attempts, OnReportedLoads
 from swarmllm.pipeline.origin.generation import TokenSource
-from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
-from swarmllm.pipeline.request import request_context
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.measuring import learn, measure
 from swarmllm.pipeline.route.request_routes import CHANGES_MAX, LighterRoute, RequestRoutes
@@ -34,7 +32,6 @@ class PipelineOpener:
         self,
         node_id: NodeId,
         attempts: Attempts,
-        requests: OriginRequests,
         routes: RequestRoutes,
         speeds: PeerSpeeds,
         observations: Observations,
@@ -43,7 +40,6 @@ class PipelineOpener:
     ) -> None:
         self._node_id = node_id
         self._attempts = attempts
-        self._requests = requests
         self._routes = routes
         self._speeds = speeds
         self._observations = observations
@@ -60,12 +56,12 @@ class PipelineOpener:
     @asynccontextmanager
     async def open_pipeline(self, request: OriginRequest) -> AsyncIterator[TokenSource]:
         """Raises SwarmLLMError (see `failover.Opener`)."""
-        request.n_changes, request.context = self._n_changes, None
+        request.n_changes, request.current = self._n_changes, None
         # A retry prefers nothing: what it would prefer has just failed.
         is_first, begins_stream = request.n_attempts == 1, not request.generated
         previous = self._routes.previous(request) if is_first else ()
         assembly = await self._routes.choose(request, previous, request.broken)
-        if request.recovery.is_late and assembly.node_ids == request.tried[-1].assembly.node_ids:
+        if request.recovery.is_late and assembly.node_ids == request.attempts[-1].assembly.node_ids:
             raise NoPipeline("no other nodes hold these layers")
         if begins_stream and not is_first:
             self._counts.retries += 1
@@ -73,8 +69,8 @@ class PipelineOpener:
             source, assembly = await self._assign(request, assembly, opened)
             self._routes.took_over(request, assembly)
             # What the others have left, and this one has not taken over, is let go of.
-            self.let_go(request.tried[:-1])
-            del request.tried[:-1]
+            self.let_go(request.attempts[:-1])
+            del request.attempts[:-1]
             try:
                 yield source
             finally:
@@ -90,14 +86,9 @@ class PipelineOpener:
         accepted: Assembly | None = None
         may_weigh = not request.generated
         for n_changes in range(CHANGES_MAX + 2):
-            assignment = self._attempts.asked(request.assignment(assembly, self._node_id))
-            request.tried.append(Attempt(assignment.request_id, assembly))
-            context = request_context(assignment, request.entry, self._node_id)
-            kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""
-            context = replace(context, session=request.conversation, kernel_class=kernel_class)
-            self._requests.attempts(request, context)
+            attempt = self._attempts.begin(request, assembly)
             weigh = self._weigh(request, assembly) if may_weigh and n_changes < CHANGES_MAX else None
-            pipeline = self._attempts.open(request, assignment, self._routes.pace(request, assembly), weigh)
+            pipeline = self._attempts.open(attempt, self._routes.pace(request, assembly), weigh)
             try:
                 return await opened.enter_async_context(pipeline), assembly
             except LighterRoute as found:
@@ -132,5 +123,5 @@ class PipelineOpener:
         measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._trust.note, now_s)
 
     def let_go(self, broken: Sequence[Attempt]) -> None:
-        for request_id, assembly in broken:
-            self._attempts.let_go(request_id, assembly.stages)
+        for attempt in broken:
+            self._attempts.let_go(attempt)

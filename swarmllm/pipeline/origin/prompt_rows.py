@@ -35,7 +35,7 @@ from swarmllm.pipeline.origin.lifecycle import ChainEvent
 from swarmllm.pipeline.origin.output import Chunk, InvalidReport
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
-from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens, further_id, request_context
+from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens, further_id
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
@@ -240,15 +240,16 @@ class PromptRows:
         """f32 [n, n_embd] of i32 [n]. Raises SwarmLLMError."""
 
         async def attempt(avoid: set[NodeId]) -> Rows:
-            request, assignment, context = await self._request(request_id, tokens, entry, sampling, avoid)
-            with self._requests.under_way(request):
+            attempt = await self._attempt(request_id, tokens, entry, sampling, avoid)
+            context = attempt.context
+            with self._requests.under_way(attempt.request):
                 if is_local(context):
                     async with aclosing(self._local(context, tokens)) as chunks:
                         values = np.concatenate([chunk.tensor async for chunk in chunks])
                 else:
-                    async with self._attempts.open_chain(request, assignment, RowsChain) as chain:
+                    async with self._attempts.open_chain(attempt, RowsChain) as chain:
                         values = await chain.all_rows()
-                return Rows(values, assignment.stages)
+                return Rows(values, attempt.assembly.stages)
 
         return await with_one_retry(request_id, attempt)
 
@@ -263,9 +264,8 @@ class PromptRows:
         rows, scored = (tokens[:-1], scored) if scored else (tokens, tuple(tokens.tolist()))
 
         async def attempt(avoid: set[NodeId]) -> ScoredPrompt:
-            request, assignment, context = await self._request(
-                request_id, rows, entry, sampling, avoid, scored
-            )
+            attempt = await self._attempt(request_id, rows, entry, sampling, avoid, scored)
+            context = attempt.context
             if self._settings.local_embedding_privacy and not context.view.is_here(context.view.last):
                 raise InvalidRequest(
                     "cannot be scored: the node of the last layers would have to be told its tokens, and"
@@ -273,7 +273,7 @@ class PromptRows:
                     field=field,
                 )
             started_s = trio.current_time()
-            with self._requests.under_way(request):
+            with self._requests.under_way(attempt.request):
                 if is_local(context):
                     async with aclosing(self._local(context, rows)) as chunks:
                         parts = [chunk.scores async for chunk in chunks]
@@ -284,7 +284,7 @@ class PromptRows:
                         StageReport(self._node_id, nickname, layers, prefill_s=prefill_s),
                     )
                 else:
-                    async with self._attempts.open_chain(request, assignment, ScoresChain) as chain:
+                    async with self._attempts.open_chain(attempt, ScoresChain) as chain:
                         parts = await chain.chunks()
                     prefill_s, route = trio.current_time() - started_s, chain.route
             others = tuple(row for part in parts for row in part) if len(tokens) > 1 else ()
@@ -299,7 +299,7 @@ class PromptRows:
             chunk_tokens = exact_chunk_tokens(chunk_tokens)
         return local_chunks(self._pool, context, tokens, chunk_tokens)
 
-    async def _request(
+    async def _attempt(
         self,
         request_id: str,
         tokens: Tensor,
@@ -307,8 +307,8 @@ class PromptRows:
         sampling: Sampling,
         avoid: set[NodeId],
         scored: tuple[int, ...] | UnsetType = UNSET,
-    ) -> tuple[OriginRequest, PipelineAssignment, RequestContext]:
-        """With a route, of which nobody has been asked. Raises NoPipeline."""
+    ) -> Attempt:
+        """Of which nobody has been asked. Raises NoPipeline."""
         size = RequestSize(len(tokens), 0)
         assembly = await self._assembly_for(entry, avoid, size, is_exact=sampling.exact)
         assignment = PipelineAssignment(
@@ -325,6 +325,6 @@ class PromptRows:
         request = OriginRequest(
             assignment.request_id, entry, tokens, sampling, policy, is_exact=sampling.exact
         )
-        request.tried.append(Attempt(assignment.request_id, assembly))
-        request.context = context = request_context(assignment, entry, self._node_id)
-        return request, assignment, context
+        attempt = request.attempt(assembly, assignment)
+        request.goes_to(attempt)
+        return attempt

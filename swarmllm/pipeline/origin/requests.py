@@ -1,29 +1,32 @@
 """The requests of this node's clients: one object for each, from its prompt's tokens to its end.
 
-A request goes through attempts, one after the other. Each has a pipeline, and an id under which the
-pipeline's stages know it. A request has one state, and its latest attempt has the state of its chain (see
-`lifecycle`).
+A request goes through attempts, one after the other; a standby is a further one beside the current attempt.
+Each has a pipeline, and an id under which the pipeline's stages know it. A request has one state, and an
+attempt has the state of its chain (see `lifecycle`).
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 import numpy as np
+import trio
 from msgspec import UNSET
 
 from swarmllm.errors import ContextFull, InvalidRequest
 from swarmllm.models.entry import CatalogueEntry
+from swarmllm.pipeline.check.statements import Statements
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.lifecycle import REQUEST_LIFECYCLE, RequestEvent, RequestState
 from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
-from swarmllm.pipeline.request import RequestContext, further_id
+from swarmllm.pipeline.request import RequestContext, further_id, request_context
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.capacity import HeldCapacity, held_here
 from swarmllm_proto.identifiers import NodeId
@@ -33,13 +36,35 @@ from swarmllm_proto.tensors import Tensor
 
 RESUMED_MAX: Final = 16
 """Earlier attempts whose stages an attempt may take over; the wire's limit."""
+LINGER_S: Final = 15.0
+"""For what stages state of an attempt after its end."""
+LINGERING_MAX: Final = 256
 
 
-class Attempt(NamedTuple):
-    """A pipeline that was chosen for a request, and the id under which its stages know the request."""
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One pipeline that was chosen for a request."""
 
-    request_id: str
+    request: OriginRequest
     assembly: Assembly
+    assignment: PipelineAssignment
+    context: RequestContext
+    was_rounded: bool = False
+    """Rows were, of the tokens that it goes on after, or are on the way to its own."""
+    chain: Chain | None = None
+    """Where stages on other nodes take part in it, for as long as it is open."""
+    assigned_s: float = 0.0
+    """When these were asked to take part."""
+    statements: Statements | None = None
+    """Of its stages; None: none is asked to sign for its rows."""
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.id} {self.chain!r}>"
+
+    @property
+    def id(self) -> str:
+        """Under which its stages know the request."""
+        return self.assignment.request_id
 
 
 @dataclass(slots=True, eq=False)
@@ -59,56 +84,42 @@ class OriginRequest:
     """What of `tokens` are ids of rows."""
     tells_prompt: bool = False
     """The last of several stages may know the prompt where it is another node's."""
-    was_rounded: bool = False
-    """Rows were, of the tokens that the reader has or is about to have."""
-    known_as: str = ""
-    """The id of the latest attempt that has a route; before that, the request's own."""
     state: RequestState = REQUEST_LIFECYCLE.first
     generated: list[int] = field(default_factory=list)
     """Tokens that the reader has."""
-    tried: list[Attempt] = field(default_factory=list)
-    """The latest one, and those whose stages may still hold what it can go on with."""
-    risked: frozenset[NodeId] = frozenset()
-    """Of the latest route, the nodes with which there had been no connection."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """The latest one last; before it, those whose stages may still hold what it can go on with."""
+    current: Attempt | None = None
+    """The latest one; None: a route is being chosen."""
     n_attempts: int = 0
-    context: RequestContext | None = None
-    """Of the latest attempt, once it has a route."""
-    chain: Chain | None = None
-    """Of the latest attempt, where stages on other nodes take part in it, for as long as it is open."""
-    assigned_s: float = 0.0
-    """When its stages were asked to take part."""
+    """Attempts that began, without standbys. More than one route may be assigned in one."""
     n_changes: int = 0
     """Of the swarm, when the latest attempt was made: what has changed since is not to be waited for."""
-
-    def __post_init__(self) -> None:
-        self.known_as = self.known_as or self.id
 
     def passes(self, event: RequestEvent) -> None:
         """The event happens. Raises UnknownTransition where it cannot."""
         self.state = REQUEST_LIFECYCLE.after(self.state, event)
 
-    def beside(self) -> OriginRequest:
-        """The same request for an attempt at a standby, while the latest attempt goes on."""
-        return OriginRequest(
-            self.id,
-            self.entry,
-            self.tokens,
-            self.sampling,
-            self.recovery,
-            is_exact=self.is_exact,
-            pictures=self.pictures,
-            tells_prompt=self.tells_prompt,
-            was_rounded=self.was_rounded,
-            known_as=further_id(self.id),
-            generated=self.generated,
-            n_attempts=self.n_attempts + 1,
-            n_changes=self.n_changes,
-        )
+    def goes_to(self, attempt: Attempt) -> None:
+        """It is the current one from now on."""
+        self.attempts.append(attempt)
+        self.current = attempt
+
+    def taken_over_by(self, standby: Attempt) -> None:
+        """The current one is overtaken: a standby is the current one from now on, which holds all that there
+        is to go on with."""
+        self.attempts[:] = [standby]
+        self.current = standby
 
     @property
-    def held(self) -> HeldCapacity | None:
-        """By it on this node; None: no route yet, or others run all of it."""
-        return held_here(self.context) if self.context is not None else None
+    def was_rounded(self) -> bool:
+        """Rows were, of the tokens that the reader has or is about to have."""
+        return bool(self.attempts) and self.attempts[-1].was_rounded
+
+    @property
+    def risked(self) -> frozenset[NodeId]:
+        """Of the latest route, the nodes with which there had been no connection."""
+        return self.attempts[-1].assembly.untried if self.attempts else frozenset()
 
     @property
     def rows(self) -> Tensor:
@@ -120,31 +131,39 @@ class OriginRequest:
     @property
     def broken(self) -> Assembly | None:
         """The pipeline that gave the latest token and broke."""
-        return self.tried[-1].assembly if self.generated and self.tried else None
+        return self.attempts[-1].assembly if self.generated and self.attempts else None
 
-    def assignment(self, assembly: Assembly, origin: NodeId) -> PipelineAssignment:
-        """Of the next attempt, which has this pipeline."""
-        may_resume = self.broken is not None and len(assembly.stages) > 1
-        self.was_rounded &= bool(self.generated)
-        self.was_rounded |= "q8_0" in assembly.row_formats
+    def assignment(
+        self, assembly: Assembly, origin: NodeId, *, is_standby: bool = False
+    ) -> PipelineAssignment:
+        """Of a further attempt, which has this pipeline. A standby's stages compute everything anew."""
+        may_resume = self.broken is not None and len(assembly.stages) > 1 and not is_standby
         sampling = self.sampling
         if assembly.stages[-1].node_id == origin:
             # Nobody checks what this node samples.
             sampling = msgspec.structs.replace(sampling, fingerprint_key=None)
+        is_first = self.n_attempts == 1 and not self.attempts
         return PipelineAssignment(
-            request_id=self.id if self.n_attempts == 1 and not self.tried else further_id(self.id),
+            request_id=self.id if is_first else further_id(self.id),
             model_id=self.entry.model_id,
             origin=origin,
             stages=assembly.stages,
             n_prompt_tokens=len(self.tokens),
             sampling=sampling,
             generated=tuple(self.generated),
-            resumes=tuple(each.request_id for each in self.tried[: -RESUMED_MAX - 1 : -1])
-            if may_resume
-            else (),
+            resumes=tuple(each.id for each in self.attempts[: -RESUMED_MAX - 1 : -1]) if may_resume else (),
             row_formats=assembly.row_formats or UNSET,
             picture_runs=(self.pictures.runs or UNSET) if self.pictures is not None else UNSET,
         )
+
+    def attempt(self, assembly: Assembly, assignment: PipelineAssignment) -> Attempt:
+        """One with this pipeline, of which nobody has been asked; not the current one yet."""
+        kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""
+        context = request_context(assignment, self.entry, assignment.origin)
+        context = replace(context, session=self.conversation, kernel_class=kernel_class)
+        was_rounded = self.was_rounded and bool(self.generated)
+        was_rounded = was_rounded or "q8_0" in assembly.row_formats
+        return Attempt(self, assembly, assignment, context, was_rounded)
 
     def prompt_for_guesses(self, stages: Sequence[Stage]) -> bytes:
         """Little-endian i32, for the last stage; empty where it is of no use. (What stands for a picture's
@@ -156,66 +175,72 @@ class OriginRequest:
 
 
 class OriginRequests:
-    """The requests that run."""
+    """The requests that run, and the one index of their attempts."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, OriginRequest] = {}
-        """By `known_as`."""
+        self._requests: dict[OriginRequest, None] = {}
+        """In the order in which they came."""
+        self._attempts: dict[str, Attempt] = {}
+        """By their ids: the open ones in which other nodes take part, and the lingering ones."""
+        self._lingering: deque[tuple[float, Attempt]] = deque()
+        """Until when each is known, by trio's clock: attempts that are over, of whose stages some may still
+        state what they sent."""
 
     def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[OriginRequest]:
-        return iter(self._by_id.values())
+        """An attempt beside the current one of its request counts as one more."""
+        return len(self._requests) + len(self._beside())
 
     def held(self) -> list[HeldCapacity]:
         """By them on this node."""
-        return [*filter(None, (request.held for request in self))]
+        current = (each.current for each in self._requests if each.current is not None)
+        return [*filter(None, (held_here(each.context) for each in (*current, *self._beside())))]
 
     @contextmanager
     def under_way(self, request: OriginRequest) -> Iterator[None]:
-        self.add(request)
+        self._requests[request] = None
         try:
             yield
         finally:
-            self.remove(request)
+            del self._requests[request]
 
-    def add(self, request: OriginRequest) -> None:
-        self._by_id[request.known_as] = request
+    def opened(self, attempt: Attempt, chain: Chain) -> None:
+        """Other nodes are asked to take part in it."""
+        attempt.chain, attempt.assigned_s = chain, trio.current_time()
+        self._attempts[attempt.id] = attempt
 
-    def remove(self, request: OriginRequest) -> None:
-        del self._by_id[request.known_as]
+    def closed(self, attempt: Attempt) -> None:
+        """It is over. Late statements of its stages are taken for a while."""
+        attempt.chain, now_s = None, trio.current_time()
+        if attempt.statements is None:
+            self._forget(attempt)
+        else:
+            self._lingering.append((now_s + LINGER_S, attempt))
+        while self._lingering and (self._lingering[0][0] <= now_s or len(self._lingering) > LINGERING_MAX):
+            self._forget(self._lingering.popleft()[1])
 
-    def exchange(self, one: OriginRequest, other: OriginRequest) -> None:
-        """Each has the other's latest attempt from now on."""
-        one.known_as, other.known_as = other.known_as, one.known_as
-        one.context, other.context = other.context, one.context
-        one.chain, other.chain = other.chain, one.chain
-        one.assigned_s, other.assigned_s = other.assigned_s, one.assigned_s
-        one.tried, other.tried = other.tried, one.tried
-        one.was_rounded, other.was_rounded = other.was_rounded, one.was_rounded
-        self.add(one)
-        self.add(other)
+    def _forget(self, attempt: Attempt) -> None:
+        if self._attempts.get(attempt.id) is attempt:
+            del self._attempts[attempt.id]
 
-    def closed(self, chain: Chain) -> None:
-        """This attempt is over."""
-        request = self._by_id.get(chain.context.request_id)
-        if request is not None and request.chain is chain:
-            request.chain = None
+    def attempt(self, attempt_id: str) -> Attempt | None:
+        """One that is open or lingers."""
+        return self._attempts.get(attempt_id)
 
-    def attempts(self, request: OriginRequest, context: RequestContext) -> None:
-        """Other nodes know it under this attempt's id from now on."""
-        del self._by_id[request.known_as]
-        request.context, request.known_as = context, context.request_id
-        self._by_id[request.known_as] = request
+    def chain(self, attempt_id: str) -> Chain | None:
+        """Of the open attempt that other nodes know under this id."""
+        attempt = self._attempts.get(attempt_id)
+        return attempt.chain if attempt is not None else None
 
-    def chain(self, request_id: str) -> Chain | None:
-        """The attempt that other nodes know under this id."""
-        request = self._by_id.get(request_id)
-        return request.chain if request is not None else None
+    def open_attempts(self) -> list[Attempt]:
+        """In which other nodes take part."""
+        return [attempt for attempt in self._attempts.values() if attempt.chain is not None]
 
     def chains(self) -> list[Chain]:
-        return [request.chain for request in self if request.chain is not None]
+        return [attempt.chain for attempt in self._attempts.values() if attempt.chain is not None]
+
+    def _beside(self) -> list[Attempt]:
+        """Standbys, and attempts that a standby has overtaken."""
+        return [each for each in self.open_attempts() if each is not each.request.current]
 
 
 def fit(n_prompt_tokens: int, sampling: Sampling, entry: CatalogueEntry, n_ctx: int, field: str) -> Sampling:

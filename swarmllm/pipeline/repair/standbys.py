@@ -13,8 +13,7 @@ are asked like those of any silent request.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,10 +24,9 @@ from swarmllm.pipeline.check.sampling import SINGLE_ROW
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import TokenSource
-from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
+from swarmllm.pipeline.origin.requests import Attempt, OriginRequest
 from swarmllm.pipeline.repair.hedge import USUAL_TOKENS, AwaitedToken, Hedge, HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
-from swarmllm.pipeline.request import request_context
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.stage.compute import SampledToken
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -72,7 +70,6 @@ class Standbys:
 
     node_id: NodeId
     attempts: Attempts
-    requests: OriginRequests
     routes: Routes
     counts: PipelineStatistics
     budget: HedgeBudget
@@ -82,7 +79,7 @@ class Standbys:
 
     def served(self, request: OriginRequest) -> None:
         """It is over."""
-        if request.context is not None and request.context.view.node_ids != {self.node_id}:
+        if request.current is not None and request.current.context.view.node_ids != {self.node_id}:
             self.budget.served(len(request.tokens) + SINGLE_ROW * len(request.generated))
 
     async def next(
@@ -117,8 +114,9 @@ class Standbys:
     async def _race(
         self, request: OriginRequest, hedge: Hedge, slow: Chain, closing: AsyncExitStack, standby: Standby
     ) -> ReadToken:
-        beside = request.beside()
-        self.requests.add(beside)
+        assert request.current is not None, "the slow one"
+        overtaken, attempt = request.current, self.attempts.stand_by(request, standby.assembly)
+        pace = self.routes.pace(request, standby.assembly)
         self.counts.hedges += 1
         read: ReadToken | None = None
         failure: SwarmLLMError | None = None
@@ -145,7 +143,7 @@ class Standbys:
                     nonlocal read
                     try:
                         async with AsyncExitStack() as stack:
-                            source = await stack.enter_async_context(self._open(beside, standby))
+                            source = await stack.enter_async_context(self.attempts.open(attempt, pace))
                             token = await source.next()
                             if read is None:
                                 read = ReadToken(token, source, stack.pop_all())
@@ -160,56 +158,39 @@ class Standbys:
             if read is not None and read.closing is not None:
                 with trio.CancelScope(shield=True):
                     await read.closing.aclose()
-            self.requests.remove(beside)
             raise
         if read is None or read.source is slow:
-            self.requests.remove(beside)
             hedge.lost(trio.current_time())
             if read is not None:
                 return read
             assert failure is not None, "both have failed"
             raise failure
-        self._take_over(request, beside, slow, closing, standby)
+        request.taken_over_by(attempt)
+        self._took_over(overtaken, slow, closing, standby)
         hedge.won()
         return read
 
-    @asynccontextmanager
-    async def _open(self, beside: OriginRequest, standby: Standby) -> AsyncIterator[TokenSource]:
-        assignment = beside.assignment(standby.assembly, self.node_id)
-        beside.tried.append(Attempt(assignment.request_id, standby.assembly))
-        self.requests.attempts(beside, request_context(assignment, beside.entry, self.node_id))
-        pace = self.routes.pace(beside, standby.assembly)
-        async with self.attempts.open(beside, assignment, pace) as source:
-            yield source
-
-    def _take_over(
-        self,
-        request: OriginRequest,
-        beside: OriginRequest,
-        slow: Chain,
-        closing: AsyncExitStack,
-        standby: Standby,
-    ) -> None:
+    def _took_over(self, overtaken: Attempt, slow: Chain, closing: AsyncExitStack, standby: Standby) -> None:
+        request = overtaken.request
         self.counts.hedges_won += 1
         log.info("request %s goes on at its standby after %d tokens", request.id, len(request.generated))
-        self.requests.exchange(request, beside)
         self.routes.took_over(request, standby.assembly)
         self.attempts.doubt(standby.spared)
 
         async def leave() -> None:
-            await self._leave(beside, slow, closing, standby.spared)
+            await self._leave(overtaken, slow, closing, standby.spared)
 
         self.tasks.spawn_if_running(leave)
 
     async def _leave(
-        self, beside: OriginRequest, slow: Chain, closing: AsyncExitStack, spared: frozenset[NodeId]
+        self, overtaken: Attempt, slow: Chain, closing: AsyncExitStack, spared: frozenset[NodeId]
     ) -> None:
         """What was overtaken may still give its token, or be found to do nothing."""
         try:
             with trio.move_on_after(self.judged_after_s):
                 await slow.next()
         except SwarmLLMError as failure:
-            log.debug("request %s: what was overtaken failed: %s", beside.id, failure.message)
+            log.debug("request %s: what was overtaken failed: %s", overtaken.request.id, failure.message)
         finally:
             if slow.failure is None:
                 slow.blamed.doubted = spared
@@ -217,8 +198,7 @@ class Standbys:
             error = slow.failure or SwarmLLMError("it is over")
             with trio.CancelScope(shield=True), suppress(SwarmLLMError):
                 await closing.__aexit__(type(error), error, None)
-            self.attempts.let_go(slow.context.request_id, slow.context.view.stages)
-            self.requests.remove(beside)
+            self.attempts.let_go(overtaken)
 
 
 def may_be_repeated(request: OriginRequest) -> bool:

@@ -104,6 +104,8 @@ class Assembly:
     """How rows come to each stage; empty: all as f32."""
     kernel_group: KernelGroup | None = field(default=None, compare=False)
     """Of an exact request: what all its nodes have in common."""
+    untried: frozenset[NodeId] = field(default=frozenset(), compare=False)
+    """Of its nodes, those with which there had been no connection when it was chosen."""
 
     @property
     def node_ids(self) -> frozenset[NodeId]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -193,8 +194,8 @@ class RequestRoutes:
             if unable:
                 raise NoPipeline(f"{error.message} {UNABLE.format(len(unable))}") from None
             raise
-        request.risked = chosen.node_ids & untried
-        return chosen
+        risked = chosen.node_ids & untried
+        return replace(chosen, untried=risked) if risked else chosen
 
     async def _without_newcomers(
         self, entry: CatalogueEntry, without: Callable[[frozenset[NodeId]], Awaitable[Assembly]], now: float
@@ -246,7 +247,7 @@ class RequestRoutes:
     def took_over(self, request: OriginRequest, assembly: Assembly) -> None:
         """The request goes to these stages, all of which have accepted."""
         self._affinity.remember(request.entry.model_id, request.conversation, assembly.stages)
-        if request.risked & assembly.node_ids:
+        if assembly.untried:
             self._untried.accepted()
 
     def pace(self, request: OriginRequest, assembly: Assembly) -> PipelineSpeed:

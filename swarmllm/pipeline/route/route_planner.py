@@ -97,7 +97,7 @@ class LocalLoad:
 
     def _held(self) -> list[HeldCapacity]:
         return [
-            *filter(None, (request.held for request in self._requests)),
+            *self._requests.held(),
             *self._sessions.held_for_others(),
         ]
 
