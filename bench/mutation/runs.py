@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import queue
 import re
@@ -74,6 +75,12 @@ class Limits:
     """Of all the time that went by."""
 
 
+def limits_of(unchanged_s: float) -> Limits:
+    """Of a run whose tests took so long unchanged."""
+    deadline_s = DEADLINE_S + 4 * unchanged_s
+    return Limits(math.ceil(max(PROCESSOR_MAX_S, 2 * unchanged_s)), deadline_s, WALL_FACTOR * deadline_s)
+
+
 @dataclass(frozen=True)
 class Run:
     """How a run of some test files ended."""
@@ -141,12 +148,7 @@ class MutantRuns:
         # Else bytecode of the unchanged file of the same second would be run.
         os.utime(file, (times.st_atime, times.st_mtime + 10))
         try:
-            unchanged_s = sum(x.took_s for x in chosen)
-            limits = Limits(
-                round(max(PROCESSOR_MAX_S, 2 * unchanged_s)),
-                DEADLINE_S + 4 * unchanged_s,
-                WALL_FACTOR * (DEADLINE_S + 4 * unchanged_s),
-            )
+            limits = limits_of(sum(x.took_s for x in chosen))
             return _run(copy, [x.test for x in chosen], limits, self._work)
         finally:
             file.write_text(source)
