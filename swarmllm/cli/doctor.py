@@ -258,8 +258,8 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
                 "put the file back where it was, or add it from where it is now, before the daemon stops",
             )
     for projector in stats.get("projectors", ()):
-        cause, _, remedy = projector["trouble"].rpartition("; ")
-        yield Finding("projectors", "warning", f"{projector['name']} takes no pictures here: {cause}", remedy)
+        message = f"{projector['name']} takes no pictures here: {projector['cause']}"
+        yield Finding("projectors", "warning", message, projector["remedy"])
     loop = stats.get("loop") or {}
     if loop.get("latest_slow_step"):
         yield Finding(

@@ -74,7 +74,8 @@ def list_(as_json: bool, api_url: str) -> None:
         make_console().print(table(COLUMNS, rows, right=("layers", "size")))
         for model in answer["models"]:
             if trouble := model.get("projector_trouble"):
-                click.echo(f"{safe(model['name'])} takes no pictures with this node: {safe(trouble)}")
+                said = f"{safe(trouble['cause'])}; {safe(trouble['remedy'])}"
+                click.echo(f"{safe(model['name'])} takes no pictures with this node: {said}")
         if answer["left_out"]:
             click.echo(f"and {answer['left_out']} more that only other nodes have; name one to see it")
         if (copies := answer.get("copies")) and copies["n_files"]:
@@ -380,7 +381,7 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif model.get("encoders"):
             yield f"takes {taken_words(model)}", "which other nodes encode"
         if trouble := model.get("projector_trouble"):
-            yield "projector", f"cannot be used here: {trouble}"
+            yield "projector", f"cannot be used here: {trouble['cause']}; {trouble['remedy']}"
         yield "in the file", ", ".join([*files["layers"], *ends]) or "only the header"
     yield "loaded here", ", ".join(_loaded(model)) or "-"
     yield "memory", _memory(model) if model["loaded"] else "-"

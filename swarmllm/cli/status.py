@@ -58,7 +58,7 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     if dht := stats.get("dht"):
         yield "dht", _dht(dht)
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
-    if said := [f"{each['name']}: {each['trouble']}" for each in stats.get("projectors", ())]:
+    if said := [f"{each['name']}: {each['cause']}; {each['remedy']}" for each in stats.get("projectors", ())]:
         yield from lines("projectors", said)
     classes = dict.fromkeys(worker.get("kernel_class", "") for worker in stats.get("workers", ()))
     if said := [f"{each}, equal bits with nodes that say the same" for each in classes if each]:

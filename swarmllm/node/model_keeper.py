@@ -223,8 +223,8 @@ class ModelKeeper:
         if view.loaded and (trouble := await trio.to_thread.run_sync(entry.trouble)):
             view = replace(view, trouble=trouble)
         if self._projectors.knows_trouble(entry):
-            trouble = await trio.to_thread.run_sync(self._projectors.trouble, entry)
-            view = replace(view, projector_trouble=trouble)
+            of_projector = await trio.to_thread.run_sync(self._projectors.trouble, entry)
+            view = replace(view, projector_trouble=of_projector)
         return view
 
     async def get(self, name_or_id: str) -> ModelView:

@@ -20,6 +20,7 @@ from swarmllm.models import Catalogue, CatalogueEntry
 from swarmllm.models.projector import Projector, found_beside, read_projector, require_fit
 from swarmllm.models.projector_names import other_model_named
 from swarmllm.models.projector_store import ProjectorStore
+from swarmllm.node.views import ProjectorTrouble
 from swarmllm.transfer import ModelTransfer
 from swarmllm.workerpool import ModelFile, WorkerPool
 from swarmllm_proto.identifiers import Digest, ModelId
@@ -69,10 +70,8 @@ class ProjectorKeeper:
         self._troubles: dict[ModelId, str] = {}
         """Of models whose projector was refused, or could not be opened, the last time that it was tried."""
 
-    def trouble(self, entry: CatalogueEntry) -> str:
-        """Why this node cannot encode for a model with the projector that it has, or was to have, and the
-        command that mends it, in one line; "" where nothing is known. One that is unloaded is not looked at.
-        Blocking."""
+    def trouble(self, entry: CatalogueEntry) -> ProjectorTrouble | None:
+        """None where nothing is known. One that is unloaded is not looked at. Blocking."""
         known = self._troubles.get(entry.model_id, "")
         if entry.projector is not None:
             try:
@@ -81,9 +80,10 @@ class ProjectorKeeper:
             except BadModel as error:
                 known = error.message
         if not known:
-            return ""
+            return None
         name = shlex.quote(entry.name)
-        return f"{known}; give it one that can be used: swarmllm models projector {name} MMPROJ.gguf"
+        remedy = f"give it one that can be used: swarmllm models projector {name} MMPROJ.gguf"
+        return ProjectorTrouble(known, remedy)
 
     def knows_trouble(self, entry: CatalogueEntry) -> bool:
         """Whether there is anything that `trouble` would look at."""

@@ -38,6 +38,14 @@ class Readiness:
     reason: str = ""
 
 
+class ProjectorTrouble(NamedTuple):
+    """Why this node does not encode for a model."""
+
+    cause: str
+    remedy: str
+    """What to do about it, with the command."""
+
+
 @dataclass(frozen=True, slots=True)
 class HolderView:
     node_id: NodeId
@@ -69,9 +77,8 @@ class ModelView:
     """A request would find a pipeline now."""
     trouble: str = ""
     """What is wrong with its file, where layers are loaded here: they run on, but cannot be loaded again."""
-    projector_trouble: str = ""
-    """Why this node does not encode for it, and the command that mends it, where it has, or was to have, a
-    projector."""
+    projector_trouble: ProjectorTrouble | None = None
+    """Where it has, or was to have, a projector."""
     is_projector_open: bool = False
     """A process of this node has it open."""
     encoders: tuple[NodeId, ...] = ()

@@ -209,7 +209,10 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
             {"models": [{"name": "m", "model_id": "ab", "layers": ["0:4"], "trouble": "its file is gone"}]},
             [("models", "warning")],
         ),
-        ({"projectors": [{"name": "m", "trouble": "it is gone; mend it"}]}, [("projectors", "warning")]),
+        (
+            {"projectors": [{"name": "m", "cause": "it is gone", "remedy": "mend it"}]},
+            [("projectors", "warning")],
+        ),
     ],
 )
 def test_what_the_daemon_says_is_judged(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:

@@ -158,7 +158,12 @@ def test_a_projector_is_sent_as_an_absolute_path_and_shown(run: Run, node: FakeN
 def test_a_projector_that_cannot_be_used_is_told_with_the_command_that_mends_it(
     run: Run, node: FakeNode
 ) -> None:
-    model = MODEL | {"projector_trouble": "it is gone; give it one: swarmllm models projector guide M.gguf"}
+    model = MODEL | {
+        "projector_trouble": {
+            "cause": "it is gone",
+            "remedy": "give it one: swarmllm models projector guide M.gguf",
+        }
+    }
     node.on("GET", "/api/admin/models", {"models": [model, FOREIGN], "left_out": 0})
     node.on("GET", "/api/admin/models/guide/status", model)
     listed = run("models", "list").stdout

@@ -264,6 +264,6 @@ def test_status_says_that_a_loaded_models_file_is_gone(node: FakeNode, run: Run)
 
 
 def test_status_says_which_projector_cannot_be_used(node: FakeNode, run: Run) -> None:
-    projectors = [{"name": "seer", "model_id": "ab", "trouble": "it is gone; give it another"}]
+    projectors = [{"name": "seer", "model_id": "ab", "cause": "it is gone", "remedy": "give it another"}]
     node.on("GET", "/api/admin/stats", STATS | {"projectors": projectors})
     assert "seer: it is gone; give it another" in run("status").stdout

@@ -314,6 +314,19 @@ def test_a_model_is_fetched_from_the_web_and_a_mistake_is_explained(
     assert "tiny" in names
 
 
+def test_a_model_says_what_is_wrong_with_its_file(
+    page: WebDriver, kitchen: DaemonProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "moved.gguf"
+    path.write_bytes(DRAFT_PATH.read_bytes())
+    for what, body in (("", {"path": str(path), "name": "moved"}), ("/moved/load", {})):
+        assert kitchen.http.post(f"/api/admin/models{what}", json=body).status_code == 200
+    path.unlink()
+    go(page, kitchen, "models")
+    seen(page, "runs on, but cannot be loaded again: ")
+    kitchen.http.delete("/api/admin/models/moved")
+
+
 def test_a_failed_download_is_tried_again_and_cleared(
     page: WebDriver, kitchen: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         if view.loaded
     ]
     projectors = [
-        {"name": view.name, "model_id": view.model_id, "trouble": view.projector_trouble}
+        {"name": view.name, "model_id": view.model_id, **view.projector_trouble._asdict()}
         for view in models
         if view.projector_trouble
     ]
@@ -169,7 +169,7 @@ def model_json(view: ModelView) -> Json:
         "stored": entry.is_stored if entry else view.waiting is not None,
         "pinned": entry.pinned if entry else False,
         "projector": _projector(view),
-        "projector_trouble": view.projector_trouble or None,
+        "projector_trouble": view.projector_trouble._asdict() if view.projector_trouble else None,
         "encoders": view.encoders[:HOLDERS_SHOWN],
         "takes": sorted(view.takes),
         "files": _files(view.files) if view.files else None,
