@@ -21,6 +21,8 @@ import trio
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.check.checker import Checker
+from swarmllm.pipeline.check.commitments import Commitments
+from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.detokenizer import Detokenizer, TokenBytes
 from swarmllm.pipeline.origin.generation import Generation, Prompt
@@ -40,7 +42,7 @@ from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.request_handler import RequestHandler, ServesDigests, ServesPieces
 from swarmllm.pipeline.route.cuts_ahead import CutsAhead
 from swarmllm.pipeline.route.measuring import ObservedCompute
-from swarmllm.pipeline.route.request_routes import CachedRowsOf, RequestRoutes, nothing_cached
+from swarmllm.pipeline.route.request_routes import CountsCachedRows, NothingCached, RequestRoutes
 from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
@@ -49,7 +51,7 @@ from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox
 from swarmllm.pipeline.stage.links import LinkNotices, NoStageLinks, StageLinks
-from swarmllm.pipeline.stage.row_committer import RowCommitters
+from swarmllm.pipeline.stage.row_committer import MakesRowCommitters, NoRowCommitters, RowCommitters
 from swarmllm.pipeline.stage.served import Served
 from swarmllm.pipeline.stage.session import Session
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -128,6 +130,12 @@ class Pipelines:
         budget = budget or ByteBudget()
         self._links = links or NoStageLinks()
         self._requests = OriginRequests()
+        verdicts = VerdictRecorder(node_id, trust, self._suspects, self._counts)
+        commitments = Commitments(router, registry, verdicts, trust, tasks, self._requests, signer)
+        self.commits = signer is not None
+        row_committers: MakesRowCommitters = NoRowCommitters()
+        if signer is not None:
+            row_committers = RowCommitters(pool, router, signer, tasks, commitments)
         self._sessions = Sessions(
             pool,
             router,
@@ -138,6 +146,7 @@ class Pipelines:
             self._requests,
             trust,
             budget,
+            row_committers,
         )
         self._here = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
@@ -149,18 +158,12 @@ class Pipelines:
             self._suspects,
             trust,
             self._here,
-            tasks,
-            self._requests,
-            signer=signer,
+            commitments,
         )
-        commitments = self._checker.commitments
-        self.commits = signer is not None
-        if signer is not None:
-            self._sessions.row_committer_of = RowCommitters(pool, router, signer, tasks, commitments.own)
         self._prefixes: PrefixFetcher | None = None
         prefix_serving: PrefixServing | None = None
         own_models = OwnModels(catalogue)
-        cached_rows: CachedRowsOf = nothing_cached
+        cached_rows: CountsCachedRows = NothingCached()
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
             kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
@@ -169,10 +172,10 @@ class Pipelines:
             cached_rows = CachedRows(
                 node_id,
                 registry,
-                kept.kept_prefixes,
+                kept,
                 sends_tokens=not settings.local_embedding_privacy,
                 key=prefix_key,
-            ).of
+            )
             prefix_serving = PrefixServing(
                 kept,
                 own_models,
@@ -194,9 +197,7 @@ class Pipelines:
             tasks,
             self._prefixes,
         )
-        self._routes = RequestRoutes(
-            router, planner, self._here, self._suspects, trust, self._attempts.just_sent, cached_rows
-        )
+        self._routes = RequestRoutes(router, planner, self._here, self._suspects, trust, cached_rows)
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
         self._cuts_ahead = CutsAhead(node_id, pool, registry, own_models, self._routes, self._sessions)
         self._opener = PipelineOpener(
@@ -241,8 +242,8 @@ class Pipelines:
             self._counts,
             trust,
             budget,
-            lambda: self._suspects.now(trio.current_time()),
-            self._first_stage,
+            self._suspects,
+            self._routes,
             kept_pictures,
             self._picture_checker,
         )
@@ -429,9 +430,6 @@ class Pipelines:
             await source.aclose()
             if request.recovery.is_under_way:
                 self._opener.let_go(request.attempts)
-
-    async def _first_stage(self, entry: CatalogueEntry) -> NodeId:
-        return (await self.stages_for(entry))[0].node_id
 
     def _start_session(self, session: Session) -> None:
         self._tasks.spawn(partial(self._run_session, session), session.has_failed)

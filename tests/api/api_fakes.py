@@ -40,6 +40,7 @@ from swarmllm.pipeline.origin.generation import (
 from swarmllm.pipeline.origin.prompt_rows import Rows
 from swarmllm.pipeline.origin.prompts import Prompts
 from swarmllm.pipeline.route.route_planner import RequestSize
+from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.served import Served
@@ -56,9 +57,9 @@ from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
-from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import GuessCount, InfillTokens, Sampling, TokenLogprob
-from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce
+from swarmllm_proto.swarm import KeptPrefix, NodeRecord, ShardAnnounce, Stage
 
 
 @dataclass
@@ -137,8 +138,8 @@ class FakePipelines:
             counts,
             NeutralTrust(),
             ByteBudget(),
-            frozenset,
-            self.first_stage,
+            Suspects(),
+            self,
         )
         self.prompts = Prompts(pool, self.encoders, settings)  # type: ignore[arg-type]
         self.script = Script()
@@ -167,8 +168,8 @@ class FakePipelines:
         finally:
             call.ended.set()
 
-    async def first_stage(self, entry: CatalogueEntry) -> NodeId:
-        return NODE_A
+    async def stages_for(self, entry: CatalogueEntry) -> tuple[Stage, ...]:
+        return (Stage(node_id=NODE_A, start=0, end=entry.manifest.n_layers),)
 
     async def rows(
         self, tokens: Any, entry: CatalogueEntry, *, request_id: str, is_exact: bool = False

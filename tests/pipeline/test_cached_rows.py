@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,14 @@ HASHES = extend_block_hashes(kept_root(KEY, ENTRY.model_id, ENTRY.manifest.n_lay
 ME, NEAR, FAR, LIAR = (node_id_named(name) for name in ("me", "near", "far", "liar"))
 
 
+@dataclass
+class Kept:
+    prefixes: Mapping[ModelId, tuple[KeptPrefix, ...]]
+
+    def kept_prefixes(self) -> Mapping[ModelId, tuple[KeptPrefix, ...]]:
+        return self.prefixes
+
+
 def known(n_here: int = 0, *, sends_tokens: bool = True, **n_said: int) -> dict[str, int]:
     """Rows by name of the node; `n_said`: blocks that each announces."""
     ids = {"me": ME, "near": NEAR, "far": FAR, "liar": LIAR}
@@ -37,7 +47,7 @@ def known(n_here: int = 0, *, sends_tokens: bool = True, **n_said: int) -> dict[
         registry.apply(ids[name], encode_record(NodeRecord(node_id=ids[name], prefix_caches=(said,))))
     registry.set_reachable({NEAR, FAR, LIAR})
     kept = {ENTRY.model_id: (KeptPrefix(HASHES[n_here - 1], n_here),)} if n_here else {}
-    cached_rows = CachedRows(ME, registry, lambda: kept, sends_tokens=sends_tokens, key=KEY)
+    cached_rows = CachedRows(ME, registry, Kept(kept), sends_tokens=sends_tokens, key=KEY)
     found = cached_rows.of(ENTRY, TOKENS)
     return {name: found[node_id] for name, node_id in ids.items() if node_id in found}
 

@@ -29,7 +29,7 @@ from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.newcomers import PAUSE_MAX_S, Newcomers
-from swarmllm.pipeline.route.request_routes import NEWCOMER, RequestRoutes
+from swarmllm.pipeline.route.request_routes import NEWCOMER, NothingCached, RequestRoutes
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.suspects import Suspects, sparing
 from swarmllm.pipeline.route.untried import PAUSE_S
@@ -59,7 +59,7 @@ class Client:
         self.announced_s = 0.0
         here: Any = self
         draw = random.Random(seed).choice
-        self.routes = RequestRoutes(here, here, here, self.suspects, here, lambda *_: {}, draw=draw)
+        self.routes = RequestRoutes(here, here, here, self.suspects, here, NothingCached(), draw)
         self.served_by: list[NodeId] = []
         self.n_failures: list[int] = []
         """Of each request, before it was answered."""
@@ -71,7 +71,7 @@ class Client:
     def score(self, node_id: NodeId) -> float:
         return self.book.score(node_id, trio.current_time())
 
-    def now(self, *_: Any, n_asking: int) -> OwnLoad:
+    def now(self, *_: Any, n_asking: int, besides: object = None) -> OwnLoad:
         return OwnLoad()
 
     def untried(self) -> frozenset[NodeId]:

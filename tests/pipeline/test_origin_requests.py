@@ -3,7 +3,8 @@ long each is known by its id."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import fake_entry
 from swarmllm.pipeline.check.statements import Statements
+from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.requests import (
     LINGER_S,
     LINGERING_MAX,
@@ -22,6 +24,7 @@ from swarmllm.pipeline.origin.requests import (
 )
 from swarmllm.pipeline.request import first_id
 from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import Stage
 
@@ -118,6 +121,22 @@ async def test_every_open_attempt_counts_and_is_found_by_its_id() -> None:
     assert (len(requests), len(requests.held())) == (1, 1), "the overtaken one is still open"
     requests.closed(slow)
     assert (len(requests), requests.held(), requests.attempt(slow.id)) == (0, [], None)
+
+
+async def test_what_was_just_sent_counts_until_its_node_is_known_to_have_it(
+    autojump_clock: MockClock,
+) -> None:
+    requests, start_s = OriginRequests(), trio.current_time()
+    for index, last in enumerate((B, B, C)):
+        attempt = attempt_at(a_request(f"req_{index}"), way(last))
+        requests.opened(attempt, cast(Chain, SimpleNamespace(began_s=trio.current_time())))
+        await trio.sleep(1)
+    first, _, third = (each.request for each in requests.open_attempts())
+    assert requests.just_sent({}, None) == {A: 1, C: 1}, "the others began longer ago than a record takes"
+    assert requests.just_sent({}, third) == {}
+    reported = ReportedLoad(0, start_s + 0.5, first.id)
+    assert requests.just_sent({B: reported}, None) == {A: 1, B: 2, C: 1}
+    assert requests.just_sent({B: reported._replace(at_s=start_s + 1.0)}, None)[B] == 1
 
 
 async def test_an_attempt_is_known_after_its_end_only_if_its_stages_sign_and_not_for_long(

@@ -25,6 +25,7 @@ from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID, PictureRows, embedde
 from swarmllm.pipeline.origin.prompts import Prompts, read_pictures
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.pipeline.vision.detail import PictureScaler
@@ -34,7 +35,6 @@ from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool.encoders import EncodedPicture
 from swarmllm.workerpool.settings import ModelFile
-from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import PipelineAssignment, Stage
@@ -94,14 +94,15 @@ async def read(prompt: Prompt, n_ctx: int = 100) -> tuple[np.ndarray, PictureRow
         PipelineStatistics(),
         NeutralTrust(),
         ByteBudget(),
-        frozenset,
-        nobody,
+        Suspects(),
+        Nobody(),
     )
     return await read_pictures(compute, encoders, seeing(), prompt, n_ctx)
 
 
-async def nobody(entry: CatalogueEntry) -> NodeId:
-    raise NoPipeline("nobody has these layers")
+class Nobody:
+    async def stages_for(self, entry: CatalogueEntry) -> tuple[Stage, ...]:
+        raise NoPipeline("nobody has these layers")
 
 
 async def test_rows_stand_between_the_tokens_of_the_text_which_begins_once() -> None:

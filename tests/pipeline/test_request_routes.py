@@ -17,6 +17,7 @@ from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.route.assembly import AFFINITY, Assembly
 from swarmllm.pipeline.route.inputs import OwnLoad
+from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.request_routes import DOUBTED, GAIN, UNTRIED, LighterRoute, RequestRoutes
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.suspects import Suspects
@@ -51,21 +52,23 @@ class Stand:
         self.suspects = Suspects()
         stand: Any = self
         trust = NeutralTrust()
-        self.routes = RequestRoutes(
-            stand, stand, stand, self.suspects, trust, self._just_sent, lambda entry, tokens: {C: len(tokens)}
-        )
+        self.routes = RequestRoutes(stand, stand, stand, self.suspects, trust, stand)
 
-    def _just_sent(
-        self, reported: Mapping[NodeId, Any], besides: OriginRequest | None
-    ) -> Mapping[NodeId, int]:
-        self.sent_besides.append(besides)
-        return {}
+    def of(self, entry: object, tokens: np.ndarray) -> Mapping[NodeId, int]:
+        return {C: len(tokens)}
 
     def now(
-        self, entry: object, n_tokens: int, sent: Any, reported: Mapping[NodeId, int], *, n_asking: int
+        self,
+        entry: object,
+        n_tokens: int,
+        reported: Mapping[NodeId, ReportedLoad],
+        *,
+        n_asking: int,
+        besides: OriginRequest | None,
     ) -> OwnLoad:
         self.met.append((n_tokens, n_asking))
-        return OwnLoad(len(self.met), "", sent, reported)
+        self.sent_besides.append(besides)
+        return OwnLoad(len(self.met), "", {}, {node_id: each.n_running for node_id, each in reported.items()})
 
     def untried(self) -> frozenset[str]:
         return frozenset(self.untried_nodes)

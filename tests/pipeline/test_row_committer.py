@@ -24,7 +24,13 @@ from swarmllm.pipeline.stage.ended_requests import (
     EndedRequests,
     RefusedRows,
 )
-from swarmllm.pipeline.stage.row_committer import NoRowCommitter, RowCommitter, RowCommitters, digests_of
+from swarmllm.pipeline.stage.row_committer import (
+    NoRowCommitter,
+    RowCommitter,
+    RowCommitters,
+    TakesOwnStatements,
+    digests_of,
+)
 from swarmllm.pipeline.stage.session_queue import NotFinite
 from swarmllm.pipeline.tasks import SpawnsTasks
 from swarmllm.swarm.in_memory.signer import InMemorySigner
@@ -345,9 +351,9 @@ async def test_who_is_asked_to_has_rows_and_sends_them_on(
         cast(Router, parts),
         InMemorySigner(here),
         cast(SpawnsTasks, parts),
-        lambda _: None,
+        cast(TakesOwnStatements, parts),
     )
-    assert isinstance(row_committers(context(here, stages, wants), EndedRequests()), RowCommitter) is signs
+    assert isinstance(row_committers.of(context(here, stages, wants), EndedRequests()), RowCommitter) is signs
 
 
 def test_a_nodes_own_key_signs(tmp_path: Path) -> None:

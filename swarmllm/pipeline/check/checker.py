@@ -75,15 +75,13 @@ from swarmllm.pipeline.check.verdict import (
 )
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
 from swarmllm.pipeline.origin.chain import Chain
-from swarmllm.pipeline.origin.requests import Attempt, OriginRequests
+from swarmllm.pipeline.origin.requests import Attempt
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import Room
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
-from swarmllm.pipeline.tasks import PipelineTasks
-from swarmllm.swarm.membership.signer import RowSigner
 from swarmllm.swarm.peers.trust import NEUTRAL, NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
@@ -125,12 +123,9 @@ class Checker:
     suspects: Suspects
     trust: NodeTrust
     here: NodeLoad
-    tasks: PipelineTasks
-    requests: OriginRequests
+    commitments: Commitments
     chance: Chance = field(default_factory=lambda: random.SystemRandom().random)
     replies: Replies = field(default_factory=Replies)
-    signer: RowSigner | None = None
-    commitments: Commitments = field(init=False)
     _charges: VerdictRecorder = field(init=False)
     _budget: Budget = field(init=False)
     _tallies: Tallies = field(default_factory=Tallies)
@@ -139,10 +134,7 @@ class Checker:
 
     def __post_init__(self) -> None:
         self._budget = Budget(self.settings.check_rate)
-        self._charges = VerdictRecorder(self.router.node_id, self.trust, self.suspects, self.counts)
-        self.commitments = Commitments(
-            self.router, self.registry, self._charges, self.trust, self.tasks, self.requests, self.signer
-        )
+        self._charges = self.commitments.verdict_recorder
 
     def draws(self, context: RequestContext, *, is_whole: bool) -> int | None:
         """The stage that is to be checked when this request is over. `is_whole`: another node runs the whole
@@ -161,7 +153,7 @@ class Checker:
 
     def _rate(self, node_id: NodeId, base: float) -> float:
         """A node that tells nothing of its rows before it can know what is checked may say anything later."""
-        tells = self.signer is None or self.commitments.can_commit(node_id)
+        tells = self.commitments.signer is None or self.commitments.can_commit(node_id)
         return rate(self.trust.score(node_id), base, tells=tells)
 
     def completed(self, chain: Chain) -> None:

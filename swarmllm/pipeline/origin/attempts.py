@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -42,7 +41,6 @@ from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm.pipeline.route.newcomers import Newcomers
-from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
@@ -66,8 +64,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 TELL_TIMEOUT_S = 5.0
-UNSEEN_S = 1.5
-"""Nodes publish a change of load once a second, and it takes time to arrive."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
 OnReportedLoads = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
@@ -270,27 +266,6 @@ class Attempts:
             await self._router.request(node_id, body, timeout_s=TELL_TIMEOUT_S)
         except SwarmLLMError as error:
             provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
-
-    def just_sent(
-        self, reported: Mapping[NodeId, ReportedLoad], besides: OriginRequest | None
-    ) -> Counter[NodeId]:
-        """By node id: requests of this node that others have had for so short a time that their records need
-        not say so; of a node that has told of its load itself, the one that it accepted then and those that
-        were assigned later."""
-        unseen_s = trio.current_time() - UNSEEN_S
-
-        def is_unseen(attempt: Attempt, chain: Chain, node_id: NodeId) -> bool:
-            if (load := reported.get(node_id)) is None:
-                return chain.began_s > unseen_s
-            return attempt.request.id == load.request_id or attempt.assigned_s > load.at_s
-
-        return Counter(
-            stage.node_id
-            for attempt in self._requests.open_attempts()
-            if attempt.request is not besides and (chain := attempt.chain) is not None
-            for stage in attempt.context.view.stages
-            if is_unseen(attempt, chain, stage.node_id)
-        )
 
     def let_go(self, attempt: Attempt) -> None:
         """Nobody will go on with what its stages hold of it."""

@@ -8,8 +8,8 @@ attempt has the state of its chain (see `lifecycle`).
 from __future__ import annotations
 
 import secrets
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -28,6 +28,7 @@ from swarmllm.pipeline.origin.pictures import PictureRows
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.request import RequestContext, further_id, request_context
 from swarmllm.pipeline.route.assembly import Assembly
+from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.stage.capacity import HeldCapacity, held_here
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
@@ -39,6 +40,8 @@ RESUMED_MAX: Final = 16
 LINGER_S: Final = 15.0
 """For what stages state of an attempt after its end."""
 LINGERING_MAX: Final = 256
+UNSEEN_S: Final = 1.5
+"""Nodes publish a change of load once a second, and it takes time to arrive."""
 
 
 @dataclass(slots=True, eq=False)
@@ -237,6 +240,27 @@ class OriginRequests:
 
     def chains(self) -> list[Chain]:
         return [attempt.chain for attempt in self._attempts.values() if attempt.chain is not None]
+
+    def just_sent(
+        self, reported: Mapping[NodeId, ReportedLoad], besides: OriginRequest | None
+    ) -> Counter[NodeId]:
+        """By node id: attempts that others have had for so short a time that their records need not say so;
+        of a node that has reported its load itself, the one that it accepted then and those that were
+        assigned later. `besides`: a request that does not count."""
+        unseen_s = trio.current_time() - UNSEEN_S
+
+        def is_unseen(attempt: Attempt, chain: Chain, node_id: NodeId) -> bool:
+            if (load := reported.get(node_id)) is None:
+                return chain.began_s > unseen_s
+            return attempt.request.id == load.request_id or attempt.assigned_s > load.at_s
+
+        return Counter(
+            stage.node_id
+            for attempt in self.open_attempts()
+            if attempt.request is not besides and (chain := attempt.chain) is not None
+            for stage in attempt.context.view.stages
+            if is_unseen(attempt, chain, stage.node_id)
+        )
 
     def _beside(self) -> list[Attempt]:
         """Standbys, and attempts that a standby has overtaken."""

@@ -7,8 +7,9 @@ Where a fetch is declined or breaks off, the prompt is computed as on any other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
 
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline.prefix.choice import whole_blocks
@@ -19,12 +20,18 @@ from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, KeptPrefix
 from swarmllm_proto.tensors import Tensor
 
 
+class KeepsPrefixes(Protocol):
+    def kept_prefixes(self) -> Mapping[ModelId, tuple[KeptPrefix, ...]]:
+        """By model."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CachedRows:
     node_id: NodeId
     registry: Registry
-    kept: Callable[[], Mapping[ModelId, tuple[KeptPrefix, ...]]]
-    """Here, by model."""
+    kept: KeepsPrefixes
+    """Here."""
     _: KW_ONLY
     sends_tokens: bool
     """Where another node runs the whole model it gets the prompt's tokens, and names it as it announced.
@@ -35,7 +42,7 @@ class CachedRows:
     def of(self, entry: CatalogueEntry, tokens: Tensor) -> dict[NodeId, int]:
         """By node id, for nodes that run the whole model; nobody who has nothing of it."""
         model_id = entry.model_id
-        here = {(each.hash, each.n_blocks) for each in self.kept().get(model_id, ())}
+        here = {(each.hash, each.n_blocks) for each in self.kept.kept_prefixes().get(model_id, ())}
         if not here and not self.registry.has_prefixes(model_id):
             return {}
         n_blocks = min(whole_blocks(len(tokens)), NAMES_MAX // DIGEST_SIZE)

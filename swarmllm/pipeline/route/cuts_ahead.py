@@ -10,7 +10,7 @@ and those that other nodes' requests had here lately. Nothing is cut that reques
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import trio
@@ -45,7 +45,7 @@ class Holdings(Protocol):
 
 
 class ChoosesStages(Protocol):
-    async def stages_for(self, entry: CatalogueEntry) -> Collection[Stage]:
+    async def stages_for(self, entry: CatalogueEntry) -> Sequence[Stage]:
         """The route that a request of this node would take now."""
         ...
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
@@ -23,7 +23,7 @@ from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
 from swarmllm.pipeline.route.inputs import NOTHING_CACHED, OwnLoad
-from swarmllm.pipeline.route.reported_loads import ReportedLoad, ReportedLoads
+from swarmllm.pipeline.route.reported_loads import ReportedLoads
 from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
 from swarmllm.pipeline.route.untried import UntriedNodes
@@ -49,17 +49,16 @@ UNABLE: Final = (
     "(Nodes of earlier versions, which do not know where rows of this model's pictures stand: {}.)"
 )
 
-JustSent = Callable[[Mapping[NodeId, ReportedLoad], OriginRequest | None], Mapping[NodeId, int]]
-"""(what nodes told of their load, a request that does not count) -> requests of this node that are in nothing
-that nodes have said, by node id."""
+
+class CountsCachedRows(Protocol):
+    def of(self, entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
+        """By node id: first rows of a prompt that need not be computed there."""
+        ...
 
 
-CachedRowsOf = Callable[[CatalogueEntry, Tensor], Mapping[NodeId, int]]
-"""By node id: first rows of a prompt that need not be computed there."""
-
-
-def nothing_cached(entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
-    return NOTHING_CACHED
+class NothingCached:
+    def of(self, entry: CatalogueEntry, tokens: Tensor) -> Mapping[NodeId, int]:
+        return NOTHING_CACHED
 
 
 class LighterRoute(Exception):
@@ -78,8 +77,7 @@ class RequestRoutes:
         here: LocalLoad,
         suspects: Suspects,
         trust: NodeTrust,
-        just_sent: JustSent,
-        cached_rows: CachedRowsOf = nothing_cached,
+        cached_rows: CountsCachedRows,
         draw: Callable[[Sequence[NodeId]], NodeId] = random.choice,
     ) -> None:
         self._router = router
@@ -87,7 +85,6 @@ class RequestRoutes:
         self._here = here
         self._suspects = suspects
         self._trust = trust
-        self._just_sent = just_sent
         self._cached_rows = cached_rows
         self._draw = draw
         self._reported_loads = ReportedLoads()
@@ -146,7 +143,7 @@ class RequestRoutes:
         entry = request.entry
         # An exact request computes all of its prompt, and ids of a picture's rows are no tokens.
         may_know = not request.is_exact and request.pictures is None
-        cached_rows = self._cached_rows(entry, request.rows) if may_know else NOTHING_CACHED
+        cached_rows = self._cached_rows.of(entry, request.rows) if may_know else NOTHING_CACHED
         size = RequestSize(n_prompt, n_output, cached_rows)
         load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
         now = trio.current_time()
@@ -266,6 +263,4 @@ class RequestRoutes:
     ) -> OwnLoad:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
         reported = self._reported_loads.at(trio.current_time())
-        n_told = {node_id: each.n_running for node_id, each in reported.items()}
-        sent = self._just_sent(reported, besides)
-        return self._here.now(entry, n_tokens, sent, n_told, n_asking=n_asking)
+        return self._here.now(entry, n_tokens, reported, n_asking=n_asking, besides=besides)

@@ -18,12 +18,13 @@ import trio
 from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
-from swarmllm.pipeline.origin.requests import OriginRequests
+from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
 from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.kernel_classes import in_one_class
 from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
+from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.row_formats import (
     Compression,
     choose_formats,
@@ -76,18 +77,22 @@ class LocalLoad:
         self,
         entry: CatalogueEntry,
         n_tokens: int,
-        sent: Mapping[NodeId, int],
-        reported: Mapping[NodeId, int],
+        reported: Mapping[NodeId, ReportedLoad],
         *,
         n_asking: int,
+        besides: OriginRequest | None = None,
     ) -> OwnLoad:
         """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
-        already, and have no route."""
+        already, and have no route. `reported`: by nodes, of their own load. `besides`: a request whose
+        attempts do not count."""
         n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
         # What runs here as a whole waits for its turn; a stage would be refused.
         waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
         return OwnLoad(
-            n_active, "" if waits else self._room_of(entry.model_id).lack(n_tokens), sent, reported
+            n_active,
+            "" if waits else self._room_of(entry.model_id).lack(n_tokens),
+            self._requests.just_sent(reported, besides),
+            {node_id: load.n_running for node_id, load in reported.items()},
         )
 
     def _room_of(self, model_id: ModelId) -> Room:

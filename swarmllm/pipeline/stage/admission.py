@@ -39,7 +39,7 @@ from swarmllm.pipeline.stage.cell_shares import HeldCells, ask_for_cells
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.ended_requests import EndedRequests
 from swarmllm.pipeline.stage.lifecycle import SessionState
-from swarmllm.pipeline.stage.row_committer import NoRowCommitter
+from swarmllm.pipeline.stage.row_committer import MakesRowCommitters, NoRowCommitters
 from swarmllm.pipeline.stage.served import Served, ServedBook
 from swarmllm.pipeline.stage.session import NO_ROWS, Session
 from swarmllm.scheduling.route import usable
@@ -107,10 +107,7 @@ class Sessions:
     own: HoldsCapacity
     trust: NodeTrust = field(default_factory=NeutralTrust)
     budget: ByteBudget = field(default_factory=ByteBudget)
-    row_committer_of: Callable[[RequestContext, EndedRequests], NoRowCommitter] = lambda context, ended: (
-        NoRowCommitter()
-    )
-    """Who signs for the rows of a request."""
+    row_committers: MakesRowCommitters = field(default_factory=NoRowCommitters)
     ended: EndedRequests = field(default_factory=EndedRequests)
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
@@ -244,7 +241,7 @@ class Sessions:
             owner=self,
             trust=self.trust,
             budget=self.budget,
-            row_committer=self.row_committer_of(context, self.ended),
+            row_committer=self.row_committers.of(context, self.ended),
         )
         self.start_soon(session)
         self.by_request[context.request_id] = session

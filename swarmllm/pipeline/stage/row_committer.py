@@ -10,9 +10,9 @@ where the two contradict each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import trio
@@ -49,6 +49,12 @@ READ_BYTES: Final = 2**20
 """Of rows that are read from the worker at once."""
 TELL_TIMEOUT_S: Final = 5.0
 _F32: Final = np.dtype("<f4")
+
+
+class TakesOwnStatements(Protocol):
+    def own(self, said: RowsCommitment) -> None:
+        """Of a stage here, for a request of this node's clients."""
+        ...
 
 
 class NoRowCommitter:
@@ -93,10 +99,10 @@ class RowCommitter(NoRowCommitter):
         router: Router,
         signer: RowSigner,
         tasks: SpawnsTasks,
-        tell_own: Callable[[RowsCommitment], None] | None,
+        origin: TakesOwnStatements | None,
         ended: EndedRequests,
     ) -> None:
-        """`tell_own` takes the statements where this node is the origin. `ended` keeps rows that were
+        """`origin` takes the statements where this node is the origin. `ended` keeps rows that were
         refused."""
         view = context.view
         self._context = context
@@ -104,7 +110,7 @@ class RowCommitter(NoRowCommitter):
         self._router = router
         self._signer = signer
         self._tasks = tasks
-        self._tell_own = tell_own
+        self._origin = origin
         self._log = provoked_by(log, view.origin)
         self._pipeline = pipeline_digest(context.request_id, context.model.model_id, view.origin, view.stages)
         self._stages = {
@@ -280,8 +286,8 @@ class RowCommitter(NoRowCommitter):
 
     async def _tell(self, said: RowsCommitment) -> None:
         view = self._context.view
-        if self._tell_own is not None:
-            self._tell_own(said)
+        if self._origin is not None:
+            self._origin.own(said)
         receivers = {view.origin}
         if said.stage < view.last and view.stages[said.stage + 1].commits is True:
             receivers.add(view.stages[said.stage + 1].node_id)
@@ -302,6 +308,19 @@ def digests_of(rows: Tensor) -> bytes:
     )
 
 
+class MakesRowCommitters(Protocol):
+    def of(self, context: RequestContext, ended: EndedRequests) -> NoRowCommitter:
+        """Signs for the rows of a request. `ended` keeps rows that were refused."""
+        ...
+
+
+class NoRowCommitters:
+    """Used where nobody signs for rows."""
+
+    def of(self, context: RequestContext, ended: EndedRequests) -> NoRowCommitter:
+        return NoRowCommitter()
+
+
 @dataclass(frozen=True, slots=True)
 class RowCommitters:
     """Makes the row committers of the requests in which this node takes part."""
@@ -310,14 +329,14 @@ class RowCommitters:
     router: Router
     signer: RowSigner
     tasks: SpawnsTasks
-    tell_own: Callable[[RowsCommitment], None]
+    origin: TakesOwnStatements
     """Of requests of this node's clients."""
 
-    def __call__(self, context: RequestContext, ended: EndedRequests) -> NoRowCommitter:
+    def of(self, context: RequestContext, ended: EndedRequests) -> NoRowCommitter:
         view = context.view
         if context.wants != "tokens" or not view.last:
             return NoRowCommitter()
         if not any(view.is_here(index) and stage.commits is True for index, stage in enumerate(view.stages)):
             return NoRowCommitter()
-        tell_own = self.tell_own if view.origin == view.node_id else None
-        return RowCommitter(context, self.compute, self.router, self.signer, self.tasks, tell_own, ended)
+        origin = self.origin if view.origin == view.node_id else None
+        return RowCommitter(context, self.compute, self.router, self.signer, self.tasks, origin, ended)

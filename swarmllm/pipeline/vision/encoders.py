@@ -8,7 +8,7 @@ Rows of pictures that other nodes encoded are cached like those of this node.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -25,6 +25,8 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pictures import Medium, MediumName, Picture, name_of, parse_picture
 from swarmllm.pipeline.origin.pictures import EncodedBy
 from swarmllm.pipeline.prefix.choice import HolderPath
+from swarmllm.pipeline.route.cuts_ahead import ChoosesStages
+from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.statistics import PipelineStatistics
@@ -45,8 +47,6 @@ from swarmllm_proto.identifiers import Digest, ModelId, NodeId
 from swarmllm_proto.swarm import ProjectorAnnounce
 
 log = logging.getLogger(__name__)
-
-FirstStage = Callable[[CatalogueEntry], Awaitable[NodeId]]
 
 
 @dataclass(slots=True)
@@ -92,12 +92,12 @@ class Encoders:
         counts: PipelineStatistics,
         trust: NodeTrust,
         budget: ByteBudget,
-        suspects: Callable[[], frozenset[NodeId]],
-        first_stage: FirstStage,
+        suspects: Suspects,
+        routes: ChoosesStages,
         kept: KeptPictures | None = None,
         checker: PictureChecker | None = None,
     ) -> None:
-        """`first_stage`: the node that would run a model's first layers now; raises NoPipeline. `kept`: the
+        """`routes` says who would run a model's first layers now, and is shown a picture first. `kept`: the
         cache of encoded pictures, of this node's encoders too. `checker` is told of rows that come from
         others."""
         self._compute = compute
@@ -106,7 +106,7 @@ class Encoders:
         self._settings = settings
         self._trust = trust
         self._suspects = suspects
-        self._first_stage = first_stage
+        self._routes = routes
         self._kept = KeptPictures() if kept is None else kept
         self._checker = checker
         self._elsewhere = HappyEyeballs(router, counts, trust, budget)
@@ -276,11 +276,11 @@ class Encoders:
             return []
         now_s = trio.current_time()
         try:
-            first = await self._first_stage(entry)
+            first = (await self._routes.stages_for(entry))[0].node_id
         except NoPipeline:
             first = None
         peers = {peer.node_id: peer for peer in self._router.peers()}
-        doubtful = self._suspects() | self._router.untried()
+        doubtful = self._suspects.now(trio.current_time()) | self._router.untried()
         encoders = []
         for node_id in said:
             peer, record = peers.get(node_id), self._registry.node(node_id)
