@@ -160,6 +160,18 @@ async def test_a_standby_gives_the_answer_well_before_the_deadline(
         await twenty_requests(swarm, B, (B, M))
 
 
+async def test_the_stages_of_a_standby_sign_for_their_rows_like_others(patient_clock: MockClock) -> None:
+    """Else a node would only have to be quicker than the first pipeline to be held to nothing."""
+    async with open_swarm(two_ways(), committing=None) as swarm:
+        be_slow(swarm, B, lambda index: 4.9 if index >= 1 else 0.0)
+        await prefer(swarm, B, M)
+        await ask(swarm)
+        assert swarm[A].pipelines.statistics().hedges_won == 1
+        signed = [attempt for _, attempt in swarm[A].pipelines._requests._lingering]
+        assert any(M in attempt.assembly.node_ids for attempt in signed)
+        await settle(swarm)
+
+
 async def test_a_slow_pipeline_that_is_first_all_the_same_keeps_the_request(patient_clock: MockClock) -> None:
     async with open_swarm(two_ways()) as swarm:
         be_slow(swarm, B, lambda index: 2.0 if index == 3 else 0.0)

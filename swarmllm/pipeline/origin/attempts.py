@@ -102,14 +102,18 @@ class Attempts:
 
     def begin(self, request: OriginRequest, assembly: Assembly) -> Attempt:
         """The request's current one from now on."""
-        assignment = request.assignment(assembly, self._router.node_id)
-        attempt = request.attempt(assembly, self._checker.commitments.asked(assignment))
+        attempt = self._attempt(request, assembly, is_standby=False)
         request.goes_to(attempt)
         return attempt
 
     def stand_by(self, request: OriginRequest, assembly: Assembly) -> Attempt:
         """One beside the request's current one."""
-        return request.attempt(assembly, request.assignment(assembly, self._router.node_id, is_standby=True))
+        return self._attempt(request, assembly, is_standby=True)
+
+    def _attempt(self, request: OriginRequest, assembly: Assembly, *, is_standby: bool) -> Attempt:
+        """Whose stages are to be asked to sign for their rows, where they can."""
+        assignment = request.assignment(assembly, self._router.node_id, is_standby=is_standby)
+        return request.attempt(assembly, self._checker.commitments.asked(assignment))
 
     def open(
         self, attempt: Attempt, pace: PipelineSpeed, weigh: OnReportedLoads | None = None
