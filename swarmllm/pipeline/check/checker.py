@@ -433,8 +433,8 @@ class Checker:
     def _limits_of_tokens(self, pending: PendingCheck, by: NodeId, n_tokens: int) -> TokenLimits:
         """The same for what is told with so many tokens."""
         is_settled = self._kv_type(pending.context, pending.node_id) == pending.kv_type
-        said = pending.kv_type if is_settled else None
-        return token_limits(said, self._kv_type(pending.context, by), n_tokens)
+        kv_type = pending.kv_type if is_settled else None
+        return token_limits(kv_type, self._kv_type(pending.context, by), n_tokens)
 
     def _has_layers(self, context: RequestContext, stage: int) -> bool:
         """Whether this node can compute what the stage did."""
@@ -443,15 +443,15 @@ class Checker:
     def _kv_type(self, context: RequestContext, node_id: NodeId) -> str | None:
         """As the node announces it for the request's model."""
         record = self.registry.node(node_id)
-        said = [] if record is None else [m for m in record.models if m.model_id == context.model.model_id]
-        return said[0].kv_type or None if said and said[0].kv_type is not UNSET else None
+        models = [] if record is None else [m for m in record.models if m.model_id == context.model.model_id]
+        return models[0].kv_type or None if models and models[0].kv_type is not UNSET else None
 
     def _kernel_class(self, context: RequestContext, node_id: NodeId) -> str:
         """The same of its kernels."""
         if node_id == self.router.node_id:
             return self.compute.kernel_class(context.model.model_id)
-        said = self.registry.announced(context.model.model_id, node_id)
-        return (said.kernel_class or "") if said is not None else ""
+        announced = self.registry.announced(context.model.model_id, node_id)
+        return (announced.kernel_class or "") if announced is not None else ""
 
     async def _sampled_by(
         self,

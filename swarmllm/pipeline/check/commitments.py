@@ -117,27 +117,27 @@ class Commitments:
         )
         return ledger
 
-    def take(self, sender: NodeId, said: RowsCommitment) -> bool:
+    def take(self, sender: NodeId, commitment: RowsCommitment) -> bool:
         """Takes a statement of another node. False: none is due in an attempt of this id."""
-        attempt = self.requests.attempt(said.request_id)
+        attempt = self.requests.attempt(commitment.request_id)
         if attempt is None or attempt.statements is None or self.signer is None:
             return False
         stages = attempt.context.view.stages
-        if said.stage >= len(stages) or stages[said.stage].node_id != sender:
-            self._note(sender, f"a commitment of stage {said.stage}, which is not there")
-        elif stages[said.stage].commits is not True:
+        if commitment.stage >= len(stages) or stages[commitment.stage].node_id != sender:
+            self._note(sender, f"a commitment of stage {commitment.stage}, which is not there")
+        elif stages[commitment.stage].commits is not True:
             self._note(sender, "a commitment that nobody asked for")
-        elif not is_signed_by(said, attempt.statements.pipeline, sender, self.signer.verify):
+        elif not is_signed_by(commitment, attempt.statements.pipeline, sender, self.signer.verify):
             self._note(sender, "a commitment with another's signature")
         else:
-            self._add(sender, attempt, attempt.statements, said)
+            self._add(sender, attempt, attempt.statements, commitment)
         return True
 
-    def own(self, said: RowsCommitment) -> None:
+    def own(self, commitment: RowsCommitment) -> None:
         """Of a stage here."""
-        attempt = self.requests.attempt(said.request_id)
+        attempt = self.requests.attempt(commitment.request_id)
         if attempt is not None and attempt.statements is not None:
-            self._add(self.router.node_id, attempt, attempt.statements, said)
+            self._add(self.router.node_id, attempt, attempt.statements, commitment)
 
     def accused(self, sender: NodeId, message: PipelineError) -> None:
         """A stage refuses rows of the one before it (see `Chain.receive`, which has seen the message)."""
@@ -154,9 +154,11 @@ class Commitments:
                 self.tasks.spawn_if_running(settle)
                 return
 
-    def _add(self, sender: NodeId, attempt: Attempt, statements: Statements, said: RowsCommitment) -> None:
+    def _add(
+        self, sender: NodeId, attempt: Attempt, statements: Statements, commitment: RowsCommitment
+    ) -> None:
         try:
-            found = statements.ledger.add(said)
+            found = statements.ledger.add(commitment)
         except InvalidCommitment as error:
             self._note(sender, f"a commitment that cannot be: {error}")
             return
@@ -224,22 +226,22 @@ class Commitments:
         if (found := ledger.stretch_with(stage, position)) is None:
             self.verdict_recorder.no_evidence(sender)
             return
-        start, said = found
-        piece = await self._ask(statements, stage, start, said.n_rows, digest_only=False)
-        if piece is not None and self._are_bad(statements, stage, start, said, piece):
+        start, stretch = found
+        piece = await self._ask(statements, stage, start, stretch.n_rows, digest_only=False)
+        if piece is not None and self._are_bad(statements, stage, start, stretch, piece):
             self.verdict_recorder.bad_rows(sender)
         else:
             self.verdict_recorder.contradict(sender, receiver)
 
     def _are_bad(
-        self, statements: Statements, stage: int, start: int, said: SignedStretch, piece: RowsPiece
+        self, statements: Statements, stage: int, start: int, stretch: SignedStretch, piece: RowsPiece
     ) -> bool:
         """Whether the rows that the next stage shows are what the one before it signed for, and no layer
         computes them."""
         shown = blake3(piece.rows).digest()
-        if shown != said.digest and not self._has_signed(statements, piece, stage, start, shown):
+        if shown != stretch.digest and not self._has_signed(statements, piece, stage, start, shown):
             return False
-        if len(piece.rows) != said.n_rows * statements.context.n_embd * _F32.itemsize:
+        if len(piece.rows) != stretch.n_rows * statements.context.n_embd * _F32.itemsize:
             return True
         return not bool(np.isfinite(np.frombuffer(piece.rows, _F32)).all())
 

@@ -52,26 +52,32 @@ class Ledger:
         rows may be so no longer."""
         self._repeated.append((first, end))
 
-    def add(self, said: RowsCommitment) -> list[Disagreement]:
+    def add(self, commitment: RowsCommitment) -> list[Disagreement]:
         """Stretches of which two neighbours say different things since now. Raises InvalidCommitment."""
-        if said.stage > self._last:
-            raise InvalidCommitment(f"there is no stage {said.stage}")
-        if said.position + said.n_rows > self._n_rows_max:
-            raise InvalidCommitment(f"rows up to {said.position + said.n_rows} of {self._n_rows_max}")
-        if bool(said.sent) is (said.stage == self._last) or (said.received and not said.stage):
-            raise InvalidCommitment(f"rows that stage {said.stage} does not have")
-        new_ones = [(side, *each) for side in SIDES for each in _stretches(said, getattr(said, side))]
+        if commitment.stage > self._last:
+            raise InvalidCommitment(f"there is no stage {commitment.stage}")
+        if commitment.position + commitment.n_rows > self._n_rows_max:
+            raise InvalidCommitment(
+                f"rows up to {commitment.position + commitment.n_rows} of {self._n_rows_max}"
+            )
+        if bool(commitment.sent) is (commitment.stage == self._last) or (
+            commitment.received and not commitment.stage
+        ):
+            raise InvalidCommitment(f"rows that stage {commitment.stage} does not have")
+        new_ones = [
+            (side, *each) for side in SIDES for each in _stretches(commitment, getattr(commitment, side))
+        ]
         for side, position, new in new_ones:
-            known = self._said.get((said.stage, side, position), new)
+            known = self._said.get((commitment.stage, side, position), new)
             if known != new and not self.is_doubtful(position):
                 raise InvalidCommitment(f"another digest of rows {position} to {position + new.n_rows}")
         found: list[Disagreement] = []
         for side, position, new in new_ones:
-            key = said.stage, side, position
+            key = commitment.stage, side, position
             if key in self._said:
                 continue
             self._said[key] = new
-            stage = said.stage if side == "sent" else said.stage - 1
+            stage = commitment.stage if side == "sent" else commitment.stage - 1
             if self._is_contradicted(stage, position):
                 found.append(Disagreement(stage, position, new.n_rows))
         return found
@@ -120,8 +126,8 @@ def spans(position: int, n_rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(STRETCH_ROWS, position + n_rows - start)
 
 
-def _stretches(said: RowsCommitment, digests: bytes) -> Iterator[tuple[int, SignedStretch]]:
+def _stretches(commitment: RowsCommitment, digests: bytes) -> Iterator[tuple[int, SignedStretch]]:
     for (position, n_rows), digest in zip(
-        spans(said.position, said.n_rows), stretch_digests(digests), strict=False
+        spans(commitment.position, commitment.n_rows), stretch_digests(digests), strict=False
     ):
         yield position, SignedStretch(n_rows, digest)

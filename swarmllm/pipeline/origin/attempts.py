@@ -244,8 +244,8 @@ class Attempts:
         require_alike(attempt, acks, chain.blamed)
         require_picture_runs(context, acks, chain.blamed)
         if weigh is not None:
-            said = {node_id: ack.n_running for node_id, ack in acks.items()}
-            await weigh({node_id: n for node_id, n in said.items() if n is not UNSET})
+            n_running = {node_id: ack.n_running for node_id, ack in acks.items()}
+            await weigh({node_id: n for node_id, n in n_running.items() if n is not UNSET})
         self._tell_prompt(attempt, acks)
         return partial(chain.start, session, n_known)
 

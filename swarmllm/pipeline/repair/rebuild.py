@@ -32,17 +32,17 @@ async def what_is_left(
     """Ask every stage to take part in what resumes another request; what each still has of it, and what the
     other nodes said. Raises as `assign` does."""
     acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=asker.blamed)
-    said = {node_id: ack.kept for node_id, ack in acks.items()}
-    said[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
-    return left_of(assignment.stages, said), acks
+    kept_by = {node_id: ack.kept for node_id, ack in acks.items()}
+    kept_by[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
+    return left_of(assignment.stages, kept_by), acks
 
 
 def left_of(
-    stages: Sequence[Stage], said: Mapping[NodeId, Iterable[StageRows]]
+    stages: Sequence[Stage], kept_by: Mapping[NodeId, Iterable[StageRows]]
 ) -> tuple[StageRemainder, ...]:
     """What each stage has, by what its own node says; no node speaks for another."""
     left = [StageRemainder()] * len(stages)
-    for node_id, kept in said.items():
+    for node_id, kept in kept_by.items():
         for rows in kept:
             if rows.stage < len(stages) and stages[rows.stage].node_id == node_id:
                 left[rows.stage] = StageRemainder(rows.n_rows, rows.n_journal)

@@ -115,9 +115,9 @@ class Inbox:
 
     def _take_commitment(self, sender: NodeId, message: RowsCommitment) -> bool:
         session = self.sessions.by_request.get(message.request_id)
-        heard = session.row_committer.hears(sender, message) if session is not None else None
-        if heard is False:
+        is_taken = session.row_committer.hears(sender, message) if session is not None else None
+        if is_taken is False:
             self.trust.note(
                 sender, TrustEvent.BROKE_PROTOCOL, "it signed for rows that it does not send here"
             )
-        return self.commitments.take(sender, message) or heard is not None
+        return self.commitments.take(sender, message) or is_taken is not None

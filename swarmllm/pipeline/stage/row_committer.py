@@ -52,7 +52,7 @@ _F32: Final = np.dtype("<f4")
 
 
 class TakesOwnStatements(Protocol):
-    def own(self, said: RowsCommitment) -> None:
+    def own(self, commitment: RowsCommitment) -> None:
         """Of a stage here, for a request of this node's clients."""
         ...
 
@@ -66,7 +66,7 @@ class NoRowCommitter:
     def turned(self, stage: int, n_jobs: int) -> None:
         pass
 
-    def hears(self, sender: NodeId, said: RowsCommitment) -> bool | None:
+    def hears(self, sender: NodeId, commitment: RowsCommitment) -> bool | None:
         return None
 
     def signed_for(self, boundary: int, position: int, digest: bytes) -> RowsCommitment | None:
@@ -139,29 +139,29 @@ class RowCommitter(NoRowCommitter):
             own.n_final += n_jobs
             self._look()
 
-    def hears(self, sender: NodeId, said: RowsCommitment) -> bool | None:
+    def hears(self, sender: NodeId, commitment: RowsCommitment) -> bool | None:
         """What a stage before one here has signed. None: it is for the origin, which is here; False: no
         honest node says it."""
         view = self._context.view
-        if said.stage >= view.last or not view.is_here(said.stage + 1):
+        if commitment.stage >= view.last or not view.is_here(commitment.stage + 1):
             return None if view.origin == view.node_id else False
-        if view.stages[said.stage].node_id != sender or not said.sent:
+        if view.stages[commitment.stage].node_id != sender or not commitment.sent:
             return False
         n_rows_max = self._context.n_prompt_tokens + self._context.sampling.max_tokens
-        if said.position + said.n_rows > n_rows_max:
+        if commitment.position + commitment.n_rows > n_rows_max:
             return False
-        if not is_signed_by(said, self._pipeline, sender, self._signer.verify):
+        if not is_signed_by(commitment, self._pipeline, sender, self._signer.verify):
             return False
-        return self._heard.setdefault((said.stage, said.position), said) == said
+        return self._heard.setdefault((commitment.stage, commitment.position), commitment) == commitment
 
     def signed_for(self, boundary: int, position: int, digest: bytes) -> RowsCommitment | None:
         """Where the stage that ends at `boundary` has signed that the stretch at `position` has this
         digest."""
-        for said in self._heard.values():
-            index, rest = divmod(position - said.position, STRETCH_ROWS)
-            is_there = not rest and 0 <= index * STRETCH_ROWS < said.n_rows
-            if is_there and self._context.view.stages[said.stage].end == boundary:
-                return said if stretch_digests(said.sent)[index] == digest else None
+        for commitment in self._heard.values():
+            index, rest = divmod(position - commitment.position, STRETCH_ROWS)
+            is_there = not rest and 0 <= index * STRETCH_ROWS < commitment.n_rows
+            if is_there and self._context.view.stages[commitment.stage].end == boundary:
+                return commitment if stretch_digests(commitment.sent)[index] == digest else None
         return None
 
     def refused(self, stage: int, position: int, error: BadTensor) -> int:
@@ -185,7 +185,7 @@ class RowCommitter(NoRowCommitter):
                 return
             data = np.ascontiguousarray(before, _F32).tobytes() + data
         start = position - n_before
-        said = self.signed_for(boundary, start, blake3(data).digest())
+        commitment = self.signed_for(boundary, start, blake3(data).digest())
         self._ended.keep_rows(
             self._context.request_id,
             RefusedRows(
@@ -194,7 +194,7 @@ class RowCommitter(NoRowCommitter):
                 start,
                 n_before + len(rows),
                 data,
-                None if said is None else encode_job(said)[0],
+                None if commitment is None else encode_job(commitment)[0],
                 trio.current_time(),
             ),
         )
@@ -251,7 +251,7 @@ class RowCommitter(NoRowCommitter):
             if not sent and (stage.index < self._context.view.last or not received):
                 stage.is_over = True
                 return
-            said = RowsCommitment(
+            commitment = RowsCommitment(
                 request_id=self._context.request_id,
                 stage=stage.index,
                 position=stage.next,
@@ -261,7 +261,7 @@ class RowCommitter(NoRowCommitter):
                 signature=bytes(64),
             )
             stage.next += n_rows
-            await self._tell(signed(said, self._pipeline, self._signer.sign))
+            await self._tell(signed(commitment, self._pipeline, self._signer.sign))
 
     async def _digests(self, boundary: int, position: int, n_rows: int) -> bytes:
         """Empty: the rows are not there."""
@@ -284,14 +284,14 @@ class RowCommitter(NoRowCommitter):
         except SwarmLLMError:
             return None
 
-    async def _tell(self, said: RowsCommitment) -> None:
+    async def _tell(self, commitment: RowsCommitment) -> None:
         view = self._context.view
         if self._origin is not None:
-            self._origin.own(said)
+            self._origin.own(commitment)
         receivers = {view.origin}
-        if said.stage < view.last and view.stages[said.stage + 1].commits is True:
-            receivers.add(view.stages[said.stage + 1].node_id)
-        header, payload = encode_job(said)
+        if commitment.stage < view.last and view.stages[commitment.stage + 1].commits is True:
+            receivers.add(view.stages[commitment.stage + 1].node_id)
+        header, payload = encode_job(commitment)
         for node_id in sorted(receivers - {view.node_id}):
             with trio.move_on_after(TELL_TIMEOUT_S):
                 try:

@@ -271,8 +271,8 @@ class Encoders:
     async def _in_order(
         self, entry: CatalogueEntry, needs: Collection[MediumName], picture_bytes: int
     ) -> list[Encoder]:
-        said = self.elsewhere(entry.model_id, entry, needs)
-        if not said:
+        announced = self.elsewhere(entry.model_id, entry, needs)
+        if not announced:
             return []
         now_s = trio.current_time()
         try:
@@ -282,13 +282,13 @@ class Encoders:
         peers = {peer.node_id: peer for peer in self._router.peers()}
         doubtful = self._suspects.now(trio.current_time()) | self._router.untried()
         encoders = []
-        for node_id in said:
+        for node_id in announced:
             peer, record = peers.get(node_id), self._registry.node(node_id)
             load = record.capability if record is not None else None
             encoders.append(
                 Encoder(
                     HolderPath(node_id, peer.rtt_s, peer.bytes_per_s) if peer else HolderPath(node_id),
-                    said[node_id].projector,
+                    announced[node_id].projector,
                     self._trust.score(node_id),
                     load.active_requests + load.stage_requests if load else 0,
                     is_first_stage=node_id == first,
@@ -319,7 +319,7 @@ class Encoders:
 
 
 def _takers(
-    said: Mapping[NodeId, ProjectorAnnounce], needs: Collection[MediumName]
+    announced: Mapping[NodeId, ProjectorAnnounce], needs: Collection[MediumName]
 ) -> dict[NodeId, ProjectorAnnounce]:
     """Whose projectors take all that is in `needs`."""
-    return {node_id: each for node_id, each in said.items() if set(needs).issubset(taken(each))}
+    return {node_id: each for node_id, each in announced.items() if set(needs).issubset(taken(each))}
