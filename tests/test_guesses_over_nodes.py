@@ -128,7 +128,9 @@ def test_a_stream_of_guesses_survives_a_killed_worker(nodes: dict[str, DaemonPro
         recoveries = origin.stats()["pipelines"]["recoveries"]
         text = ""
         with origin.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
-            pids = [nodes[name].worker_pids()[0] for name in ("second", "third")]
+            # Those of a try before may be on their way back.
+            halves = [nodes[name] for name in ("second", "third")]
+            pids = [wait_for(node.worker_pids, DEADLINE_S, "its worker")[0] for node in halves]
             for line in stream.iter_lines():
                 found = re.search(r'"text":("(?:[^"\\]|\\.)*")', line)
                 if found is None:
