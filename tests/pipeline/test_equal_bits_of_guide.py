@@ -130,7 +130,7 @@ async def test_honest_nodes_have_equal_bits_beside_other_requests(
         await nursery.start(others_ask, swarm, N)
         for length, temperature in ((1, 0.0), (7, 1.0)):
             asked = {"temperature": temperature, "seed": 5, "logprobs": True, "top_logprobs": 5}
-            sampling = Sampling(max_tokens=70, ignore_eos=True, exact=True, **asked)
+            sampling = Sampling(max_tokens=48, ignore_eos=True, exact=True, **asked)
             await ask(swarm, TEXT * length, checked, sampling)
         nursery.cancel_scope.cancel()
         explained = swarm[A].trust.explain(checked)
