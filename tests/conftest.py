@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wait at the end for another that has just begun a long one."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests, and the modules that they import, stay to the end: the garbage collector need not
+    look at them again and again, which took a twentieth of the processor time of tests in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
