@@ -64,6 +64,8 @@ class Client:
         self.n_failures: list[int] = []
         """Of each request, before it was answered."""
         self.failed: set[NodeId] = set()
+        self.are_named = True
+        """Whether it is known of nodes that let requests fail; else they lose no trust."""
 
     def note(self, node_id: NodeId, event: TrustEvent, detail: str = "") -> None:
         self.book.note(node_id, event, trio.current_time(), detail)
@@ -125,7 +127,8 @@ class Client:
                 return
             self.failed.add(node_id)
             chain.failure, chain.is_complete = DeadlineExceeded("it does nothing"), False
-            chain.blamed.stalled(node_id)
+            if self.are_named:
+                chain.blamed.stalled(node_id)
             note_newcomers(chain, chain.failure, True, self.suspects.newcomers, self)
             request.recovery.avoid.add(node_id)
             self.suspects.doubt([node_id], trio.current_time())
@@ -173,6 +176,23 @@ async def test_an_honest_newcomer_among_them_has_its_turn_and_then_most_of_the_w
     assert client.score(newcomer) > EARNED_MIN
 
 
+async def test_newcomers_that_nobody_can_blame_keep_no_honest_one_out(autojump_clock: MockClock) -> None:
+    few = dict(list(BAD.items())[:20])
+    newcomer = node_id_named("newcomer")
+    client = Client(1, few | HONEST | {"newcomer": 0.5})
+    client.are_named = False
+    for name in HONEST:
+        for _ in range(11):
+            client.note(node_id_named(name), TrustEvent.SERVED)
+    n_asked = 0
+    while client.score(newcomer) <= EARNED_MIN:
+        await client.ask()
+        await trio.sleep(30.0)
+        n_asked += 1
+        assert n_asked < 20 * (len(few) + 1) + 40, "each of them fails once before it is drawn again"
+    assert all(client.score(node_id) == NEUTRAL for node_id in client.bad)
+
+
 def trusts(**scores: float) -> Any:
     known = {node_id_named(name): score for name, score in scores.items()}
     return lambda node_id: known.get(node_id, NEUTRAL)
@@ -199,14 +219,19 @@ def test_newcomers_are_spared_from_a_failure_on_until_one_of_them_has_served() -
     ]
     assert spared(newcomers, score, PAUSE_S - 1, "known") == []
     after = spared(newcomers, score, PAUSE_S, "known", "once", "bad", "new")
-    drawn = min(once, new)
-    assert after[0] == {once, bad, new} - {drawn}, "those that have failed are not drawn before others"
-    assert spared(newcomers, score, PAUSE_S, "bad") == []
+    assert after[0] == {bad, new}, "of those that have not failed, one that has served is drawn first"
+    newcomers.failed([once], score, PAUSE_S)
+    after = spared(newcomers, score, 3 * PAUSE_S, "known", "once", "bad", "new")
+    assert after[0] == {once, bad}, "those that have failed are not drawn before others"
+    assert spared(newcomers, score, 3 * PAUSE_S, "bad") == []
     newcomers.served([known, once], score)
-    assert not newcomers.are_trusted(PAUSE_S)
-    newcomers.served([new], score)
+    assert not newcomers.are_trusted(3 * PAUSE_S)
+    after = spared(newcomers, score, 3 * PAUSE_S, "known", "once", "bad", "new")
+    assert after[0] == {bad, new}, "it has made up for its failure"
+    for _ in range(2):
+        newcomers.served([new], score)
     assert not newcomers.are_trusted(PAUSE_S - 1)
-    assert newcomers.are_trusted(PAUSE_S)
+    assert newcomers.are_trusted(3 * PAUSE_S)
 
 
 @pytest.mark.parametrize(
