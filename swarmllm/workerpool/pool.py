@@ -52,6 +52,7 @@ from swarmllm_proto.ipc import (
     Generate,
     InfillTokens,
     KernelChoice,
+    KvType,
     LayerResult,
     Opened,
     PrefixManifestUpdate,
@@ -288,13 +289,15 @@ class WorkerPool:
         ring: RingHint = NO_RING,
         rounded: bool = False,
         exact_rows: int = 0,
+        kv_type: KvType | None = None,
         picture_runs: tuple[PictureRun, ...] = (),
         owner: str = "",
     ) -> ForwardResult:
         """Run `layers` over f32 [n, n_embd], or over i32 [n] token ids where they begin at 0. `generated`:
         with the first token that is wanted here, those that came before it elsewhere. `scored`: with
         "scores", the token that follows each row. `rounded`: hidden states are to be what q8_0 can carry.
-        `exact_rows`: of an exact request, how many rows it has at most. `picture_runs`: of the request's rows
+        `exact_rows`: of an exact request, how many rows it has at most; `kv_type`: with its first rows, how
+        its keys and values are kept, None: as those of others. `picture_runs`: of the request's rows
         those that stand on a grid or see each other. `owner`: who shares the worker's time as one with
         others; "": this node's own users.
 
@@ -321,6 +324,7 @@ class WorkerPool:
             fresh=ring.fresh,
             rounded=rounded,
             exact_rows=exact_rows,
+            kv_type=kv_type or UNSET,
             picture_runs=picture_runs,
             owner=owner or UNSET,
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import llama_cpp
@@ -24,6 +25,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check import checker
+from swarmllm.pipeline.check.thresholds import Limits
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.trust import NEUTRAL, TrustEvent
@@ -31,7 +33,7 @@ from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import KvType, Sampling
 from swarmllm_proto.swarm import NodeCapability
 
 from .fakes import Swarm, computes, open_swarm
@@ -57,22 +59,32 @@ async def guide_swarm(
     noise_of_b: float = 0.0,
     *,
     weights_of_c: Path | None = None,
-    origin_has_the_head: bool = False,
+    origin_has: Sequence[NodeId] = (),
+    kv_types: Mapping[NodeId, KvType] = MappingProxyType({}),
+    change_b: Callable[[WorkerPool], None] | None = None,
 ) -> AsyncIterator[Swarm]:
-    """B and C are faster than the others that have their layers, and get the work."""
+    """B and C are faster than the others that have their layers, and get the work. `origin_has`: the layers of
+    these, too. `kv_types`: how nodes keep keys and values, where that is not f16."""
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id, layers in HOLDINGS.items():
             settings = WorkerSettings(
-                cache_dir=folder / f"cache-{node_id}", kernel_timings=KERNEL_TIMINGS, n_ctx=1024, n_slots=4
+                cache_dir=folder / f"cache-{node_id}",
+                kernel_timings=KERNEL_TIMINGS,
+                n_ctx=1024,
+                n_slots=4,
+                kv_type=kv_types.get(node_id, "f16"),
             )
             pools[node_id] = WorkerPool(settings, folder / f"run-{len(pools)}")
             await stack.enter_async_context(pools[node_id].running())
             weights = {B: weights_of_b, C: weights_of_c or entry.path}
             model = ModelFile(entry.model_id, weights.get(node_id, entry.path))
             await pools[node_id].load(model, LayerRange.parse(layers))
-            if origin_has_the_head and node_id == A:
-                await pools[node_id].load(model, LayerRange.parse(HOLDINGS[C]))
+            if node_id == A:
+                for other in origin_has:
+                    await pools[A].load(model, LayerRange.parse(HOLDINGS[other]))
+        if change_b is not None:
+            change_b(pools[B])
         if noise_of_b:
             lies_steadily(pools[B], noise_of_b)
         settings = PipelineSettings(prefill_chunk_tokens=16, n_ctx=1024, check_rate=0.2, hedge=0.0)
@@ -218,7 +230,7 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     coarse = quantised(tmp_path, kind)
     async with guide_swarm(
-        tmp_path, entry, entry.path, weights_of_c=coarse, origin_has_the_head=True
+        tmp_path, entry, entry.path, weights_of_c=coarse, origin_has=(C,)
     ) as swarm:
         swarm[A].pipelines._observations.observe(entry.model_id, "decode", 100.0, 1, 1)
         await announced(swarm, {C: "f16", D: "f16"})
@@ -274,6 +286,65 @@ async def test_noise_of_one_percent_is_wrong_by_the_limit_of_one_class(
         await ask(swarm, LONG_QUESTION, B)
         assert swarm[A].trust.count(B, event) == 1
         assert all(swarm[A].trust.score(node_id) >= NEUTRAL for node_id in (C, M, N))
+
+
+@dataclass
+class OtherBeginning:
+    """Has a worker take what it keeps of an earlier prompt for the beginning of another one."""
+
+    lies: bool = False
+    _names: list[bytes] = field(default_factory=list)
+
+    def install(self, pool: WorkerPool) -> None:
+        name_prefix = pool.name_prefix
+
+        async def named(model: ModelFile, **call: Any) -> int:
+            if self.lies:
+                return int(await name_prefix(model, **call | {"names": self._names[-1]}))
+            self._names.append(call["names"])
+            return int(await name_prefix(model, **call))
+
+        vars(pool)["name_prefix"] = named
+
+
+async def test_who_uses_kept_kv_of_another_prompt_is_wrong(tmp_path: Path, entry: CatalogueEntry) -> None:
+    """B computes every row as it should, and only what it takes for the beginning is not that of the prompt."""
+    liar = OtherBeginning()
+    async with guide_swarm(tmp_path, entry, entry.path, change_b=liar.install) as swarm:
+        await ask(swarm, LONG_QUESTION, B)
+        await ask(swarm, LONG_QUESTION.replace("8", "9"), B)
+        assert swarm[A].trust.count(B, TrustEvent.CHECKED) == 2
+        liar.lies = True
+        await ask(swarm, LONG_QUESTION, B)
+        assert swarm[A].trust.count(B, TrustEvent.WRONG_RESULT) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "of_b", "announces", "noise", "event"),
+    [
+        ("f16", "q8_0", "q8_0", 0.0, TrustEvent.CHECKED),
+        ("f16", "f16", "q8_0", 0.01, TrustEvent.WRONG_RESULT),
+        ("q8_0", "q8_0", "q8_0", 0.01, TrustEvent.WRONG_RESULT),
+    ],
+    ids=["honest", "says another one", "of rows that are alike in all batches"],
+)
+async def test_a_type_of_kv_that_is_announced_hides_no_noise_from_who_has_the_layers(
+    own: KvType,
+    of_b: KvType,
+    announces: KvType,
+    noise: float,
+    event: TrustEvent,
+    tmp_path: Path,
+    entry: CatalogueEntry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not noise:  # Only rows of its own type are as near as that.
+        monkeypatch.setattr(checker, "SAME_KV", Limits(least=0.005, of_spread=0.1))
+    kinds: dict[NodeId, KvType] = {A: own, B: of_b}
+    async with guide_swarm(tmp_path, entry, entry.path, noise, origin_has=(B,), kv_types=kinds) as swarm:
+        await announced(swarm, {A: own, B: announces})
+        await ask(swarm, LONG_QUESTION, B)
+        assert swarm[A].trust.count(B, event) == 1
 
 
 def lies_steadily(pool: WorkerPool, part: float) -> None:

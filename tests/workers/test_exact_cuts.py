@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET, UnsetType
 
 from swarmllm_proto import ipc
 from swarmllm_proto.limits import EXACT_ROWS
@@ -194,6 +195,36 @@ def test_a_request_does_not_become_exact_on_its_way(open_room: OpenRoom) -> None
     room.call(ipc.Forward, PROMPT[64:128], position=64, exact_rows=300, **fields)
     room.run()
     assert room.errors() == {"this": "bad_message"}
+
+
+@pytest.mark.parametrize(("own", "other"), [("f16", "q8_0"), ("q8_0", "f16")])
+def test_keys_and_values_are_kept_as_the_request_says(
+    open_room: OpenRoom, own: ipc.KvType, other: ipc.KvType
+) -> None:
+    """As a worker whose requests all have that type computes it."""
+
+    def rows(kv_type: ipc.KvType, asked: ipc.KvType | UnsetType) -> np.ndarray:
+        room = open_room(GUIDE, (0, 6), **SETTINGS, kv_type=kv_type, flash_attention="auto")
+        fields: dict[str, Any] = {"request_id": "this", "start": 0, "end": 6, "want": "hidden"}
+        room.call(ipc.Forward, PROMPT[:64], position=0, exact_rows=80, kv_type=asked, **fields)
+        room.run()
+        assert not room.errors()
+        before = room.handlers.state.engine().memory
+        room.call(ipc.Forward, PROMPT[64:80], position=64, exact_rows=80, **fields)
+        room.run()
+        assert room.handlers.state.engine().memory == before
+        return decode_tensor(next(p for m, p in reversed(room.sent) if isinstance(m, ipc.LayerResult)))
+
+    assert np.array_equal(rows(own, other), rows(other, UNSET))
+    assert not np.array_equal(rows(own, other), rows(own, UNSET))
+
+
+def test_values_are_not_quantised_without_fused_attention(open_room: OpenRoom) -> None:
+    room = open_room(GUIDE, (0, 6), **SETTINGS, flash_attention="off")
+    fields: dict[str, Any] = {"start": 0, "end": 6, "want": "hidden", "position": 0}
+    room.call(ipc.Forward, PROMPT[:64], request_id="this", exact_rows=80, kv_type="q8_0", **fields)
+    (error,) = [message for message, _ in room.sent if isinstance(message, ipc.Error)]
+    assert (error.kind, error.field) == ("bad_message", "kv_type")
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,9 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     """Above 0: the request is exact, and will have at most so many rows. They get cells and batches of their
     own; prompts run in pieces of EXACT_ROWS, counted from the first, and what follows row by row. Every
     forward of such a request says so."""
+    kv_type: KvType | UnsetType = UNSET
+    """With `exact_rows`, in the first forward: how keys and values of the request are kept, where that is not
+    as those of the worker's other requests."""
     picture_runs: PictureRuns = ()
     """Rows of the request that stand on a grid or see each other; every forward of it says so."""
     owner: Owner | UnsetType = UNSET
@@ -298,6 +301,8 @@ class Forward(DaemonMessage, frozen=True, tag=True):
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)
         require_job_number(self.number, self.fresh)
+        if self.kv_type is not UNSET and not self.exact_rows:
+            raise ValueError("field `kv_type`: it comes with `exact_rows`, and not without")
 
 
 class Generate(DaemonMessage, frozen=True, tag=True):

@@ -13,7 +13,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import trio
@@ -59,7 +59,14 @@ from swarmllm.pipeline.check.sampling import (
     rate,
 )
 from swarmllm.pipeline.check.tallies import Bias, Tallies
-from swarmllm.pipeline.check.thresholds import Limits, TokenLimits, limits, token_limits
+from swarmllm.pipeline.check.thresholds import (
+    SAME_KV,
+    Limits,
+    TokenLimits,
+    limits,
+    spread_with_kv,
+    token_limits,
+)
 from swarmllm.pipeline.check.verdict import (
     Evidence,
     Match,
@@ -86,6 +93,7 @@ from swarmllm.swarm.peers.trust import NEUTRAL, NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import KvType
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -347,6 +355,8 @@ class Checker:
             return await self._tokens_computed_by(pending, evidence, node_id)
         self._budget.spend(work_of_rows(evidence) * len(context.view.layers(pending.stage)))
         rows = await self._recomputed_by(pending, evidence, node_id)
+        if node_id is None and (found := await self._judged_here(pending, evidence, rows)) is not None:
+            return RecomputeResult(*found, rows, by)
         verdict, match = judge(evidence, rows, self._limits(pending, by).least)
         if match is Match.WRONG and judge(evidence, rows)[1] is not Match.WRONG:
             self._budget.spend(work_of_rows(evidence) * len(context.view.layers(pending.stage)))
@@ -409,8 +419,42 @@ class Checker:
         await trio.sleep(ANNOUNCEMENT_S)
         return judge(evidence, rows, self._limits(pending, node_id or self.router.node_id).limit(spread))
 
+    async def _judged_here(
+        self, pending: PendingCheck, evidence: Evidence, rows: Tensor
+    ) -> tuple[Verdict, Match] | None:
+        """By rows that this node computes with each type of KV, so that a stage gains nothing by announcing
+        another one. None: its worker has no attention or no room for the other type. Raises SwarmLLMError."""
+        near = judge(evidence, rows, SAME_KV.least)
+        if near[1] is not Match.WRONG or judge(evidence, rows)[1] is Match.WRONG:
+            return near  # Farther than any type of KV accounts for.
+        own_type = self._kv_type(pending.context, self.router.node_id)
+        others = [kv_type for kv_type in get_args(KvType) if kv_type != own_type]
+        if len(others) != 1:
+            return None
+        work = work_of_rows(evidence) * len(pending.context.view.layers(pending.stage))
+        try:
+            self._budget.spend(work)
+            other = await self._recomputed_by(pending, evidence, None, kv_type=others[0])
+        except SwarmLLMError as error:
+            log.info("rows with keys and values in %s cannot be computed: %s", others[0], error.message)
+            return None
+        if (found := judge(evidence, other, SAME_KV.least))[1] is not Match.WRONG:
+            return found
+        self._budget.spend(work)
+        again = await self._recomputed_by(pending, evidence, None, is_regrouped=True)
+        own = evidence.came_in[-evidence.n_rows :]
+        spread = spread_with_kv(distance(rows, again, own), distance(rows, other, own))
+        judged = [judge(evidence, each, SAME_KV.limit(spread)) for each in (rows, other)]
+        return next((each for each in judged if each[1] is not Match.WRONG), near)
+
     async def _recomputed_by(
-        self, pending: PendingCheck, evidence: Evidence, node_id: NodeId | None, *, is_regrouped: bool = False
+        self,
+        pending: PendingCheck,
+        evidence: Evidence,
+        node_id: NodeId | None,
+        *,
+        is_regrouped: bool = False,
+        kv_type: KvType | None = None,
     ) -> Tensor:
         """None: by this node. Raises SwarmLLMError."""
         task = RecomputeTask(
@@ -420,6 +464,7 @@ class Checker:
             evidence.n_rows,
             self.settings.prefill_chunk_tokens,
             is_regrouped,
+            kv_type,
         )
         if node_id is None:
             return await compute_here(self.compute, task)

@@ -32,7 +32,7 @@ from swarmllm_proto.codec import encode_job
 from swarmllm_proto.errors import BadTensor
 from swarmllm_proto.fingerprints import decode_fingerprint
 from swarmllm_proto.identifiers import NodeId
-from swarmllm_proto.ipc import Sampling, TokenAgain
+from swarmllm_proto.ipc import KvType, Sampling, TokenAgain
 from swarmllm_proto.swarm import (
     CancelInference,
     JobMessage,
@@ -88,16 +88,22 @@ class RecomputeTask:
     chunk_tokens: int
     is_regrouped: bool = False
     """In another way than the request's."""
+    kv_type: KvType | None = None
+    """Keys and values are to be kept in this way, and all rows to be computed as those of the prompt of an
+    exact request; None: as the worker does. Of a task for this node's own worker."""
 
     def batches(self) -> Iterator[slice]:
         if self.exact_rows:
-            return exact_batches(len(self.came_in), self.context.n_prompt_rows, self.chunk_tokens)
+            n_rows = len(self.came_in)
+            return exact_batches(n_rows, n_rows - self.n_after_prompt, self.chunk_tokens)
         grouped = regrouped if self.is_regrouped else batches
         return grouped(len(self.came_in), self.context.n_given_tokens, self.chunk_tokens)
 
     @property
     def exact_rows(self) -> int:
         """Rows that the request has at most, where they are computed as those of an exact one; 0: not so."""
+        if self.kv_type is not None:
+            return len(self.came_in)
         return _exact_rows(self.context, len(self.came_in), len(self.came_in), self.is_regrouped)
 
     @property
@@ -111,6 +117,8 @@ class RecomputeTask:
     @property
     def n_after_prompt(self) -> int:
         """Of an exact request: the last so many rows are computed one by one."""
+        if self.kv_type is not None:
+            return 0
         return max(0, len(self.came_in) - self.context.n_prompt_rows) if self.exact_rows else 0
 
 
@@ -138,6 +146,7 @@ async def compute_here(compute: Compute, task: RecomputeTask) -> Tensor:
                 want="hidden",
                 n_prompt_tokens=len(task.came_in) - task.n_after_prompt,
                 exact_rows=task.exact_rows,
+                kv_type=task.kv_type,
             )
             if result.tensor is None:
                 raise RemoteError("the worker gave no rows")

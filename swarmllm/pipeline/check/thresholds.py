@@ -63,6 +63,16 @@ LOGITS_SAME_KV: Final = Limits(least=0.023, of_spread=1.6, most=0.1)
 LOGITS_OTHER_KV: Final = Limits(least=0.034, of_spread=2.0, most=0.1)
 
 
+OF_KV_TYPES: Final = 0.75
+"""This part of what lies between two types of KV shows as well how much rounding matters."""
+
+
+def spread_with_kv(regrouped: float, between_types: float) -> float:
+    """Of rows that this node computed in other batches, and with the other type of KV. Rows that attend to
+    quantised KV are the same in all batches, so the first may be 0."""
+    return max(regrouped, OF_KV_TYPES * between_types)
+
+
 def limits(kv_type: str | None, recomputed_in: str | None) -> Limits:
     """By the types of KV that the two nodes announce; None: it announces none."""
     return SAME_KV if kv_type is not None and kv_type == recomputed_in else OTHER_KV

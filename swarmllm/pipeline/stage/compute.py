@@ -25,6 +25,7 @@ from swarmllm_proto.ipc import (
     FinishReason,
     GenerateDone,
     KeptRows,
+    KvType,
     Sampling,
     Scores,
     TextPlace,
@@ -93,6 +94,7 @@ class ForwardCall(TypedDict):
     ring: NotRequired[RingHint]
     rounded: NotRequired[bool]
     exact_rows: NotRequired[int]
+    kv_type: NotRequired[KvType | None]
     picture_runs: NotRequired[tuple[PictureRun, ...]]
     owner: NotRequired[str]
 

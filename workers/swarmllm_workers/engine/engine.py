@@ -14,6 +14,7 @@ import numpy as np
 
 from swarmllm_proto.architectures import n_deepstack_layers
 from swarmllm_proto.blocks import kept_root
+from swarmllm_proto.ipc import KvType
 from swarmllm_workers.cache.journal import Journals
 from swarmllm_workers.cache.kept_rows import BlockKey
 from swarmllm_workers.cache.prefix_cache import PrefixCache
@@ -145,17 +146,23 @@ class Engine:
         self._routes.setdefault(request_id, {})[start, end] = route
         return route
 
-    def set_apart(self, request_id: str, n_rows: int, *, gives_rows: bool = False) -> None:
+    def set_apart(
+        self, request_id: str, n_rows: int, *, gives_rows: bool = False, kv_type: KvType | None = None
+    ) -> None:
         """Make the request exact: its rows, at most so many, are computed apart from all others.
-        `gives_rows`: the head computes all rows of a piece. Raises CallError bad_message if the request has
-        already begun otherwise."""
+        `gives_rows`: the head computes all rows of a piece. `kv_type`: of its keys and values, where that is
+        another one than the settings'. Raises CallError bad_message if the request has already begun
+        otherwise, or there is no attention for that type."""
         if request_id in self.apart:
             if gives_rows:
                 self.apart.give_rows(request_id)
             return
         if request_id in self._routes:
             raise CallError("bad_message", "the request has begun, and was not exact then", "exact_rows")
-        self.apart.add(request_id, min(n_rows, self.settings.n_ctx), gives_rows=gives_rows)
+        if kv_type is not None and kv_type != "f16" and self.settings.flash_attention == "off":
+            raise CallError("bad_message", f"stored as {kv_type}, values need flash attention", "kv_type")
+        n_rows = min(n_rows, self.settings.n_ctx)
+        self.apart.add(request_id, n_rows, gives_rows=gives_rows, kv_type=kv_type)
 
     def take_slot(self, request_id: str) -> int:
         return self.slots.take(request_id)

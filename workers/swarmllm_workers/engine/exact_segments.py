@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swarmllm_proto.ipc import KvType
 from swarmllm_workers.engine.memory import Footprint, Memory
 from swarmllm_workers.engine.ranges import Range
 from swarmllm_workers.engine.segment import Segment
@@ -26,6 +27,8 @@ class _RequestSegments:
     """At most."""
     gives_rows: bool
     """The head is asked about all rows of a piece, and not about one."""
+    kv_type: KvType | None = None
+    """None: that of the settings."""
     segments: list[Segment] = field(default_factory=list)
 
     @property
@@ -41,10 +44,10 @@ class ExactSegments:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request_id: str, n_rows: int, *, gives_rows: bool) -> None:
+    def add(self, request_id: str, n_rows: int, *, gives_rows: bool, kv_type: KvType | None = None) -> None:
         """Register the request, which has no rows yet. It will have at most `n_rows` rows, all in segments of
-        its own."""
-        self._requests[request_id] = _RequestSegments(n_rows, gives_rows)
+        its own, with keys and values of `kv_type`, or of the type of the settings."""
+        self._requests[request_id] = _RequestSegments(n_rows, gives_rows, kv_type)
 
     def give_rows(self, request_id: str) -> None:
         """From now on the head computes all rows of a piece. Raises CallError bad_message if segments of the
@@ -59,10 +62,15 @@ class ExactSegments:
         fit beside what is `held`."""
         apart = self._requests[request_id]
         ranges = [(segment.start, segment.end) for segment in path]
-        self._footprint.refuse_apart(ranges, apart.n_rows, held, gives_rows=apart.gives_rows)
+        self._footprint.refuse_apart(
+            ranges, apart.n_rows, held, gives_rows=apart.gives_rows, kv_type=apart.kv_type
+        )
         n_before = len(apart.segments)
         try:
-            apart.segments.extend(segment.apart(apart.n_rows, apart.gives_rows) for segment in path)
+            apart.segments.extend(
+                segment.apart(apart.n_rows, gives_rows=apart.gives_rows, kv_type=apart.kv_type)
+                for segment in path
+            )
         except CallError:
             for segment in apart.segments[n_before:]:
                 segment.close()
@@ -95,5 +103,7 @@ class ExactSegments:
         """The predicted memory of these segments, without the weights."""
         memory = Memory()
         for apart in self._requests.values():
-            memory += self._footprint.apart(apart.ranges, apart.n_rows, gives_rows=apart.gives_rows)
+            memory += self._footprint.apart(
+                apart.ranges, apart.n_rows, gives_rows=apart.gives_rows, kv_type=apart.kv_type
+            )
         return memory

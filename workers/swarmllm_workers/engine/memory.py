@@ -20,6 +20,7 @@ from typing import Final
 
 from llama_cpp import llama_cpp as lib
 
+from swarmllm_proto.ipc import KvType
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory_dry_run import dry_run
 from swarmllm_workers.engine.ranges import Range, join, merge
@@ -304,10 +305,17 @@ class Footprint:
             mapped_bytes=sum(segment.mapped_bytes for segment in own),
         )
 
-    def apart(self, pieces: Sequence[Range], n_rows: int, *, gives_rows: bool = False) -> Memory:
+    def apart(
+        self,
+        pieces: Sequence[Range],
+        n_rows: int,
+        *,
+        gives_rows: bool = False,
+        kv_type: KvType | None = None,
+    ) -> Memory:
         """Of segments of these ranges for one exact request of so many rows, over weights that are there; an
         estimate, because it begins between two steps. `gives_rows`: the head computes all rows of a batch."""
-        settings = exact_settings(self._settings, n_rows)
+        settings = exact_settings(self._settings, n_rows, kv_type)
         n_batch = rows_of_exact_batch(settings)
         memory = estimate(self._source, self._n_layers, pieces, settings, n_batch=n_batch)
         if gives_rows and any(end == self._n_layers for _, end in pieces):
@@ -317,11 +325,17 @@ class Footprint:
         return replace(memory, weights_bytes=0)
 
     def refuse_apart(
-        self, pieces: Sequence[Range], n_rows: int, held: Memory, *, gives_rows: bool = False
+        self,
+        pieces: Sequence[Range],
+        n_rows: int,
+        held: Memory,
+        *,
+        gives_rows: bool = False,
+        kv_type: KvType | None = None,
     ) -> None:
         """Raises CallError out_of_memory if there is no room for those segments."""
         what = f"cells for an exact request of {n_rows} rows of {self._name}"
-        apart = self.apart(pieces, n_rows, gives_rows=gives_rows)
+        apart = self.apart(pieces, n_rows, gives_rows=gives_rows, kv_type=kv_type)
         refuse_beside(apart, what, held, Memory(), self._settings, self.mapped_beside_bytes)
 
     def refuse(

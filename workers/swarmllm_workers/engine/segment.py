@@ -73,12 +73,15 @@ def rows_of_exact_batch(settings: EngineSettings) -> int:
     return max(EXACT_ROWS, settings.n_slots)
 
 
-def exact_settings(settings: EngineSettings, n_rows: int) -> EngineSettings:
-    """The settings of the segments of an exact request of so many rows. Fused attention adds up in an order
-    that depends on the number of threads; quantised values have no other."""
-    attention: FlashAttention = "off" if settings.kv_type == "f16" else settings.flash_attention
+def exact_settings(settings: EngineSettings, n_rows: int, kv_type: KvType | None = None) -> EngineSettings:
+    """The settings of the segments of an exact request of so many rows, with keys and values of `kv_type`, or
+    as in `settings`. Fused attention adds up in an order that depends on the number of threads; quantised
+    values have no other."""
+    kv_type = kv_type or settings.kv_type
+    attention: FlashAttention = "off" if kv_type == "f16" else settings.flash_attention
     return replace(
         settings,
+        kv_type=kv_type,
         n_ctx=-(-n_rows // _CELLS_MULTIPLE) * _CELLS_MULTIPLE,
         threads=None,
         flash_attention=attention,
@@ -217,12 +220,12 @@ class Segment:
             made = replace(made, eval_callback=self._tap.callback, eval_user_data=self._tap.user_data)
         return Context(self._model, made)
 
-    def apart(self, n_ctx: int, gives_rows: bool = False) -> Segment:
+    def apart(self, n_ctx: int, *, gives_rows: bool = False, kv_type: KvType | None = None) -> Segment:
         """The same layers for one request, with cells and a work space of its own, so that its rows have the
         same bits whatever else runs there. `gives_rows`: the head has something to give of all rows of a
-        batch. Closed by itself, or with this segment. Raises CallError."""
+        batch. `kv_type`: as of `exact_settings`. Closed by itself, or with this segment. Raises CallError."""
         other = copy(self)
-        other._settings = exact_settings(self._settings, n_ctx)
+        other._settings = exact_settings(self._settings, n_ctx, kv_type)
         other._whole, other.apart_segments = self, []
         other.n_route = 0
         n_sequences = self._settings.n_slots

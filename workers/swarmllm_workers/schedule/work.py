@@ -142,7 +142,8 @@ class ForwardWork:
         self._engine = engine
         if self.is_exact:
             gives_rows = message.want in ("normed", "scores")
-            engine.set_apart(self.request_id, message.exact_rows, gives_rows=gives_rows)
+            kv_type = None if message.kv_type is UNSET else message.kv_type
+            engine.set_apart(self.request_id, message.exact_rows, gives_rows=gives_rows, kv_type=kv_type)
         self._decodings = decodings
         self._send = send
         self._n_done = 0
