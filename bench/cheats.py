@@ -50,6 +50,7 @@ from swarmllm.pipeline.check.thresholds import (
     TOKENS_OTHER_KV,
     TOKENS_SAME_KV,
     TOLERANCE,
+    spread_with_kv,
 )
 from swarmllm.pipeline.check.verdict import (
     Sampled,
@@ -108,24 +109,31 @@ async def middle_stage(bench: Bench, path: Path, folder: Path, layers: LayerRang
     base = await bench.computed(came_in, [layers], single_rows())
 
     again = await bench.computed(came_in, [layers], list(regrouped(N_ROWS, N_PROMPT, 128)))
-    all_spreads = distances(base, again, came_in)
+    in_q8_0 = await bench.computed(came_in, [layers], as_checked, kv_type="q8_0")
+    between_batches = distances(base, again, came_in)
+    between_types = distances(base, in_q8_0, came_in)
+    all_stretches = range(len(between_types))
 
-    def show(what: str, other: Sequence[Tensor]) -> None:
-        show_distances(what, distances(base, other, came_in), all_spreads)
+    def show(what: str, other: Sequence[Tensor], stretches: Sequence[int] = all_stretches) -> None:
+        """What an auditor that has the layers finds, and one that asks a holder whose type of KV is
+        another."""
+        measured, by_other = distances(base, other, came_in), distances(in_q8_0, other, came_in)
+        near = [min(measured[at], by_other[at]) for at in stretches]
+        of_base = [measured[at] for at in stretches]
+        spreads = [spread_with_kv(between_batches[at], between_types[at]) for at in stretches]
+        row("middle", what, f"{min(near):.3f} to {max(near):.3f}", of_rows(near, spreads, SAME_KV))
+        if min(near) <= TOLERANCE:
+            where = "middle, a holder with another type of KV computes it"
+            figure = f"{min(of_base):.3f} to {max(of_base):.3f}"
+            holders = [between_batches[at] for at in stretches]
+            row(where, what, figure, of_rows(of_base, holders, OTHER_KV))
 
-    def show_distances(what: str, measured: Sequence[float], spreads: Sequence[float]) -> None:
-        figure = f"{min(measured):.3f} to {max(measured):.3f}"
-        if min(measured) > TOLERANCE:
-            row("middle", what, figure, of_rows(measured, spreads, OTHER_KV))
-            return
-        for allowed, claim in (
-            (SAME_KV, "the auditor's type of KV"),
-            (OTHER_KV, "another type of KV, or none"),
-        ):
-            row("middle", f"{what}, announces {claim}", figure, of_rows(measured, spreads, allowed))
-
+    show("honest: KV in Q8_0", await bench.computed(came_in, [layers], single_rows(), kv_type="q8_0"))
     for what, rows in sent_instead(base, came_in):
         show(what, rows)
+    for what, rows in sent_instead(in_q8_0, came_in):
+        if "noise" in what:
+            show(f"{what}, KV in Q8_0", rows)
     each = [LayerRange(at, at + 1) for at in range(layers.start, layers.end)]
     show("one of four layers left out", await bench.computed(came_in, [each[0], *each[2:]], as_checked))
     show("the last two of four left out", await bench.computed(came_in, each[:-2], as_checked))
@@ -134,13 +142,12 @@ async def middle_stage(bench: Bench, path: Path, folder: Path, layers: LayerRang
         np.concatenate((prompt[:N_PROMPT], rows[N_PROMPT:]))
         for prompt, rows in zip(prompts, came_in, strict=True)
     ]
-    measured = distances(base, await bench.computed(mixed, [layers], as_checked), came_in)
     n_stretches, n_of_prompt = N_ROWS // STRETCH_ROWS, N_PROMPT // STRETCH_ROWS
-    of_answer = [at for at in range(len(measured)) if at % n_stretches >= n_of_prompt]
-    show_distances(
+    of_answer = [at for at in all_stretches if at % n_stretches >= n_of_prompt]
+    show(
         "KV of another prompt (rows of the answer)",
-        [measured[at] for at in of_answer],
-        [all_spreads[at] for at in of_answer],
+        await bench.computed(mixed, [layers], as_checked),
+        of_answer,
     )
     for what, kind in QUANTISATIONS.items():
         show(
