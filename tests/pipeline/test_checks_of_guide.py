@@ -63,8 +63,8 @@ async def guide_swarm(
     kv_types: Mapping[NodeId, KvType] = MappingProxyType({}),
     change_b: Callable[[WorkerPool], None] | None = None,
 ) -> AsyncIterator[Swarm]:
-    """B and C are faster than the others that have their layers, and get the work. `origin_has`: the layers of
-    these, too. `kv_types`: how nodes keep keys and values, where that is not f16."""
+    """B and C are faster than the others that have their layers, and get the work. `origin_has`: the layers
+    of these, too. `kv_types`: how nodes keep keys and values, where that is not f16."""
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id, layers in HOLDINGS.items():
@@ -229,9 +229,7 @@ async def test_coarser_weights_of_a_last_stage_are_wrong(
     monkeypatch.setattr(checker, "ANNOUNCEMENT_S", 0.0)
     kind = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K}[name]
     coarse = quantised(tmp_path, kind)
-    async with guide_swarm(
-        tmp_path, entry, entry.path, weights_of_c=coarse, origin_has=(C,)
-    ) as swarm:
+    async with guide_swarm(tmp_path, entry, entry.path, weights_of_c=coarse, origin_has=(C,)) as swarm:
         swarm[A].pipelines._observations.observe(entry.model_id, "decode", 100.0, 1, 1)
         await announced(swarm, {C: "f16", D: "f16"})
         for turn in range(6):
@@ -308,7 +306,7 @@ class OtherBeginning:
 
 
 async def test_who_uses_kept_kv_of_another_prompt_is_wrong(tmp_path: Path, entry: CatalogueEntry) -> None:
-    """B computes every row as it should, and only what it takes for the beginning is not that of the prompt."""
+    """B computes every row as it should, and only what it takes for the beginning is another prompt's."""
     liar = OtherBeginning()
     async with guide_swarm(tmp_path, entry, entry.path, change_b=liar.install) as swarm:
         await ask(swarm, LONG_QUESTION, B)
