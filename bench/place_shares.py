@@ -4,7 +4,8 @@ among origins, and a clock.
     python -m bench.place_shares [--seconds 600] [--seeds 3]
 
 A node has eight places for requests of others. N members behave badly: they hold places by a job now and
-then, assign and never give a job, ask for many places at once, or give every request a new identity. One
+then, assign and never give a job, ask for many places at once, break many requests off at once and ask
+again, or give every request a new identity. One
 honest member asks for one answer after the other, each of which takes five seconds of a place. It asks again
 five seconds after it was refused, or when it had to give its place up. Its fair share is the time of all
 places, divided by the number of members. The honest member is measured as one that has earned trust, beside
@@ -34,7 +35,9 @@ BEGAN_BEFORE_S = 30.0
 IDLE_S = 120.0
 """After which a request without a job is ended anyway."""
 NEW = "a new identity each time"
-KINDS = ("hold a place", "hold all places", "assign and give no job", NEW)
+BREAK_OFF = "break off at once"
+KINDS = ("hold a place", "hold all places", "assign and give no job", BREAK_OFF, NEW)
+MANY = ("hold all places", BREAK_OFF)
 COUNTS = (1, 7, 8, 10, 100)
 ME = node_id_named("me")
 
@@ -81,7 +84,8 @@ def run(kind: str, n_others: int, seconds: float, seed: int, *, has_earned: bool
     for step in range(int(seconds / STEP_S)):
         now_s = step * STEP_S
         for request_id, place in list(places.taken.items()):
-            if not place.has_begun and now_s - place.assigned_s > IDLE_S:
+            is_broken_off = kind == BREAK_OFF and place.origin != ME
+            if is_broken_off or (not place.has_begun and now_s - place.assigned_s > IDLE_S):
                 del places.taken[request_id]
         rng.shuffle(others)
         for index, other in enumerate(others):
@@ -89,7 +93,7 @@ def run(kind: str, n_others: int, seconds: float, seed: int, *, has_earned: bool
             if kind == NEW:
                 asker = node_id_named(f"new {step} {index}")
                 places.newcomers.add(asker)
-            for _ in range(1 if kind != "hold all places" else CAPACITY):
+            for _ in range(CAPACITY if kind in MANY else 1):
                 places.ask(asker, now_s + rng.random() * STEP_S, has_begun=kind != "assign and give no job")
         if mine and mine not in places.taken:
             outcome.n_given_up += 1

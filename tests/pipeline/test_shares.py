@@ -247,7 +247,7 @@ def test_a_place_that_becomes_free_goes_to_the_waiting_origin_that_has_used_leas
     assert shares.ask(b, [], 7.0).is_granted
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 @pytest.mark.parametrize("n_others", [7, 8, 12])
 def test_members_that_hold_places_leave_an_honest_one_its_share(kind: str, n_others: int) -> None:
     outcome = run(kind, n_others, 300.0, seed=1)

@@ -47,6 +47,9 @@ SHORTEST_TURN_S = 10.0
 """Of origins that take turns. Who gives way computes its prompt again somewhere else."""
 FADES_S = 300.0
 """In which what was used counts for half."""
+LEAST_USE_S = 5.0
+"""A place that was taken counts for so long at least. Else requests that are broken off at once would be
+charged nothing, and those of others, which run, would wait for all of them."""
 KEPT_OF = 4
 """Of fewer places none stays empty: one of three is too much for an origin that may not come again."""
 WANT_S = 30.0
@@ -154,6 +157,8 @@ class Shares:
     _used_s: dict[NodeId, float] = field(default_factory=dict)
     """Seconds of a place, by origin; of those that hold none, what has faded to less than one is left out."""
     _used_until_s: float = 0.0
+    _seen: dict[str, StagePlace] = field(default_factory=dict)
+    """Places that were taken at the last ask, by request."""
 
     def limit(self, capacity: int) -> None:
         """So many places there are now."""
@@ -219,9 +224,16 @@ class Shares:
             if each in holders or used_s * left >= 1.0
         }
         for place in taken:
-            used_s = min(passed_s, max(0.0, now_s - place.assigned_s))
-            self._used_s[place.origin] = self._used_s.get(place.origin, 0.0) + used_s
+            self._count(place.origin, min(passed_s, max(0.0, now_s - place.assigned_s)))
+        seen = {place.request_id: place for place in taken}
+        for request_id, place in self._seen.items():
+            if request_id not in seen:
+                self._count(place.origin, max(0.0, LEAST_USE_S - (self._used_until_s - place.assigned_s)))
+        self._seen = seen
         self._used_until_s += passed_s
+
+    def _count(self, origin: NodeId, used_s: float) -> None:
+        self._used_s[origin] = self._used_s.get(origin, 0.0) + used_s
 
     def _n_origins(self, origin: NodeId, held: Counter[NodeId]) -> int:
         return len({*held, *self._wanting, origin})
