@@ -5,11 +5,13 @@ elsewhere and its rows share batches, and the order of sums changes: distances u
 within one kind of kernels, as many as between kinds. The type of the keys and values does make a difference.
 So there are two classes, one limit for two nodes of the same class and one for nodes of different classes
 (`python -m bench.honest_rows` measures them).
+A node that has the layers computes the rows with either type, and holds the first limit against the stage.
 
 Both were measured with one model. In another model rounding may matter more, so no node is charged for a
 distance up to `TOLERANCE` alone. The checking node then computes the rows twice, the second time in other
 batches, and the distance between its own two results shows how much rounding matters in these rows. Where the
-two are equal, because there are fewer than 64 rows, only the tolerance applies.
+two are equal, as of rows over quantised KV, only the tolerance applies, unless the node has the layers: then
+the distance between the types of KV counts, too.
 """
 
 from __future__ import annotations
