@@ -17,13 +17,22 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import pubsub
+from libp2p.pubsub.gossipsub import PROTOCOL_ID
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.discovery.addresses import Address, own_addresses
-from swarmllm.swarm.libp2p.gossip import MODELS, Gossip, UnsignedGossipSub, run_gossip
+from swarmllm.swarm.libp2p.gossip import (
+    MODELS,
+    SETTLED_S,
+    SETTLED_UPKEEP_S,
+    UPKEEP_S,
+    Gossip,
+    UnsignedGossipSub,
+    run_gossip,
+)
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
@@ -236,6 +245,23 @@ async def test_the_heart_beats_as_fast_where_the_mesh_is_in_a_bad_way(
         with trio.fail_after(DEADLINE_S):
             for _ in range(3):
                 await beats.park()
+
+
+async def test_the_mesh_is_looked_at_more_rarely_once_nobody_comes_or_goes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    router = UnsignedGossipSub(protocols=[PROTOCOL_ID], degree=5, degree_low=4, degree_high=8)
+    peer = ID(b"a peer")
+    changes: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: router.add_peer(peer, PROTOCOL_ID),
+        lambda: router.remove_peer(peer),
+    ]
+    for change in changes:
+        change()
+        assert router.heartbeat_interval == UPKEEP_S
+        await trio.sleep(SETTLED_S)
+        assert router.heartbeat_interval == SETTLED_UPKEEP_S
 
 
 async def test_a_message_that_comes_twice_is_looked_at_once(

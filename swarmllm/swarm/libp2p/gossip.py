@@ -56,8 +56,13 @@ _sender: ContextVar[NodeId | None] = ContextVar("gossip_sender", default=None)
 """The peer whose stream this task reads."""
 MODELS = "swarm/models"
 HEALTH = "swarm/health"
-_HEARTBEAT_S = 1
-"""Of the mesh's upkeep. The library's default of 120 s leaves a new node deaf for minutes."""
+UPKEEP_S: Final = 1.0
+"""Between looks at the mesh while peers come and go. The library's default of 120 s leaves a new node deaf
+for minutes."""
+SETTLED_UPKEEP_S: Final = 4.0
+"""Once none has for SETTLED_S. Each look costs an idle node time, and offers recent messages to peers outside
+the mesh, which cost them as much."""
+SETTLED_S: Final = 10.0
 _VERDICTS_MAX = 128
 """Kept of messages, so that one that comes twice at the same moment is checked once. The library's list of a
 thousand is searched from its beginning for each message."""
@@ -195,6 +200,28 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
 class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
     """The router below it. `window`s as the library's constructor has them."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._changed_at_s = trio.current_time()
+        """When a peer came or went."""
+        super().__init__(*arguments, **options)
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds until the next look at the mesh; the library asks after each."""
+        return UPKEEP_S if trio.current_time() < self._changed_at_s + SETTLED_S else SETTLED_UPKEEP_S
+
+    @heartbeat_interval.setter
+    def heartbeat_interval(self, _: float) -> None:
+        """The library sets what its constructor was given."""
+
+    def add_peer(self, peer_id: ID, protocol_id: Any) -> None:
+        self._changed_at_s = trio.current_time()
+        super().add_peer(peer_id, protocol_id)
+
+    def remove_peer(self, peer_id: ID) -> None:
+        self._changed_at_s = trio.current_time()
+        super().remove_peer(peer_id)
+
     def attach(self, pubsub: Any) -> None:
         super().attach(pubsub)
         stock: Any = self.mcache
@@ -294,7 +321,6 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         degree=5,
         degree_low=4,
         degree_high=8,
-        heartbeat_interval=_HEARTBEAT_S,
         # It slows the heartbeat down to once a minute where the mesh is in a bad way, as in a small swarm,
         # and all that is cleared away at each beat piles up meanwhile.
         adaptive_gossip_enabled=False,
