@@ -257,6 +257,9 @@ class Libp2pRouter:
             await self.reach(node_id)
         await self.plane.send(node_id, header, payload)
 
+    def send_now(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> bool:
+        return self.plane.send_now(node_id, header, payload)
+
     async def open_link(self, node_id: NodeId, purpose: str) -> LinkEnd:
         await self.reach(node_id)
         return await self.plane.open_link(node_id, purpose)

@@ -220,6 +220,11 @@ class Router(Protocol):
         NodeUnreachable."""
         ...
 
+    def send_now(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> bool:
+        """`send` where nothing need be waited for: the stream is there, takes the message, and nothing is
+        left to be written on it. False: it was not sent."""
+        ...
+
 
 log = logging.getLogger(__name__)
 

@@ -253,6 +253,43 @@ async def test_what_jobs_by_links_took_counts_as_this_nodes_speed() -> None:
         assert (session.n_jobs, links.n_jobs) == (35, 95)
 
 
+async def test_what_a_worker_says_takes_no_turn_unless_something_is_to_be_sent_before_it(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
+        network.add(O)
+        router, sent, may_pass = network.add(A), list[bytes](), trio.Event()
+
+        def now(receiver: str, header: bytes, payload: bytes = b"") -> bool:
+            if header == b"in turn":
+                return False
+            sent.append(header)
+            return True
+
+        async def in_turn(receiver: str, header: bytes, payload: bytes = b"") -> None:
+            await may_pass.wait()
+            sent.append(header)
+
+        monkeypatch.setattr(router, "send_now", now)
+        monkeypatch.setattr(router, "send", in_turn)
+        session = Session(context(A, B), FakePool("0:1"), router, silence_timeout_s=10)
+        nursery.start_soon(session.run)
+        await wait_all_tasks_blocked()
+        for header in (b"first", b"in turn", b"queued"):
+            assert session.relay(O, header, b"")
+        assert sent == [b"first"]
+        await wait_all_tasks_blocked()
+        session.relay(O, b"queued too", b"")
+        assert sent == [b"first"], "the session's task still sends what came before"
+        may_pass.set()
+        await wait_all_tasks_blocked()
+        session.relay(O, b"last", b"")
+        assert sent == [b"first", b"in turn", b"queued", b"queued too", b"last"]
+        session.stop()
+        session.relay(O, b"after the end", b"")
+        assert sent[-1] == b"last"
+
+
 async def test_only_nodes_of_the_request_are_sent_what_a_worker_says() -> None:
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         network.add(O), network.add("stranger")

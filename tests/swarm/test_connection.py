@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +16,7 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.byte_budget import PayloadRoom
-from swarmllm.swarm.data.connection import _ASK_AGAIN_S, Connection
+from swarmllm.swarm.data.connection import _ASK_AGAIN_S, NOW_MAX_BYTES, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
@@ -264,6 +265,31 @@ async def test_a_cancelled_sender_takes_its_message_out_of_the_queue(autojump_cl
         await trio.sleep(1)
         kept = [number for number in range(20) if number not in (15, 17, 19)]
         assert [header for header, _ in b.arrived] == [*(b"%d" % number for number in kept), b"last"]
+
+
+async def test_a_message_is_sent_now_only_where_nothing_waits_and_the_way_takes_it(
+    autojump_clock: MockClock,
+) -> None:
+    async with joined() as (a, b, nursery):
+        assert not a.connection.send_now(b"", bytes(NOW_MAX_BYTES + 1))
+        b.may_handle = trio.Event()
+        numbers = itertools.count()
+        sent: list[int] = []
+        while a.connection.send_now(b"%d" % (number := next(numbers)), b""):
+            sent.append(number)
+        assert sent
+        waiting = next(numbers)
+        nursery.start_soon(a.connection.send, b"%d" % waiting, b"")
+        await trio.testing.wait_all_tasks_blocked()
+        assert not a.connection.send_now(b"overtakes", b"")
+        b.may_handle.set()
+        await trio.sleep(1)
+        assert a.connection.send_now(b"after", b"")
+        await trio.sleep(1)
+        assert [header for header, _ in b.arrived] == [*(b"%d" % x for x in (*sent, waiting)), b"after"]
+        assert (a.connection.deliveries.n_sent, a.connection.n_bytes_sent > 0) == (len(b.arrived), True)
+        a.connection.end("for the test")
+        assert not a.connection.send_now(b"", b"")
 
 
 async def test_what_is_too_large_is_refused_before_anything_is_written(autojump_clock: MockClock) -> None:

@@ -280,8 +280,14 @@ class Session:
         """Sends a job message of this node's worker. False: the session does not send this message."""
         if receiver not in self.view.node_ids:
             return False
-        self._put(RelayedJob(receiver, header, payload))
+        if self._passes(SessionEvent.JOB) and not self._sends_now(receiver, header, payload):
+            self._enqueue(RelayedJob(receiver, header, payload))
         return True
+
+    def _sends_now(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
+        """Where nothing of this request is still to be sent before it: a token costs no turn of the task."""
+        is_first = self._queue.is_empty and self._at_work_on is None and self._state in AT_WORK
+        return is_first and self._router.send_now(receiver, header, payload)
 
     def lost(self, node_id: NodeId) -> None:
         """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""

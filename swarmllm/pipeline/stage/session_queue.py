@@ -213,7 +213,8 @@ class SessionQueue:
     async def get(self) -> Item:
         """The next item. The one before has been dealt with."""
         self._release_taken()
-        await trio.lowlevel.checkpoint()
+        if self._items:
+            await trio.lowlevel.checkpoint()
         while not self._items:
             self._came = trio.Event()
             await self._came.wait()

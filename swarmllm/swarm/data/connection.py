@@ -30,7 +30,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from struct import Struct
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 import trio
@@ -65,6 +65,8 @@ _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
 _BULK_SLICE_BYTES = 65519
 """One Noise message: what a transfer may move before messages get their turn."""
+NOW_MAX_BYTES: Final = 4096
+"""Of a message that is written without a task's turn: a token, and no rows."""
 _RTT_WEIGHT = 0.2
 _RTT_FIRST = 5
 """Of so many samples the least counts: a node that has just started answers late."""
@@ -238,13 +240,7 @@ class Connection:
 
     async def send(self, header: bytes, payload: bytes | memoryview) -> None:
         """Returns when the message is on its way. Raises NodeUnreachable."""
-        pieces = encode_frame(
-            bytes((FrameKind.MESSAGE,)) + header,
-            payload,
-            header_max=SWARM_HEADER_MAX + 1,
-            payload_max=SWARM_PAYLOAD_MAX,
-        )
-        size_bytes = sum(len(piece) for piece in pieces)
+        pieces, size_bytes = _message_frame(header, payload)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._require_alive()
         is_long = self.bulk and size_bytes > _BULK_SLICE_BYTES
@@ -254,6 +250,22 @@ class Connection:
             self.deliveries.sent(trio.current_time())
             await trio.lowlevel.cancel_shielded_checkpoint()
         self.n_bytes_sent += size_bytes
+
+    def send_now(self, header: bytes, payload: bytes | memoryview) -> bool:
+        """Sends a message of at most NOW_MAX_BYTES if nothing waits to be written and the kernel takes it.
+        False: it was not sent."""
+        payload_bytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        if self.bulk or not self.alive or len(header) + payload_bytes > NOW_MAX_BYTES:
+            return False
+        pieces, size_bytes = _message_frame(header, payload)
+        try:
+            if not self._write_at_once(pieces):
+                return False
+        except NodeUnreachable:
+            return False
+        self.deliveries.sent(trio.current_time())
+        self.n_bytes_sent += size_bytes
+        return True
 
     async def send_goodbye(self) -> None:
         """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
@@ -506,3 +518,14 @@ class Connection:
     def _give_up(self, how: str) -> None:
         self.end(how)
         self._tasks.cancel()
+
+
+def _message_frame(header: bytes, payload: bytes | memoryview) -> tuple[list[bytes | memoryview], int]:
+    """The pieces of a message's frame, and their size in bytes."""
+    pieces = encode_frame(
+        bytes((FrameKind.MESSAGE,)) + header,
+        payload,
+        header_max=SWARM_HEADER_MAX + 1,
+        payload_max=SWARM_PAYLOAD_MAX,
+    )
+    return pieces, sum(len(piece) for piece in pieces)

@@ -152,6 +152,15 @@ class DataPlane:
         self._pacing.message(trio.current_time())
         await connection.send(header, payload)
 
+    def send_now(self, node_id: NodeId, header: bytes, payload: bytes | memoryview) -> bool:
+        """`send` where nothing need be waited for. False: it was not sent."""
+        neighbour = self._neighbours.get(node_id)
+        connection = neighbour.sending if neighbour is not None and neighbour.turning is None else None
+        if connection is None or not connection.send_now(header, payload):
+            return False
+        self._pacing.message(trio.current_time())
+        return True
+
     async def yield_to_messages(self) -> None:
         since_s = trio.current_time()
         # In the first turn it is noticed which messages can be read, in the second they have been.

@@ -190,6 +190,10 @@ class InMemoryRouter:
             link.is_acknowledging = True
             self._network.nursery.start_soon(self._network.keep_acknowledged, link, self._node_id, node_id)
 
+    def send_now(self, node_id: NodeId, header: bytes, payload: bytes | memoryview = b"") -> bool:
+        """In memory all messages are sent in turn."""
+        return False
+
     # What the network does to its nodes.
 
     def start(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
