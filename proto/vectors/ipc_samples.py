@@ -164,6 +164,21 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(HIDDEN),
     ),
     (
+        "forward-kv-type",
+        ipc.Forward(
+            id=15,
+            request_id=REQUEST_ID,
+            start=4,
+            end=8,
+            position=0,
+            want="hidden",
+            n_prompt_tokens=130,
+            exact_rows=130,
+            kv_type="q8_0",
+        ),
+        tensor_bytes(HIDDEN),
+    ),
+    (
         "forward-picture-runs",
         ipc.Forward(
             id=15,
