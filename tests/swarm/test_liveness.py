@@ -261,6 +261,23 @@ async def test_a_slow_peer_is_asked_far_more_often_and_not_for_ever(autojump_clo
         assert it.host.closed == [C]
 
 
+async def test_routes_do_without_a_peer_from_its_first_answer_that_is_late(autojump_clock: MockClock) -> None:
+    """Its record may be here already, from others."""
+    async with node() as it:
+        it.refusals = [NodeUnreachable("no node"), DeadlineExceeded("slow"), DeadlineExceeded("slow")]
+        it.dialler.suggest(A, HERE, trio.current_time())
+        it.host.open(A)
+        await wait_all_tasks_blocked()
+        assert it.changes == []
+        assert not it.dialler.is_lost(A, 0.0)
+        await trio.sleep(1.25 * liveness_module._EXCHANGE_RETRY_S[0])
+        assert it.changes == [("reachable", A)]
+        assert it.dialler.is_lost(A, trio.current_time())
+        await trio.sleep(20.0)
+        assert it.changes[-1] == ("connected", A)
+        assert not it.dialler.is_lost(A, 0.0)
+
+
 async def test_a_peer_that_is_gone_before_it_has_answered_is_not_asked_again(
     autojump_clock: MockClock,
 ) -> None:

@@ -174,8 +174,8 @@ class Dialler:
             self._candidates.touched(node_id)
 
     def lost_early(self, node_id: NodeId, now: float) -> bool:
-        """A connection ended before it counted as one. When the node is dialled next stays as it was. False
-        where it is not known."""
+        """A connection ended before it counted as one, or nothing was answered on it in time. When the node
+        is dialled next stays as it was. False where it is not known."""
         candidate = self._candidates.get(node_id)
         if candidate is None:
             return False

@@ -290,7 +290,9 @@ class Liveness:
                 await self._exchange_in_turn(node_id)
             except SwarmLLMError as error:
                 provoked_by(log, node_id).debug("exchanging records with %s: %s", node_id, error)
-                n_unanswered += isinstance(error, DeadlineExceeded)
+                if isinstance(error, DeadlineExceeded):
+                    n_unanswered += 1
+                    self._lost_early(node_id)
                 if n_unanswered == _NO_ANSWERS_MAX or not (waits_s or isinstance(error, DeadlineExceeded)):
                     break
                 wait_s = _EXCHANGE_RETRY_S[-1] if isinstance(error, DeadlineExceeded) else waits_s.pop(0)
