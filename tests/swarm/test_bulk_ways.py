@@ -16,9 +16,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.data import bulk as bulk_module
-from swarmllm.swarm.data.bulk import _HELLO_S as HELLO_S
 from swarmllm.swarm.data.bulk import _NO_WAY_S as NO_WAY_S
 from swarmllm.swarm.data.bulk import PENDING_MAX, Bulk, BulkKind, BulkPeer, NoBulkConnection
+from swarmllm.swarm.data.connection import HELLO_S
 from swarmllm.swarm.data.data_plane import DataPlane
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import TrustEvent
@@ -49,6 +49,13 @@ class Connection:
         if not self.alive:
             raise NodeUnreachable("it has ended")
         self.sent.append((*HEADER.unpack(header), bytes(payload)))
+
+    async def says_hello(self) -> bool:
+        with trio.move_on_after(HELLO_S):
+            await self.ready.wait()
+            return True
+        self.end("no hello came")
+        return False
 
     def end(self, how: str) -> None:
         self.alive = False

@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.byte_budget import PayloadRoom
-from swarmllm.swarm.data.connection import _ASK_AGAIN_S, NOW_MAX_BYTES, Connection
+from swarmllm.swarm.data.connection import _ASK_AGAIN_S, HELLO_S, NOW_MAX_BYTES, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
@@ -221,6 +221,28 @@ async def test_goodbye_ends_the_other_side_and_says_why(autojump_clock: MockCloc
         await a.connection.send_goodbye()
         await b.ended.wait()
         assert b.connection.ending == "goodbye"
+
+
+async def test_who_waits_for_the_hello_is_told_at_once_of_the_end(autojump_clock: MockClock) -> None:
+    async with joined() as (a, _, _):
+        assert await a.connection.says_hello()
+    waited_s: list[float] = []
+    for ends in (True, False):
+        out, into = trio.open_memory_channel[bytes](PIECES_UNDER_WAY)
+        alone = End("a", MemoryWire(out, into)).connection
+        began_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            if ends:
+                nursery.start_soon(_end_after, alone, 1.0)
+            assert not await alone.says_hello()
+        waited_s.append(trio.current_time() - began_s)
+        assert alone.ending == ("for the test" if ends else "no hello came")
+    assert waited_s == [pytest.approx(1.0), pytest.approx(HELLO_S)]
+
+
+async def _end_after(connection: Connection, seconds: float) -> None:
+    await trio.sleep(seconds)
+    connection.end("for the test")
 
 
 async def test_everybody_who_waits_to_send_is_told_of_the_end(autojump_clock: MockClock) -> None:

@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 _PEERS_MAX = 1024
 """For more, those are forgotten that could not be reached."""
 PENDING_MAX = 32
-_HELLO_S = 5.0
 _NO_WAY_S = 10.0
 """How long a peer without a direct way is not dialled again."""
 _RELAY_ROOM_MIN = 0.5
@@ -249,14 +248,7 @@ class Bulk:
             connection.end("no longer needed")
 
     async def _ready(self, connection: Connection | None) -> Connection | None:
-        if connection is None:
-            return None
-        with trio.move_on_after(_HELLO_S):
-            await connection.ready.wait()
-        if not connection.ready.is_set():
-            connection.end("no hello came")
-            return None
-        return connection
+        return connection if connection is not None and await connection.says_hello() else None
 
     async def _asked(self, connection: Connection, number: int, body: memoryview) -> None:
         n_answering = self._n_answering.get(connection, 0)

@@ -65,6 +65,8 @@ _CHUNKS_PER_TURN = 8
 """Pieces of at most 64 KiB decoded before other tasks get their turn."""
 _BULK_SLICE_BYTES = 65519
 """One Noise message: what a transfer may move before messages get their turn."""
+HELLO_S: Final = 5.0
+"""For a peer's hello, once there is a connection."""
 NOW_MAX_BYTES: Final = 4096
 """Of a message that is written without a task's turn: a token, and no rows."""
 _RTT_WEIGHT = 0.2
@@ -116,6 +118,7 @@ class Connection:
         """How it ended: "goodbye", "silent", or the wire's words; empty while it lives."""
         self.ready = trio.Event()
         """The peer's hello has come."""
+        self._ready_or_over = trio.Event()
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
         self.trust_event: TrustEvent | None = None
@@ -209,6 +212,15 @@ class Connection:
             self._room.release()
             self.end("closed here")
 
+    async def says_hello(self) -> bool:
+        """Whether the peer does, once it has, or has not in HELLO_S: then this ends the connection. False at
+        once where it ends by itself before."""
+        with trio.move_on_after(HELLO_S):
+            await self._ready_or_over.wait()
+        if not self._ready_or_over.is_set():
+            self.end("no hello came")
+        return self.ready.is_set()
+
     def end(self, how: str) -> None:
         """Now. A task that waits to send gets NodeUnreachable. Idempotent: the first reason stays."""
         was_alive = self.alive
@@ -216,6 +228,7 @@ class Connection:
         if not was_alive:
             return
         self.ending = how
+        self._ready_or_over.set()
         self._wire.abort()
         for outgoing in self._queue:
             outgoing.failed = True
@@ -461,6 +474,7 @@ class Connection:
         self.bulk |= hello.bulk and not self.dialled
         self._acknowledges = hello.acks
         self.ready.set()
+        self._ready_or_over.set()
 
     def _take_pong(self, echoed: bytes) -> None:
         if len(echoed) != _TIME.size:

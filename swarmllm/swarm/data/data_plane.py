@@ -56,7 +56,6 @@ HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet; for more the oldest make room."""
 
 _DIAL_S = 3.0
-_HELLO_S = 5.0
 _BACKOFF_FIRST_S = 0.25
 _BACKOFF_MAX_S = 10.0
 _TURN_TRIES, _TURN_AGAIN_S = 8, 1.0
@@ -259,11 +258,8 @@ class DataPlane:
             connection = await self.dial(node_id)
             if connection is None:
                 connection = await self._open_stream(node_id)
-            with trio.move_on_after(_HELLO_S):
-                await connection.ready.wait()
-            if not connection.ready.is_set():
-                connection.end("no hello came")
-                raise NodeUnreachable(f"node {node_id} does not speak the data plane's protocol")
+            if not await connection.says_hello():
+                raise NodeUnreachable(f"node {node_id} said no hello on the data plane: {connection.ending}")
         except NodeUnreachable:
             wait_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**neighbour.n_failures)
             neighbour.n_failures += 1

@@ -81,7 +81,6 @@ log = logging.getLogger(__name__)
 
 UPGRADE_EVERY_S = 30.0
 _SETTLE_S = 5.0
-_HELLO_S = 5.0
 
 
 class UpgradeConnector(Protocol):
@@ -173,12 +172,7 @@ class Upgrades:
         return await self._ready(await self._ways.dial(node_id))
 
     async def _ready(self, connection: Connection | None) -> Connection | None:
-        if connection is not None:
-            with trio.move_on_after(_HELLO_S):
-                await connection.ready.wait()
-                return connection
-            connection.end("no hello came")
-        return None
+        return connection if connection is not None and await connection.says_hello() else None
 
     async def _turn(self, neighbour: Neighbour, old: Connection, new: Connection) -> bool:
         neighbour.turning = trio.Event()
