@@ -273,14 +273,22 @@ async def test_what_a_worker_says_takes_no_turn_unless_something_is_to_be_sent_b
         monkeypatch.setattr(router, "send_now", now)
         monkeypatch.setattr(router, "send", in_turn)
         session = Session(context(A, B), FakePool("0:1"), router, silence_timeout_s=10)
+        for header in (b"in turn", b"behind it"):
+            session.relay(O, header, b"")
+        assert sent == [], "the session's task has not begun"
         nursery.start_soon(session.run)
+        may_pass.set()
         await wait_all_tasks_blocked()
-        for header in (b"first", b"in turn", b"queued"):
+        assert sent == [b"in turn", b"behind it"]
+        sent.clear()
+        may_pass = trio.Event()
+        for header in (b"first", b"in turn"):
             assert session.relay(O, header, b"")
-        assert sent == [b"first"]
         await wait_all_tasks_blocked()
-        session.relay(O, b"queued too", b"")
+        session.relay(O, b"queued", b"")
         assert sent == [b"first"], "the session's task still sends what came before"
+        session.relay(O, b"queued too", b"")
+        assert sent == [b"first"], "it waits in the queue"
         may_pass.set()
         await wait_all_tasks_blocked()
         session.relay(O, b"last", b"")
