@@ -76,6 +76,7 @@ class Newcomers:
                 node_id: (scores[node_id] < NEUTRAL, self._failures.get(node_id, 0), node_id in unknown)
                 for node_id in sorted(spared)
             }
-            drawn = draw([node_id for node_id, doubt in doubts.items() if doubt == min(doubts.values())])
+            least = min(doubts.values())
+            drawn = draw([node_id for node_id, doubt in doubts.items() if doubt == least])
             spared, unknown = spared - {drawn}, unknown - {drawn}
         yield from dict.fromkeys(each for each in (spared, unknown) if each)

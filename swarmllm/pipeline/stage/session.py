@@ -115,9 +115,9 @@ class Session:
         self._runner = JobRunner(context, compute, router, origin_side, self.row_committer)
         self._origin_side = origin_side
         self.prefixes: tuple[StageBlocks, ...] = ()
+        """What the origin called the rows in the end; without it they are kept as they were first named."""
         self.n_rows = 0
         """That the request has in the end, once its origin has said so."""
-        """What the origin called the rows in the end; without it they are kept as they were first named."""
         self._hold_s = hold_s
         self._left_hold = trio.Event()
         self._owner = owner

@@ -280,7 +280,7 @@ class Encoders:
         except NoPipeline:
             first = None
         peers = {peer.node_id: peer for peer in self._router.peers()}
-        doubtful = self._suspects.now(trio.current_time()) | self._router.untried()
+        doubtful = self._suspects.now(now_s) | self._router.untried()
         encoders = []
         for node_id in announced:
             peer, record = peers.get(node_id), self._registry.node(node_id)
