@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from trio.testing import MockClock
 
 import swarmllm_workers  # noqa: F401  (before any test loads libllama: small_batches.py)
 from bench.common.patient_clock import patient_clock
+from swarmllm.operating_system import n_cores
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script ignores Ctrl-C, and so would every process that a test starts.
@@ -29,7 +29,7 @@ settings.load_profile("suite")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """For `-n auto`: one more than there are cores, as tests wait for other processes and for timers."""
-    return len(os.sched_getaffinity(0)) + 1
+    return n_cores() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

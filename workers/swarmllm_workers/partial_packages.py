@@ -1,8 +1,8 @@
 """Imports of the packages `gguf` and `llama_cpp` only the modules that are asked for.
 
 Both import all their modules, and those YAML, a cache on disk and handlers of chats. A worker needs the
-numbers of one and the C functions of the other. Without the rest it starts in three quarters of the
-processor time, and takes 7 MB less memory.
+numbers of one and the C functions of the other. Without the rest its imports take 5 MB less memory and 0.87
+of the processor time (median of 12 pairs on a Zen 3).
 
 Whoever asks for another name of a package gets all of it, with the modules that are there already.
 """
@@ -20,8 +20,6 @@ from types import ModuleType
 from typing import Any, Final
 
 _VERSION: Final = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
-
-
 _settings: Final[list[Callable[[], None]]] = []
 
 
