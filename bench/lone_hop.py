@@ -93,7 +93,7 @@ class Stage:
         start_s = time.perf_counter()
         for descriptor, events in self._poll.poll():
             self.handlers.ring.on_event(descriptor, events, is_last=alone)
-        while self.handlers.has_work:
+        while self.handlers.state.has_work:
             self.handlers.step()
         self.handlers.pause_ms()
         end_s = time.perf_counter()
@@ -110,7 +110,7 @@ class Stage:
 
     def _tell(self, message: Any, payload: bytes = b"") -> None:
         self.handlers.handle(message, memoryview(payload))
-        while self.handlers.has_work:
+        while self.handlers.state.has_work:
             self.handlers.step()
 
     def _hear(self, message: Any, _payload: Any = b"") -> None:

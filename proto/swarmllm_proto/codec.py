@@ -163,7 +163,8 @@ def encode_job_frame(message: JobMessage, payload: bytes | memoryview = b"") -> 
 def decode_job(header: bytes, payload: Buffer = b"") -> JobMessage:
     """Raises DamagedJob where a LayerForward's digest is wrong, UnsupportedVersion, BadMessage,
     FrameTooLarge."""
-    _check_size("header", len(header), SWARM_HEADER_MAX)
+    if len(header) > SWARM_HEADER_MAX:
+        _check_size("header", len(header), SWARM_HEADER_MAX)
     message: JobMessage = _decode(_jobs, header)
     if isinstance(message, LayerForward):
         # The digest must be the header's last bytes: that is what lets it be defined over bytes, not over a

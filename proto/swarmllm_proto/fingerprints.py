@@ -50,10 +50,16 @@ def drawn_tokens(key: int, index: int, n_vocab: int) -> Ids:
 
 
 def encode_fingerprint(drawn: Values, largest: float, own: float) -> bytes:
-    """`drawn`: f32 [N_DRAWN], logits of `drawn_tokens`; `largest`: of all; `own`: of the token itself.
-    As in `check_fingerprint`, little of numpy's code runs."""
+    """`drawn`: f32 [N_DRAWN], logits of `drawn_tokens`; `largest`: of all; `own`: of the token itself. What
+    is beyond f16 becomes its largest value. As in `check_fingerprint`, little of numpy's code runs."""
     values = (*drawn.tolist(), float(largest), float(own))
-    return _F16S.pack(*(min(max(value, -_F16_MAX), _F16_MAX) for value in values))
+    try:
+        data = _F16S.pack(*values)
+    except OverflowError:
+        data = b""
+    if not data or data[1::2].translate(None, _HIGH_BYTES_OF_FINITE):
+        data = _F16S.pack(*[min(max(value, -_F16_MAX), _F16_MAX) for value in values])
+    return data
 
 
 def check_fingerprint(data: bytes) -> None:

@@ -78,6 +78,8 @@ class Frame(NamedTuple):
 
 def as_pieces(payload: Payload) -> Pieces:
     """The payload's non-empty pieces as flat byte buffers; copies nothing that is contiguous."""
+    if isinstance(payload, bytes):
+        return [payload] if payload else []
     buffers = [payload] if isinstance(payload, (bytes, bytearray, memoryview)) else payload
     return [_flat(b) for b in buffers if _n_bytes(b)]
 
@@ -95,7 +97,7 @@ def encode_frame(
     Raises FrameTooLarge, so that the sender learns of it and not the receiver, who could only hang up.
     """
     pieces = as_pieces(payload)
-    payload_size = sum(len(piece) for piece in pieces)
+    payload_size = sum(map(len, pieces))
     if len(header) > header_max:
         raise FrameTooLarge("header", f"{len(header)} bytes, at most {header_max}")
     if payload_size > payload_max:

@@ -25,7 +25,7 @@ class TextStream:
         return self.stopped_by is not None
 
     def push(self, piece: bytes) -> bytes:
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return b""
         return self._release(self._decoder.decode(piece), final=False)
 
@@ -37,6 +37,8 @@ class TextStream:
         return self._release(self._decoder.decode(b"", True), final=True)
 
     def _release(self, text: str, *, final: bool) -> bytes:
+        if not self._stop:
+            return text.encode()
         text = self._held + text
         found = [(at, index) for index, stop in enumerate(self._stop) if (at := text.find(stop)) >= 0]
         if found:

@@ -55,7 +55,7 @@ def asked(name: str) -> Sampling:
 
 def told_by(room: Room, sampling: Sampling) -> list[ipc.Token]:
     room.generate(PROMPT, "told", sampling)
-    while room.handlers.has_work:
+    while room.handlers.state.has_work:
         room.run()
     return [message for message, _ in room.sent if isinstance(message, ipc.Token)]
 
@@ -73,7 +73,7 @@ def sampled_again(
     n_sent = len(room.sent)
     about = {"generated": tuple(tokens[:n_before]), "scored": tuple(tokens[n_before:]), "sampling": sampling}
     room.call(ipc.Forward, data[first:], position=first, want="again", **(fields | about | changed))
-    while room.handlers.has_work:
+    while room.handlers.state.has_work:
         room.run()
     assert room.errors() == {}
     room.call(ipc.CancelRequest, request_id="again")

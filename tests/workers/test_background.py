@@ -252,7 +252,7 @@ class Room:
 
     def finish(self) -> None:
         """Everything that is under way."""
-        while self.loading.n_waiting or self.parsing.n_waiting or self.handlers.has_work:
+        while self.loading.n_waiting or self.parsing.n_waiting or self.handlers.state.has_work:
             if self.loading.n_waiting or self.parsing.n_waiting:
                 receive(self.inbox)
             self.handlers.step()
@@ -334,7 +334,7 @@ def test_a_request_waits_for_its_layers_to_be_cut_and_one_in_the_old_segment_goe
     room.call(ipc.CancelRequest, request_id="stream")
     room.finish()
     assert not engine.layers.retired
-    assert not room.handlers.has_work
+    assert not room.handlers.state.has_work
 
 
 def test_a_request_whose_segments_are_cut_in_the_turn_in_which_it_would_begin_begins_in_the_parts(
@@ -422,7 +422,7 @@ def test_a_request_that_is_cancelled_while_its_layers_are_cut_leaves_nothing(roo
     cancel = room.call(ipc.CancelRequest, request_id="part")
     assert room.answer(part).kind == "engine"
     assert isinstance(room.answer(cancel), ipc.Done)
-    assert not room.handlers.has_work
+    assert not room.handlers.state.has_work
     gate.opened.release(3)
     room.finish()
     engine = room.handlers.state.engine()
@@ -480,7 +480,7 @@ def test_the_worker_says_goodbye_while_layers_are_opened(room: Room, gate: Gate)
     loading = room.call(ipc.Load, start=0, end=4)
     gate.until_arrived(room.inbox)
     room.call(ipc.Shutdown)
-    assert room.handlers.is_finished
+    assert room.handlers.state.is_finished
     assert isinstance(room.sent[-1], ipc.Bye)
     assert not room.answers(loading)
 

@@ -58,7 +58,7 @@ class Room:
 
     def run(self, n_rounds: int = 10_000) -> None:
         for _ in range(n_rounds):
-            if not self.handlers.has_work:
+            if not self.handlers.state.has_work:
                 return
             self.handlers.step()
 
@@ -287,7 +287,7 @@ def test_forwards_that_have_waited_long_enough_are_refused(
     assert two_forwards(room) == ["a"]
     room.run()
     assert room.errors() == {"b": "no_room"}
-    assert not room.handlers.has_work
+    assert not room.handlers.state.has_work
 
 
 def test_forwards_wait_ten_seconds_for_room(open_room: OpenRoom, monkeypatch: pytest.MonkeyPatch) -> None:

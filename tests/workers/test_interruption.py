@@ -153,7 +153,7 @@ class Room:
             self.handlers.handle(decode_daemon_message(frame), frame.payload)
 
     def tokens(self, request_id: str) -> list[int]:
-        while self.handlers.has_work:
+        while self.handlers.state.has_work:
             self.step()
         return [m.token for m in self.sent if isinstance(m, ipc.Token) and m.request_id == request_id]
 
@@ -173,7 +173,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_computed_gives_no_token(room: Ro
     room.generate("left", PROMPT[::-1].copy())
     room.stream.arrived = [cancel("somebody else", "left")]
     room.step()
-    assert not room.handlers.has_work
+    assert not room.handlers.state.has_work
     assert not room.tokens("left")
     (done,) = [m for m in room.sent if isinstance(m, ipc.GenerateDone) and m.request_id == "left"]
     assert (done.finish_reason, done.prefill_s) == ("cancelled", 0.0)

@@ -37,7 +37,7 @@ def test_a_journal_says_what_was_written_last_at_every_position(seed: int) -> No
         position = len(known) if random.random() < 0.8 else random.randrange(len(known) + 1)
         new = rows(random.choice([1, 1, 1, 7, BLOCK_ROWS, 150]), seed * 100 + step)
         if len(new) == 1:
-            journals.append("r", 4, position, b"head" + new.tobytes(), 4)
+            journals.append("r", 4, position, b"head" + new.tobytes(), 1)
         else:
             journals.write("r", 4, position, new)
         known = np.concatenate((known[:position], new))

@@ -404,7 +404,8 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     digest: Annotated[bytes, Meta(max_length=32)] = b""
 
     def __post_init__(self) -> None:
-        require_job_number(self.number, self.fresh)
+        if self.number is not UNSET or self.fresh is not UNSET:
+            require_job_number(self.number, self.fresh)
         if self.guesses is not UNSET and (self.step != "embed" or self.n_tokens != 1 + len(self.guesses)):
             raise ValueError(f"field `guesses`: {len(self.guesses)} in a job of {self.n_tokens} rows")
 

@@ -35,31 +35,23 @@ class _Journal:
         """Rows below this are here."""
         self.n_bytes = 0
         self._blocks: list[np.ndarray] = []
-        self._loose: list[bytes] = []
-        """The last rows, which are in no block yet."""
-        self._n_skipped = 0
+        self.loose: list[bytes] = []
+        """The last rows, which are in no block yet: kept as they came, less work beside a decode step."""
+        self.n_before = 0
+        """So many values before each of these are none of the row."""
 
     def write(self, position: int, rows: np.ndarray) -> None:
         """What was at these positions and after them is forgotten."""
         self.bind()
         self._put(position, rows)
 
-    def append(self, row: bytes, n_skipped: int) -> None:
-        """The next row, behind so many bytes that are none of it. Kept as it is for a while: less work
-        beside a decode step."""
-        self._loose.append(row)
-        self._n_skipped = n_skipped
-        self.n_rows += 1
-        self.n_bytes += len(row)
-        if len(self._loose) == BLOCK_ROWS:
-            self.bind()
-
     def bind(self) -> None:
         """Put the rows that were appended one by one into blocks."""
-        if loose := self._loose:
-            rows = np.stack([np.frombuffer(row, np.float32, offset=self._n_skipped) for row in loose])
-            self.n_bytes -= sum(map(len, loose))
-            self._loose = []
+        if loose := self.loose:
+            whole = b"".join(loose)
+            rows = np.frombuffer(whole, np.float32).reshape(len(loose), -1)[:, self.n_before :]
+            self.n_bytes -= len(whole)
+            self.loose = []
             self._put(self.n_rows - len(rows), rows)
 
     def _put(self, position: int, rows: np.ndarray) -> None:
@@ -122,16 +114,24 @@ class Journals:
         if self.n_bytes > self._max_bytes:
             self._make_room(request_id, end)
 
-    def append(self, request_id: str, end: int, position: int, row: bytes, n_skipped: int) -> None:
-        """`write` of one row of f32, behind so many other bytes."""
+    def append(self, request_id: str, end: int, position: int, row: bytes, n_before: int) -> None:
+        """`write` of one row of f32, behind so many other values of 4 bytes. Each decode step waits for it,
+        so it calls nothing that it need not."""
         journal = self._journals.get(request_id, {}).get(end)
         if journal is None or journal.n_rows != position:
-            self.write(request_id, end, position, np.frombuffer(row, np.float32, offset=n_skipped)[None])
+            self.write(request_id, end, position, np.frombuffer(row, np.float32)[None, n_before:])
             return
-        self._n_bytes -= journal.n_bytes
-        journal.append(row, n_skipped)
-        self._n_bytes += journal.n_bytes
-        if self.n_bytes > self._max_bytes:
+        journal.loose.append(row)
+        journal.n_before = n_before
+        journal.n_rows += 1
+        n_bytes = len(row)
+        journal.n_bytes += n_bytes
+        self._n_bytes += n_bytes
+        if len(journal.loose) == BLOCK_ROWS:
+            self._n_bytes -= journal.n_bytes
+            journal.bind()
+            self._n_bytes += journal.n_bytes
+        if self._n_bytes + self.kept.n_bytes > self._max_bytes:
             self._make_room(request_id, end)
 
     def n_rows(self, request_id: str, end: int) -> int:

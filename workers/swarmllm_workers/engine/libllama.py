@@ -356,6 +356,8 @@ class Context:
         self._sequence_pointers = np.arange(first, first + 4 * N_BATCH, 4, dtype=np.uint64)
         self._is_unwanted = _abort_callback(settings.is_unwanted)
         self._row_s = math.inf
+        self._logits_at, self._logits = 0, np.empty(0, np.float32)
+        """Where the last view of a row's logits is, and the view."""
         """What a row took in the latest batch of many."""
         self._row_batch = self._batch(rows=True)
         self._token_batch = self._batch(rows=False)
@@ -450,7 +452,10 @@ class Context:
         pointer = lib.llama_get_logits_ith(self.handle, row)
         if not pointer:
             raise CallError("engine", f"row {row} has no logits")
-        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+        address = ctypes.addressof(pointer.contents)
+        if address != self._logits_at:
+            self._logits_at, self._logits = address, np.ctypeslib.as_array(pointer, (self.n_vocab,))
+        return self._logits
 
     def normed(self, row: int) -> np.ndarray:
         """f32 [n_embd]: the state after the final norm of a row that was marked as output. A view that the

@@ -9,7 +9,6 @@ happens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -468,8 +467,13 @@ class Segment:
                 fed = np.zeros(rows.n, np.int32)
         is_causal = self._positions.are_plain or self._is_causal(spans)
         try:
-            with small_batches.alike() if self._whole is not None else _AS_MEASURED:
+            if self._whole is None:
                 self._context.decode(fed, positions, rows.slots, outputs, normed=normed, is_causal=is_causal)
+            else:
+                with small_batches.alike():
+                    self._context.decode(
+                        fed, positions, rows.slots, outputs, normed=normed, is_causal=is_causal
+                    )
             hidden = self._tap.take(rows.n) if self._tap is not None else None
         except CallError:
             for span in spans:  # some of the rows may be in the KV: none of them counts
@@ -540,7 +544,6 @@ class Segment:
 
 
 _NOTHING: Final = np.empty(0, np.float32)
-_AS_MEASURED: Final = nullcontext()
 
 
 def _outputs(spans: Sequence[Span], rows: _Rows) -> np.ndarray | bool:

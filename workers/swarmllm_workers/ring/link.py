@@ -56,20 +56,18 @@ class _Cipher:
         self._cipher = ChaCha20Poly1305(key)
 
     def seal(self, plaintext: bytes | memoryview) -> bytes:
-        nonce = self._next()
+        nonce = _NONCE.pack(self._nonce)
+        self._nonce += 1
         return self._cipher.encrypt(nonce, plaintext, None)
 
     def open(self, ciphertext: bytes | memoryview) -> bytes:
         """Raises LinkClosed."""
-        try:
-            return self._cipher.decrypt(self._next(), ciphertext, None)
-        except Exception as error:
-            raise LinkClosed(f"the bytes do not decrypt ({type(error).__name__})") from None
-
-    def _next(self) -> bytes:
         nonce = _NONCE.pack(self._nonce)
         self._nonce += 1
-        return nonce
+        try:
+            return self._cipher.decrypt(nonce, ciphertext, None)
+        except Exception as error:
+            raise LinkClosed(f"the bytes do not decrypt ({type(error).__name__})") from None
 
 
 class SendingLink:
@@ -90,8 +88,8 @@ class SendingLink:
         """Send frames, or keep what the kernel does not take now for `flush`. Raises LinkClosed."""
         self.send_bytes(b"".join(pieces))
 
-    def send_bytes(self, plaintext: bytes) -> None:
-        """As `send`, of frames in one piece."""
+    def send_bytes(self, plaintext: bytes) -> bool:
+        """As `send`, of frames in one piece. Returns whether the kernel has taken all."""
         if len(plaintext) <= PLAINTEXT_MAX:
             ciphertext = self._cipher.seal(plaintext)
             data = _LENGTH.pack(len(ciphertext)) + ciphertext
@@ -103,6 +101,8 @@ class SendingLink:
             self._n_unsent += len(data) - n_sent
             if self._n_unsent > UNSENT_MAX:
                 raise LinkClosed("the neighbour does not read")
+            return False
+        return True
 
     def _seal_in_parts(self, plaintext: memoryview) -> bytes:
         sealed: list[bytes] = []

@@ -140,7 +140,8 @@ class Ring:
         """Count a job that came by a link and has been run. The daemon gets a report of these now and
         then."""
         seat.turned(compute_s, n_rows, is_numbered=is_numbered)
-        self._tell_turned(seat, time.monotonic())
+        if (now := time.monotonic()) >= seat.reported_at + TURNED_INTERVAL_S:
+            self._tell_turned(seat, now)
 
     def send_reports(self) -> int | None:
         """Send the daemon the reports that are due. Returns the milliseconds until the next one is."""
@@ -207,8 +208,8 @@ class Ring:
         told.
         """
         its = seat.message
-        told = _streaming_token(its.request_id, (*before, decoded), timings, seat.guesser)
-        jobs = tuple((_embedded(its.request_id, each), b"") for each in launched)
+        told = _streaming_tokens(its.request_id, (*before, decoded), timings, seat.guesser)
+        jobs = tuple([(_embedded(its.request_id, each), b"") for each in launched])
         if its.origin == its.after and not (may_relay and self.has_spare_core):
             return self._pass_on(seat, (*told, *jobs), may_relay)
         is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
@@ -282,7 +283,8 @@ class Ring:
             )
         seat.came(job, job.window_rows or 0, job.jobs_max or 0)
         seat.is_running = True
-        self._tell_turned(seat, time.monotonic())
+        if (now := time.monotonic()) >= seat.reported_at + TURNED_INTERVAL_S:
+            self._tell_turned(seat, now)
         try:
             self._jobs.take(seat, job, frame.payload, came_at, is_last)
         except CallError as error:
@@ -318,8 +320,8 @@ class Ring:
 
     def _write(self, after: NodeId, link: SendingLink, frames: bytes) -> None:
         try:
-            link.send_bytes(frames)
-            self._watch_sending(link)
+            if not link.send_bytes(frames) or link.is_waiting:
+                self._watch_sending(link)
         except LinkClosed as closed:
             self._lose_sending(after, str(closed))
 
@@ -380,7 +382,7 @@ def _embedded(request_id: str, launch: LaunchedJob) -> LayerForward:
     )
 
 
-def _streaming_token(
+def _streaming_tokens(
     request_id: str,
     tokens: Sequence[Decoded],
     timings: tuple[StageTiming, ...],
@@ -391,23 +393,25 @@ def _streaming_token(
     if n > 1:
         timings = tuple(StageTiming(each.stage, each.compute_s / n, each.busy_s / n) for each in timings)
     return tuple(
-        (
-            StreamingToken(
-                request_id=request_id,
-                index=each.index,
-                token=each.token,
-                finish_reason=each.finish_reason,
-                timings=timings,
-                logprobs=each.logprobs,
-                stopped_by=each.stopped_by,
-                fingerprint=each.fingerprint or UNSET,
-                guessed=(guesser.n_guessed, guesser.n_right)
-                if guesser is not None and each.finish_reason is not None
-                else UNSET,
-            ),
-            each.text,
-        )
-        for each in tokens
+        [
+            (
+                StreamingToken(
+                    request_id=request_id,
+                    index=each.index,
+                    token=each.token,
+                    finish_reason=each.finish_reason,
+                    timings=timings,
+                    logprobs=each.logprobs,
+                    stopped_by=each.stopped_by,
+                    fingerprint=each.fingerprint or UNSET,
+                    guessed=(guesser.n_guessed, guesser.n_right)
+                    if guesser is not None and each.finish_reason is not None
+                    else UNSET,
+                ),
+                each.text,
+            )
+            for each in tokens
+        ]
     )
 
 

@@ -23,6 +23,7 @@ _UNSURE_MAX: Final = 2 * JOBS_UNDER_WAY_MAX
 """So many jobs ago nothing that left can still be in a link: each is judged before so many more leave."""
 
 Messages = tuple[tuple[JobMessage, bytes | memoryview], ...]
+"""Tokens and jobs that leave together, the jobs behind the tokens."""
 
 
 class NumberedJob(Protocol):
@@ -73,6 +74,13 @@ class Seat:
     """Of one batch, with the bits of single ones; 0: that is not known yet."""
     guesser: ChainGuesser | None = None
     """Of the last stage, where it guesses."""
+    window_rows: int | UnsetType = UNSET
+    """The number of rows of a window that the later stages are told."""
+    jobs_max: int | UnsetType = UNSET
+    """The number of jobs under way that the later stages are told."""
+
+    def __post_init__(self) -> None:
+        self._settle()
 
     @classmethod
     def of(cls, its: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None) -> Seat:
@@ -92,19 +100,13 @@ class Seat:
         )
         return cls(its, forward, rows_max=rows_max, guesser=guesser)
 
-    @property
-    def window_rows(self) -> int | UnsetType:
-        """The number of rows of a window that the later stages are told."""
-        n_rows = self.rows_max if self.message.stage == 0 else min(self.rows_max, self.rows_max_before)
-        return n_rows if n_rows > 1 else UNSET
-
-    @property
-    def jobs_max(self) -> int | UnsetType:
-        """The number of jobs under way that the later stages are told."""
-        if self.rows_max == 1:
-            return UNSET
-        n_jobs = JOBS_UNDER_WAY_MAX if self.message.stage == 0 else self.jobs_max_before
-        return min(n_jobs, JOBS_UNDER_WAY_MAX) if n_jobs > 1 else UNSET
+    def _settle(self) -> None:
+        """Set what the later stages are told. It rarely changes, and each job says it."""
+        is_first = self.message.stage == 0
+        n_rows = self.rows_max if is_first else min(self.rows_max, self.rows_max_before)
+        self.window_rows = n_rows if n_rows > 1 else UNSET
+        n_jobs = JOBS_UNDER_WAY_MAX if is_first else min(self.jobs_max_before, JOBS_UNDER_WAY_MAX)
+        self.jobs_max = n_jobs if self.rows_max > 1 and n_jobs > 1 else UNSET
 
     def came(
         self, job: LayerForward | ipc.Forward, rows_max_before: int = 0, jobs_max_before: int = 0
@@ -113,17 +115,26 @@ class Seat:
         if job.number is UNSET or job.number == job.fresh:
             # Of the others, all rows may be refused: the next job may stand before them.
             self.expected = job.position + 1
-        self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
+        if rows_max_before != self.rows_max_before or jobs_max_before != self.jobs_max_before:
+            self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
+            self._settle()
 
     def sent(self, messages: Messages) -> None:
         """Record the results that left by a link."""
-        jobs = [each for each, _ in messages if isinstance(each, LayerForward)]
-        n_others = self.guesser.jobs_in_flight.n_under_way if self.guesser is not None and not jobs else 0
-        if not n_others and all(each.number is UNSET for each in jobs):
+        unsure, last = self.unsure, messages[-1][0]
+        # Jobs stand behind tokens, and of several ones each has a number.
+        if isinstance(last, LayerForward):
+            is_alone = last.number is UNSET
+        else:
+            is_alone = self.guesser is None or not self.guesser.jobs_in_flight.n_under_way
+        if is_alone:
             # No other job is under way, so what left up to the last one has come.
-            while any(_has_job(each) for each in self.unsure):
-                self.unsure.popleft()
-        self.unsure.append(messages)
+            for n_after, earlier in enumerate(reversed(unsure)):
+                if isinstance(earlier[-1][0], LayerForward):
+                    while len(unsure) > n_after:
+                        unsure.popleft()
+                    break
+        unsure.append(messages)
 
     def enter(self, n_bytes: int) -> bool:
         """Queue a job. False: the queue is full."""
@@ -140,7 +151,8 @@ class Seat:
 
     def turned(self, compute_s: float, n_rows: int, *, is_numbered: bool = False) -> None:
         """The job that came first has been run: `n_rows` in so many seconds."""
-        self.exit()
+        if self.waiting:
+            self.n_bytes_waiting -= self.waiting.popleft()
         self.n_turned += 1
         self.n_numbered += is_numbered
         if n_rows > 1:
@@ -180,7 +192,3 @@ class Seat:
             and job.position >= self.message.n_prompt_tokens
             and len(job.timings) <= job.stage
         )
-
-
-def _has_job(messages: Messages) -> bool:
-    return any(isinstance(each, LayerForward) for each, _ in messages)

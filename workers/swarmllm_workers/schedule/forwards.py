@@ -90,8 +90,8 @@ class Forwards:
     def take(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
     ) -> None:
-        """Take a decode job that came by a link. `is_alone`: no other job has come with it. Raises
-        CallError."""
+        """Take a decode job that came by a link. Where it has the worker to itself, it runs at once.
+        `is_alone`: no other job has come with it. Raises CallError."""
         if job.number is not UNSET:
             data = self._link_data(seat, job, payload)
             self._take_in_turn(job, job.position, data, seat, came_at, job.timings)
@@ -99,10 +99,9 @@ class Forwards:
         if seat.order.fresh:
             self._drop(seat.order.came_alone())
         is_idle = came_at - self.polled_at_s > SLEPT_S
-        run_alone = partial(self._run_alone, seat, job, payload, came_at, is_idle) if is_alone else None
-        self._scheduler.take(
-            run_alone, partial(self._link_work, seat, job, payload, came_at), is_idle=is_idle
-        )
+        if is_alone and not self._scheduler.works and self._run_alone(seat, job, payload, came_at, is_idle):
+            return
+        self._scheduler.add(self._link_work(seat, job, payload, came_at), is_idle=is_idle)
 
     def _run_alone(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_idle: bool

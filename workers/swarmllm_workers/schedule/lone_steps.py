@@ -34,6 +34,7 @@ from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.ring_work import land, next_jobs
 
 _HEAD: Final = Struct("<4I")
+_HEAD_VALUES: Final = 4
 _F32: Final = np.dtype("<f4")
 
 
@@ -90,7 +91,7 @@ class LoneSteps:
             sent, kept = self._leaving(row, its.row_format)
             self._ring.pass_rows(seat, position, 1, sent, (*job.timings, timing), may_relay=True)
             # After the send: nobody waits for this.
-            engine.journals.append(its.request_id, its.end, position, kept, len(self._head))
+            engine.journals.append(its.request_id, its.end, position, kept, _HEAD_VALUES)
         else:
             decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
             compute_s = time.perf_counter() - started
@@ -100,7 +101,7 @@ class LoneSteps:
             self._ring.pass_token(seat, decoded, (*job.timings, timing), launched=launched, may_relay=True)
         if job.step == "layer":
             came = bytes(payload) if len(payload) == self._n_bytes else b"".join((self._head, fed.data))
-            engine.received.append(its.request_id, its.start, position, came, len(self._head))
+            engine.received.append(its.request_id, its.start, position, came, _HEAD_VALUES)
         self._ring.turn(seat, compute_s)
         if its.start == 0 and self._cohorts is not None and self._ring.n_requests > 1:
             layers, now = (its.start, its.end), time.perf_counter()

@@ -2,7 +2,8 @@
 
 A round (`step`) is: resume what was parked, choose batches, run each, accept its results, drop what is over.
 There is one way to run a batch. The planner (`planner.py`) says which batches there are; a decode step that
-nobody shares needs no plan. A step that came by a link enters by `take`, and runs at once where it can.
+nobody shares needs no plan. A step that came by a link and has the worker to itself does not come here
+(`lone_steps.py`).
 
 Of the works of one request only the oldest runs: its Forwards are in order. Whatever goes wrong with one
 work is that work's error; a batch that fails as a whole is run again one work at a time, so that only the
@@ -82,7 +83,9 @@ class Scheduler:
         self._read_ahead = read_ahead
         self._planner = planner
         self._on_error = on_error
-        self._works: dict[int, Work] = {}
+        self.works: dict[int, Work] = {}
+        """In progress, the oldest first. For others to read: between two decode steps a property is a
+        detour."""
         self._n_works = 0
         self._starved_since: dict[int, float] = {}
         """Works that have found no room."""
@@ -95,13 +98,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._works)
+        return bool(self.works)
 
     @property
     def is_parked(self) -> bool:
         """Whether there is work, and all of it waits for the grammar process or for its layers to be cut."""
-        return bool(self._works) and all(
-            work.is_parked or key in self._uncut for key, work in self._works.items()
+        return bool(self.works) and all(
+            work.is_parked or key in self._uncut for key, work in self.works.items()
         )
 
     def add(self, work: Work, *, is_idle: bool = False) -> None:
@@ -111,27 +114,18 @@ class Scheduler:
                 work.layers, work.request_id, work.n_waiting, work.arrived_at, is_idle=is_idle
             )
         self._n_works += 1
-        self._works[self._n_works] = work
-
-    def take(
-        self, run_alone: Callable[[], bool] | None, make: Callable[[], Work], *, is_idle: bool = False
-    ) -> None:
-        """A decode step that came by a link. Where it has the worker to itself, `run_alone` runs it at once;
-        where that declines (False) or other works are here, the step is added as the work of `make`."""
-        if run_alone is not None and not self._works and run_alone():
-            return
-        self.add(make(), is_idle=is_idle)
+        self.works[self._n_works] = work
 
     def of_request(self, request_id: str) -> list[Work]:
         """The works of a request, the oldest first."""
-        return [work for work in self._works.values() if work.request_id == request_id]
+        return [work for work in self.works.values() if work.request_id == request_id]
 
     def step(self) -> None:
         """One round: every work that can has its turn, in as few batches as possible."""
         self.is_starved = bool(self._starved_since)
         if self._uncut:
             self._uncut.clear()
-        for work in self._works.values():
+        for work in self.works.values():
             if work.is_parked:
                 self._resume(work)
         for batch in self._choose():
@@ -140,9 +134,9 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Remove the works that are over."""
-        over = [key for key, work in self._works.items() if work.is_finished]
+        over = [key for key, work in self.works.items() if work.is_finished]
         for key in over:
-            del self._works[key]
+            del self.works[key]
             self._starved_since.pop(key, None)
             self._planner.forget(key)
 
@@ -154,8 +148,8 @@ class Scheduler:
 
     def _choose(self) -> Iterable[_Batch]:
         """The batches of this round, each when the one before has run."""
-        if len(self._works) == 1 and not self.is_starved:
-            (work,) = self._works.values()
+        if len(self.works) == 1 and not self.is_starved:
+            (work,) = self.works.values()
             lone = self._lone_step(work)
             if lone is not None:
                 return (lone,)
@@ -207,7 +201,7 @@ class Scheduler:
     def _ready(self) -> dict[int, _Ready]:
         ready: dict[int, _Ready] = {}
         requests: set[str] = set()
-        for key, work in self._works.items():
+        for key, work in self.works.items():
             if work.request_id in requests or work.is_finished:
                 continue
             requests.add(work.request_id)
@@ -222,7 +216,7 @@ class Scheduler:
                     continue
                 work.begin()
                 # Others' rows fill a batch with certainties: guesses are for who is alone.
-                is_alone = len(self._works) == 1
+                is_alone = len(self.works) == 1
                 work.look_ahead(self._engine.prefixes.n_free(route.segments) if is_alone else 1)
             except Exception as error:
                 self._fail(work, error)
@@ -245,7 +239,7 @@ class Scheduler:
         try:
             yield from self._engine.layers.cutting(*layers)
         except Exception as error:
-            for work in [each for each in self._works.values() if each.layers == layers]:
+            for work in [each for each in self.works.values() if each.layers == layers]:
                 if not work.is_finished and self._is_without_segments(work):
                     self._fail(work, error)
         finally:
@@ -265,7 +259,7 @@ class Scheduler:
             return True
         self._engine.make_slot(work.request_id)
         if work.can_restart and slots.is_full and slots.get(work.request_id) is None:
-            holders = (other for other in self._works.values() if other.can_restart)
+            holders = (other for other in self.works.values() if other.can_restart)
             if any(slots.get(other.request_id) is not None for other in holders):
                 return False
         slots.take(work.request_id)
@@ -353,13 +347,13 @@ class Scheduler:
             return
         compute_s = time.perf_counter() - started
         self._planner.ran(n_decodes, len(works) - n_decodes, compute_s)
-        if len(self._works) > 1:
+        if len(self.works) > 1:
             self._charge(batch)
         if self._starved_since:
             self._starved_since = {
                 key: since_s
                 for key, since_s in self._starved_since.items()
-                if self._works.get(key) not in works
+                if self.works.get(key) not in works
             }
         self._accept(works, results, compute_s)
         self._note_left(works, started)

@@ -107,15 +107,7 @@ class Handlers:
         """Whether no further message may be handled now, because too many wait for the thread that parses
         them."""
         parsing = self.state.parsing
-        return parsing.n_waiting > 1 and parsing.n_bytes_waiting > PARSING_BYTES_MAX
-
-    @property
-    def has_work(self) -> bool:
-        return self.state.has_work
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state.is_finished
+        return parsing.n_bytes_waiting > PARSING_BYTES_MAX and parsing.n_waiting > 1
 
     def handle(self, message: Any, payload: memoryview) -> None:
         self._arrived_at = time.perf_counter()
@@ -130,7 +122,7 @@ class Handlers:
         of a ring (what has expired is dropped, what is due is told); not at all with work, and a moment where
         all of that waits for room."""
         self._forwards.polled_at_s = time.perf_counter()
-        if self.state.scheduler is not None and self.state.scheduler.has_work:
+        if self.state.scheduler is not None and self.state.scheduler.works:
             self._tell_prefixes()
             self._forwards.has_run_alone = False
             self.grammars.pause_ms()

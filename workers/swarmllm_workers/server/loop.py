@@ -51,12 +51,18 @@ class OutgoingFrames:
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Queue the pieces and write what the socket takes now. What has to wait is copied, once, unless it
         is read-only: the caller may overwrite its buffers. Raises OSError where the daemon has gone."""
-        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
-        self._pieces += views
-        self.n_bytes += sum(view.nbytes for view in views)
+        n_new = 0
+        for piece in pieces:
+            if len(piece):
+                view = memoryview(piece).cast("B")
+                self._pieces.append(view)
+                self.n_bytes += view.nbytes
+                n_new += 1
         self.write()
+        if not self._pieces:
+            return
         # Older pieces lie before these, and are copies already.
-        for i in range(max(0, len(self._pieces) - len(views)), len(self._pieces)):
+        for i in range(max(0, len(self._pieces) - n_new), len(self._pieces)):
             if not self._pieces[i].readonly:
                 self._pieces[i] = memoryview(bytes(self._pieces[i]))
 
@@ -125,11 +131,12 @@ class Server:
         poll, own, watched, inbox = self._poll, self._connection.fileno(), 0, self._inbox.descriptor
         poll.register(inbox, select.POLLIN)
         was_stuck = False
+        state, outgoing = self._handlers.state, self._outgoing
         try:
-            while not self._handlers.is_finished:
-                is_stuck = self._is_stuck
+            while not state.is_finished:
+                is_stuck = outgoing.n_bytes > UNWRITTEN_MAX
                 wanted = (0 if is_stuck or self._handlers.is_full else select.POLLIN) | (
-                    select.POLLOUT if self._outgoing.n_bytes else 0
+                    select.POLLOUT if outgoing.n_bytes else 0
                 )
                 if is_stuck is not was_stuck:
                     # What threads hand over would only make more output.
@@ -155,7 +162,8 @@ class Server:
                         self._outgoing.write()
                     if events & ~select.POLLOUT and not self._read():
                         return
-                if self._handlers.has_work and not self._is_stuck:
+                scheduler = state.scheduler
+                if scheduler is not None and scheduler.works and not self._is_stuck:
                     self._handlers.step()
                     self._handle_ahead()
             self._connection.setblocking(True)
@@ -218,7 +226,7 @@ class Server:
                 return False
             for frame in self._decoder.feed(data):
                 self._handle(frame)
-                if self._handlers.is_finished:
+                if self._handlers.state.is_finished:
                     return True
             self._close_leftovers()
             if self._is_stuck or self._handlers.is_full:
@@ -228,7 +236,7 @@ class Server:
     def _handle_ahead(self) -> None:
         """What came during the step."""
         for frame in self._read_ahead.take():
-            if not self._handlers.is_finished:
+            if not self._handlers.state.is_finished:
                 self._handle(frame)
         self._close_leftovers()
 

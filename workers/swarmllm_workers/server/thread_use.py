@@ -60,7 +60,8 @@ class ThreadUse:
 
     def stepped(self) -> None:
         """Call after each step."""
-        self.begins()
+        if not self._is_at_work:
+            self.begins()
         self._stepped_s = self._clock()
         if not self._is_settled:
             # Threads that the step has started are there now.
