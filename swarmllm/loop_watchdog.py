@@ -6,7 +6,8 @@ second call per step, `after_task_step`, would double the cost.) A thread looks 
 while a step lasts too long, because only then the line at fault is known. A call into C that keeps the
 interpreter's lock hides its line from the thread; the log then says where the task waits after the step.
 
-Cost: one clock reading per step, and ten wake-ups of the thread per second (bench/loop_watchdog.py).
+Cost: one clock reading per step, and ten wake-ups of the thread per second (bench/loop_watchdog.py), or two
+while the loop has nothing to do.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _QUIET_S = 10.0
 _NAMES_MAX = 64
 _FRAMES_MAX = 8
 _WORTH_NOTING_S = 0.001
+_IDLE_PERIODS = 5
+"""So much rarer are the thread's looks while the loop waits: its wake-ups were a fifth of what an idle daemon
+took. The line of a step that follows such a wait may stay unknown where the step is over sooner."""
 _PACKAGES = "site-packages"
 
 _now_s = time.perf_counter
@@ -78,6 +82,8 @@ class LoopWatchdog(trio.abc.Instrument):
         self.latest: SlowStep | None = None
         self._began_s = 0.0
         """Of the step that runs; 0 between steps."""
+        self._waits_since_s = 0.0
+        """Since the latest step, where none runs."""
         self._task: trio.lowlevel.Task | None = None
         self._noted_above_s = _WORTH_NOTING_S
         self._longest_s = self._longest_before_s = 0.0
@@ -104,9 +110,12 @@ class LoopWatchdog(trio.abc.Instrument):
         self._task = task
 
     def before_io_wait(self, timeout: float) -> None:
-        took_s = _now_s() - self._began_s
+        now_s = _now_s()
+        took_s = now_s - self._began_s
         if took_s > self._noted_above_s and self._began_s:
             self._note(took_s)
+            now_s = _now_s()
+        self._waits_since_s = now_s
         self._began_s = 0.0
 
     @contextmanager
@@ -160,8 +169,10 @@ class LoopWatchdog(trio.abc.Instrument):
         clock = time.pthread_getcpuclockid(ident)
         window_ends_s = _now_s() + _WINDOW_S
         stuck_began_s = 0.0
-        while not stop.wait(period_s):
+        is_idle = False
+        while not stop.wait(_IDLE_PERIODS * period_s if is_idle else period_s):
             now_s, began_s = _now_s(), self._began_s
+            is_idle = not began_s and now_s - self._waits_since_s >= period_s
             if now_s >= window_ends_s:
                 window_ends_s = now_s + _WINDOW_S
                 self._longest_before_s, self._longest_s = self._longest_s, 0.0

@@ -47,6 +47,7 @@ LAYERS = (
     "swarmllm.keys",
     "swarmllm.sd_notify",
     "swarmllm.loop_watchdog",
+    "swarmllm.shared_ticks",
     "swarmllm.supervision",
     "swarmllm.memory_info",
     "swarmllm.process_use",

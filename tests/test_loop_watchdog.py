@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -86,6 +87,24 @@ async def test_a_step_is_charged_to_its_own_task_and_not_to_the_next() -> None:
                 nursery.start_soon(culprit, watchdog)
     assert watchdog.latest is not None
     assert watchdog.latest.task == "test_loop_watchdog.culprit"
+
+
+def test_its_thread_looks_rarely_while_the_loop_waits() -> None:
+    watchdog = LoopWatchdog(SLOW_S)
+    periods_s: list[float] = []
+
+    class Looks(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            periods_s.append(timeout)
+            # The loop waits until the third look; from the fourth on there are steps.
+            watchdog._waits_since_s = -1.0 if len(periods_s) < 4 else time.perf_counter()
+            return len(periods_s) > 5
+
+    watchdog._keep_looking(threading.get_ident(), Looks())
+    often_s, rarely_s = periods_s[0], periods_s[1]
+    assert often_s < SLOW_S < rarely_s
+    assert periods_s == [often_s, *[rarely_s] * 3, often_s, often_s]
 
 
 async def test_reset_forgets_the_longest_step() -> None:

@@ -215,7 +215,8 @@ class Node:
         self.started_at = self._announcer.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)
-        self.requests = UserRequests(self.metrics)
+        self.requests = UserRequests(self.metrics, self._announcer.work_began)
+        pipelines.on_work = self._announcer.work_began
         self.texts = Texts(pool, pipelines.prompts, self)
         self.embeddings = Embeddings(
             pool,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -137,8 +137,10 @@ class RequestAccount:
 
 
 class UserRequests:
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, began: Callable[[], None]) -> None:
+        """`began` is called when a request arrives."""
         self.metrics = metrics
+        self._began = began
         self.counts = RequestCounts()
         self._live: dict[str, RequestAccount] = {}
         self._recent: deque[RequestSummary] = deque(maxlen=RECENT_MAX)
@@ -166,6 +168,7 @@ class UserRequests:
         request_id = further_id(request_id) if request_id in self._live else request_id
         request = self._live[request_id] = RequestAccount(model, request_id)
         error: BaseException | None = None
+        self._began()
         try:
             yield request
         except BaseException as caught:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -124,6 +124,8 @@ class Pipelines:
         self._trust = trust = trust or NeutralTrust()
         self._node_id = node_id
         self._settings = settings
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when a request of another node is taken up here."""
         self._tasks = tasks = PipelineTasks()
         self._counts = PipelineStatistics()
         self._suspects = Suspects()
@@ -267,6 +269,7 @@ class Pipelines:
             prefix_serving,
             self._here,
             self._pictures,
+            lambda: self.on_work(),
         ).on_request
         """For requests of other nodes."""
         self.on_notice = LinkNotices(self._links, self._sessions, observations, self._inbox.take)

@@ -3,6 +3,7 @@ pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +56,8 @@ class RequestHandler:
     prefixes: PrefixServing | None
     here: LocalLoad
     pictures: PictureServing
+    work_began: Callable[[], None]
+    """Called when one of them is for this node's layers or projectors."""
 
     async def on_request(self, sender: NodeId, body: bytes) -> bytes:
         """Raises SwarmLLMError, which the sender is told."""
@@ -80,9 +83,11 @@ class RequestHandler:
             nothing = PrefixKv(status="absent")
             return await self.prefixes.answer(sender, request) if self.prefixes else nothing
         if isinstance(request, VisionEncodeRequest):
+            self.work_began()
             return await self.pictures.answer(sender, request)
         ack = await self.sessions.acknowledge(sender, request)
         if not ack.accepted:
             return ack
+        self.work_began()
         n_running = min(max(0, self.here.n_running() - 1), RUNNING_MAX)
         return msgspec.structs.replace(ack, n_running=n_running)

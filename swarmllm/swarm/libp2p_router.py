@@ -19,6 +19,7 @@ import trio
 from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.private_files import locked_data_dir
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.change_feed import ChangeFeed
@@ -73,7 +74,7 @@ log = logging.getLogger(__name__)
 
 _GOODBYE_S = 1.0
 _EXCHANGE_S = 10.0
-_MEMBERSHIP_CHECK_S = 2.0
+_MEMBERSHIP_CHECK_S = 5.0
 _FORGET_S = 15.0
 _REACH_S = 5.0
 
@@ -398,7 +399,7 @@ class Libp2pRouter:
 
     async def _forget_peers(self) -> None:
         while True:
-            await trio.sleep(_FORGET_S)
+            await sleep_until_tick(_FORGET_S)
             now = trio.current_time()
             self.directory.tidy(now)
             self._reachable.announce_changes(now)
@@ -415,7 +416,7 @@ class Libp2pRouter:
     async def _keep_members_only(self) -> None:
         """A proof is made once per connection, and keys are taken back while connections live on."""
         while True:
-            await trio.sleep(_MEMBERSHIP_CHECK_S)
+            await sleep_until_tick(_MEMBERSHIP_CHECK_S)
             await trio.to_thread.run_sync(self._gater.refresh)
             for node_id in self._gater.outdated({*self.host.connected(), *self.connected()}):
                 self._liveness.drop(node_id, "no longer let in")

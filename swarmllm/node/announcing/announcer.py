@@ -1,7 +1,8 @@
 """Announces this node to the swarm: its layers, its load and its speed.
 
 One record, which this node alone writes. It is published when something in it has changed (see `capability`):
-holdings are compared when a part of the node reports a change, load and speed every few seconds.
+holdings are compared when a part of the node reports a change, load and speed now and then (see
+`look_times`).
 
 It announces a bounded part of the workers' kept KV, of models that run here whole.
 """
@@ -23,6 +24,7 @@ from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.node.announcing.capability import float_among, machine_speed
+from swarmllm.node.announcing.look_times import SPEAK_S, LookTimes
 from swarmllm.node.announcing.record_changes import RecordChanges
 from swarmllm.node.placing.auto_shard import AutoShardManager
 from swarmllm.node.sharing.file_shares import FileShares
@@ -94,13 +96,6 @@ def within_limits(
 log = logging.getLogger(__name__)
 
 SOFTWARE = f"swarmllm/{__version__}"
-SPEAK_S = 1.0
-"""How often load and speed are compared with what the swarm was told last. In bench.simulation, origins that
-know load from five seconds ago all run to the same nodes, and requests take three times as long as they
-could; from one second ago, half as long again."""
-FLOAT_S = 5.0
-"""How often this node looks, and says, where it is among the others, and what it holds, without being told
-to."""
 Holdings = tuple[
     tuple[ShardAnnounce, ...],
     tuple[FileAnnounce, ...],
@@ -144,42 +139,53 @@ class Announcer:
         self._sequence = 0
         self._published: Holdings | None = None
         self._changes = RecordChanges()
-        self._changed = trio.Event()
+        self._times = LookTimes()
+        self._woken = trio.Event()
         self._publishing = trio.Lock()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed; started once it knows this node."""
         await self._publish_when_possible()
         task_status.started()
-        look_s = 0.0
+        self._looked(is_whole=True, has_changed=True)
         while True:
-            with trio.move_on_after(SPEAK_S):
-                await self._changed.wait()
-                self._changed = trio.Event()
-                look_s = 0.0
-            if (
-                trio.current_time() < look_s
-                and (means := self._changes.of_work(self._describe())) != "record"
-            ):
+            with trio.move_on_at(self._times.next_s(trio.current_time())):
+                await self._woken.wait()
+            self._woken = trio.Event()
+            now = trio.current_time()
+            if now < self._times.next_s(now):
+                continue
+            if not self._times.is_whole_due(now):
+                means = self._changes.of_work(self._describe())
                 if means == "load":
                     await self._publish_load()
-                continue
-            look_s = trio.current_time() + FLOAT_S
+                if means != "record":
+                    self._looked(is_whole=False, has_changed=means == "load")
+                    continue
             self._observations.floating = float_among(
                 self._router.node_id, self._observations.floating, self._router.peers(), self._registry
             )
             self._observations.place.move(self._observations.floating)
-            await self._publish_when_possible()
+            # What changes from here on is for the next look.
+            self._looked(is_whole=True, has_changed=False)
+            if await self._publish_when_possible():
+                self._looked(is_whole=False, has_changed=True)
 
-    async def _publish_when_possible(self) -> None:
+    def _looked(self, *, is_whole: bool, has_changed: bool) -> None:
+        told = self._changes.told
+        is_working = bool(told.active_requests or told.stage_requests or told.queued_requests)
+        self._times.looked(
+            trio.current_time(), is_whole=is_whole, has_changed=has_changed, is_working=is_working
+        )
+
+    async def _publish_when_possible(self) -> bool:
+        """Whether there was something to tell."""
         while True:
             try:
-                await self.publish()
+                return await self.publish()
             except StoreLocked as error:
                 log.warning("the swarm is told later what is held here: %s", error.message)
                 await trio.sleep(SPEAK_S)
-            else:
-                return
 
     async def measure(self, file: Path) -> None:
         """Learn how fast this machine is, from `file` or by a probe of a second."""
@@ -188,16 +194,22 @@ class Announcer:
 
     def look(self) -> None:
         """Something may have changed: compare now, not only in a few seconds."""
-        self._changed.set()
+        self._times.at_once()
+        self._woken.set()
+
+    def work_began(self) -> None:
+        """A request of this node's users, or of another node, is taken up: compare every second."""
+        if self._times.work_began(trio.current_time()):
+            self._woken.set()
 
     async def leave(self) -> None:
         """Tell the swarm that no layers are ready here, so that no new request is planned over them."""
         self._leaves = True
         await self.publish()
 
-    async def publish(self) -> None:
-        """Tell the swarm what this node holds and how it fares, if that has changed. One at a time: the last
-        word is the newest.
+    async def publish(self) -> bool:
+        """Tell the swarm what this node holds and how it fares, if that has changed, and return whether it
+        has. One at a time: the last word is the newest.
         """
         async with self._publishing:
             holdings = await self._holdings()
@@ -211,8 +223,10 @@ class Announcer:
                 self._transfer.announce_far(names.items())
                 self._published = holdings
                 self._changes.record_published(capability)
-            elif means == "load":
+                return True
+            if means == "load":
                 await self._tell_load(capability)
+            return means != "nothing"
 
     async def _publish_load(self) -> None:
         async with self._publishing:
@@ -242,7 +256,7 @@ class Announcer:
             and model_id in entries
             and (model_id in held or self._placing.loading(model_id))
         )
-        # No call of `look` follows a request: what is kept changes with each, and is told every FLOAT_S.
+        # No call of `look` follows a request: what is kept changes with each, and is told every WHOLE_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
         ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
         seeing = (

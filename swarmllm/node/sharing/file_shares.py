@@ -28,6 +28,7 @@ from swarmllm.node.sharing.file_parts import first_parts, hand_over, layers_of
 from swarmllm.node.sharing.share_plan import SharePlan
 from swarmllm.node.sharing.sharing import ShareMember, ShareView, Sharing
 from swarmllm.node.views import Nicknames
+from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
@@ -36,6 +37,8 @@ from swarmllm_proto.swarm import FetchedFile, NodeRecord, SharedFile
 log = logging.getLogger("swarmllm.node")
 
 LOOK_S = 1.0
+REST_S = 5.0
+"""Between looks while nothing is shared."""
 SILENT_S = 30.0
 """A node that is connected and says nothing of its parts for so long does not fetch them."""
 GONE_S = 60.0
@@ -100,7 +103,8 @@ class FileShares:
         """Until cancelled."""
         while True:
             await self.look(trio.current_time())
-            with trio.move_on_after(LOOK_S):
+            wait_s = LOOK_S if self._shared or self._followers.files else REST_S
+            with trio.move_on_at(next_tick_s(trio.current_time(), wait_s)):
                 await self._wake.wait()
             self._wake = trio.Event()
 

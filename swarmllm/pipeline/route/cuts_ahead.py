@@ -13,13 +13,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
-import trio
-
 from swarmllm.errors import SwarmLLMError
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.stage.served import Served
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
 
@@ -81,7 +80,7 @@ class CutsAhead:
         """Until cancelled."""
         while True:
             await self.look()
-            await trio.sleep(EVERY_S)
+            await sleep_until_tick(EVERY_S)
 
     async def look(self) -> None:
         """Once for each situation of a model: a route that others take for a moment is no reason to cut."""

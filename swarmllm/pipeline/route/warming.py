@@ -11,6 +11,7 @@ loads of nodes and with the length of the prompt.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models import CatalogueEntry
 from swarmllm.pipeline.route.inputs import OwnLoad
 from swarmllm.pipeline.route.route_planner import RequestSize, RoutePlanner
+from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 
@@ -70,7 +72,8 @@ class RouteWarming:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            with trio.move_on_after(EVERY_S):
+            look_s = next_tick_s(trio.current_time(), EVERY_S) if self._asked else math.inf
+            with trio.move_on_at(look_s):
                 await self._asked_anew.wait()
             self._asked_anew = trio.Event()
             await self.warm(trio.current_time())

@@ -19,6 +19,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
@@ -183,7 +184,7 @@ class ReachabilityChecks:
     async def run(self) -> None:
         wait_s = _FIRST_CHECK_S
         while True:
-            await trio.sleep(wait_s)
+            await sleep_until_tick(wait_s)
             wait_s = CHECK_EVERY_S if await self.check() else _RETRY_S
 
     async def check(self) -> bool:

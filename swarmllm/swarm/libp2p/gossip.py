@@ -32,6 +32,7 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
+from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
@@ -59,9 +60,9 @@ HEALTH = "swarm/health"
 UPKEEP_S: Final = 1.0
 """Between looks at the mesh while peers come and go. The library's default of 120 s leaves a new node deaf
 for minutes."""
-SETTLED_UPKEEP_S: Final = 4.0
-"""Once none has for SETTLED_S. Each look costs an idle node time, and offers recent messages to peers outside
-the mesh, which cost them as much."""
+SETTLED_UPKEEP_S: Final = 5.0
+"""Once none has for SETTLED_S, about: at the same moments as other looks (`shared_ticks`). Each look costs an
+idle node time, and offers recent messages to peers outside the mesh, which cost them as much."""
 SETTLED_S: Final = 10.0
 _VERDICTS_MAX = 128
 """Kept of messages, so that one that comes twice at the same moment is checked once. The library's list of a
@@ -208,7 +209,9 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
     @property
     def heartbeat_interval(self) -> float:
         """Seconds until the next look at the mesh; the library asks after each."""
-        return UPKEEP_S if trio.current_time() < self._changed_at_s + SETTLED_S else SETTLED_UPKEEP_S
+        now = trio.current_time()
+        is_settled = now >= self._changed_at_s + SETTLED_S
+        return next_tick_s(now, SETTLED_UPKEEP_S) - now if is_settled else UPKEEP_S
 
     @heartbeat_interval.setter
     def heartbeat_interval(self, _: float) -> None:

@@ -13,6 +13,7 @@ import trio
 
 from swarmllm.errors import StoreLocked
 from swarmllm.log_filter import provoked_by
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.peer_table import Parts
@@ -103,7 +104,7 @@ class Trust:
         """Save now and then, until cancelled, and once more at the end."""
         try:
             while True:
-                await trio.sleep(every_s)
+                await sleep_until_tick(every_s)
                 await self.save()
         finally:
             with trio.CancelScope(shield=True):

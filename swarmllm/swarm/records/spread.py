@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
@@ -285,7 +286,7 @@ class RecordSpread:
 
     async def _keep_house(self) -> None:
         while True:
-            await trio.sleep(_HOUSEKEEPING_S)
+            await sleep_until_tick(_HOUSEKEEPING_S)
             self.expire(trio.current_time())
 
     def expire(self, now: float) -> None:

@@ -29,6 +29,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.log_filter import provoked_by
+from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
@@ -288,7 +289,7 @@ class Relaying:
     async def run(self) -> None:
         while True:
             await self.look()
-            await trio.sleep(LOOK_EVERY_S)
+            await sleep_until_tick(LOOK_EVERY_S)
 
     async def look(self) -> None:
         """Have as many reservations as are needed, and let others know."""
