@@ -192,6 +192,8 @@ def test_a_fingerprint_is_finite_and_as_long_as_it_should_be() -> None:
     values = decode_fingerprint(encode_fingerprint(drawn, float("inf"), float("-inf")))
     assert values.max() == 65504
     assert values.min() == -65504
+    zeros = np.zeros(N_DRAWN, np.float32)
+    assert decode_fingerprint(encode_fingerprint(zeros, float("inf"), 0.0)).max() == 65504
     for data in (b"", bytes(35), bytes(37), b"\x00\x7c" * 18, b"\x00\x7e" * 18):
         with pytest.raises(ValueError, match=r"bytes|numbers"):
             decode_fingerprint(data)
