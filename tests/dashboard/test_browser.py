@@ -192,7 +192,7 @@ def test_a_request_is_seen_walking_through_the_layers_and_stopped(
         rate = wait_for(lambda: float(find(page, ".stat .value").text.split()[0]), DEADLINE_S, "tokens/s")
         assert rate > 0
         picture(page, "live")
-    seen(page, "Nothing runs right now")
+    seen(page, "No request of this node runs")
     seen(page, "cancelled")
 
 

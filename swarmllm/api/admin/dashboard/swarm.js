@@ -38,7 +38,7 @@ export function renderSwarm(root, state) {
       nodes.length === 1 && h("details", { class: "gone", "data-key": "join" }, h("summary", null, "Add a machine"), nextMachine(again))),
     panel("Live pipelines", [foreign(state.node), state.requests.live.some((request) => request.route.length) && "per token: solid computes, pale queues, hatched travels"].filter(Boolean).join(" · "), state.requests.live.length
       ? state.requests.live.map(pipeline)
-      : h("p", { class: "empty" }, "Nothing runs right now. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),
+      : h("p", { class: "empty" }, "No request of this node runs. Ask something under ", h("a", { href: "#chat" }, "Chat"), ".")),
     state.node.serving.length > 0 && panel("Computed for other nodes", "of the last ten minutes", serving(state.node.serving)),
     panel("Recent requests", "", state.requests.recent.length
       ? recent(state.requests.recent)
@@ -51,7 +51,7 @@ const self = (node) => ({
   active_requests: node.requests.active, max_requests: node.requests.max, resident: node.resident_bytes + node.workers.reduce((sum, worker) => sum + worker.resident_bytes, 0),
 });
 
-const foreign = (node) => (node.pipelines.active_stage_requests ? `${plural(node.pipelines.active_stage_requests, "request")} of other nodes use layers here` : "");
+const foreign = (node) => (node.pipelines.active_stage_requests ? `${plural(node.pipelines.active_stage_requests, "request")} of other nodes ${node.pipelines.active_stage_requests === 1 ? "runs" : "run"} here` : "");
 
 function panel(title, note, ...body) {
   return h("section", { class: "panel", "data-key": title, "aria-label": title },
