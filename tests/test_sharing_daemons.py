@@ -123,7 +123,9 @@ def test_a_model_in_four_parts_is_shared_out_over_three_nodes_with_one_command(t
         assert "big: complete." in done.stdout
         assert hub.n_bytes < 1.6 * len(other_guide("S")), "more than one node has fetched it from the hub"
         assert all(held(node) not in ([], ["0:12"]) for node in nodes)
-        assert "big  complete" in command(b, "status").stdout
+        status = command(b, "status").stdout
+        assert "big  complete" in status
+        assert "placing    big  layers" in status
 
         asked = command(b, "run", "--model", "big", "--max-tokens", "8", "What is a pipeline?")
         assert asked.returncode == 0, asked

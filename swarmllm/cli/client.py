@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import click
 import httpx
@@ -214,6 +214,14 @@ def _certificates() -> ssl.SSLContext:
         return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE"))
     except OSError as error:
         raise WrongUsage(f"Cannot read SSL_CERT_FILE: {error.strerror or error}") from None
+
+
+def path_segment(name: str) -> str:
+    """`name`, of a model or a node, for the path of a request. Raises ApiRefused for what cannot be a name:
+    servers take a slash in it for one of the path, whether or not it is quoted."""
+    if not name or "/" in name:
+        raise ApiRefused(f"There is nothing called {name[:80]!r}: a name is not empty and has no '/'.")
+    return quote(name, safe="")
 
 
 def is_http_url(text: str) -> bool:

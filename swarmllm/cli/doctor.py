@@ -265,7 +265,7 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             "event loop",
             "warning",
-            f"{loop['slow_steps']} steps held up everything else; the last: {loop['latest_slow_step']}",
+            f"steps that held up everything else: {loop['slow_steps']}; the last: {loop['latest_slow_step']}",
             "report it with these lines; a share far below 100 % on the CPU means a slow disk or machine",
         )
     yield Finding("daemon", "ok", f"version {stats['version']} runs as process {stats['pid']}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 from rich.progress import (
@@ -17,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from swarmllm.cli.client import Client, CommandFailed
+from swarmllm.cli.client import Client, CommandFailed, path_segment
 from swarmllm.cli.display import make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.cli.presets import alias, create, preset
@@ -128,7 +127,7 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
         click.echo(f"It can only be loaded whole: {safe(model['whole_reason'])}.")
     if projector := model["projector"]:
         click.echo(f"It takes {taken_words(model)}, with {safe(projector['path'])}.")
-    click.echo(f"Load it: swarmllm models load {safe(model['name'])}")
+    click.echo(f'Ask it: swarmllm chat --model {safe(model["name"])} "..."')
 
 
 @models.command(short_help="Make layers ready to run on this node.")
@@ -350,7 +349,7 @@ def add_file(
 
 
 def _path(name: str, action: str = "") -> str:
-    return f"/api/admin/models/{quote(name, safe='')}{'/' if action else ''}{action}"
+    return f"/api/admin/models/{path_segment(name)}{'/' if action else ''}{action}"
 
 
 def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -393,8 +392,9 @@ def _facts(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "held by", f"{name}: {', '.join(holder['layers'])}"
     if left_out := model["n_holders"] - len(model["holders"]):
         yield "held by", f"and {left_out} more nodes"
+    nicknames = {holder["node_id"]: holder["nickname"] for holder in model["holders"]}
     for node_id in model["sources"]:
-        yield "given by", node_id
+        yield "given by", nicknames.get(node_id) or node_id
     if left_out := model["n_sources"] - len(model["sources"]):
         yield "given by", f"and {left_out} more nodes"
 

@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import quote
 
 import click
 from rich.text import Text
 
-from swarmllm.cli.client import Client
+from swarmllm.cli.client import Client, path_segment
 from swarmllm.cli.display import departed, duration, make_console, print_json, safe, short_id, size, table
 from swarmllm.cli.options import api_option, json_option
 
@@ -61,7 +60,7 @@ def show(node: str, as_json: bool, api_url: str) -> None:
     NODE is a node id, the last characters of one, or a nickname.
     """
     with Client(api_url) as client:
-        answer = client.get(f"/api/admin/peers/{quote(node, safe='')}")
+        answer = client.get(f"/api/admin/peers/{path_segment(node)}")
     if as_json:
         print_json(answer)
         return

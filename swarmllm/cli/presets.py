@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 import msgspec
 
-from swarmllm.cli.client import Client, CommandFailed
+from swarmllm.cli.client import Client, CommandFailed, path_segment
 from swarmllm.cli.display import print_json, safe
 from swarmllm.cli.options import api_option, json_option
 from swarmllm.errors import InvalidRequest
 from swarmllm.models.modelfile import Modelfile, parse_modelfile
-from swarmllm.models.presets import MAX_TOML_BYTES, Preset, read_toml, write_toml
+from swarmllm.models.presets import MAX_TOML_BYTES, NO_PRESET, Preset, laid_over, read_toml, write_toml
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -98,16 +97,17 @@ def create(name: str, file: Path, own_template: bool, as_json: bool, api_url: st
     """Make NAME from an Ollama Modelfile: a name for the model in FROM, with SYSTEM and PARAMETER as its
     preset.
 
-    FROM is a model that the node knows, or a GGUF file, which is added. A TEMPLATE of .System, .Prompt,
+    FROM is a model that the node knows, whose preset counts where the Modelfile says nothing, or a GGUF file,
+    which is added. A TEMPLATE of .System, .Prompt,
     .Response, .Messages, .Role and .Content is translated; others are refused, and so are ADAPTER and
     MESSAGE. What only says how to compute (num_gpu ...) is left out.
     """
     modelfile = _read(file, lambda text: parse_modelfile(text, own_template=own_template))
     with Client(api_url) as client:
-        source = _source(client, modelfile, file.absolute().parent)
+        source, before = _source(client, modelfile, file.absolute().parent)
         if source != name:
             client.post(_path(source, "alias"), {"name": name})
-        answer = client.post(_path(name, "preset"), msgspec.to_builtins(modelfile.preset))
+        answer = client.post(_path(name, "preset"), msgspec.to_builtins(laid_over(before, modelfile.preset)))
     if as_json:
         print_json({"name": name, "from": source, "preset": answer, "left_out": list(modelfile.left_out)})
         return
@@ -116,18 +116,19 @@ def create(name: str, file: Path, own_template: bool, as_json: bool, api_url: st
         click.echo(f"Without effect here: {', '.join(map(safe, modelfile.left_out))}.")
 
 
-def _source(client: Client, modelfile: Modelfile, folder: Path) -> str:
-    """The name of the model that FROM means; a file is added."""
+def _source(client: Client, modelfile: Modelfile, folder: Path) -> tuple[str, Preset]:
+    """The name of the model that FROM means, and the preset of that name; a file is added, and has none."""
     path = folder / Path(modelfile.source).expanduser()
     if not path.exists():
-        return modelfile.source.removesuffix(":latest")
+        name = modelfile.source.removesuffix(":latest")
+        return name, msgspec.convert(client.get(_path(name, "preset")), Preset)
     name = ""
     for event in client.post_progress("/api/admin/models", {"path": str(path)}):
         if event.get("type") == "result":
             name = str(event["model"]["name"])
     if not name:
         raise CommandFailed("The node closed the connection before the file was added; see its log.")
-    return name
+    return name, NO_PRESET
 
 
 def _read(file: Path, parse: Any) -> Any:
@@ -142,4 +143,4 @@ def _read(file: Path, parse: Any) -> Any:
 
 
 def _path(name: str, action: str) -> str:
-    return f"/api/admin/models/{quote(name, safe='')}/{action}"
+    return f"/api/admin/models/{path_segment(name)}/{action}"

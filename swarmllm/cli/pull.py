@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
-from urllib.parse import quote
 
 import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from swarmllm.cli.client import Client, CommandFailed, WrongUsage
+from swarmllm.cli.client import Client, CommandFailed, WrongUsage, path_segment
 from swarmllm.cli.display import duration, make_console, print_json, safe, size, table
 from swarmllm.cli.options import api_option, json_option
 
@@ -88,7 +87,12 @@ def pull(
             f" See: swarmllm models show {model}"
         )
     else:
-        click.echo(f"{model}: fetched. Load it: swarmllm models load {model}{wanted}")
+        next_ = (
+            f"Load it: swarmllm models load {model}{wanted}"
+            if layers
+            else f'Ask it: swarmllm chat --model {model} "..."'
+        )
+        click.echo(f"{model}: fetched. {next_}")
         if download["error"]:
             click.echo(safe(download["error"]), err=True)
         elif download["projector"]:
@@ -119,12 +123,12 @@ def pulls(retry_id: str | None, clear_id: str | None, as_json: bool, api_url: st
         raise WrongUsage("Either --retry or --clear.")
     with Client(api_url) as client:
         if retry_id:
-            client.post(f"{PATH}/{quote(retry_id, safe='')}/retry", {})
+            client.post(f"{PATH}/{path_segment(retry_id)}/retry", {})
         elif clear_id:
             found = client.get(PATH)["downloads"] if clear_id == ALL else []
             ended = [each["id"] for each in found if each["state"] not in RUNNING]
             for each in ended if clear_id == ALL else [clear_id]:
-                client.post(f"{PATH}/{quote(each, safe='')}/clear", {})
+                client.post(f"{PATH}/{path_segment(each)}/clear", {})
         answer = client.get(PATH)
     if as_json:
         print_json(answer)

@@ -7,12 +7,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 from rich.progress import BarColumn, Progress, TextColumn
 
-from swarmllm.cli.client import Client, CommandFailed, WrongUsage
+from swarmllm.cli.client import Client, CommandFailed, WrongUsage, path_segment
 from swarmllm.cli.display import duration, make_console, print_json, safe, short_id, size, table
 from swarmllm.cli.models import add_file
 from swarmllm.cli.options import api_option, json_option
@@ -62,15 +61,15 @@ def share(model: str, name: str | None, yes: bool, as_json: bool, api_url: str) 
     with Client(api_url) as client:
         published = model.startswith(FROM_THE_WEB)
         if published:
-            body = {"source": model, **hub_of_environment()}
+            body = {"source": model, **({"name": name} if name else {}), **hub_of_environment()}
             plan = client.post(f"{PATH}/plan", body)
-            _agree(plan, name, yes=yes, show=not as_json)
+            _agree(plan, yes=yes, show=not as_json)
         if published and plan.get("spread"):
-            view = client.post(f"{PATH}/published", body | ({"name": name} if name else {}))
+            view = client.post(f"{PATH}/published", body)
         else:
             model, source = _known(client, model, name, show=not as_json)
-            plan = client.get(f"{PATH}/{quote(model, safe='')}/plan")
-            _agree(plan, None, yes=yes or published, show=not (as_json or published))
+            plan = client.get(f"{PATH}/{path_segment(model)}/plan")
+            _agree(plan, yes=yes or published, show=not (as_json or published))
             view = client.post(PATH, {"model": plan["model_id"], **({"source": source} if source else {})})
         view = _follow(client, view, show=not as_json)
     if as_json:
@@ -91,7 +90,7 @@ def unshare(model: str, as_json: bool, api_url: str) -> None:
     What was fetched stays on the disks until its room is needed for another shared model.
     """
     with Client(api_url) as client:
-        view = client.delete(f"{PATH}/{quote(model, safe='')}")
+        view = client.delete(f"{PATH}/{path_segment(model)}")
     if as_json:
         print_json(view)
     else:
@@ -103,10 +102,10 @@ def can_ask() -> bool:
     return sys.stdin.isatty()
 
 
-def _agree(plan: dict[str, Any], name: str | None, *, yes: bool, show: bool) -> None:
+def _agree(plan: dict[str, Any], *, yes: bool, show: bool) -> None:
     """Raises CommandFailed where it cannot be shared like this, or is not to be."""
     if show:
-        _show(plan | {"model": name or plan["model"]})
+        _show(plan)
     if plan["problem"] and plan.get("cuts_known", True):
         raise CommandFailed(safe(plan["problem"]))
     if not yes and not click.confirm("Share it out like this?", default=True, err=not show):
@@ -121,6 +120,10 @@ def _known(client: Client, model: str, name: str | None, *, show: bool) -> tuple
     path = Path(model).expanduser()
     if path.exists() and (os.sep in model or path.suffix == ".gguf"):
         return str(add_file(client, path, name, show=show)["name"]), ""
+    if os.sep in model:
+        raise WrongUsage(
+            f"There is no file {model}. A model on the hub is hf:ORG/REPO or hf:ORG/REPO:FILE.gguf."
+        )
     if name is not None:
         raise WrongUsage(f"--name is for a file or an address, and {model!r} is neither.")
     return model, ""
@@ -145,6 +148,8 @@ def _show(plan: dict[str, Any]) -> None:
         click.echo(safe(f"{_name(node)} does not accept what this node shares (auto_manage.accept)"))
     if plan["tokens_per_s"] is not None:
         click.echo(f"expected: {plan['tokens_per_s']:.1f} tokens/s for one request")
+    if plan["problem"] and plan.get("cuts_known", True):
+        return
     if plan.get("spread"):
         click.echo(f"each node fetches its layers from its hub: {size(plan['download_bytes'])} here")
     elif first:
@@ -174,7 +179,7 @@ def _follow(client: Client, view: dict[str, Any], *, show: bool) -> dict[str, An
                 if view.get("problem"):
                     raise CommandFailed(safe(f"{view['model']}: {view['problem']}"))
                 # Of what each node still fetches for itself, nobody knows the id.
-                path = f"{PATH}/{view['model_id'] or quote(view['model'], safe='')}"
+                path = f"{PATH}/{view['model_id'] or path_segment(view['model'])}"
                 bar.update(
                     task, completed=view["n_ready"], total=view["n_layers"] or None, doing=doing_text(view)
                 )

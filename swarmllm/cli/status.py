@@ -127,7 +127,9 @@ def _dht(dht: dict[str, Any]) -> str:
     if dht["mode"] == "off":
         return "off: only models of connected nodes are found"
     client = " (client: it answers nobody)" if dht["mode"] == "client" else ""
-    return f"{dht['n_nodes']} nodes answer, {dht['n_announced'] // 2} models announced{client}"
+    n_nodes, n_models = dht["n_nodes"], dht["n_announced"] // 2
+    nodes = "1 node answers" if n_nodes == 1 else f"{n_nodes} nodes answer"
+    return f"{nodes}, {n_models} model{'' if n_models == 1 else 's'} announced{client}"
 
 
 def _reachable(found: dict[str, Any] | None) -> str:

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import logging
 import re
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urljoin
 
 import httpx
+import trio
 
 from swarmllm import __version__
 from swarmllm.downloads.digest_book import Span
@@ -200,11 +204,20 @@ class Remote:
         return headers
 
 
-def open_http(settings: DownloadSettings) -> httpx.AsyncClient:
-    """Proxies come from the environment (HTTPS_PROXY, NO_PROXY)."""
+@asynccontextmanager
+async def open_http(settings: DownloadSettings) -> AsyncIterator[httpx.AsyncClient]:
+    """Proxies come from the environment (HTTPS_PROXY, NO_PROXY), and so do certificates (SSL_CERT_FILE)."""
     timeout = httpx.Timeout(settings.read_timeout_s, connect=settings.connect_timeout_s)
     limits = httpx.Limits(max_connections=settings.n_lanes + 2)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, follow_redirects=False)
+    tls = await trio.to_thread.run_sync(_certificates)
+    async with httpx.AsyncClient(verify=tls, timeout=timeout, limits=limits, follow_redirects=False) as http:
+        yield http
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Cached, and called in a thread: reading them takes tens of milliseconds of the processor."""
+    return httpx.create_ssl_context()
 
 
 async def _body(answer: httpx.Response, url: str) -> AsyncGenerator[bytes, None]:

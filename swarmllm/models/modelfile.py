@@ -125,7 +125,16 @@ def preset_of(system: str, parameters: dict[str, object], template: str = "") ->
     try:
         return msgspec.convert(fields | ({"sampling": sampling} if sampling else {}), Preset)
     except msgspec.ValidationError as error:
-        raise _bad(f"PARAMETER: {error}") from error
+        what, _, place = str(error).partition(" - at `$.")
+        raise _bad(f"{_instruction_of(place.rstrip('`'))}: {what}") from error
+
+
+def _instruction_of(place: str) -> str:
+    """The line of a Modelfile from which a field of a preset comes, as `sampling.top_p`."""
+    field = place.removeprefix("sampling.").partition("[")[0]
+    if field in ("system", "template"):
+        return field.upper()
+    return f"PARAMETER {({'context': 'num_ctx', 'max_tokens': 'num_predict'}).get(field, field)}"
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:

@@ -74,6 +74,13 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 NO_PRESET = Preset()
 
 
+def laid_over(before: Preset, new: Preset) -> Preset:
+    """What `new` says, and where it says nothing what `before` does."""
+    said = msgspec.to_builtins(before) | msgspec.to_builtins(new)
+    sampling = msgspec.to_builtins(before.sampling) | msgspec.to_builtins(new.sampling)
+    return msgspec.convert(said | {"sampling": sampling}, Preset)
+
+
 def read_toml(text: str) -> Preset:
     """Raises InvalidRequest naming the key."""
     if len(text.encode()) > MAX_TOML_BYTES:

@@ -104,7 +104,7 @@ async def test_the_api_tells_sizes_and_whether_it_fits_from_headers_alone(
 
 
 async def test_headers_that_do_not_come_in_time_are_told(
-    tmp_path: Path, web_server: FaultyServer, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web_server: FaultyServer, patient_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: object) -> None:
         await trio.sleep_forever()

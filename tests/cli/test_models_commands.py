@@ -204,10 +204,10 @@ def test_load_sends_the_layers_and_reports_what_is_held(run: Run, node: FakeNode
 
 
 def test_load_without_layers_asks_for_all(run: Run, node: FakeNode) -> None:
-    node.on("POST", "/api/admin/models/a%2Fb/load", ndjson({"type": "result", "model": MODEL}))
-    result = run("models", "load", "a/b", "--json")
+    node.on("POST", "/api/admin/models/a%25b%3F/load", ndjson({"type": "result", "model": MODEL}))
+    result = run("models", "load", "a%b?", "--json")
     assert json.loads(result.stdout) == MODEL
-    assert node.bodies("/api/admin/models/a%2Fb/load") == [{"layers": None}]
+    assert node.bodies("/api/admin/models/a%25b%3F/load") == [{"layers": None}]
 
 
 def test_load_sends_the_options_that_were_given(run: Run, node: FakeNode) -> None:

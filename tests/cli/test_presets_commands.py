@@ -42,6 +42,7 @@ def test_a_wrong_preset_is_refused_before_it_is_sent(run: Run, node: FakeNode, t
 
 
 def test_a_modelfile_becomes_a_name_with_a_preset(run: Run, node: FakeNode, tmp_path: Path) -> None:
+    node.on("GET", "/api/admin/models/guide/preset", {"sampling": {"temperature": 0.9, "top_k": 7}})
     node.on("POST", "/api/admin/models/guide/alias", {"name": "guide"})
     node.on("POST", "/api/admin/models/brief/preset", PRESET)
     file = tmp_path / "Modelfile"
@@ -49,7 +50,9 @@ def test_a_modelfile_becomes_a_name_with_a_preset(run: Run, node: FakeNode, tmp_
     said = run("models", "create", "brief", "-f", str(file)).stdout
     assert "brief is guide with its own preset." in said
     assert "Without effect here: PARAMETER num_gpu." in said
-    assert node.bodies("/api/admin/models/brief/preset") == [PRESET]
+    # What the Modelfile does not say is as the model in FROM has it.
+    merged = {"system": "Be brief.", "sampling": {"temperature": 0.2, "top_k": 7}}
+    assert node.bodies("/api/admin/models/brief/preset") == [merged]
     file.write_text("FROM guide\nTEMPLATE {{ .Tools }}\n")
     node.requests.clear()
     refused = run("models", "create", "brief", "-f", str(file))

@@ -111,6 +111,38 @@ def test_where_nobody_can_be_asked_it_wants_yes_and_does_nothing(ready: FakeNode
     assert ready.requests == []
 
 
+@pytest.mark.parametrize("model", ["models/none.gguf", "./none.gguf", "org/repo"])
+def test_a_file_that_is_not_there_is_named_and_nothing_is_asked_of_the_node(
+    ready: FakeNode, run: Run, model: str
+) -> None:
+    result = run("share", model, "--yes")
+    assert result.exit_code == 2
+    assert f"There is no file {model}." in result.stderr
+    assert ready.requests == []
+
+
+@pytest.mark.parametrize("command", [("unshare",), ("models", "show"), ("models", "load"), ("peers", "show")])
+@pytest.mark.parametrize("name", ["org/repo", ""])
+def test_what_cannot_be_a_name_is_said_to_be_none(
+    ready: FakeNode, run: Run, command: tuple[str, ...], name: str
+) -> None:
+    result = run(*command, name)
+    assert result.exit_code == 4, result.output
+    assert f"There is nothing called {name!r}" in result.stderr
+    assert ready.requests == []
+
+
+def test_of_a_model_without_room_it_does_not_say_who_would_fetch_what(ready: FakeNode, run: Run) -> None:
+    said = {"spread": False, "cuts_known": True, "download_bytes": 4_000_000, "model": "big"}
+    ready.on("POST", f"{PATH}/plan", PLAN | said | {"problem": "big takes too much."})
+    result = run("share", "hf:org/repo:Q8_0", "--name", "big", "--yes")
+    assert result.exit_code == 1
+    assert "big takes too much." in result.stderr
+    assert "fetches" not in result.stdout
+    (asked,) = ready.bodies(f"{PATH}/plan")
+    assert asked["name"] == "big"
+
+
 def test_a_plan_without_room_is_explained_and_nothing_is_shared(ready: FakeNode, run: Run) -> None:
     ready.on("GET", f"{PATH}/guide/plan", PLAN | {"problem": "guide takes too much.", "tokens_per_s": None})
     result = run("share", "guide", "--yes")

@@ -172,6 +172,8 @@ def test_status_says_how_the_dht_fares(run: Run, node: FakeNode, mode: str, said
     dht = {"mode": mode, "n_nodes": 3, "n_announced": 4}
     node.on("GET", "/api/admin/stats", STATS | {"dht": dht})
     assert said in run("status").output
+    node.on("GET", "/api/admin/stats", STATS | {"dht": dht | {"n_nodes": 1, "n_announced": 2}})
+    assert mode == "off" or "1 node answers, 1 model announced" in run("status").output
 
 
 def test_status_of_a_node_that_is_not_ready_says_so(run: Run, node: FakeNode) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ssl
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from trio.testing import MockClock
 
 from swarmllm.config import DownloadsTable
 from swarmllm.downloads import DownloadRequest
-from swarmllm.downloads.remote import Remote, RemoteFileInfo
+from swarmllm.downloads.remote import Remote, RemoteFileInfo, _certificates, open_http
 from swarmllm.downloads.settings import RetrySchedule, from_environment
 from swarmllm.downloads.source import DownloadError, DownloadRefused, Offline, ServerBusy
 from swarmllm.errors import InvalidRequest
@@ -162,6 +164,25 @@ async def test_encryption_is_not_given_up_on_the_way() -> None:
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         with pytest.raises(DownloadRefused, match="without encryption"):
             await Remote(http, "https://hub.example/file", "", SETTINGS).facts()
+
+
+async def test_certificates_are_read_once_and_not_on_the_event_loops_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers: list[threading.Thread] = []
+
+    def read() -> ssl.SSLContext:
+        readers.append(threading.current_thread())
+        return ssl.create_default_context()
+
+    monkeypatch.setattr(httpx, "create_ssl_context", read)
+    _certificates.cache_clear()
+    for _ in range(2):
+        async with open_http(from_environment({}, DownloadsTable())):
+            pass
+    _certificates.cache_clear()
+    assert len(readers) == 1
+    assert readers[0] is not threading.current_thread()
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,11 @@ class SharingMember(Member):
             models=self,
             on_change=lambda: None,
         )
+        self.further_names: tuple[str, ...] = ()
+        """Of its model."""
 
     async def find(self, name: str) -> CatalogueEntry:
-        if name not in (ENTRY.model_id, "m"):
+        if name not in (ENTRY.model_id, "m", *self.further_names):
             raise NodeUnreachable("nobody has it")
         return ENTRY
 

@@ -24,7 +24,7 @@ from placing_members import (
     tell,
 )
 
-from swarmllm.errors import Conflict
+from swarmllm.errors import Conflict, InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.model_access import Progress, Sources
 from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
@@ -245,6 +245,26 @@ async def test_a_share_by_command_is_told_and_written_down_and_ends_by_command()
     await live([configured], 1)
     with pytest.raises(Conflict, match=r"auto_manage\.share"):
         await configured.manager.unshare(ENTRY.model_id)
+
+
+async def test_a_share_ends_by_any_name_of_its_model_and_on_the_node_that_shares_it() -> None:
+    member = SharingMember(A, 12, "members")
+    member.further_names = ("further",)
+    sharing = Sharing(member.manager, member.registry, NodeId(A), models=member)
+    tell(member, NodeRecord(node_id=B, nickname="attic", shares=(SHARE,)))
+    member.registry.set_reachable({B})
+    with pytest.raises(InvalidRequest, match="m is shared by attic: run `swarmllm unshare` there"):
+        await sharing.unshare("m")
+    with pytest.raises(InvalidRequest, match="further is shared by attic"):
+        await sharing.unshare("further")
+    await member.manager.share(ENTRY)
+    assert (await sharing.unshare("further")).model == "m"
+    assert member.manager.shares == ()
+    tell(member, NodeRecord(node_id=B, sequence=1, nickname="attic", shares=()))
+    other = SharedModel(model_id="1" * 64, name="other")
+    member.manager.shares = (other,)
+    with pytest.raises(InvalidRequest, match=r"does not share a model 'm' \(it shares: other\)"):
+        await sharing.unshare("m")
 
 
 async def test_no_more_models_are_shared_than_a_record_has_room_for() -> None:

@@ -70,12 +70,17 @@ def test_who_does_not_accept_is_named_and_given_nothing(accepts: tuple[str, ...]
     assert found.refusing == (B,)
     assert [part.node_id for part in found.parts] == [A]
     assert found.tokens_per_s is None
-    assert "auto_manage.accept" in no_room("m", found)
+    said = no_room("m", found)
+    assert said.startswith("m takes 12.6 MB and the node that takes part has 4.2 MB left for it. More room:")
+    assert "1 connected node does not accept what this one shares (auto_manage.accept" in said
 
 
 def test_a_node_is_given_no_more_than_its_disk_takes() -> None:
     assert plan(member(B, 12, "members", disk=12), own_layers=0).is_complete
-    assert not plan(member(B, 12, "members", disk=11), own_layers=0).is_complete
+    short = plan(member(B, 12, "members", disk=11), own_layers=0)
+    assert not short.is_complete
+    # The memory would do, and the text must not say that 12.6 MB are less than 12.6 MB.
+    assert "left for it, but not so that each layer fits" in no_room("m", short)
 
 
 def test_the_transfer_takes_as_long_as_the_one_line_of_this_node_needs() -> None:

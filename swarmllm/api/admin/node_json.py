@@ -59,6 +59,8 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         for view in models
         if view.projector_trouble
     ]
+    # A model that another node shares is known by its id only.
+    placing_names: dict[str, str] = {view.model_id: view.model for view in node.sharing.views()}
     return {
         "node_id": node.node_id,
         "nickname": node.nickname,
@@ -99,7 +101,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "travel": node.travel_statistics(),
         "placing": [
             {
-                "name": placed.name,
+                "name": placing_names.get(placed.name, placed.name),
                 "model_id": placed.model_id,
                 "target": range_texts(placed.target),
                 "state": placed.state,

@@ -61,7 +61,7 @@ async def plan_published() -> Response:
     node = current_node()
     found = await node.downloads.published(body.source, token=body.hf_token, endpoint=body.hf_endpoint)
     spread = await node.file_shares.plan(found)
-    planned = _plan_json(node, found.name, spread or await node.sharing.plan_of(found.layout))
+    planned = _plan_json(node, body.name or found.name, spread or await node.sharing.plan_of(found.layout))
     # The id covers the digests of all tensors, which nobody knows yet.
     del planned["model_id"]
     planned["cuts_known"] = found.layout.architecture in ARCHITECTURES

@@ -30,7 +30,12 @@ from swarmllm.models.entry import n_parameters, parameter_size, quantisation
 from swarmllm.models.go_template import translate
 from swarmllm.models.modelfile import add_parameter, preset_of
 from swarmllm.models.names import check_name
-from swarmllm.models.presets import MAX_SYSTEM_CHARACTERS, MAX_TEMPLATE_CHARACTERS, Preset
+from swarmllm.models.presets import (
+    MAX_SYSTEM_CHARACTERS,
+    MAX_TEMPLATE_CHARACTERS,
+    Preset,
+    laid_over,
+)
 from swarmllm.node import ModelView
 
 TAG = ":latest"
@@ -175,7 +180,7 @@ async def create() -> Response:
     source = await catalogue_name(body.from_)
     before = await models.presets.get(source)
     template = translate(body.template) if body.template else ""
-    preset = _over(before, preset_of(body.system or "", parameters, template))
+    preset = laid_over(before, preset_of(body.system or "", parameters, template))
     await models.alias(source, name)
     await models.presets.put(name, preset)
     if body.stream is False:
@@ -269,13 +274,6 @@ def details(view: ModelView) -> Json:
 def modified(view: ModelView) -> str:
     assert view.entry is not None
     return timestamp(datetime.fromtimestamp(view.entry.modified_s, UTC))
-
-
-def _over(before: Preset, new: Preset) -> Preset:
-    """What is new goes first."""
-    said = msgspec.to_builtins(before) | msgspec.to_builtins(new)
-    sampling = msgspec.to_builtins(before.sampling) | msgspec.to_builtins(new.sampling)
-    return msgspec.convert(said | {"sampling": sampling}, Preset)
 
 
 def modelfile(source: str, preset: Preset) -> str:

@@ -413,13 +413,12 @@ class PlanPublished(Body, frozen=True):
     source: Annotated[str, Meta(min_length=1, max_length=2048)]
     hf_token: Annotated[str, Meta(pattern="^[!-~]{1,512}$")] | None = None
     hf_endpoint: Annotated[str, Meta(max_length=512)] | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    """What to call it; null: the name of the file."""
 
 
 class SharePublished(PlanPublished, frozen=True):
     """POST /api/admin/shares/published."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
-    """What to call it; null: the name of the file."""
 
 
 class SearchModels(Body, frozen=True):

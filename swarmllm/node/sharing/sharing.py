@@ -7,11 +7,12 @@ by itself (`auto_shard`), this node as well, and again whenever a node comes or 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
-from swarmllm.errors import BadModel, Conflict, InvalidRequest
+from swarmllm.errors import BadModel, Conflict, InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.joining import Joining
 from swarmllm.node.model_access import FindsModels
@@ -119,12 +120,31 @@ class Sharing:
         return self._view(entry.model_id, entry.name)
 
     async def unshare(self, name_or_id: str) -> ShareView:
-        """Raises InvalidRequest (no such share), Conflict (the configuration shares it)."""
-        for share in self._placing.shares or ():
-            if name_or_id in (share.name, share.model_id):
-                await self._placing.unshare(share.model_id)
-                return self._view(share.model_id, share.name)
-        raise InvalidRequest(f"this node does not share a model {name_or_id[:80]!r}.", field="model")
+        """By any name of the model. Raises InvalidRequest (no such share of this node), Conflict (the
+        configuration shares it)."""
+        shares = {share.model_id: share.name for share in self._placing.shares or ()}
+        model_id = next((each for each, name in shares.items() if name_or_id in (each, name)), None)
+        if model_id is None:
+            # It was shared by another of its names.
+            with suppress(SwarmLLMError):
+                model_id = (await self._models.find(name_or_id)).model_id
+        if model_id is None or model_id not in shares:
+            raise InvalidRequest(self._not_shared(name_or_id, model_id), field="model")
+        await self._placing.unshare(model_id)
+        return self._view(model_id, shares[model_id])
+
+    def _not_shared(self, said: str, model_id: ModelId | None) -> str:
+        """Why this node cannot end sharing a model, and who can."""
+        records = self._registry.working_nodes().items()
+        sharers = [
+            record.nickname or node_id
+            for node_id, record in sorted(records)
+            if any(model_id == share.model_id or said == share.name for share in record.shares or ())
+        ]
+        if sharers:
+            return f"{said[:80]} is shared by {', '.join(sharers)}: run `swarmllm unshare` there."
+        names = ", ".join(sorted(share.name for share in self._placing.shares or ()))
+        return f"this node does not share a model {said[:80]!r} (it shares: {names or 'none'})."
 
     def views(self) -> tuple[ShareView, ...]:
         """Of what this node shares, and of what it holds for others; by name."""
@@ -178,17 +198,25 @@ class Sharing:
 
 def no_room(name: str, plan: SharePlan) -> str:
     """Why nobody could hold a model, in a sentence."""
-    have, needs = sum(part.room_bytes for part in plan.parts), plan.size_bytes
-    text = (
-        f"{name} takes {needs / 2**30:.2f} GiB and the {len(plan.parts)} nodes that take part give"
-        f" {have / 2**30:.2f} GiB (auto_manage.max_memory_gib, auto_manage.max_disk_gib)"
+    have, needs, n_nodes = sum(part.room_bytes for part in plan.parts), plan.size_bytes, len(plan.parts)
+    nodes = "the node that takes part has" if n_nodes == 1 else f"the {n_nodes} nodes that take part have"
+    text = f"{name} takes {_size(needs)} and {nodes} {_size(have)} left for it"
+    if have >= needs:
+        text += ", but not so that each layer fits on one of them"
+    text += (
+        ". More room: `swarmllm unshare` of another model, or more of auto_manage.max_memory_gib and"
+        " auto_manage.max_disk_gib on a node"
     )
     if plan.refusing:
-        text += (
-            f"; {len(plan.refusing)} connected nodes do not accept what this one shares"
-            " (auto_manage.accept; in a private swarm they do)"
+        who = (
+            "1 connected node does" if len(plan.refusing) == 1 else f"{len(plan.refusing)} connected nodes do"
         )
+        text += f"; {who} not accept what this one shares (auto_manage.accept; in a private swarm they do)"
     return f"{text}."
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
 def _ranges(pairs: tuple[tuple[int, int], ...]) -> tuple[LayerRange, ...]:
