@@ -293,6 +293,22 @@ async def test_a_new_share_is_placed_at_once_when_all_that_accept_it_have_said_s
     assert merge(layers_of([*members])) == (WHOLE,)
 
 
+async def test_one_that_begins_later_than_others_takes_what_the_plan_gave_it_and_not_less() -> None:
+    """C has room for another layer, and would be given one beside those that it is loading."""
+    member = SharingMember(B, 5, "members")
+    member.registry.set_reachable({A, C})
+    for node_id, loading, n_free in ((A, "", 5), (C, "8:12", 1)):
+        said = holder(node_id, loading=loading)
+        capability = replaced(
+            said.capability, accepts_shares_of=("members",), placing_free_bytes=n_free * LAYER_BYTES
+        )
+        tell(member, replaced(said, capability=capability, shares=(SHARE,) if node_id == A else UNSET))
+    for _ in range(3):
+        member.registry.apply(B, member.record())
+        await member.manager.tick(0.0)
+    assert member.pool.held == ranges("4:8")
+
+
 async def test_a_node_offers_no_memory_that_the_machine_does_not_have() -> None:
     member = SharingMember(A, 12)
     member.manager.shares = (SHARE,)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import trio
@@ -368,15 +369,16 @@ class AutoShardManager:
             model.state, model.begins = "telling the swarm", model.shared
             return
         # With hundreds of nodes this takes tens of milliseconds, which nobody else need wait for.
-        plan = await trio.to_thread.run_sync(plan_of, entry.manifest, records, self._max_pipes)
+        writers = self._accepted.seen_s.get(entry.model_id, {})
+        is_first = model.shared and begins(entry.model_id, records, writers.keys())
+        make_plan = partial(plan_of, entry.manifest, records, self._max_pipes, is_first=is_first)
+        plan = await trio.to_thread.run_sync(make_plan)
         model.target = plan.targets[self._node_id]
         held = self._pool.loaded(entry.model_id)
         others = self._registry.held(entry.model_id).items()
         elsewhere = [layers for node_id, ranges in others if node_id != self._node_id for layers in ranges]
         pinned = self.pinned(entry.model_id)
         step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
-        writers = self._accepted.seen_s.get(entry.model_id, {})
-        is_first = model.shared and begins(entry.model_id, records, writers.keys())
         model.begins = model.shared and not held and step.load is not None
         if step.load is None and step.drop is None:
             model.hysteresis.forget()
@@ -385,7 +387,8 @@ class AutoShardManager:
                 await self._projectors.look_after(entry, records)
             return
         if not model.hysteresis.see((model.target, step)) and not is_first:
-            model.state = f"about to move ({model.hysteresis.n_seen} of {CONSISTENT_TICKS})"
+            what = f"load {step.load}" if step.load is not None else f"drop {step.drop}"
+            model.state = f"about to {what} (look {model.hysteresis.n_seen} of {CONSISTENT_TICKS})"
             return
         model.hysteresis.forget()
         if step.load is not None:

@@ -56,8 +56,15 @@ def shape_of(manifest: Manifest) -> ModelShape:
     )
 
 
-def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes: int | None) -> Placement:
-    """`records`: of this node and of those that are connected and trusted."""
+def plan_of(
+    manifest: Manifest,
+    records: Mapping[NodeId, NodeRecord],
+    max_pipes: int | None,
+    *,
+    is_first: bool = False,
+) -> Placement:
+    """`records`: of this node and of those that are connected and trusted. `is_first`: see `begins`; then the
+    plan is the one by which the first of them began to load."""
     model_id = manifest.model_id
     said = {
         node_id: announced
@@ -86,6 +93,8 @@ def plan_of(manifest: Manifest, records: Mapping[NodeId, NodeRecord], max_pipes:
         _node(record, said.get(node_id), model_id, speeds[node_id].decode_s, n_ranges, shape)
         for node_id, record in involved.items()
     ]
+    if is_first:
+        nodes = [_with_nothing(node, shape) for node in nodes]
     if not covers([layers for node in nodes for layers in node.held], manifest.whole):
         nodes = [_with_fetched(node, involved[node.node_id], model_id, shape) for node in nodes]
     return place(shape, nodes, max_pipes)
@@ -153,6 +162,13 @@ def _node(
         Coordinate(where.position_s, where.height_s, where.error) if where is not None else None,
         takes_part,
     )
+
+
+def _with_nothing(node: PlacementNode, shape: ModelShape) -> PlacementNode:
+    """Before it began to load. Else those that begin a moment later would find room for a further layer
+    beside the layers that it is loading, and plan otherwise than it did."""
+    n_bytes = sum(map(shape.n_bytes, node.held))
+    return replace(node, held=(), pinned=(), free_bytes=node.free_bytes + n_bytes)
 
 
 def _with_fetched(
