@@ -203,6 +203,7 @@ def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
     with Client(api_url) as client:
         events = client.post_progress(_path(name, "unload"), {"layers": layers, "progress": True})
         model = _follow(events, f"unloading {name} {layers or ''}".strip(), show=not as_json)["model"]
+        shares = [] if as_json else client.get("/api/admin/shares")["shares"]
     if as_json:
         print_json(model)
         return
@@ -214,6 +215,15 @@ def unload(name: str, layers: str | None, as_json: bool, api_url: str) -> None:
     click.echo(
         f"{safe(model['name'])}: this node {f'still holds layers {held}' if held else 'holds no layers now'}."
     )
+    sharers = [
+        node for share in shares if share["model_id"] == model["model_id"] for node in share["shared_by"]
+    ]
+    if sharers:
+        names = ", ".join(safe(node["nickname"] or node["node_id"]) for node in sharers)
+        click.echo(
+            f"It is shared by {names}, and this node loads its part again, until"
+            f" `swarmllm unshare {safe(model['name'])}` there."
+        )
 
 
 @models.command(short_help="Show all that is known of one model.")

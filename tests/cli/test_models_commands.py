@@ -179,6 +179,7 @@ def test_the_projector_is_loaded_and_unloaded_as_layers_are(run: Run, node: Fake
     unloaded = MODEL | {"loaded": [], "projector": PROJECTOR | {"state": "unloaded"}}
     node.on("POST", "/api/admin/models/guide/load", ndjson(PROGRESS, {"type": "result", "model": loaded}))
     node.on("POST", "/api/admin/models/guide/unload", ndjson({"type": "result", "model": unloaded}))
+    node.on("GET", "/api/admin/shares", {"shares": [], "accepts": []})
     alone = run("models", "load", "guide", "--layers", "mmproj")
     assert alone.stdout == "guide: this node now encodes its pictures.\n"
     both = run("models", "load", "guide", "--layers", "all")
@@ -290,9 +291,25 @@ def test_add_of_a_file_that_is_not_there_is_a_usage_error(run: Run, node: FakeNo
 def test_unload_says_what_is_left(run: Run, node: FakeNode, loaded: list[str], words: str) -> None:
     left = {"type": "result", "model": MODEL | {"loaded": loaded}}
     node.on("POST", "/api/admin/models/guide/unload", ndjson(PROGRESS, left))
+    node.on("GET", "/api/admin/shares", {"shares": [], "accepts": []})
     result = run("models", "unload", "guide", "--layers", "2:4")
     assert words in result.stdout
     assert node.bodies("/api/admin/models/guide/unload") == [{"layers": "2:4", "progress": True}]
+
+
+def test_unload_says_that_a_shared_model_comes_back(run: Run, node: FakeNode) -> None:
+    kitchen = {"node_id": "12D3KooWHere", "nickname": "kit\x1bchen", "is_self": False}
+    shares = [
+        {"model_id": "cd" * 32, "shared_by": []},
+        {"model_id": MODEL["model_id"], "shared_by": [kitchen]},
+    ]
+    node.on("GET", "/api/admin/shares", {"shares": shares, "accepts": ["members"]})
+    node.on(
+        "POST", "/api/admin/models/guide/unload", ndjson({"type": "result", "model": MODEL | {"loaded": []}})
+    )
+    said = run("models", "unload", "guide").stdout
+    assert "It is shared by kit\\x1bchen, and this node loads its part again" in said
+    assert "`swarmllm unshare guide` there" in said
 
 
 def test_show_tells_what_is_here_and_who_has_the_rest(run: Run, node: FakeNode) -> None:
