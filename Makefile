@@ -5,11 +5,11 @@ BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 # Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test compliance lint format dist install clean
+.PHONY: help run test test-neon compliance lint format dist install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install:  ## create .venv and install SwarmLLM into it
 	@$(BOOTSTRAP)
@@ -35,6 +35,19 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(PYTEST) -n auto --maxprocesses 4 $(PARTS) || failed=1; \
 	$(PYTEST) -n 2 tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
+
+# ggml's dot products for ARM are in the source of llama-cpp-python only.
+LLAMA = llama_cpp_python-$(shell $(BIN)/python -c 'from importlib.metadata import version; print(version("llama-cpp-python"))')
+SUITE := .venv-compliance/suite
+
+test-neon:  ## compare our kernels for ARM with ggml's, by emulation (says which of Debian's packages it needs)
+	@$(BOOTSTRAP) --extra test
+	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || \
+	{ echo "$$tool is missing: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; exit 1; }; done
+	mkdir -p $(SUITE)
+	test -f $(SUITE)/$(LLAMA).tar.gz || $(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(SUITE) $(subst llama_cpp_python-,llama-cpp-python==,$(LLAMA))
+	tar -xzf $(SUITE)/$(LLAMA).tar.gz -C $(SUITE) $(addprefix $(LLAMA)/vendor/llama.cpp/ggml/,include src)
+	$(BIN)/pytest tests/workers/test_neon.py
 
 VOCABULARIES := $(addsuffix .gguf,$(addprefix ggml-vocab-,llama-spm starcoder bert-bge))
 

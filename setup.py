@@ -77,11 +77,18 @@ setup(
             f"swarmllm_workers._{name}",
             [f"workers/swarmllm_workers/native/{source}.c" for source in (name, *others)],
             depends=[
-                "workers/swarmllm_workers/native/k_quants.h",
-                "workers/swarmllm_workers/native/blocks.h",
-                "workers/swarmllm_workers/native/blocks_32.h",
-                "workers/swarmllm_workers/native/experts.h",
-                "workers/swarmllm_workers/native/weights_body.h",
+                f"workers/swarmllm_workers/native/{header}.h"
+                for header in (
+                    "k_quants",
+                    "blocks",
+                    "blocks_32",
+                    "experts",
+                    "neon",
+                    "neon_blocks_32",
+                    "neon_blocks_32_rows",
+                    "neon_k_quants_rows",
+                    "weights_body",
+                )
             ],
             # Nothing fused in rows that are rounded: the same bits on every processor.
             extra_compile_args=["-O2", *(("-ffp-contract=off",) if name == "row_codec" else ())],
@@ -89,7 +96,16 @@ setup(
         )
         for name, *others in (
             ("tap",),
-            ("small_batches", "k_quants", "blocks_32", "experts", "left_weights"),
+            (
+                "small_batches",
+                "k_quants",
+                "blocks_32",
+                "experts",
+                "left_weights",
+                "neon",
+                "neon_blocks_32",
+                "neon_k_quants",
+            ),
             ("row_attention",),
             ("lone_row",),
             ("weights",),

@@ -46,7 +46,15 @@ CONNECT_TIMEOUT_S = 3.0
 BUILD_INFO_TIMEOUT_S = 60.0
 STA_UNSYNC = 0x0040
 """linux/timex.h: nobody keeps the clock right."""
-CPU_FEATURES = {"avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
+CPU_FEATURES = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx512f": "AVX512",
+    "asimddp": "DOTPROD",
+    "i8mm": "MATMUL_INT8",
+}
 """As /proc/cpuinfo and as libllama call them."""
 
 

@@ -128,6 +128,9 @@ def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     (unused, _) = doctor.check_build(built, frozenset({"avx", "avx2"}), 0)
     assert (unused.level, "AVX2" in unused.message) == ("warning", True)
     assert levels(doctor.check_build(built, frozenset({"avx"}), 0)) == [("libllama", "ok")]
+    arm = built | {"features": ["NEON", "ARM_FMA"]}
+    (unused, _) = doctor.check_build(arm, frozenset({"asimd", "asimddp"}), 0)
+    assert (unused.level, "DOTPROD" in unused.message) == ("warning", True)
     assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
     assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
     assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]

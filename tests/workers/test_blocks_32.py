@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import interposing, small_batches
-from swarmllm_workers.kernels.kernel_choice import MatrixType, Way
+from swarmllm_workers.kernels.kernel_choice import IS_ARM, MatrixType, Way
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning, ways
 from swarmllm_workers.kernels.product_timing import ProductBench
 
@@ -36,7 +36,7 @@ DOTS = {
     MatrixType.MXFP4: "mxfp4",
 }
 BLOCK_BYTES = {MatrixType.Q4_0: 18, MatrixType.Q5_0: 22, MatrixType.IQ4_NL: 18, MatrixType.MXFP4: 17}
-IN_PAIRS = (MatrixType.IQ4_NL, MatrixType.MXFP4)
+IN_PAIRS = () if IS_ARM else (MatrixType.IQ4_NL, MatrixType.MXFP4)
 COLUMN = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 VALUES = ("random", "all bits set", "no bit set", "largest", "tiny scales", "huge scales")
 

@@ -16,7 +16,7 @@ from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import interposing, repacking, small_batches
-from swarmllm_workers.kernels.kernel_choice import ROWS_MAX, MatrixType, Way
+from swarmllm_workers.kernels.kernel_choice import IS_ARM, ROWS_MAX, MatrixType, Way
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning, ways
 from swarmllm_workers.kernels.product_timing import ProductBench
 
@@ -222,6 +222,7 @@ def test_every_type_of_a_model_is_measured(path: Path, tmp_path: Path) -> None:
     assert again.choices == tuning.choices
 
 
+@pytest.mark.skipif(IS_ARM, reason="ARM has a test of its own")
 def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeModel, path: Path) -> None:
     assert repacking.keeps_rows([path])
     assert not repacking.rearranges([path])
@@ -237,6 +238,25 @@ def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeMo
     assert not repacking.keeps_rows([made("llama", Type.Q6_K)])
     assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.Q4_0)])
     assert repacking.keeps_rows([made("qwen3moe", Type.Q4_K, n_experts=4)])
+    assert not repacking.keeps_rows([path.with_name("none.gguf")])
+
+
+@pytest.mark.parametrize("features", [set(), {"dot"}, {"dot", "sve"}])
+def test_on_arm_files_keep_their_rows_only_for_who_asks_for_our_kernels(
+    features: set[str], make_model: MakeModel, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repacking, "IS_ARM", True)
+    monkeypatch.setattr(small_batches, "last_way", lambda: Way.NEON)
+    monkeypatch.setattr(small_batches, "ggml_has", features.__contains__)
+    size = {"n_layers": 2, "n_embd": 256, "n_ff": 512, "head_size": 64}
+    q8_0, q5_0 = (make_model(Spec("llama", types=(kind,), **size)) for kind in (Type.Q8_0, Type.Q5_0))
+    small_batches.use("auto")
+    assert not any(repacking.keeps_rows([each]) for each in (path, q8_0, q5_0))
+    assert [repacking.rearranges([each]) for each in (path, q8_0)] == ["dot" in features] * 2
+    assert not repacking.rearranges([q5_0])
+    small_batches.use("ours")
+    assert repacking.keeps_rows([path])
+    assert repacking.keeps_rows([q8_0]) == ("sve" not in features)
     assert not repacking.keeps_rows([path.with_name("none.gguf")])
 
 

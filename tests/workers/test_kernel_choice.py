@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm_workers.kernels import kernel_choice
 from swarmllm_workers.kernels.kernel_choice import (
     GAIN_MIN,
     HOPELESS,
@@ -88,7 +90,8 @@ def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
 def test_types_without_kernels_for_avx512_are_computed_with_avx2() -> None:
     for kind in MatrixType:
         ours = [way for way in ways_of(kind, 1, Way) if not way.is_ggmls]
-        assert max(ours) == (Way.AVX2_STREAMED if kind.is_without_avx512 else Way.IN_ORDER)
+        wide = [] if kind.is_without_avx512 else [Way.AVX512, Way.IN_ORDER]
+        assert ours == [Way.AVX2, Way.AVX2_STREAMED, *wide, Way.NEON]
     assert MatrixType.IQ4_XS.is_without_avx512
 
 
@@ -125,6 +128,23 @@ def test_in_large_batches_the_bits_of_tiles_count() -> None:
         choose(MatrixType.Q8_0, MANY, {Way.DOTS: 1, Way.TILES: 100, Way.AVX2: 2}, {Way.DOTS, Way.AVX2}).way
         == Way.TILES
     )
+
+
+def test_where_ggml_multiplies_two_rows_at_once_ours_have_the_bits_of_each_alone() -> None:
+    """On ARM (i8mm), whatever it takes; where ours have not got them either, ggml computes."""
+    times = {Way.DOTS: 100, Way.TILES: 150, Way.NEON: 400}
+    chosen = choose(MatrixType.Q8_0, FEW, times, {Way.DOTS, Way.TILES})
+    assert (chosen.way, chosen.ggml_ns, chosen.ours_ns) == (Way.NEON, 100, 400)
+    chosen = choose(MatrixType.Q8_0, FEW, times, set(times))
+    assert (chosen.way, chosen.ours_ns) == (Way.DOTS, None)
+
+
+def test_on_arm_tiles_of_every_type_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "IS_ARM", True)
+    for kind in MatrixType:
+        assert reference(kind, MANY.first) == Way.DOTS
+        assert may_differ(kind, Way.TILES, MANY.first)
+        assert not may_differ(kind, Way.TILES, FEW.first)
 
 
 class Machine:

@@ -74,7 +74,7 @@ def broken(change: str) -> Any:
     entry = file["entries"][0]
     match change:
         case "way":
-            entry["classes"][3] = [6, 1, 1]
+            entry["classes"][3] = [len(Way), 1, 1]
         case "negative":
             entry["classes"][3] = [1, -1, 1]
         case "classes":
@@ -129,6 +129,13 @@ def test_what_cannot_be_written_is_measured_next_time(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write_timings(tmp_path / "folder", MACHINE, {SHAPE: choices()})
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_arm_is_named_by_implementer_and_part() -> None:
+    told = "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\nCPU part\t: 0xd0b\n"
+    name, features = kernel_tuning.read_processor(told)
+    assert name.endswith(" (implementer 0x41, part 0xd0b)")
+    assert features == "fp asimd asimddp"
 
 
 def test_the_key_names_processor_and_builds(tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ class FakeBench:
     def result(self, n_rows: int) -> bytes:
         return b"wrong" if (self.way, n_rows) in self.wrong else b"right"
 
+    def alone(self, n_rows: int) -> bytes:
+        return b"right"
+
 
 def test_a_kernel_with_other_bits_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     bench = FakeBench({(Way.AVX512, 4)}, {Way.AVX512: 100, Way.AVX2: 500})
@@ -71,6 +74,30 @@ def test_nothing_is_said_where_all_bits_are_right(caplog: pytest.LogCaptureFixtu
     assert not caplog.text
 
 
+def test_on_arm_the_bits_of_a_row_alone_count(caplog: pytest.LogCaptureFixture) -> None:
+    """There ggml's own may have others in a batch, and then they are left out though they are faster."""
+    wrong = {(Way.DOTS, rows.first) for rows in ROW_CLASSES if rows.first % 2 == 0}
+    wrong |= {(Way.TILES, rows.first) for rows in ROW_CLASSES} | {(Way.NEON, 3)}
+    bench = FakeBench(wrong, {Way.NEON: 3000, Way.TILES: 2000})
+    ways = (Way.DOTS, Way.TILES, Way.NEON)
+    found = measure(bench, MatrixType.Q4_K, ways, bench.force, lambda: 0.0, 512)
+    small = [each.way for each in found if each.rows.last <= 7]
+    assert small == [Way.NEON if at % 2 else Way.DOTS for at in range(7)]
+    assert "kernels neon have other bits than ggml's here for rows of 512 of Q4_K" in caplog.text
+
+
+def test_a_processor_without_ways_in_between_has_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_batches, "last_way", lambda: Way.NEON)
+    assert ways() == (Way.DOTS, Way.TILES, Way.NEON)
+    library = small_batches._library
+    assert library is not None
+    small_batches.use("auto")
+    for name in ("swarmllm_unmeasured", "swarmllm_unmeasured_k", "swarmllm_unmeasured_32"):
+        table = list((ctypes.c_uint8 * len(ROW_CLASSES)).in_dll(library, name))
+        assert table[0] == Way.DOTS
+        assert set(table[1:7]) == {Way.NEON}
+
+
 def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: MakeModel) -> None:
     path = make_model(Spec("llama", n_layers=2, n_embd=256, n_ff=512, head_size=64, types=(Type.Q8_0,)))
     for k in (256, 512):
@@ -82,6 +109,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: Ma
                     small_batches.force(way)
                     found.add(bench.result(n_rows))
                     assert bench.run(n_rows) > 0
+                found.add(bench.alone(n_rows))
                 assert len(found) == 1
         source.close()
 

@@ -68,11 +68,13 @@ def kernel_class(source: GgufFile, settings: EngineSettings) -> str:
 
 
 def _products(source: GgufFile) -> object:
-    """Whether the matrices stay in their order, and whether experts are multiplied by our kernels."""
-    keeps_rows = repacking.keeps_rows(files_of(source.path))
-    if not any(len(tensor.shape) == 3 for tensor in source.tensors.values()):
-        return keeps_rows
-    return keeps_rows, small_batches.multiplies_experts()
+    """Whether the matrices stay in their order, and whether experts are multiplied by our kernels; on ARM
+    also how these were compiled."""
+    found: object = repacking.keeps_rows(files_of(source.path))
+    if any(len(tensor.shape) == 3 for tensor in source.tensors.values()):
+        found = found, small_batches.multiplies_experts()
+    joins = small_batches.joins_products()
+    return found if joins is None else (found, joins)
 
 
 def name_of(

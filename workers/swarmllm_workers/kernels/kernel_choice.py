@@ -6,6 +6,7 @@ functions of what `run` and `now` give.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,6 +14,9 @@ from typing import Final
 
 ROWS_MAX: Final = 7
 """Batches of up to so many rows give each row the bits that it has alone."""
+
+
+IS_ARM: Final = platform.machine() in ("aarch64", "arm64")
 
 
 class MatrixType(IntEnum):
@@ -35,7 +39,7 @@ class MatrixType(IntEnum):
 
     @property
     def is_without_avx512(self) -> bool:
-        """Ours have AVX2 only."""
+        """On x86, ours have AVX2 only."""
         return self == MatrixType.IQ4_XS or (not self.is_k_quant and self != MatrixType.Q8_0)
 
     @property
@@ -46,7 +50,7 @@ class MatrixType(IntEnum):
     @property
     def tiles_differ(self) -> bool:
         """Whether ggml's tiles have other bits than its dot products."""
-        return self.is_k_quant or self in (MatrixType.IQ4_NL, MatrixType.MXFP4)
+        return IS_ARM or self.is_k_quant or self in (MatrixType.IQ4_NL, MatrixType.MXFP4)
 
 
 class Way(IntEnum):
@@ -65,6 +69,8 @@ class Way(IntEnum):
     """Ours: eight rows of the matrix at a time, of K-quants two, with prefetching."""
     IN_ORDER = 5
     """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
+    NEON = 6
+    """Ours on ARM: one row of the matrix after the other, without prefetching."""
 
     @property
     def is_ggmls(self) -> bool:
@@ -133,17 +139,21 @@ def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
-    last = Way.AVX2_STREAMED if kind.is_without_avx512 else max(Way)
-    return [way for way in sorted(ways) if way <= last and (way != Way.TILES or n_rows >= kind.tiled_from)]
+    left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
+    return [
+        way for way in sorted(ways) if way not in left_out and (way != Way.TILES or n_rows >= kind.tiled_from)
+    ]
 
 
 def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
     """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
-    from the reference's: never chosen. Ties go to ggml, and among its ways to what it does by itself; but to
-    ours where ggml's bits are not those of single rows."""
+    from those of the reference: never chosen where another has these. Ties go to ggml, and among its ways to
+    what it does by itself; but to ours where ggml's bits are not those of single rows."""
     allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
+    if not any(way.is_ggmls for way in allowed):
+        return _choose_ours(kind, rows, times, allowed)
     own = ggmls_own(kind, rows.first)
-    own = own if own in allowed else reference(kind, rows.first)
+    own = own if own in allowed else next(way for way in sorted(allowed) if way.is_ggmls)
     theirs = _faster(allowed, own, [way for way in allowed if way.is_ggmls])
     ours = [way for way in allowed if not way.is_ggmls]
     best = _faster(allowed, theirs, ours)
@@ -152,6 +162,13 @@ def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[W
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
     ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
     return RowChoice(rows, best, ggml_ns, ours_ns)
+
+
+def _choose_ours(kind: MatrixType, rows: RowClass, times: Times, allowed: Times) -> RowChoice:
+    """Where ggml has other bits in this batch than for a row alone: it multiplies two at a time (i8mm)."""
+    best = min(allowed, key=lambda way: (allowed[way], way), default=reference(kind, rows.first))
+    ggml_ns = min(time_ns for way, time_ns in times.items() if way.is_ggmls)
+    return RowChoice(rows, best, ggml_ns, allowed.get(best))
 
 
 def _faster(times: Times, incumbent: Way, others: Collection[Way]) -> Way:

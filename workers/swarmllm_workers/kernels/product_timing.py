@@ -53,8 +53,8 @@ class _Graph:
         for address in self.outputs:
             ctypes.memset(address, 0xFF, self.n_bytes)
 
-    def read(self) -> bytes:
-        return b"".join(ctypes.string_at(address, self.n_bytes) for address in self.outputs)
+    def read(self) -> list[bytes]:
+        return [ctypes.string_at(address, self.n_bytes) for address in self.outputs]
 
 
 class ProductBench:
@@ -137,15 +137,21 @@ class ProductBench:
         return int(self._ggml["ggml_new_tensor_2d"](context, type_, self._k, n_rows) or no_memory())
 
     def _graphs_of(self, n_rows: int) -> list[_Graph]:
-        if n_rows in self._graphs:
-            return self._graphs[n_rows]
-        ggml = self._ggml
+        if n_rows not in self._graphs:
+            self._graphs[n_rows] = self._make_graphs(self._values(n_rows), self._matrices)
+        return self._graphs[n_rows]
+
+    def _values(self, n_rows: int) -> np.ndarray:
+        """f32 [n_rows, k], always the same."""
+        return np.random.default_rng(n_rows).normal(0, 1, (n_rows, self._k)).astype(np.float32)
+
+    def _make_graphs(self, values: np.ndarray, matrices: Sequence[int]) -> list[_Graph]:
+        ggml, n_rows = self._ggml, len(values)
         output_bytes = n_rows * self.matrix_rows * 4
-        groups = [self._matrices[at : at + _N_PRODUCTS] for at in range(0, len(self._matrices), _N_PRODUCTS)]
-        n_bytes = n_rows * self._k * 4 + len(self._matrices) * (output_bytes + _TENSOR_BYTES)
+        groups = [matrices[at : at + _N_PRODUCTS] for at in range(0, len(matrices), _N_PRODUCTS)]
+        n_bytes = n_rows * self._k * 4 + len(matrices) * (output_bytes + _TENSOR_BYTES)
         context = self._context(n_bytes + len(groups) * _GRAPH_BYTES + _TENSOR_BYTES, no_alloc=False)
         rows = self._tensor(context, F32, n_rows)
-        values = np.random.default_rng(n_rows).normal(0, 1, (n_rows, self._k)).astype(np.float32)
         ctypes.memmove(ggml["ggml_get_data"](rows), values.ctypes.data, values.nbytes)
         graphs = []
         for group in groups:
@@ -156,7 +162,6 @@ class ProductBench:
                 ggml["ggml_build_forward_expand"](handle, product)
                 outputs.append(ggml["ggml_get_data"](product))
             graphs.append(_Graph(handle, tuple(outputs), output_bytes))
-        self._graphs[n_rows] = graphs
         return graphs
 
     def run(self, n_rows: int) -> int:
@@ -167,7 +172,17 @@ class ProductBench:
 
     def result(self, n_rows: int) -> bytes:
         """What the first matrices and some rows make, always the same."""
-        graph = self._graphs_of(n_rows)[0]
+        return b"".join(self._result(self._graphs_of(n_rows)[0]))
+
+    def alone(self, n_rows: int) -> bytes:
+        """As `result`, with each row in a batch of its own."""
+        values = self._values(n_rows)
+        first = self._matrices[:_N_PRODUCTS]
+        found = [self._result(self._make_graphs(values[at : at + 1], first)[0]) for at in range(n_rows)]
+        return b"".join(row for rows in zip(*found, strict=True) for row in rows)
+
+    def _result(self, graph: _Graph) -> list[bytes]:
+        """Of each product."""
         graph.wipe()
         self._compute(graph)
         return graph.read()
@@ -195,7 +210,7 @@ def _height(tensors: Sequence[TensorInfo]) -> int:
 def matrices(source: GgufFile) -> list[TensorInfo]:
     """Those that `small_batches.c` multiplies with. Experts, which have three dimensions, are where they are
     K-quants, and the embedding is only where it is the output matrix, too."""
-    repacked = () if repacking.keeps_rows([source.path]) else repacking.REARRANGED
+    repacked = () if repacking.keeps_rows([source.path]) else repacking.rearranged_types()
     return [
         tensor
         for tensor in source.tensors.values()

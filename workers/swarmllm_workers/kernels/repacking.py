@@ -7,6 +7,10 @@ asked, and four rows of a batch and more have other bits than single rows. For Q
 fast, with more rows faster, and each row has the bits that it has alone. libllama decides once for a file, so
 a file that has other such types too is rearranged as ever (`arranged_weights.py`: once for all of its parts),
 and so is one with experts where ggml asks nobody for their products.
+
+On ARM, ggml rearranges most types where it was compiled for dot products of bytes, and nothing else. Whether
+that is faster than the kernels of `neon_blocks_32.c` and `neon_k_quants.c` has not been measured, so it may
+(`inference.kernels = "ours"`: it may not).
 """
 
 from __future__ import annotations
@@ -22,10 +26,15 @@ from typing import Any, Final
 from gguf.constants import GGMLQuantizationType as Type
 
 from swarmllm_workers.kernels import interposing, small_batches
+from swarmllm_workers.kernels.kernel_choice import IS_ARM
 
 _OTHERS: Final = frozenset({Type.Q4_0, Type.Q2_K, Type.IQ4_NL, Type.MXFP4})
 """What ggml rearranges on x86, beside Q4_K."""
 REARRANGED: Final = frozenset({Type.Q4_K, *_OTHERS})
+_WITHOUT_SVE: Final = frozenset({Type.Q4_0, Type.Q8_0})
+"""Ours on ARM have not the bits of a libllama that was compiled for SVE."""
+_ON_ARM: Final = frozenset({Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.MXFP4, *_WITHOUT_SVE})
+"""What ggml rearranges there, where it was compiled for dot products of bytes."""
 _EXPERT_COUNT: Final = b"expert_count"
 """Of the metadata, after the architecture."""
 _UNMULTIPLIED: Final = b"token_embd.weight"
@@ -40,13 +49,23 @@ def keeps_rows(paths: Iterable[Path]) -> bool:
     types, has_experts = _read(paths)
     if has_experts and not small_batches.multiplies_experts():
         return False
+    if IS_ARM:
+        has_bits = not (small_batches.ggml_has("sve") and _WITHOUT_SVE.intersection(types))
+        return has_bits and bool(_ON_ARM.intersection(types))
     return Type.Q4_K in types and not _OTHERS.intersection(types)
 
 
 def rearranges(paths: Iterable[Path]) -> bool:
     """Whether ggml may have copies of matrices of these files in another order."""
     paths = tuple(paths)
-    return bool(REARRANGED.intersection(_read(paths)[0])) and not keeps_rows(paths)
+    return bool(rearranged_types().intersection(_read(paths)[0])) and not keeps_rows(paths)
+
+
+def rearranged_types() -> frozenset[int]:
+    """Types of matrices that ggml rearranges on this processor, if it may."""
+    if not IS_ARM:
+        return REARRANGED
+    return _ON_ARM if small_batches.ggml_has("dot") else frozenset()
 
 
 def _read(paths: Iterable[Path]) -> tuple[set[int], bool]:

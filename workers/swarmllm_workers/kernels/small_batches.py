@@ -33,6 +33,9 @@ With up to ROWS_MAX rows, logits are those of a single row bit for bit for every
 factory.py` but Q2_K and, where ggml rearranges it when it loads it, Q4_K: those up to three rows. From eight
 on ggml has other kernels for most types. What relies on it tries it out first (`speculation.py`).
 
+On 64-bit ARM all of these types have kernels with NEON (`neon_blocks_32.c`, `neon_k_quants.c`), compared with
+ggml's by emulation and never timed (docs/exactness.md).
+
 Alternatives: building ggml without these tiles would slow prompts down, and there is no setting at run time.
 Where no compiler was at hand, or another module had loaded libllama before, everything is as ggml has it.
 """
@@ -109,7 +112,7 @@ def use(mode: KernelMode) -> None:
     unmeasured_k = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_k")
     unmeasured_32 = (ctypes.c_uint8 * _WAYS).in_dll(_library, "swarmllm_unmeasured_32")
     for at, rows in enumerate(ROW_CLASSES):
-        unmeasured_32[at] = min(Way.AVX2_STREAMED, _unmeasured_k(mode, rows.first))
+        unmeasured_32[at] = _up_to(Way.AVX2_STREAMED, _unmeasured_k(mode, rows.first))
         unmeasured[at] = _unmeasured(mode, rows.first)
         unmeasured_k[at] = _unmeasured_k(mode, rows.first)
 
@@ -117,20 +120,25 @@ def use(mode: KernelMode) -> None:
 def _unmeasured(mode: KernelMode, n_rows: int) -> Way:
     if mode == "ggml" or (mode == "auto" and n_rows == 1) or last_way() <= Way.TILES:
         return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
-    return min(last_way(), Way.IN_ORDER if n_rows <= 2 else Way.AVX512)
+    return _up_to(Way.IN_ORDER if n_rows <= 2 else Way.AVX512, last_way())
+
+
+def _up_to(last: Way, way: Way) -> Way:
+    """The earlier one; but ARM has one way of ours."""
+    return way if way == Way.NEON else min(last, way)
 
 
 def _unmeasured_k(mode: KernelMode, n_rows: int) -> Way:
     is_ours = mode == "ours" or (mode == "auto" and 1 < n_rows <= _K_ROWS_MAX)
     if not is_ours or last_way() <= Way.TILES:
         return Way.DOTS if n_rows <= ROWS_MAX else Way.TILES
-    return min(last_way(), Way.IN_ORDER if n_rows <= 4 else Way.AVX512)
+    return _up_to(Way.IN_ORDER if n_rows <= 4 else Way.AVX512, last_way())
 
 
 def keeps_rows_of_q4_k() -> bool:
     """Whether products of Q4_K are as fast here with rows as a file has them as ggml's are with rearranged
-    ones."""
-    return _mode != "ggml" and last_way() > Way.TILES
+    ones. On ARM nobody has measured it: they are kept there for who asks for our kernels."""
+    return last_way() > Way.TILES and _mode != "ggml" and (_mode == "ours" or last_way() != Way.NEON)
 
 
 def fill_table(table: Mapping[tuple[MatrixType, int], Sequence[Way]]) -> None:
@@ -176,8 +184,25 @@ def connect() -> None:
             )
         interposing.tell_ggmls_own(_library, "llamafile_sgemm", "swarmllm_tiled")
         if has_ways():
+            for feature in ("dot", "sve") if last_way() == Way.NEON else ():
+                ctypes.c_int64.in_dll(_library, f"swarmllm_ggml_has_{feature}").value = ggml_has(feature)
             interposing.tell_ggmls_own(_library, _K_TILES, "swarmllm_k_tiled")
             interposing.tell_ggmls_own(_library, _EXPERT_TILES, "swarmllm_expert_tiled")
+
+
+def ggml_has(feature: str) -> bool:
+    """Whether the libllama in use was compiled for it: it has other bits then."""
+    name = {"dot": "ggml_cpu_has_dotprod", "sve": "ggml_cpu_has_sve"}[feature]
+    return any(bool(getattr(ggml, name)()) for ggml in interposing.mapped_libraries("libggml-cpu"))
+
+
+def joins_products() -> bool | None:
+    """Whether our kernels on ARM were compiled with a product and a sum in one operation, which decides their
+    bits; None on other processors."""
+    if _library is None or not hasattr(_library, "swarmllm_joins_products"):
+        return None
+    _library.swarmllm_joins_products.restype = ctypes.c_int64
+    return bool(_library.swarmllm_joins_products())
 
 
 def multiplies_experts() -> bool:

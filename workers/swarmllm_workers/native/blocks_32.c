@@ -19,33 +19,12 @@
 
 enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17 };
 
-struct __attribute__((packed)) q4_0 { /* and IQ4_NL */
-    uint16_t scale;
-    uint8_t values[16];
-};
-struct __attribute__((packed)) q5_0 {
-    uint16_t scale;
-    uint32_t high;
-    uint8_t values[16];
-};
-struct __attribute__((packed)) mxfp4 {
-    uint8_t exponent;
-    uint8_t values[16];
-};
-struct __attribute__((packed)) q8_0 {
-    uint16_t scale;
-    int8_t values[32];
-};
-
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 
 INLINE int64_t block_bytes(const int type) {
     return type == Q5_0 ? sizeof(struct q5_0) : type == MXFP4 ? sizeof(struct mxfp4) : sizeof(struct q4_0);
 }
-
-static const int8_t fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 AVX2 INLINE __m256i nibbles(const uint8_t *packed) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)packed);
@@ -185,7 +164,7 @@ bool swarmllm_product_32(const struct product_32 *t) {
     }
     return true;
 }
-#else
+#elif !defined(__aarch64__)
 bool swarmllm_product_32(const struct product_32 *product) {
     (void)product;
     return false;

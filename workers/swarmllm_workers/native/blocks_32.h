@@ -1,11 +1,11 @@
-/* Products of types in blocks of 32 numbers, but Q8_0's, with the bits of ggml's dot products: blocks_32.c has them,
- * small_batches.c asks for them. */
+/* Products of types in blocks of 32 numbers, but Q8_0's on x86, with the bits of ggml's dot products: blocks_32.c and
+ * neon_blocks_32.c have them, small_batches.c asks for them. */
 #ifndef SWARMLLM_BLOCKS_32_H
 #define SWARMLLM_BLOCKS_32_H
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { Q4_0 = 2, Q5_0 = 6, IQ4_NL = 20, MXFP4 = 39 }; /* as ggml numbers them */
+enum { Q4_0 = 2, Q5_0 = 6, Q8_0 = 8, IQ4_NL = 20, MXFP4 = 39 }; /* as ggml numbers them; Q8_0 with NEON only */
 
 struct product_32 {
     int type;      /* of the matrix */

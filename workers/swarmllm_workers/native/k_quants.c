@@ -20,39 +20,10 @@
 #include <immintrin.h>
 #include <string.h>
 
-enum { GROUP = 32, VALUES = 256, COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, NEAR = 3 << 17 };
+enum { COLUMNS = 8, PAIRS = COLUMNS / 2, BLOCKS_MAX = 128, SHARE = 8, NEAR = 3 << 17 };
 enum { LINE = 64, CLOSE = 1 << 12, FAR_ENOUGH = 1 << 13 };
 
-struct __attribute__((packed)) q4_k {
-    uint16_t scale, minimum;
-    uint8_t scales[12];
-    uint8_t values[VALUES / 2];
-};
-struct __attribute__((packed)) q5_k {
-    uint16_t scale, minimum;
-    uint8_t scales[12];
-    uint8_t high[VALUES / 8];
-    uint8_t values[VALUES / 2];
-};
-struct __attribute__((packed)) q6_k {
-    uint8_t values[VALUES / 2];
-    uint8_t high[VALUES / 4];
-    int8_t scales[VALUES / 16];
-    uint16_t scale;
-};
-struct __attribute__((packed)) iq4_xs {
-    uint16_t scale, high_scales;
-    uint8_t low_scales[4];
-    uint8_t values[VALUES / 2];
-};
-struct q8_k {
-    float scale;
-    int8_t values[VALUES];
-    int16_t sums[VALUES / 16];
-};
-
 #define ODD_WORDS 0xaaaaaaaa
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
@@ -62,18 +33,6 @@ static int64_t block_bytes(int type) {
            : type == Q5_K ? sizeof(struct q5_k)
            : type == Q6_K ? sizeof(struct q6_k)
                           : sizeof(struct iq4_xs);
-}
-
-/* Eight scales and eight minima of six bits each, as bytes. */
-INLINE void scales_of(const uint8_t *packed, uint64_t *scales, uint64_t *minima) {
-    uint32_t a, b, c;
-    memcpy(&a, packed, sizeof a);
-    memcpy(&b, packed + 4, sizeof b);
-    memcpy(&c, packed + 8, sizeof c);
-    const uint32_t high_scales = (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030);
-    const uint32_t high_minima = (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030);
-    *scales = (a & 0x3f3f3f3f) | (uint64_t)high_scales << 32;
-    *minima = (b & 0x3f3f3f3f) | (uint64_t)high_minima << 32;
 }
 
 AVX2 INLINE __m128i sums_of_groups(const struct q8_k *y) {
@@ -160,7 +119,7 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
         } else {
             const struct q4_k *x = (const void *)block;
             uint64_t low, high;
-            scales_of(x->scales, &low, &high);
+            six_bit_scales(x->scales, &low, &high);
             scale = _cvtsh_ss(x->scale);
             const float minimum = _cvtsh_ss(x->minimum);
             _mm_storeu_si128((__m128i *)(void *)scales, _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)low)));
@@ -410,7 +369,7 @@ AVX512 INLINE void rows_512(const int type, const int n_rows, const int n_pairs,
             } else {
                 const struct q4_k *x = (const void *)block;
                 uint64_t low, high;
-                scales_of(x->scales, &low, &high);
+                six_bit_scales(x->scales, &low, &high);
                 scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)low)));
                 const __m512i words = _mm512_broadcast_i32x4(_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)high)));
                 const __m512 minimum = _mm512_set1_ps(_cvtsh_ss(x->minimum));
@@ -499,7 +458,7 @@ AVX512 INLINE float single_512(const int type, const bool asks, int64_t k, const
         } else {
             const struct q4_k *x = (const void *)block;
             uint64_t low, high;
-            scales_of(x->scales, &low, &high);
+            six_bit_scales(x->scales, &low, &high);
             scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)low)));
             const __m128i words = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)high));
             const __m128i four = _mm_madd_epi16(words, _mm_load_si128((const __m128i *)(const void *)y->group_sums));
@@ -612,7 +571,7 @@ bool swarmllm_k_product(const struct k_product *t) {
     }
     return true;
 }
-#else
+#elif !defined(__aarch64__)
 int64_t swarmllm_k_block_bytes(int type) {
     (void)type;
     return 0;

@@ -10,6 +10,8 @@
  * what comes next in this order (STREAMED) or leave that to the processor (IN_ORDER). Each sum is made of the same operations in the same order as
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
+ *
+ * On ARM all products are those of neon_blocks_32.c and neon_k_quants.c (NEON).
  */
 #include "blocks.h"
 #include "blocks_32.h"
@@ -43,8 +45,13 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
  * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
-enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5 };
-enum { F32 = 0, Q8_0 = 8, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6 };
+#ifdef __aarch64__
+enum { HAS_NEON = 1 }; /* and Q8_0 is with the other types in blocks of 32 */
+#else
+enum { HAS_NEON = 0 };
+#endif
+enum { F32 = 0, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
 enum { SHAPES_MAX = 64, CLASSES = 11 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
@@ -75,7 +82,7 @@ static bool is_k_quant(int type) {
 }
 
 static bool is_of_32(int type) {
-    return type == Q4_0 || type == Q5_0 || type == IQ4_NL || type == MXFP4;
+    return type == Q4_0 || type == Q5_0 || type == IQ4_NL || type == MXFP4 || (HAS_NEON && type == Q8_0);
 }
 
 static int way_of(int type, int64_t k, int64_t n) {
@@ -123,7 +130,6 @@ struct task {
 
 typedef void (*kernel)(const struct task *task);
 
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
@@ -318,7 +324,7 @@ static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, 
     return true;
 }
 
-/* The last way that this processor can go: all before it can be gone, too. */
+/* The last way that this processor can go: all before it can be gone, too. (NEON: those of ggml before it.) */
 __attribute__((visibility("default"))) int64_t swarmllm_last_way(void) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
         return TILES;
@@ -346,14 +352,16 @@ static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, 
     return false;
 }
 
-int64_t swarmllm_last_way(void) { return TILES; }
+__attribute__((visibility("default"))) int64_t swarmllm_last_way(void) {
+    return HAS_NEON ? NEON : TILES; /* none between TILES and NEON */
+}
 #endif
 
 __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, int64_t m, int64_t n, int64_t k,
                                                             const void *a, int64_t lda, const void *b, int64_t ldb,
                                                             void *c, int64_t ldc, int a_type, int b_type, int c_type) {
     swarmllm_n_asked = 1;
-    if (a_type == Q8_0 && b_type == Q8_0 && c_type == F32) {
+    if (!HAS_NEON && a_type == Q8_0 && b_type == Q8_0 && c_type == F32) {
         const int way = way_of(Q8_0, k, n);
         if (way == DOTS) {
             return false;
