@@ -172,7 +172,7 @@ async def our_node(folder: Path, known: dict[str, Address]) -> AsyncIterator[tup
     host = Host(load_or_create_identity(folder), ConnectionGater())
 
     class Node(DhtNode):
-        def whereabouts(self, node_id: NodeId) -> tuple[Address, ...]:
+        def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
             return (known[node_id],) if node_id in known else ()
 
         def connected(self) -> set[NodeId]:
