@@ -64,6 +64,10 @@ class Outcome(Generic[T]):
     async def wait(self) -> T:
         """The value. Raises the error."""
         await self._over.wait()
+        return self.result()
+
+    def result(self) -> T:
+        """The value, once it is over. Raises the error."""
         if self._error is not None:
             # A copy, because each raise adds to an exception's traceback.
             raise copy.copy(self._error) from self._error
@@ -75,7 +79,7 @@ class Outcome(Generic[T]):
             await self._over.wait()
         if not self.is_over:
             raise DeadlineExceeded(f"{what} within {timeout_s:g} s")
-        return await self.wait()
+        return self.result()
 
     def _drop(self) -> None:
         if self._value and self._dropped is not None:

@@ -94,10 +94,10 @@ class Call:
                 await self._outcome.over()
         return self._outcome.is_over
 
-    async def answer(self) -> tuple[WorkerMessage, memoryview]:
-        """Of one of the types that it expects, with its payload. Raises what the worker's Error, or its
-        death, made of the call."""
-        return await self._outcome.wait()
+    def answer(self) -> tuple[WorkerMessage, memoryview]:
+        """After `wait`: one of the types that it expects, with its payload. Raises what the worker's Error,
+        or its death, made of the call."""
+        return self._outcome.result()
 
     def receive(self, message: AnyWorkerMessage, payload: memoryview) -> bool:
         if isinstance(message, self._expects):

@@ -164,7 +164,7 @@ class Worker:
         if not await self._ready.wait():
             self.kill("connected, but did not get ready in time")
             await self.ended.wait()
-        ready, _ = await self._ready.answer()
+        ready, _ = self._ready.answer()
         assert isinstance(ready, Ready)
         return ready
 
@@ -197,7 +197,7 @@ class Worker:
                 await self.ended.wait()
         finally:
             self._pending.pop(message.id, None)
-        answer, answer_payload = await call.answer()
+        answer, answer_payload = call.answer()
         assert isinstance(answer, expects)
         return answer, answer_payload
 
