@@ -1,8 +1,11 @@
-"""Reads gossip in tests: `valid...` is passed on, and `take` gets what was."""
+"""Reads gossip in tests: `valid...` is passed on, and `take` gets what was. `valid|NODE|AUDIENCE` says who
+has been told, in hexadecimal digits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from swarmllm_proto.identifiers import NodeId
 
 
 class ValidGossip:
@@ -11,6 +14,10 @@ class ValidGossip:
 
     def validate(self, topic: str, content: bytes) -> bool | None:
         return content.startswith(b"valid")
+
+    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+        _, *said = content.decode().split("|")
+        return (NodeId(said[0]), bytes.fromhex(said[1])) if said else None
 
     def receive(self, topic: str, content: bytes) -> None:
         self._take(topic, content)

@@ -10,6 +10,9 @@ is Ed25519 over a domain prefix and the body. Signing the bytes as sent means no
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import sha256
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -30,6 +33,22 @@ ADDRESSES_MAX = 16
 
 _Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
+AUDIENCE_BYTES = 8
+_Audience = Annotated[bytes, Meta(min_length=AUDIENCE_BYTES, max_length=AUDIENCE_BYTES)]
+
+
+def audience_of(node_ids: Iterable[NodeId]) -> bytes:
+    """A fingerprint of a set of nodes, in whatever order they come: the exclusive or of the first eight bytes
+    of each id's SHA-256."""
+    mixed = 0
+    for node_id in node_ids:
+        mixed ^= _fingerprint(node_id)
+    return mixed.to_bytes(AUDIENCE_BYTES, "big")
+
+
+@lru_cache(maxsize=4096)
+def _fingerprint(node_id: NodeId) -> int:
+    return int.from_bytes(sha256(node_id.encode()).digest()[:AUDIENCE_BYTES], "big")
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +64,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Data plane, as /ip4/ADDRESS/tcp/PORT or /ip6/..."""
     record: Annotated[bytes, Meta(max_length=RECORD_MAX)] = b""
     """Empty until the node has published one."""
+    audience: _Audience | UnsetType = UNSET
+    """`audience_of` the writer and all to whom it sends this itself. A neighbour that has it from the writer,
+    and would pass it on to nobody else, need not pass it on."""
 
     def __post_init__(self) -> None:
         require_multiaddrs(addresses=self.addresses, data_addresses=self.data_addresses)
@@ -63,6 +85,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Counts up within a life, so that no two heartbeats are the same bytes (gossip drops repeats)."""
     load: Annotated[bytes, Meta(min_length=1, max_length=LOAD_MAX)] | UnsetType = UNSET
     """What the writer has to do now, if that has changed since this envelope. See `node_load`."""
+    audience: _Audience | UnsetType = UNSET
+    """As in an envelope."""
 
     @property
     def version(self) -> tuple[int, int]:

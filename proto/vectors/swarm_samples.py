@@ -19,7 +19,7 @@ from common_samples import (
 
 from swarmllm_proto import ipc, swarm
 from swarmllm_proto.codec import encode_scores
-from swarmllm_proto.envelope import Envelope, Heartbeat
+from swarmllm_proto.envelope import Envelope, Heartbeat, audience_of
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
 from swarmllm_proto.identifiers import Digest, PublishedName
@@ -626,7 +626,27 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
             record=b"a NodeRecord",
         ),
     ),
+    (
+        "envelope-audience",
+        Envelope(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            sequence=18,
+            record=b"a NodeRecord",
+            audience=audience_of((NODE_A, NODE_B)),
+        ),
+    ),
     ("heartbeat", Heartbeat(node_id=NODE_A, started_at_ms=1_760_000_000_500, sequence=17, beat=3)),
+    (
+        "heartbeat-audience",
+        Heartbeat(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            sequence=17,
+            beat=5,
+            audience=audience_of((NODE_A, NODE_B)),
+        ),
+    ),
     (
         "heartbeat-load",
         Heartbeat(

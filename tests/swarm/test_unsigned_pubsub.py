@@ -25,6 +25,7 @@ from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.libp2p.gossip import (
+    AUDIENCE_MAX,
     MODELS,
     SETTLED_S,
     SETTLED_UPKEEP_S,
@@ -36,6 +37,8 @@ from swarmllm.swarm.libp2p.gossip import (
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
+from swarmllm_proto.envelope import audience_of
+from swarmllm_proto.identifiers import NodeId
 
 from .conftest import DEADLINE_S
 
@@ -131,6 +134,78 @@ async def test_who_speaks_in_the_name_of_another_does_not_silence_it(tmp_path: P
         await victim.gossip.publish(MODELS, b"valid, says the victim")
         await far.hears(b"valid, says the victim")
         assert b"valid, says the attacker" not in between.heard + far.heard
+
+
+def saying_to_whom(speaker: Listener) -> bytes:
+    audience = speaker.gossip.audience(MODELS)
+    assert audience is not None
+    return b"|".join((b"valid", speaker.host.node_id.encode(), audience.hex().encode()))
+
+
+async def until_subscribed(listeners: list[Listener], n_neighbours: dict[int, int]) -> None:
+    """Each has so many neighbours."""
+    with trio.fail_after(DEADLINE_S):
+        for n, wanted in n_neighbours.items():
+            pubsub = listeners[n].gossip._pubsub
+            while len(pubsub.neighbours(MODELS)) != wanted:  # noqa: ASYNC110 (the library tells nobody)
+                await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_who_has_a_message_from_its_author_passes_it_on_only_to_those_who_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    async with (
+        listener(tmp_path / "a") as a,
+        listener(tmp_path / "b") as b,
+        listener(tmp_path / "c") as c,
+    ):
+        await connect(a, b)
+        await connect(b, c)
+        if is_full:
+            await connect(a, c)
+        await until_subscribed([a, b, c], {0: 2, 1: 2, 2: 2} if is_full else {0: 1, 1: 2, 2: 1})
+        content = saying_to_whom(a)
+        arrived: list[tuple[Listener, Listener]] = []
+        """Who sent the content to whom."""
+
+        def note(receiver: Listener) -> None:
+            budget = receiver.gossip._pubsub.budget
+            admit = budget.admit
+
+            def noted(sender: NodeId, n_bytes: int, now: float) -> bool:
+                if n_bytes == len(content):
+                    arrived.append((next(n for n in (a, b, c) if n.host.node_id == sender), receiver))
+                return bool(admit(sender, n_bytes, now))
+
+            monkeypatch.setattr(budget, "admit", noted)
+
+        for each in (a, b, c):
+            note(each)
+        await a.gossip.publish(MODELS, content)
+        await b.hears(content)
+        await c.hears(content)
+        # What comes behind it over the same connections shows that nothing else was on its way.
+        for sender, receiver in ((b, c), (c, b)):
+            behind = b"valid, behind it, of %s" % sender.host.node_id.encode()
+            await sender.gossip.publish(MODELS, behind)
+            await receiver.hears(behind)
+        assert len(arrived) == 2
+        assert set(arrived) == ({(a, b), (a, c)} if is_full else {(a, b), (b, c)})
+
+
+async def test_who_has_many_neighbours_leaves_it_to_the_mesh(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a:
+        pubsub = a.gossip._pubsub
+        assert a.gossip.audience(MODELS) is None, "nobody is there"
+        for n_neighbours in (1, AUDIENCE_MAX, AUDIENCE_MAX + 1):
+            peers = {ID(b"%d" % n): None for n in range(n_neighbours)}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(pubsub.peer_topics, MODELS, set(peers))
+                patch.setattr(pubsub, "peer_queues", peers)
+                is_told = n_neighbours <= AUDIENCE_MAX
+                expected = audience_of([a.host.node_id, *map(str, peers)])
+                assert a.gossip.audience(MODELS) == (expected if is_told else None)
 
 
 async def test_what_is_offered_can_be_recognised(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ and with it anybody could have another node's next message taken for a repeat. W
 forwarded.
 
 Each peer may pass on so many messages and bytes (`GossipBudget`).
+
+In a mesh each message comes as many times as there are neighbours. In a small swarm that is wasted: a node
+with few neighbours sends what it says to all of them, and says to whom (`audience`). A neighbour with the
+same neighbours has nobody left to pass it on to.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 import trio
@@ -36,6 +41,7 @@ from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
+from swarmllm_proto.envelope import audience_of
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,8 @@ BYTES_PER_S: Final = 2.0 * 2**20
 BYTES_BURST: Final = 32.0 * 2**20
 PEERS_MAX: Final = 1024
 _WORTH_REFUSING_BYTES = 1024
+AUDIENCE_MAX: Final = 16
+"""Neighbours to whom a node sends itself what it says. With more it leaves that to the mesh."""
 SEEN_MAX = 65_536
 """Ids of messages, each kept for two minutes after it was heard last: about 12 MiB. One that is forgotten and
 comes again is checked again, and is not new."""
@@ -79,6 +87,10 @@ class GossipReader(Protocol):
 
     def receive(self, topic: str, content: bytes) -> None:
         """Gossip that passed `validate`."""
+
+    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+        """Of gossip that passed `validate`: its author, and `audience_of` those to whom the author sends it
+        itself. None: it does not say."""
 
 
 @dataclass(slots=True)
@@ -155,6 +167,25 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         """What this node itself said last, by topic."""
         self.budget = GossipBudget()
         self.note: Note = ignored_event
+        self.told: dict[str, Callable[[bytes], tuple[NodeId, bytes] | None]] = {}
+        """By topic, see `GossipReader`."""
+
+    def neighbours(self, topic_id: str) -> list[ID]:
+        """Those to whom messages of the topic can be sent; none where they are more than AUDIENCE_MAX."""
+        subscribed = self.peer_topics.get(topic_id, ())
+        found = [peer_id for peer_id in subscribed if peer_id in self.peer_queues]
+        return found if len(found) <= AUDIENCE_MAX else []
+
+    def audience(self, topic_id: str) -> bytes | None:
+        """`audience_of` this node and its neighbours."""
+        neighbours = self.neighbours(topic_id)
+        return audience_of(map(_node_id, (self.my_id, *neighbours))) if neighbours else None
+
+    def have_it_all(self, sender: ID, message: Any) -> bool:
+        """Whether all neighbours have been sent this message by its author, as this node has."""
+        (topic_id,) = message.topicIDs
+        said = told(message.data) if (told := self.told.get(topic_id)) else None
+        return said is not None and said == (_node_id(sender), self.audience(topic_id))
 
     async def pass_on(self, topic_id: str, data: bytes) -> None:
         """Publish what another node has said."""
@@ -235,6 +266,18 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         self.recent_peer_connections: Any = deque(maxlen=0)
         self.recent_peer_disconnections: Any = deque(maxlen=0)
 
+    async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
+        pubsub = self.pubsub
+        if msg_forwarder != pubsub.my_id:
+            if not pubsub.have_it_all(msg_forwarder, pubsub_msg):
+                await super().publish(msg_forwarder, pubsub_msg)
+        elif neighbours := pubsub.neighbours(pubsub_msg.topicIDs[0]):
+            # Nor is it offered to anybody later.
+            for peer_id in neighbours:
+                self.send_rpc(peer_id, rpc_pb2.RPC(publish=[pubsub_msg]))
+        else:
+            await super().publish(msg_forwarder, pubsub_msg)
+
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
         """To who has just subscribed. The library tells everything that it heard from anybody in the last
         seconds: in a swarm of n that finds itself, n(n-1) nodes tell each other of n. Nodes that meet compare
@@ -296,6 +339,14 @@ class Gossip:
     def attach(self, pubsub: Any) -> None:
         self._pubsub = pubsub
 
+    def audience(self, topic: str) -> bytes | None:
+        """`audience_of` this node and those to whom it would send a message itself; None: they are too many,
+        or nobody is there."""
+        audience: bytes | None = None
+        if self._pubsub is not None:
+            audience = self._pubsub.audience(topic_name(topic, self.network_id))
+        return audience
+
     async def publish(self, topic: str, content: bytes) -> None:
         """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
         if self._pubsub is not None:
@@ -340,6 +391,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     pubsub.note, pubsub.budget = gossip.note, gossip.budget
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
+        pubsub.told[name] = partial(gossip.reader.told, topic)
         pubsub.set_topic_validator(
             name,
             guarded_validator(topic, name, size_max, gossip.reader, gossip.note),
@@ -360,6 +412,11 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         finally:
             gossip.attach(None)
             nursery.cancel_scope.cancel()
+
+
+@lru_cache(maxsize=PEERS_MAX)
+def _node_id(peer_id: ID) -> NodeId:
+    return NodeId(str(peer_id))
 
 
 def topic_name(topic: str, network_id: str) -> str:

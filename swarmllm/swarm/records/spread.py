@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 import trio
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -134,7 +134,9 @@ class RecordSpread:
         supervise(self._nursery, "record expiry", self._keep_house)
 
     async def publish(self, record: bytes) -> None:
-        self.own = msgspec.structs.replace(self.own, sequence=self.own.sequence + 1, record=record)
+        self.own = msgspec.structs.replace(
+            self.own, sequence=self.own.sequence + 1, record=record, audience=self._audience(MODELS)
+        )
         sealed = seal(self.own, self._identity.sign)
         self._book.write_own(self.own, sealed, trio.current_time())
         self._n_beats_since_change = 0
@@ -159,8 +161,12 @@ class RecordSpread:
             sequence=self.own.sequence,
             beat=self._n_beats,
             load=self._book.load(self._identity.node_id) or UNSET,
+            audience=self._audience(HEALTH),
         )
         return seal(heartbeat, self._identity.sign)
+
+    def _audience(self, topic: str) -> bytes | UnsetType:
+        return UNSET if self._gossip is None else self._gossip.audience(topic) or UNSET
 
     async def reach_through(self, circuits: tuple[str, ...]) -> None:
         """From now on this node announces these relays, and no others."""
@@ -197,6 +203,14 @@ class RecordSpread:
             self._blame_author(error)
             return False
         return True
+
+    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+        statement: Envelope | Heartbeat
+        if topic == MODELS:
+            statement = unseal(content, Envelope, self._verify)
+        else:
+            statement = unseal(content, Heartbeat, self._verify)
+        return None if statement.audience is UNSET else (statement.node_id, statement.audience)
 
     def blame(self, sender: NodeId, error: BadMessage) -> None:
         """A peer has sent a statement that is refused, although each node checks what it passes on."""
