@@ -282,6 +282,7 @@ async def _open_rooms(
         )
         pool.on_notice = pipelines.on_notice
         router.prefer_untried(pipelines.needed)
+        router.watch_while(pipelines.is_working)
         await supervise_started(nursery, "pipelines", pipelines.run)
         node = Node(
             config,

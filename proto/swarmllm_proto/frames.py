@@ -54,6 +54,8 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     """The dialler wants it for bulk's questions and answers."""
     acks: bool = False
     """The sender acknowledges messages."""
+    rests: bool = False
+    """The sender pings, and expects pings, more rarely while there are no messages."""
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

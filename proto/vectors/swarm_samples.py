@@ -662,6 +662,7 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
 
 CONTROL_FRAMES: list[tuple[str, FrameKind, bytes | Hello]] = [
     ("hello", FrameKind.HELLO, Hello(v=VERSION, acks=True)),
+    ("hello-of-one-that-rests", FrameKind.HELLO, Hello(v=VERSION, acks=True, rests=True)),
     ("hello-of-a-link", FrameKind.HELLO, Hello(v=VERSION, link=MODEL_ID)),
     ("hello-of-bulk", FrameKind.HELLO, Hello(v=VERSION, bulk=True)),
     ("ping", FrameKind.PING, bytes(range(8))),

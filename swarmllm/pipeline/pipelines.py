@@ -302,6 +302,10 @@ class Pipelines:
         or not."""
         return [self._registry.announcers_of(model_id) for model_id in self._routes.warming.kept()]
 
+    def is_working(self) -> bool:
+        """Whether a request of this node or of another one runs here."""
+        return bool(self._requests or self._pictures or self._sessions.by_request)
+
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
         return self._here.room()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -208,6 +208,10 @@ class Libp2pRouter:
         in the sets of `needed` come first."""
         self._reachable.needed = needed
 
+    def watch_while(self, is_working: Callable[[], bool]) -> None:
+        """While that is so, a frozen node is noticed as soon as one that messages go to (see `keepalive`)."""
+        self.plane.watch_while(is_working)
+
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
         if node_id != self.node_id:
             await self._reachable.reach(node_id, timeout_s)
@@ -383,6 +387,7 @@ class Libp2pRouter:
         """What is left of the time when there is a connection. Raises NodeUnreachable, DeadlineExceeded."""
         now = trio.current_time()
         self._reachable.used(node_id, now)
+        self.plane.used(node_id)
         # A peer may have greeted this node before this node has greeted it: to answer it must be possible.
         if node_id in self._connected or self.host.is_connected(node_id):
             return timeout_s

@@ -15,10 +15,21 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.shared_ticks import TICK_S
 from swarmllm.swarm.byte_budget import PayloadRoom
 from swarmllm.swarm.data.connection import _ASK_AGAIN_S, HELLO_S, NOW_MAX_BYTES, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
-from swarmllm.swarm.data.keepalive import MEASURE_S, PING_S, RR_ACK_TIMEOUT_S, SILENCE_S
+from swarmllm.swarm.data.keepalive import (
+    CHECK_S,
+    MEASURE_S,
+    PING_S,
+    REST_AFTER_S,
+    REST_MEASURE_S,
+    REST_PING_S,
+    REST_SILENCE_S,
+    RR_ACK_TIMEOUT_S,
+    SILENCE_S,
+)
 from swarmllm.swarm.data.wire import FrameKind, WireClosed
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.errors import FrameTooLarge
@@ -136,6 +147,7 @@ async def test_one_ping_serves_both_ends_and_the_other_measures_now_and_then(
     autojump_clock: MockClock,
 ) -> None:
     async with joined() as (a, b, _):
+        a.timer.is_working = b.timer.is_working = lambda: True
         await trio.sleep(60)
         written: dict[str, list[int]] = {"a": [], "b": []}
         for name, end in (("a", a), ("b", b)):
@@ -165,17 +177,61 @@ async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
         assert measured(-1.0) == pytest.approx(0.03), "its clock is not ours"
 
 
+def freeze(end: End) -> None:
+    """It neither reads nor beats, nor judges."""
+    end.wire.frozen = True
+    end.connection._queue_control = lambda kind, content: None  # type: ignore[method-assign]
+    end.connection.look = lambda now, check_at_s: math.inf  # type: ignore[method-assign]
+
+
 async def test_a_peer_that_falls_silent_is_given_up(autojump_clock: MockClock) -> None:
     async with joined() as (a, b, _):
-        b.wire.frozen = True
-        # Frozen whole: it neither reads nor beats.
-        b.connection._queue_control = lambda kind, content: None  # type: ignore[method-assign]
+        freeze(b)
         started_s = trio.current_time()
         await a.ended.wait()
         assert a.connection.ending == "silent"
         assert SILENCE_S - PING_S <= trio.current_time() - started_s <= SILENCE_S + PING_S + 1
         with pytest.raises(NodeUnreachable, match="silent"):
             await a.connection.send(b"", b"")
+
+
+@pytest.mark.parametrize("wakes_by", ["a message", "a request on another way", "work", "nothing"])
+async def test_a_connection_at_rest_beats_rarely_and_wakes_up_when_it_is_used(
+    autojump_clock: MockClock, wakes_by: str
+) -> None:
+    async with joined() as (a, b, _):
+        await trio.sleep(2 * REST_AFTER_S)
+        a.wire.kinds.clear()
+        b.wire.kinds.clear()
+        await trio.sleep(100)
+        n_pings = (a.wire.kinds + b.wire.kinds).count(FrameKind.PING)
+        assert n_pings <= 100 / REST_PING_S + 2 * (100 / REST_MEASURE_S + 1)
+        freeze(b)
+        frozen_s = trio.current_time()
+        if wakes_by == "a message":
+            await a.connection.send(b"header", b"")
+        elif wakes_by == "a request on another way":
+            a.connection.used()
+        elif wakes_by == "work":
+            a.timer.is_working = lambda: True
+        with trio.fail_after(REST_SILENCE_S):
+            await a.ended.wait()
+        assert a.connection.ending == "silent"
+        took_s = trio.current_time() - frozen_s
+        if wakes_by in ("a message", "a request on another way"):
+            assert SILENCE_S <= took_s <= 5.0
+        elif wakes_by == "work":
+            assert took_s <= 5.0 + TICK_S
+
+
+async def test_both_ends_of_a_connection_that_was_at_rest_beat_as_before(autojump_clock: MockClock) -> None:
+    async with joined() as (a, b, _):
+        await trio.sleep(2 * REST_AFTER_S)
+        await b.connection.send(b"header", b"")
+        a.wire.kinds.clear()
+        await trio.sleep(0.9 * REST_AFTER_S)
+        assert a.wire.kinds.count(FrameKind.PING) >= 0.9 * REST_AFTER_S / (PING_S + CHECK_S) - 1
+        assert a.arrived == [(b"header", b"")]
 
 
 async def test_a_peer_that_is_busy_for_minutes_is_not_silent(autojump_clock: MockClock) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.shared_ticks import TICK_S
 from swarmllm.swarm.data.keepalive import (
     CHECK_S,
     LAST_LOOK_S,
     MEASURE_S,
     PING_S,
+    REST_AFTER_S,
+    REST_MEASURE_S,
+    REST_PING_S,
+    REST_SILENCE_S,
     SILENCE_S,
     YIELD_S,
     Keepalive,
@@ -110,3 +115,108 @@ def test_the_side_that_dialled_pings_first() -> None:
     assert dialler.ping_is_due(PING_S)
     assert not other.ping_is_due(PING_S)
     assert other.ping_is_due(PING_S + YIELD_S)
+
+
+class Side:
+    """One end of a connection without messages; what it writes arrives DELAY_S later."""
+
+    def __init__(self, *, dialled: bool, rests: bool = True, clock_s: float = 0.0) -> None:
+        self.keepalive = Keepalive(dialled=dialled)
+        self.clock_s = clock_s
+        """Its clock is ahead by so much: ticks come at other moments at each end."""
+        self.keepalive.heard(clock_s)
+        if rests:
+            self.keepalive.may_rest(clock_s)
+        self.pinged_s: list[float] = []
+        self.looked_s: list[float] = []
+        self.gave_up_s: float | None = None
+        self.is_frozen = False
+
+
+DELAY_S = 0.01
+
+
+def run(a: Side, b: Side, from_s: float, until_s: float) -> None:
+    arrivals: list[tuple[float, Side, bool]] = []
+    """When, where, and whether it is a ping."""
+    while True:
+        looks = [(side.keepalive.look_at_s - side.clock_s, side) for side in (a, b) if not side.is_frozen]
+        due = [(at_s, 1, side, False) for at_s, side in looks]
+        due += [(at_s, 0, side, is_ping) for at_s, side, is_ping in arrivals if not side.is_frozen]
+        now, is_look, side, is_ping = min(due, key=lambda each: each[:2])
+        now = max(now, from_s)
+        if now >= until_s or side.gave_up_s is not None:
+            return
+        local_s, keepalive, other = now + side.clock_s, side.keepalive, b if side is a else a
+        if not is_look:
+            arrivals.remove(next(each for each in arrivals if each[1] is side and each[2] == is_ping))
+            keepalive.heard(local_s)
+            if is_ping:
+                keepalive.wrote(local_s)
+                arrivals.append((now + DELAY_S, other, False))
+            continue
+        side.looked_s.append(now)
+        if keepalive.look(local_s, is_reading=True) == "silent":
+            side.gave_up_s = now
+        elif keepalive.ping_is_due(local_s):
+            keepalive.wrote(local_s)
+            side.pinged_s.append(now)
+            arrivals.append((now + DELAY_S, other, True))
+        keepalive.next_look_s(local_s)
+
+
+clocks = st.floats(0.0, 1000.0)
+
+
+@given(clocks, clocks)
+def test_a_connection_without_messages_beats_rarely_and_nobody_is_given_up(a_s: float, b_s: float) -> None:
+    dialler, other = Side(dialled=True, clock_s=a_s), Side(dialled=False, clock_s=b_s)
+    run(dialler, other, 0.0, 400.0)
+    assert (dialler.gave_up_s, other.gave_up_s) == (None, None)
+    for side in (dialler, other):
+        assert sum(each > 100.0 for each in side.looked_s) <= 300 / TICK_S + 1
+    at_rest = [each for side in (dialler, other) for each in side.pinged_s if each > 100.0]
+    assert 300 / (REST_PING_S + 1) - 1 <= len(at_rest) <= 300 / REST_PING_S + 300 / REST_MEASURE_S + 2
+    before = [each for each in dialler.pinged_s if each < REST_AFTER_S]
+    assert len(before) >= REST_AFTER_S / (PING_S + CHECK_S)
+
+
+@given(clocks, clocks, st.floats(100.0, 130.0), st.booleans())
+def test_who_freezes_at_rest_is_given_up_later_and_at_once_when_it_is_used(
+    a_s: float, b_s: float, frozen_s: float, is_used: bool
+) -> None:
+    for freezes in (0, 1):
+        sides = Side(dialled=True, clock_s=a_s), Side(dialled=False, clock_s=b_s)
+        run(*sides, 0.0, frozen_s)
+        sides[freezes].is_frozen = True
+        judge = sides[1 - freezes]
+        if is_used:
+            assert judge.keepalive.used(frozen_s + judge.clock_s)
+        run(*sides, frozen_s, frozen_s + 30.0)
+        assert judge.gave_up_s is not None
+        took_s = judge.gave_up_s - frozen_s
+        if is_used:
+            assert SILENCE_S <= took_s <= OUT_OF_ROUTES_S
+        else:
+            assert took_s <= REST_SILENCE_S + LAST_LOOK_S + 1e-6
+
+
+def test_with_a_peer_that_does_not_rest_nobody_does() -> None:
+    dialler, other = Side(dialled=True, rests=False), Side(dialled=False, rests=False)
+    run(dialler, other, 0.0, 200.0)
+    assert len(dialler.pinged_s) >= 200 / (PING_S + CHECK_S)
+    other.is_frozen = True
+    run(dialler, other, 200.0, 230.0)
+    assert dialler.gave_up_s is not None
+    assert dialler.gave_up_s - 200.0 <= OUT_OF_ROUTES_S
+
+
+def test_one_side_that_works_is_answered_by_one_at_rest() -> None:
+    works, rests = Side(dialled=False), Side(dialled=True, clock_s=3.0)
+    run(works, rests, 0.0, 100.0)
+    for second in range(100, 200):
+        works.keepalive.used(float(second))
+        run(works, rests, float(second), second + 1.0)
+    assert works.gave_up_s is None
+    assert sum(each > 100 for each in works.pinged_s) >= 100 / (PING_S + YIELD_S + CHECK_S)
+    assert sum(each > 100 for each in rests.pinged_s) <= 100 / REST_PING_S + 1

@@ -196,7 +196,7 @@ class Connection:
             with self._tasks, self._timer.looking_at(self):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write_queue)
-                    hello = Hello(v=VERSION, bulk=self.bulk, acks=True)
+                    hello = Hello(v=VERSION, bulk=self.bulk, acks=True, rests=True)
                     self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
                     await self._read()
         except* _LinkAsked:
@@ -260,7 +260,7 @@ class Connection:
         if is_long or not self._write_at_once(pieces):
             await self._write_in_turn(Outgoing(pieces, is_message=True))
         else:
-            self.deliveries.sent(trio.current_time())
+            self._message_sent()
             await trio.lowlevel.cancel_shielded_checkpoint()
         self.n_bytes_sent += size_bytes
 
@@ -276,9 +276,18 @@ class Connection:
                 return False
         except NodeUnreachable:
             return False
-        self.deliveries.sent(trio.current_time())
+        self._message_sent()
         self.n_bytes_sent += size_bytes
         return True
+
+    def used(self) -> None:
+        """A message is sent or has come, or one is to be expected: the keepalive does not rest."""
+        if self._keepalive.used(trio.current_time()):
+            self._timer.wake()
+
+    def _message_sent(self) -> None:
+        self.deliveries.sent(trio.current_time())
+        self.used()
 
     async def send_goodbye(self) -> None:
         """Tell the peer that this node leaves; returns when it is on its way or cannot be."""
@@ -364,7 +373,7 @@ class Connection:
             outgoing.begun = self._writing = True
             outgoing.failed = True
             if outgoing.is_message:
-                self.deliveries.sent(trio.current_time())
+                self._message_sent()
             try:
                 await self._write(outgoing.pieces)
                 self._keepalive.wrote(trio.current_time())
@@ -444,6 +453,7 @@ class Connection:
                 raise WireClosed("the peer did not say hello")
             self._on_hello(checked_hello(header))
         elif kind == FrameKind.MESSAGE:
+            self.used()
             self._handling = True
             try:
                 await self._user.receive(self, header, frame.payload)
@@ -473,6 +483,8 @@ class Connection:
             raise _LinkAsked
         self.bulk |= hello.bulk and not self.dialled
         self._acknowledges = hello.acks
+        if hello.rests:
+            self._keepalive.may_rest(trio.current_time())
         self.ready.set()
         self._ready_or_over.set()
 
@@ -511,6 +523,8 @@ class Connection:
         due_s = self._keepalive.look_at_s
         if now < due_s:
             return due_s
+        if self._handling or self._writing or self._decoder.inside_frame or self._timer.is_working():
+            self._keepalive.used(now)
         if now >= self._acknowledge_at_s:
             self._acknowledge_at_s = now + _ACKNOWLEDGE_S
             self._acknowledge()

@@ -8,7 +8,7 @@ time, so their pings leave, and the answers come, together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
@@ -28,6 +28,8 @@ class Timed(Protocol):
 
 class ConnectionTimer:
     def __init__(self) -> None:
+        self.is_working: Callable[[], bool] = lambda: False
+        """Whether requests run on this node: then no connection rests (see `keepalive`)."""
         self._connections: dict[Timed, None] = {}
         self._added = trio.Event()
 
@@ -40,6 +42,10 @@ class ConnectionTimer:
         finally:
             del self._connections[connection]
 
+    def wake(self) -> None:
+        """A connection is to be looked at now."""
+        self._added.set()
+
     async def run(self) -> NoReturn:
         check_at_s = -math.inf
         while True:
@@ -47,7 +53,7 @@ class ConnectionTimer:
             now = trio.current_time()
             if now >= check_at_s:
                 check_at_s = now + CHECK_S
-            wake_at_s = check_at_s if self._connections else math.inf
+            wake_at_s = math.inf
             for connection in list(self._connections):
                 wake_at_s = min(wake_at_s, _look(connection, now, check_at_s))
             with trio.move_on_at(wake_at_s):

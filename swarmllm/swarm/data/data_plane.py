@@ -18,7 +18,7 @@ should learn of it now.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -203,6 +203,16 @@ class DataPlane:
         """Whatever they are for, and whether ready or not."""
         neighbour = self._neighbours.get(node_id)
         return list(neighbour.connections) if neighbour else []
+
+    def used(self, node_id: NodeId) -> None:
+        """Something is asked of the node on another way: its data connections do not rest, so that it is
+        known soon if it is gone."""
+        for connection in self.connections(node_id):
+            connection.used()
+
+    def watch_while(self, is_working: Callable[[], bool]) -> None:
+        """No data connection rests while that is so."""
+        self._timer.is_working = is_working
 
     def has_connection(self, node_id: NodeId) -> bool:
         return bool(self.connections(node_id))

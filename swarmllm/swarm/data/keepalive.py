@@ -11,6 +11,12 @@ A frozen peer is to be out of every route within 5 s. Its last ping may have com
 may last a little less than that. A ping of a peer that is merely short of processor time may come too late by
 SILENCE_S less PING_S, YIELD_S and CHECK_S.
 
+**Rest.** Where both sides have said that they rest, and no message has gone either way for REST_AFTER_S,
+pings come every REST_PING_S and silence may last REST_SILENCE_S: nobody waits for such a peer. This side
+wakes up with its first message, or when the node begins to work (`used`). From then on it pings and judges as
+above, and a peer that froze meanwhile is given up SILENCE_S later; the peer answers pings whether it rests or
+not.
+
 **Deliveries.** A message's delivery id is its number on its connection, from 1: both ends count, so it
 costs no byte, and below them Noise counts too, so nothing comes twice. The receiver acknowledges by the
 highest number it has handed on, about once a second and only when there is something to say; while it is
@@ -24,6 +30,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from swarmllm.shared_ticks import TICK_S, next_tick_s
 from swarmllm_proto.errors import BadMessage
 
 PING_S = 2.0
@@ -41,9 +48,24 @@ LAST_LOOK_S = 0.1
 by then."""
 
 
+REST_AFTER_S = 60.0
+REST_PING_S = 10.0
+REST_YIELD_S = TICK_S
+"""As YIELD_S, at rest."""
+REST_SILENCE_S = 15.0
+REST_MEASURE_S = 60.0
+"""As MEASURE_S, at rest."""
+_REST_MARGIN_S = 5.0
+"""So much later this side stops to ping often: the peer may have seen the last message later than it did."""
+_TICK_SLACK_S = 0.5
+
+
 class Keepalive:
     def __init__(self, *, dialled: bool = True) -> None:
         self._quiet_s = PING_S if dialled else PING_S + YIELD_S
+        self._quiet_at_rest_s = REST_PING_S if dialled else REST_PING_S + REST_YIELD_S
+        self._may_rest = False
+        self._used_at_s = -math.inf
         self._heard_at_s = math.inf
         self._wrote_at_s = -math.inf
         self._ping_at_s = -math.inf
@@ -60,19 +82,47 @@ class Keepalive:
         """Something has been written to the peer."""
         self._wrote_at_s = now
 
+    def may_rest(self, now: float) -> None:
+        """Both sides have said that they do."""
+        self._may_rest, self._used_at_s = True, now
+
+    def used(self, now: float) -> bool:
+        """A message is sent or has come, or one is to be expected. Returns whether this side was at rest:
+        then it is to `look` now."""
+        was_at_rest = self._is_at_rest(now, _REST_MARGIN_S)
+        if self._is_at_rest(now):
+            self._heard_at_s = max(self._heard_at_s, now)
+        self._used_at_s = now
+        if was_at_rest:
+            self.look_at_s = now
+        return was_at_rest
+
+    def _is_at_rest(self, now: float, margin_s: float = 0.0) -> bool:
+        return self._may_rest and now >= self._used_at_s + REST_AFTER_S + margin_s
+
     def ping_is_due(self, now: float, *, is_measured: bool = True) -> bool:
         """And counts as sent. `is_measured`: the round trip is known well enough for now."""
         if now < self._ping_at_s:
             return False
-        if is_measured and now < self._measure_at_s and now < self._wrote_at_s + self._quiet_s:
+        is_at_rest = self._is_at_rest(now, _REST_MARGIN_S)
+        quiet_until_s = self._wrote_at_s + self._quiet_s
+        if is_at_rest:
+            # The next look is at the next tick.
+            quiet_until_s = self._wrote_at_s + self._quiet_at_rest_s - TICK_S + _TICK_SLACK_S
+        if is_measured and now < self._measure_at_s and now < quiet_until_s:
             return False
-        self._ping_at_s, self._measure_at_s = now + PING_S, now + MEASURE_S
+        self._ping_at_s = now + PING_S
+        self._measure_at_s = now + (REST_MEASURE_S if is_at_rest else MEASURE_S)
         return True
 
     def next_look_s(self, now: float, check_at_s: float | None = None) -> float:
-        """When to `look` again: at `check_at_s`, if not before; without it in CHECK_S."""
-        silent_at_s = self._heard_at_s + SILENCE_S
-        check_at_s = now + CHECK_S if check_at_s is None else check_at_s
+        """When to `look` again: at `check_at_s`, if not before; without it in CHECK_S. At rest at the next
+        tick."""
+        silent_at_s = self._heard_at_s + self._silence_s(now)
+        if self._is_at_rest(now, _REST_MARGIN_S):
+            check_at_s = next_tick_s(now, TICK_S)
+        elif check_at_s is None:
+            check_at_s = now + CHECK_S
         self.look_at_s = now + LAST_LOOK_S if self._is_last_look else check_at_s
         if now < silent_at_s < self.look_at_s:
             self.look_at_s = silent_at_s
@@ -84,12 +134,15 @@ class Keepalive:
         if now - self.look_at_s > STOPPED_S and self.look_at_s > -math.inf:
             self._heard_at_s = now
             return "unknown"
-        if not is_reading or now < self._heard_at_s + SILENCE_S:
+        if not is_reading or now < self._heard_at_s + self._silence_s(now):
             return "alive"
         if was_last_look:
             return "silent"
         self._is_last_look = True
         return "alive"
+
+    def _silence_s(self, now: float) -> float:
+        return REST_SILENCE_S if self._is_at_rest(now) else SILENCE_S
 
 
 RR_ACK_TIMEOUT_S = 10.0
