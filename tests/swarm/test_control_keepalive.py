@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import libp2p.network.health.monitor as monitor
 import pytest
 import trio
 import trio.testing
@@ -18,7 +20,12 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import CHECK_S, PING_S, SILENCE_S
 from swarmllm.swarm.discovery.dialler import Dialler
-from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
+from swarmllm.swarm.libp2p.control_keepalive import (
+    YAMUX_PING_S,
+    YAMUX_SILENCE_S,
+    ControlKeepalive,
+    judge_connections_by_what_comes,
+)
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers.liveness import Liveness
 
@@ -173,6 +180,23 @@ async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_every_
             await keepalive.falls_silent(NODE_ID, never)
         assert watch.cancelled_caught
         assert here.n_writes <= watched_s / PING_S + 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
+
+
+async def test_a_connection_that_nobody_watches_costs_two_messages_a_minute_and_ends_with_its_peer(
+    autojump_clock: MockClock,
+) -> None:
+    judge_connections_by_what_comes()
+    async with connected() as (muxer, here, there):
+        connection = SimpleNamespace(muxed_conn=muxer)
+        for _ in range(10):
+            await trio.sleep(60.0)
+            assert (await monitor.ping_connection(connection, ping_timeout=1.0)).success  # type: ignore[arg-type]
+        assert here.n_writes <= 2 * (1 + 600.0 / YAMUX_PING_S)
+        there.freeze()
+        await trio.sleep(YAMUX_SILENCE_S)
+        result = await monitor.ping_connection(connection, ping_timeout=1.0)  # type: ignore[arg-type]
+        assert not result.success
+        assert not result.skipped
 
 
 async def test_whoever_gets_a_data_connection_at_once_is_not_pinged(autojump_clock: MockClock) -> None:

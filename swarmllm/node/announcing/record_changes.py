@@ -20,7 +20,7 @@ SETTLED_S: Final = 60.0
 Means = Literal["record", "load", "nothing"]
 
 FIRST_S: Final = 5.0
-LONGEST_S: Final = 60.0
+LONGEST_S: Final = 120.0
 """Of waits between two times that drifting values are told."""
 
 

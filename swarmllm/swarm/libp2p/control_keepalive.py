@@ -15,10 +15,12 @@ import logging
 import math
 from collections.abc import Callable
 from struct import Struct
-from typing import Any
+from typing import Any, Final
 
+import libp2p.network.health.monitor as monitor
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
+from libp2p.network.health.ping_probe import ConnectionPingResult
 
 from swarmllm.supervision import spawn
 from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
@@ -31,12 +33,32 @@ _ALLOWANCE = 2.0
 between other tasks. Every timer is late by milliseconds, and so is the look that would end the allowance."""
 _ALLOWANCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
+YAMUX_PING_S: Final = 60.0
+"""Between pings of the library's own, on every connection."""
+YAMUX_SILENCE_S: Final = 80.0
+"""Starved of processor time for some seconds is not frozen."""
 _HEARD_AT = "_heard_at_s"
 
 
 def note_what_comes() -> None:
     """For all libp2p hosts of this process. Idempotent."""
     yamux.read_exactly = _read_and_note
+
+
+def judge_connections_by_what_comes() -> None:
+    """For all libp2p hosts of this process: where nobody else watches a connection, a frozen peer loses it
+    after one to two minutes. The library opens a stream on each connection every minute and negotiates what
+    it is for, only to ping; its yamux pings anyway. Idempotent."""
+    note_what_comes()
+    yamux.RTT_MEASURE_INTERVAL = YAMUX_PING_S
+    monitor.ping_connection = _heard_lately
+
+
+async def _heard_lately(connection: Any, **_: object) -> ConnectionPingResult:
+    await trio.lowlevel.checkpoint()
+    heard_at_s = getattr(connection.muxed_conn.secured_conn, _HEARD_AT, math.inf)
+    is_alive = trio.current_time() < heard_at_s + YAMUX_SILENCE_S
+    return ConnectionPingResult(success=is_alive, skipped=is_alive)
 
 
 _original_read_exactly = yamux.read_exactly

@@ -38,6 +38,7 @@ from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
+from swarmllm.swarm.libp2p.control_keepalive import judge_connections_by_what_comes
 from swarmllm.swarm.libp2p.negotiation import propose_at_once
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
@@ -388,6 +389,7 @@ async def run_libp2p(
     host_guards.silence_expected_failures()
     fast_paths.take_shortcuts()
     host_guards.listen_on_one_family()
+    judge_connections_by_what_comes()
     for ip in own.listening:
         refuse_taken_port(ip, port)
     first, *others = own.listening
@@ -411,9 +413,7 @@ async def run_libp2p(
             health_initial_delay=5,
             health_warmup_window=0,
             health_check_interval=60,
-            # Starved of processor time for some seconds is not frozen, and a node that counts as connected is
-            # watched more closely (keepalive.py, control_keepalive.py).
-            ping_timeout=20,
+            # A node that counts as connected is watched more closely (keepalive.py, control_keepalive.py).
             abort_connection_on_ping_failure=True,
             # Otherwise a slow connection is replaced, by a dial of the library's own.
             min_health_threshold=0.0,
