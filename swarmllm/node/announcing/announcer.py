@@ -179,7 +179,7 @@ class Announcer:
         )
 
     async def _publish_when_possible(self) -> bool:
-        """Whether there was something to tell."""
+        """Returns what `publish` does."""
         while True:
             try:
                 return await self.publish()
@@ -208,13 +208,14 @@ class Announcer:
         await self.publish()
 
     async def publish(self) -> bool:
-        """Tell the swarm what this node holds and how it fares, if that has changed, and return whether it
-        has. One at a time: the last word is the newest.
+        """Tell the swarm what this node holds and how it fares, if that has changed. One at a time: the last
+        word is the newest. Returns whether there is a sign of work in it: round trips change without.
         """
         async with self._publishing:
             holdings = await self._holdings()
             capability = self._describe()
             means = self._changes.of_all(capability, trio.current_time())
+            is_of_work = holdings != self._published or self._changes.of_work(capability) != "nothing"
             if means == "record" or holdings != self._published:
                 self._sequence += 1
                 await self._router.publish(encode_record(self._record(holdings, capability)))
@@ -223,10 +224,9 @@ class Announcer:
                 self._transfer.announce_far(names.items())
                 self._published = holdings
                 self._changes.record_published(capability)
-                return True
-            if means == "load":
+            elif means == "load":
                 await self._tell_load(capability)
-            return means != "nothing"
+            return is_of_work
 
     async def _publish_load(self) -> None:
         async with self._publishing:

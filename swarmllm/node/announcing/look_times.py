@@ -56,7 +56,7 @@ class LookTimes:
         return now >= self._whole_at_s
 
     def looked(self, now: float, *, is_whole: bool, has_changed: bool, is_working: bool) -> None:
-        """`has_changed`: the swarm was told something. `is_working`: requests run or wait here."""
+        """`has_changed`: the swarm was told of work or holdings. `is_working`: requests run or wait here."""
         if has_changed or is_working:
             self._working_until_s = now + WORKING_S
         self._quick_at_s = now + SPEAK_S
