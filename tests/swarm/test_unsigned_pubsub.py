@@ -260,17 +260,19 @@ async def test_neighbours_are_told_of_large_messages_only_that_they_need_not_com
 ) -> None:
     async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
         await connect(a, b)
-        router = a.gossip._pubsub.router
+        router = b.gossip._pubsub.router
         told = recorded(monkeypatch, router, "emit_idontwant", lambda ids, _peer: ids)
         with trio.fail_after(DEADLINE_S):
             while not router.mesh[MODELS]:  # noqa: ASYNC110 (the library tells nobody)
                 await trio.sleep(0.02)
         await a.gossip.publish(MODELS, b"valid and small")
         await b.hears(b"valid and small")
+        await trio.testing.wait_all_tasks_blocked()
         assert told == []
         large = b"valid and large" + bytes(3000)
         await a.gossip.publish(MODELS, large)
         await b.hears(large)
+        await trio.testing.wait_all_tasks_blocked()
         message_id = a.gossip._pubsub.get_message_id(rpc_pb2.Message(data=large, topicIDs=[MODELS]))
         assert told == [[message_id]]
 
@@ -361,8 +363,10 @@ async def test_a_message_that_comes_twice_is_looked_at_once(
 async def test_no_times_of_messages_and_connections_pile_up(tmp_path: Path) -> None:
     async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
         await connect(a, b)
-        await a.gossip.publish(MODELS, b"valid message")
-        await b.hears(b"valid message")
+        for sender, receiver in ((a, b), (b, a)):
+            await sender.gossip.publish(MODELS, b"valid message" + sender.host.node_id.encode())
+            await receiver.hears(b"valid message" + sender.host.node_id.encode())
+        await trio.testing.wait_all_tasks_blocked()
         for router in (a.gossip._pubsub.router, b.gossip._pubsub.router):
             assert MODELS in router.recent_message_deliveries
             kept = [*router.recent_message_deliveries.values(), router.recent_peer_connections]
