@@ -148,7 +148,7 @@ LEFT_OUT: Final = {
 """Files of that suite that ask for what is not offered here, or not in this way."""
 
 
-def tests_folder() -> Path:
+def server_tests() -> Path:
     found = sorted(FOREIGN.glob("suite/llama_cpp_python-*/vendor/llama.cpp/tools/server/tests"))
     if not found:
         pytest.skip("the tests are not here: make compliance fetches them")
@@ -157,7 +157,7 @@ def tests_folder() -> Path:
 
 def test_no_file_of_the_suite_is_forgotten() -> None:
     known = {*JUDGED, *LEFT_OUT}
-    assert {path.stem for path in (tests_folder() / "unit").glob("test_*.py")} == known
+    assert {path.stem for path in (server_tests() / "unit").glob("test_*.py")} == known
 
 
 KEYS: Final = ("sk-this-is-the-secret-key", "test-multiple-addresses")
@@ -198,7 +198,7 @@ def run_suite(folder: Path, arguments: Sequence[str]) -> tuple[list[ElementTree.
     stand_ins = folder / "models"
     if not stand_ins.exists():
         stand_ins.mkdir()
-        build_stand_ins(stand_ins, tests_folder().parents[2] / "models")
+        build_stand_ins(stand_ins, server_tests().parents[2] / "models")
     program = folder / "llama-server"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{SHIM}" "$@"\n')
     program.chmod(0o755)
@@ -217,7 +217,7 @@ def run_suite(folder: Path, arguments: Sequence[str]) -> tuple[list[ElementTree.
                 # Without the fixture that starts each of its servers once.
                 *("--timeout=60", "-o", "timeout_func_only=true", f"--junitxml={report}", *arguments),
             ],
-            cwd=tests_folder(),
+            cwd=server_tests(),
             env=environment,
             capture_output=True,
             text=True,
