@@ -42,7 +42,7 @@ SUITE := .venv-compliance/suite
 
 test-neon:  ## compare our kernels for ARM with ggml's, by emulation (says which of Debian's packages it needs)
 	@$(BOOTSTRAP) --extra test
-	@for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || \
+	@test "$$(uname -m)" = aarch64 || for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || \
 	{ echo "$$tool is missing: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; exit 1; }; done
 	mkdir -p $(SUITE)
 	test -f $(SUITE)/$(LLAMA).tar.gz || $(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(SUITE) $(subst llama_cpp_python-,llama-cpp-python==,$(LLAMA))
