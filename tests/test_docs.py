@@ -113,7 +113,7 @@ def test_the_commands_that_a_page_shows_exist(page: Path) -> None:
 
 
 def test_make_targets_that_the_readme_names_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     readme = (ROOT / "README.md").read_text("utf-8")
-    named = set(re.findall(r"(?:^|`)make ([a-z]+)(?:$|`)", readme, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)(?:$|`)", readme, re.MULTILINE))
     assert {"run", "test"} <= named <= targets
