@@ -42,6 +42,12 @@ def test_a_fresh_daemon_answers_and_lets_the_model_go(tmp_path: Path) -> None:
         assert ask(node, keep_alive=0)[0] == 200
         assert "expires_at" not in node.http.get("/api/ps").json()["models"][0]
         assert loaded(node) == ["0:12"], "a person has loaded it"
+        deletion = ("DELETE", "/api/delete")
+        assert node.http.request(*deletion, json={"model": "guide"}).status_code == 409
+        assert node.http.post(f"{GUIDE}/unload", json={}).status_code == 200
+        assert ask(node, keep_alive="1h")[0] == 200
+        assert node.http.request(*deletion, json={"model": "guide"}).status_code == 200, "nobody loaded it"
+        assert node.stats()["models"] == []
 
 
 def test_a_model_that_another_node_uses_stays(tmp_path: Path) -> None:
@@ -76,7 +82,8 @@ def test_a_model_that_another_node_uses_stays(tmp_path: Path) -> None:
         assert running["expires_at"]
         wrong = asker.http.post("/api/embed", json={"model": "guide", "input": "a", "keep_alive": "soon"})
         assert wrong.status_code == 400
-        assert "keep_alive" in wrong.json()["error"]
+        said = "keep_alive: 'soon' is neither seconds nor a duration like 5m."
+        assert wrong.json() == {"error": said}
 
 
 def test_embeddings_say_how_long_a_model_stays(tmp_path: Path) -> None:

@@ -230,11 +230,12 @@ def check_daemon(stats: dict[str, Any]) -> Iterator[Finding]:
             "see its log",
         )
     for worker in stats["workers"]:
-        if worker["n_starts"] > 1:
+        if n_failures := worker.get("n_failures", 0):
+            times = "once" if n_failures == 1 else f"{n_failures} times"
             yield Finding(
                 "daemon",
                 "warning",
-                f"a worker was started {worker['n_starts']} times; its last end: {worker['last_end'] or '-'}",
+                f"a worker ended by itself {times}; the last time: {worker['last_failure'] or '-'}",
                 "see its log; out of memory is the usual reason",
             )
     for line in dict.fromkeys(

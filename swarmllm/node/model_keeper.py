@@ -52,6 +52,10 @@ _Views = list[ModelView]
 """By a name of its own: `ModelKeeper.list` hides the other."""
 
 
+async def _nothing(model_id: ModelId) -> None:
+    """Nobody loads models for requests."""
+
+
 def _what_makes_room(name: str) -> str:
     name = shlex.quote(name)
     return (
@@ -180,6 +184,8 @@ class ModelKeeper:
         self._coverages = Coverages(node.node_id, node)
         self.by_hand: Callable[[ModelId, LayerRange | None], None] = lambda model_id, loaded: None
         """Told the id of a model that its user loads, unloads or removes, and the layers that were loaded."""
+        self.give_up: Callable[[ModelId], Awaitable[None]] = _nothing
+        """Unloads a model that was loaded for requests only, unless one is under way."""
         self.projector_by_hand: Callable[[ModelId], None] = lambda model_id: None
         """Told the id of a model whose projector its user loads or unloads."""
 
@@ -397,6 +403,9 @@ class ModelKeeper:
             await self._node.publish()
             return self._view(left)
         entry = await trio.to_thread.run_sync(self._catalogue.get, name_or_id)
+        if entry.model_id in self._pool.models():
+            # Who asked it has loaded nothing, and need unload nothing.
+            await self.give_up(entry.model_id)
         if entry.model_id in self._pool.models():
             raise Conflict(
                 f"{entry.name} is loaded; unload it first: swarmllm models unload {entry.name}", field="model"

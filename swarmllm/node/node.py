@@ -182,6 +182,7 @@ class Node:
         self.sharing = Sharing(self.placing, registry, router.node_id, models=self.models, joining=joining)
         self.provisioner = ModelProvisioner(self.models, pool, self.sharing)
         self.on_demand = OnDemand(_DemandedModels(self))
+        self.models.give_up = self.on_demand.give_up
         self.file_shares = FileShares(
             router.node_id,
             registry=registry,

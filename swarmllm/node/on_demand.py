@@ -104,6 +104,10 @@ class KeepAlive:
     def is_expired(self, model_id: ModelId, now_s: float) -> bool:
         return model_id in self._kept and self._expires_s(model_id) <= now_s
 
+    def is_idle(self, model_id: ModelId) -> bool:
+        """Whether it was loaded for a request and none uses it."""
+        return model_id in self._kept and self._is_idle(model_id)
+
     def _is_idle(self, model_id: ModelId) -> bool:
         return not self._kept[model_id].n_requests and self._used_by_others_s(model_id) < math.inf
 
@@ -245,6 +249,12 @@ class OnDemand:
         """A person has loaded or unloaded it."""
         self._kept.forget(model_id)
         self._entries.pop(model_id, None)
+
+    async def give_up(self, model_id: ModelId) -> None:
+        """Unload it now if it was loaded for requests and none uses it: its user removes it."""
+        async with self._changing:
+            if self._kept.is_idle(model_id) and not self._models.is_managed(model_id):
+                await self._drop_now(model_id)
 
     def expires_in_s(self, model_id: ModelId | Literal[""]) -> float | None:
         """None: it does not."""

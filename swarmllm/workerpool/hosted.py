@@ -76,6 +76,9 @@ class HostedModel:
         replaced."""
         self.last_end = ""
         """How the last worker ended; empty while none has."""
+        self.n_failures = 0
+        """Ends of workers that this daemon did not ask for."""
+        self.last_failure = ""
         self.settings = settings
         self._configured = settings
         self._command = command
@@ -322,6 +325,9 @@ class HostedModel:
             await worker.run()
         finally:
             self.last_end = worker.exit_summary
+            if not worker.was_asked_to_leave:
+                self.n_failures += 1
+                self.last_failure = worker.exit_summary
             self._host.worker_ended(worker)
 
 

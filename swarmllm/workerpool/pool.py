@@ -91,6 +91,10 @@ class WorkerStatistics:
     n_starts: int
     last_end: str
     """How the previous process ended."""
+    n_failures: int = 0
+    """Of its ends, those that the daemon did not ask for."""
+    last_failure: str = ""
+    """How the last of these came."""
     kernels: tuple[KernelChoice, ...] = ()
     """What it measured of its matrix products."""
     kernel_class: str = ""
@@ -112,6 +116,8 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         bytes_received=worker.bytes_received if worker else 0,
         n_starts=hosted.n_starts,
         last_end=hosted.last_end,
+        n_failures=hosted.n_failures,
+        last_failure=hosted.last_failure,
         kernels=hosted.kernels,
         kernel_class=hosted.kernel_class,
         n_threads=worker.n_threads if worker else 0,

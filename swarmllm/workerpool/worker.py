@@ -69,6 +69,8 @@ class Worker:
         self._last_heard_at = trio.current_time()
         self._ending = trio.Event()
         self._end_reason = ""
+        self.was_asked_to_leave = False
+        """Its end is no failure."""
         self._grace_s = 0.0
         self._had_to_kill = False
         self.ended = trio.Event()
@@ -291,6 +293,7 @@ class Worker:
 
     def _leave(self, reason: str) -> None:
         if self.alive:
+            self.was_asked_to_leave = True
             self._channel.send(encode_ipc(Shutdown(id=self.new_id())))
             self._end(reason, grace_s=self._stop_timeout_s)
 

@@ -188,7 +188,12 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
         ({"tasks_failed": [TASK | {"state": "waiting", "is_down": True}]}, [("tasks", "problem")]),
         ({"tasks_failed": [TASK | {"state": "given up", "is_down": True}]}, [("tasks", "problem")]),
         ({"loop": {"slow_steps": 2, "latest_slow_step": "a step of x"}}, [("event loop", "warning")]),
-        ({"workers": [{"n_starts": 3, "last_end": "killed by signal 9"}]}, [("daemon", "warning")]),
+        (
+            {"workers": [{"n_starts": 3, "n_failures": 1, "last_failure": "killed by signal 9"}]},
+            [("daemon", "warning")],
+        ),
+        # A model that is loaded for requests has a new worker each time.
+        ({"workers": [{"n_starts": 3, "n_failures": 0, "last_failure": ""}]}, []),
         (
             {
                 "reachability": {

@@ -181,6 +181,25 @@ async def test_a_model_is_loaded_once_for_all_who_ask_and_goes_after_its_time(
             assert world.held == {"a"}
 
 
+async def test_its_user_removes_one_that_was_only_loaded_for_requests_at_once(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        async with world.asked("a"):
+            await world.on_demand.give_up("a")
+            assert world.held == {"a"}, "a request is under way"
+        await world.on_demand.give_up("a")
+        assert world.held == set()
+        assert world.on_demand.expires_in_s("a") is None
+        async with world.asked("b"):
+            pass
+        world.managed.add("b")
+        await world.on_demand.give_up("b")
+        world.held.add("c")
+        await world.on_demand.give_up("c")
+        assert world.held == {"b", "c"}, "placement and a person hold them"
+
+
 async def test_a_request_says_how_long_it_stays(autojump_clock: MockClock) -> None:
     async with open_world() as world:
         async with world.asked("a", said_s=0.0):

@@ -74,6 +74,8 @@ async def test_what_is_unloaded_while_the_worker_is_dead_does_not_come_back(tmp_
         with pytest.raises(WorkerDied):
             await forward(pool, "die")
         n_starts = pool.statistics()[0].n_starts
+        failed = pool.statistics()[0]
+        assert (failed.n_failures, failed.last_failure) == (2, failed.last_end)
         assert await pool.unload(MODEL.model_id) == ()
         assert pool.statistics()[0].n_starts == n_starts
 

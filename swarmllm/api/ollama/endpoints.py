@@ -331,7 +331,9 @@ async def framework_error(error: HTTPException) -> Response:
 @ollama.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
-    message = f"{failure.field}: {failure.message}" if failure.field else failure.message
+    message = failure.message
+    if failure.field and not message.startswith(failure.field):
+        message = f"{failure.field}: {message}"
     return failure_response(failure, _error(message))
 
 
