@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import click
 from rich.progress import (
@@ -25,6 +27,10 @@ from swarmllm.cli.pull import pull, pulls, search
 COLUMNS = ("name", "id", "architecture", "layers", "size", "loaded here", "in the swarm")
 ID_SHOWN = 12
 MMPROJ, ALL = "mmproj", "all"
+CHECKING = "checking"
+"""The phase of adding a model in which it is tried where it can be cut."""
+HINT_AFTER_S = 3.0
+NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @click.group(
@@ -106,6 +112,9 @@ Examples:
 def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_url: str) -> None:
     """Make a GGUF file known to the node: it is read and hashed, and stays where it is.
 
+    Then it takes requests already, while it is tried where the model can be cut, which takes longer than
+    hashing.
+
     Of a model in parts (NAME-00001-of-00004.gguf), give any part, or their folder; all parts are found by
     their names. A part that is missing is named before anything is read. The model's id is the one that it
     has in one file.
@@ -113,8 +122,10 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
     A projector (mmproj) lets the model take pictures, or sounds. It is attached to the model and no part of
     its id; adding the same file again with --mmproj attaches another one.
     """
+    asks = f"--model {safe(name)}" if name else "--model NAME; its name: swarmllm models list"
+    hint = f"It takes requests already (swarmllm chat {asks}), while it is tried where it can be cut."
     with Client(api_url) as client:
-        model = add_file(client, path, name, mmproj, show=not as_json)
+        model = add_file(client, path, name, mmproj, show=not as_json, hints={CHECKING: hint})
     if as_json:
         print_json(model)
         return
@@ -346,16 +357,23 @@ def rm(name: str, as_json: bool, api_url: str) -> None:
 
 
 def add_file(
-    client: Client, path: Path, name: str | None, mmproj: Path | None = None, *, show: bool
+    client: Client,
+    path: Path,
+    name: str | None,
+    mmproj: Path | None = None,
+    *,
+    show: bool,
+    hints: Mapping[str, str] = NO_HINTS,
 ) -> dict[str, Any]:
-    """The model, once the node has read and hashed its file; `show`: with a progress bar."""
+    """The model, once the node has read and hashed its file; `show`: with a progress bar. `hints`: as for
+    `_follow`."""
     # A link stays one: what it leads to may have another name, by which no other part is found.
     path = path.expanduser().absolute()
     body = {"path": str(path), "name": name}
     if mmproj is not None:
         body["mmproj"] = str(mmproj.expanduser().absolute())
     events = client.post_progress("/api/admin/models", body)
-    return dict(_follow(events, f"hashing {path.name}", show=show)["model"])
+    return dict(_follow(events, f"hashing {path.name}", show=show, hints=hints)["model"])
 
 
 def _path(name: str, action: str = "") -> str:
@@ -431,8 +449,12 @@ def _memory(model: dict[str, Any]) -> str:
     return f"weights {weights}, keys and values {kv}, work space {work} (the last two as predicted)"
 
 
-def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict[str, Any]:
-    """Show progress on stderr until the result comes; returns its line. Each phase has a bar of its own."""
+def _follow(
+    events: Iterable[dict[str, Any]], label: str, *, show: bool, hints: Mapping[str, str] = NO_HINTS
+) -> dict[str, Any]:
+    """Show progress on stderr until the result comes; returns its line. Each phase has a bar of its own.
+    `hints`: phase -> what is said of it where it takes long."""
+    began_s: dict[str, float] = {}
     console = make_console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -453,6 +475,10 @@ def _follow(events: Iterable[dict[str, Any]], label: str, *, show: bool) -> dict
                     tasks[phase] = bar.add_task(safe(f"{phase} {label.partition(' ')[2]}"), total=None)
                     bar.update(tasks[""], visible=False)
                 bar.update(tasks[phase], completed=event["done_bytes"], total=event["total_bytes"])
+                now_s = time.monotonic()
+                if now_s - began_s.setdefault(phase, now_s) >= HINT_AFTER_S and phase in hints and show:
+                    console.print(hints[phase], markup=False, highlight=False, soft_wrap=True)
+                    hints = NO_HINTS
             elif event.get("type") == "result":
                 return event
     raise CommandFailed("The node closed the connection before it was done; see its log.")

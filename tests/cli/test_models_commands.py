@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 from fake_node import FakeNode, ndjson
 
+from swarmllm.cli import models as models_module
 from swarmllm.cli.client import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
 
 Run = Callable[..., Result]
@@ -257,6 +258,30 @@ def test_add_sends_the_absolute_path(
     assert "12 layers, 9.3 MB" in result.stdout
     assert "only be loaded whole: its layers share KV" in result.stdout
     assert node.bodies("/api/admin/models") == [{"path": str(tmp_path / "m.gguf"), "name": "mine"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--name", "mine"), "It takes requests already (swarmllm chat --model mine), while"),
+        ((), "(swarmllm chat --model NAME; its name: swarmllm models list)"),
+    ],
+)
+def test_add_says_that_a_model_takes_requests_while_its_cuts_are_tried(
+    run: Run,
+    node: FakeNode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: Sequence[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(models_module, "HINT_AFTER_S", 0.0)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    trying = PROGRESS | {"phase": "checking"}
+    node.on("POST", "/api/admin/models", ndjson(PROGRESS, trying, trying, {"type": "result", "model": MODEL}))
+    shown = run("models", "add", str(tmp_path / "m.gguf"), *options).stderr
+    assert shown.count(said) == 1
+    assert run("models", "add", str(tmp_path / "m.gguf"), *options, "--json").stderr == ""
 
 
 def test_add_takes_parts_by_the_link_that_names_them_and_a_folder(
