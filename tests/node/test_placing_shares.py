@@ -30,8 +30,8 @@ from swarmllm.node.model_access import Progress, Sources
 from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
 from swarmllm.node.sharing.sharing import Sharing
 from swarmllm_proto.codec import decode_record
-from swarmllm_proto.identifiers import ModelId, NodeId, PublishedName
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedModel
+from swarmllm_proto.identifiers import Digest, ModelId, NodeId, PublishedName
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedFile, SharedModel
 
 
 async def test_those_that_accept_a_share_hold_it_within_their_budget_until_it_is_withdrawn() -> None:
@@ -265,6 +265,13 @@ async def test_a_share_ends_by_any_name_of_its_model_and_on_the_node_that_shares
     member.manager.shares = (other,)
     with pytest.raises(InvalidRequest, match=r"does not share a model 'm' \(it shares: other\)"):
         await sharing.unshare("m")
+    digest = Digest("0" * 64)
+    file = SharedFile(
+        source=PublishedName("hf:o/r:f.gguf"), name="big", header=digest, size_bytes=1, parts=()
+    )
+    tell(member, NodeRecord(node_id=B, sequence=2, nickname="attic", shared_files=(file,)))
+    with pytest.raises(InvalidRequest, match="big is shared by attic"):
+        await sharing.unshare("big")
 
 
 async def test_no_more_models_are_shared_than_a_record_has_room_for() -> None:

@@ -140,6 +140,7 @@ class Sharing:
             record.nickname or node_id
             for node_id, record in sorted(records)
             if any(model_id == share.model_id or said == share.name for share in record.shares or ())
+            or any(said == file.name for file in record.shared_files or ())
         ]
         if sharers:
             return f"{said[:80]} is shared by {', '.join(sharers)}: run `swarmllm unshare` there."
