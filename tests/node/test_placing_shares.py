@@ -28,6 +28,7 @@ from swarmllm.errors import Conflict, InvalidRequest
 from swarmllm.models import CatalogueEntry, LayerRange, merge
 from swarmllm.node.model_access import Progress, Sources
 from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
+from swarmllm.node.placing.auto_shard import FAMILIAR_LOOKS
 from swarmllm.node.sharing.sharing import Sharing
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId, PublishedName
@@ -314,6 +315,56 @@ async def test_one_that_begins_later_than_others_takes_what_the_plan_gave_it_and
         member.registry.apply(B, member.record())
         await member.manager.tick(0.0)
     assert member.pool.held == ranges("4:8")
+
+
+async def test_it_follows_the_first_plan_though_another_one_is_ready_before_it_begins() -> None:
+    member = SharingMember(B, 5, "members")
+    member.registry.set_reachable({A, C})
+
+    def told(sequence: int, node_id: str, ready: str, n_free: int) -> None:
+        said = holder(node_id, ready=ready)
+        capability = replaced(
+            said.capability, accepts_shares_of=("members",), placing_free_bytes=n_free * LAYER_BYTES
+        )
+        if node_id == C and not ready:
+            capability = replaced(capability, placed_models=())
+        shares = (SHARE,) if node_id == A else UNSET
+        tell(member, replaced(said, sequence=sequence, capability=capability, shares=shares))
+
+    async def look() -> None:
+        member.registry.apply(B, member.record())
+        await member.manager.tick(0.0)
+
+    for _ in range(FAMILIAR_LOOKS):
+        await look()
+    told(0, A, "", 5)
+    told(0, C, "", 5)
+    for _ in range(2):
+        await look()
+    assert member.pool.held == (), "C has not said yet that it takes part"
+    told(1, C, "8:12", 1)
+    await look()
+    assert member.pool.held == ranges("4:8")
+
+
+async def test_what_others_hold_against_the_first_plan_is_left_to_the_usual_one() -> None:
+    member = SharingMember(B, 5, "members")
+    member.registry.set_reachable({A, C})
+    for _ in range(FAMILIAR_LOOKS):
+        await member.manager.tick(0.0)
+    for sequence, ready in ((0, ""), (1, "2:4 9:11")):
+        for node_id in (A, C):
+            said = holder(node_id, ready=ready if node_id == C else "")
+            capability = replaced(
+                said.capability,
+                accepts_shares_of=("members",),
+                placing_free_bytes=(1 if ready and node_id == C else 5) * LAYER_BYTES,
+            )
+            shares = (SHARE,) if node_id == A else UNSET
+            tell(member, replaced(said, sequence=sequence, capability=capability, shares=shares))
+        member.registry.apply(B, member.record())
+        await member.manager.tick(0.0)
+    assert member.pool.held == (), "a change of plan is seen three times before it is followed"
 
 
 async def test_a_node_offers_no_memory_that_the_machine_does_not_have() -> None:

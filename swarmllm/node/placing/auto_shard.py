@@ -24,11 +24,18 @@ from msgspec import UNSET, UnsetType
 
 from swarmllm.config import AutoManageTable
 from swarmllm.errors import Conflict, SwarmLLMError
-from swarmllm.models import CatalogueEntry, LayerRange, merge, subtract
+from swarmllm.models import CatalogueEntry, LayerRange, covers, merge, subtract
 from swarmllm.node.model_access import PlacesModels, Sources
 from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, AcceptedShares, accepted_writers
 from swarmllm.node.placing.disk import PlacingDisk, memory_budget_bytes
-from swarmllm.node.placing.plan import begins, next_step, plan_of, shape_of
+from swarmllm.node.placing.plan import (
+    all_take_part,
+    is_followed,
+    next_step,
+    plan_of,
+    ready_layers,
+    shape_of,
+)
 from swarmllm.node.placing.projectors import ProjectorPlacing
 from swarmllm.node.placing.share_book import SHARED_MAX, ShareBook
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
@@ -46,6 +53,8 @@ BEGINNING_S = 0.5
 """Between two looks while the nodes that accept a new share are still to say so."""
 RETRY_S = 30.0
 """After a step has failed."""
+FAMILIAR_LOOKS = 3
+"""After so many looks a node has heard what others hold; before, a model may only seem to be held nowhere."""
 FAILURES_MAX = 3
 """So often in a row a model that others share may fail before it loses its place."""
 
@@ -70,6 +79,8 @@ class PlacedModel:
     """A node shares it; it is dropped when nobody does any more."""
     begins: bool = False
     """It is to be loaded here for the first time, as soon as the others have said that they take part."""
+    is_new: bool = False
+    """Nobody held any of it when it was looked at, and it was not complete since."""
     withdrawn: bool = False
     is_busy: bool = False
     """A task looks after it."""
@@ -120,6 +131,7 @@ class AutoShardManager:
         self._shapes: dict[str, ModelShape] = {}
         self._configured_shares: set[ModelId] = set()
         self._wake = trio.Event()
+        self._n_looks = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -139,6 +151,7 @@ class AutoShardManager:
 
     async def _begin_looks(self, now_s: float, looks: trio.Nursery) -> None:
         """One at a time at each model."""
+        self._n_looks += 1
         await self._follow_shares(now_s)
         for model in self.models:
             if not model.is_busy and now_s >= model.retry_at_s:
@@ -365,14 +378,23 @@ class AutoShardManager:
         shape = self._shapes[entry.model_id]
         records = self._registry.working_nodes()
         own = records.get(self._node_id)
+        ready = ready_layers(entry.model_id, records)
+        if not ready and self._n_looks > FAMILIAR_LOOKS:
+            model.is_new = model.shared
+        elif covers(ready, entry.manifest.whole):
+            model.is_new = False
         if own is None or model.model_id not in own.capability.placed_models:
             model.state, model.begins = "telling the swarm", model.shared
             return
         # With hundreds of nodes this takes tens of milliseconds, which nobody else need wait for.
         writers = self._accepted.seen_s.get(entry.model_id, {})
-        is_first = model.shared and begins(entry.model_id, records, writers.keys())
-        make_plan = partial(plan_of, entry.manifest, records, self._max_pipes, is_first=is_first)
-        plan = await trio.to_thread.run_sync(make_plan)
+        is_first = model.shared and (model.is_new or not ready)
+        is_first = is_first and all_take_part(entry.model_id, records, writers.keys())
+        make_plan = partial(plan_of, entry.manifest, records, self._max_pipes)
+        plan = await trio.to_thread.run_sync(partial(make_plan, is_first=is_first))
+        if is_first and not is_followed(entry.model_id, records, plan):
+            plan = await trio.to_thread.run_sync(make_plan)
+            model.is_new, is_first = False, not ready
         model.target = plan.targets[self._node_id]
         held = self._pool.loaded(entry.model_id)
         others = self._registry.held(entry.model_id).items()

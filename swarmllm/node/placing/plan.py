@@ -63,8 +63,8 @@ def plan_of(
     *,
     is_first: bool = False,
 ) -> Placement:
-    """`records`: of this node and of those that are connected and trusted. `is_first`: see `begins`; then the
-    plan is the one by which the first of them began to load."""
+    """`records`: of this node and of those that are connected and trusted. `is_first`: of a model
+    that is placed for the first time; then the plan is the one by which the first of them began to load."""
     model_id = manifest.model_id
     said = {
         node_id: announced
@@ -100,16 +100,33 @@ def plan_of(
     return place(shape, nodes, max_pipes)
 
 
-def begins(model_id: ModelId, records: Mapping[NodeId, NodeRecord], writers: Collection[NodeId]) -> bool:
-    """Whether a model that `writers` share is placed for the first time, and all that accept it have said so:
-    no later news of them can change the plan. One that is held already is moved only after a while."""
-    for record in records.values():
-        if any(announced.model_id == model_id and announced.ranges for announced in record.models):
-            return False
-        takes_part = model_id in record.capability.placed_models
-        if not takes_part and any(accepts(record.capability, writer) for writer in writers):
-            return False
-    return True
+def ready_layers(model_id: ModelId, records: Mapping[NodeId, NodeRecord]) -> tuple[LayerRange, ...]:
+    """That some node holds; none of a model that is placed for the first time."""
+    said = [each for record in records.values() for each in record.models if each.model_id == model_id]
+    return merge(LayerRange(*pair) for each in said for pair in each.ranges)
+
+
+def all_take_part(
+    model_id: ModelId, records: Mapping[NodeId, NodeRecord], writers: Collection[NodeId]
+) -> bool:
+    """Whether all that accept a model which `writers` share have said so: no later news of them can change
+    the first plan."""
+    return all(
+        model_id in record.capability.placed_models
+        or not any(accepts(record.capability, writer) for writer in writers)
+        for record in records.values()
+    )
+
+
+def is_followed(model_id: ModelId, records: Mapping[NodeId, NodeRecord], plan: Placement) -> bool:
+    """Whether all that is held or being loaded is a part of the plan."""
+    return all(
+        covers(plan.targets.get(node_id, ()), LayerRange(*pair))
+        for node_id, record in records.items()
+        for announced in record.models
+        if announced.model_id == model_id
+        for pair in (*announced.ranges, *announced.loading)
+    )
 
 
 def next_step(
