@@ -1,9 +1,9 @@
 """What signed rows and checks cost, end to end: processor time of all nodes, and time between two tokens.
 
-    python -m bench.check_cost [--requests 60] [--rounds 2]
+    python -m bench.check_cost [--model guide|0.5b] [--requests 60] [--rounds 2]
 
-The bundled model in thirds over three real workers, of which the first belongs to the node that asks, and a
-fourth, slower node that has the last two thirds and computes again what is checked. All nodes are in one
+A model in thirds over three real workers, of which the first belongs to the node that asks, and a fourth,
+slower node that has the last two thirds and computes again what is checked. All nodes are in one
 process, on the in-memory router. Requests of 64 tokens, one after the other: a piece of them without
 signatures and checks, one with both at the default rate, and so on in the order ABBA. Processor time is that
 of this process and of the workers, until all checks that were drawn are over. The nodes begin as strangers,
@@ -25,6 +25,7 @@ from typing import Any, Final
 import trio
 
 from bench.common.figures import RESULTS, machine
+from bench.decode import half_billion
 from bench.three_liars import CHECK_S, ORIGIN, counted_draws, open_nodes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue
@@ -37,7 +38,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 
 COMMAND: Final = "python -m bench.check_cost"
-HOLDINGS: Final = {ORIGIN: "0:4", node_id_named("b"): "4:8", node_id_named("c"): "8:12"}
+NODES: Final = ORIGIN, node_id_named("b"), node_id_named("c")
 OTHER: Final = node_id_named("d")
 N_TOKENS: Final = 64
 TICKS_PER_S: Final = 100
@@ -60,8 +61,7 @@ async def piece(
     """`is_checked`: with signatures, and checks at the default rate."""
     gaps: list[float] = []
     rate = 1 / 16 if is_checked else 0.0
-    fast = HOLDINGS.keys()
-    async with open_nodes(pools, fast, entry, check_rate=rate, signs=is_checked) as nodes:
+    async with open_nodes(pools, NODES, entry, check_rate=rate, signs=is_checked) as nodes:
         origin, began_s = nodes[ORIGIN].pipelines, cpu_s(pools)
         with counted_draws() as drawn:
             for number in range(n_requests):
@@ -84,13 +84,17 @@ async def piece(
         }
 
 
-async def main(n_requests: int, n_rounds: int) -> None:
+async def main(model: str, n_requests: int, n_rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        entry = Catalogue(folder / "models.sqlite").ensure(GUIDE_PATH, "guide")
+        path = GUIDE_PATH if model == "guide" else half_billion()
+        entry = Catalogue(folder / "models.sqlite").ensure(path, model)
+        third = entry.manifest.n_layers // 3
+        held = {node: f"{i * third}:{(i + 1) * third}" for i, node in enumerate(NODES)}
+        held[OTHER] = f"{third}:{3 * third}"
         pools: dict[NodeId, WorkerPool] = {}
         async with AsyncExitStack() as stack:
-            for node_id, layers in {**HOLDINGS, OTHER: "4:12"}.items():
+            for node_id, layers in held.items():
                 settings = WorkerSettings(
                     cache_dir=folder / f"cache{len(pools)}", n_ctx=512, n_slots=4, n_threads=1
                 )
@@ -103,22 +107,24 @@ async def main(n_requests: int, n_rounds: int) -> None:
             for round_number in range(n_rounds):
                 for is_checked in (False, True) if round_number % 2 == 0 else (True, False):
                     found[is_checked].append(await piece(pools, entry, n_requests, is_checked=is_checked))
-    figures: dict[str, Any] = {"requests": n_requests, "rounds": n_rounds}
+    figures: dict[str, Any] = {"model": model, "requests": n_requests, "rounds": n_rounds}
     for is_checked, name in ((False, "without"), (True, "with")):
         for key in found[is_checked][0]:
             figures[f"{key}_{name}"] = round(statistics.median(each[key] for each in found[is_checked]), 4)
     for key in ("cpu_s_per_request", "token_ms_median"):
         figures[f"{key}_more"] = round(figures[f"{key}_with"] / figures[f"{key}_without"] - 1, 4)
     print(json.dumps(figures, indent=1))
-    result = {"machine": machine(), "command": COMMAND, **figures}
-    (RESULTS / "check_cost.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    command = f"{COMMAND} --model {model} --requests {n_requests} --rounds {n_rounds}"
+    result = {"machine": machine(), "command": command, **figures}
+    (RESULTS / f"check_cost-{model}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=("guide", "0.5b"), default="guide")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    trio.run(main, arguments.requests, arguments.rounds)
+    trio.run(main, arguments.model, arguments.requests, arguments.rounds)

@@ -2,4 +2,8 @@
 
 from __future__ import annotations
 
+from swarmllm.left_out import leave_out
+
 __version__ = "0.1.0"
+
+leave_out()

@@ -60,6 +60,7 @@ LAYERS = (
     "swarmllm.state_table",
     "swarmllm.pictures",
     "swarmllm.sounds",
+    "swarmllm.left_out",
     "swarmllm.errors",
     "swarmllm_proto",
     "swarmllm.bootstrap",
