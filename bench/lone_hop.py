@@ -6,12 +6,13 @@ One process holds a quarter of the 0.5B model between two links, as a worker in 
 Jobs of two requests take turns: one is run as it comes (`LoneSteps`), the rival as a work of the scheduler.
 Before each a step of a third request reads all weights, so that it finds the caches as in a ring, where the
 other stages' weights went through them. Figures of a round are lower quartiles, which others on the machine
-disturb least.
+disturb least. How many functions of Python such a step runs is counted apart: nothing disturbs that.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import select
 import tempfile
 import time
@@ -82,10 +83,7 @@ class Stage:
 
     def step(self, request_id: str, position: int, *, alone: bool) -> tuple[float, float]:
         """Microseconds until its row has left, and from then until the worker may sleep."""
-        job = LayerForward(
-            request_id=request_id, step="layer", stage=2, position=position, n_tokens=1, timings=TIMINGS
-        )
-        self._before.send_bytes(encode_job_frame(job, PAYLOAD))
+        self._send_job(request_id, position)
         self._tell(
             ipc.Forward(id=1, request_id="others", start=LAYERS[0], end=LAYERS[1], position=0, want="hidden"),
             PAYLOAD,
@@ -104,6 +102,25 @@ class Stage:
             (self._kernel.ended_s - start_s - computing_s) * 1e6,
             (end_s - self._kernel.ended_s) * 1e6,
         )
+
+    def n_functions(self, request_id: str, n_steps: int) -> float:
+        """Functions of Python for each of the first steps of a request, from the readable link to the sent
+        row."""
+        profile = cProfile.Profile(builtins=False)
+        for position in range(1, n_steps + 1):
+            self._send_job(request_id, position)
+            self._poll.poll()
+            profile.enable()
+            self.handlers.ring.on_event(self._descriptor, select.POLLIN, is_last=True)
+            profile.disable()
+            self._after.receive()
+        return float(sum(each.callcount for each in profile.getstats())) / n_steps
+
+    def _send_job(self, request_id: str, position: int) -> None:
+        job = LayerForward(
+            request_id=request_id, step="layer", stage=2, position=position, n_tokens=1, timings=TIMINGS
+        )
+        self._before.send_bytes(encode_job_frame(job, PAYLOAD))
 
     def release(self, request_id: str) -> None:
         self._tell(ipc.CancelRequest(id=1, request_id=request_id))
@@ -145,10 +162,14 @@ def main() -> None:
             for (alone, part), figure in figures.items():
                 column = 0 if part.startswith("until") else 1
                 figure.values.append(float(np.percentile([each[column] for each in times[alone]], 25)))
+        stage.seat("counted")
+        functions = Figure("functions of Python, run as it comes", "")
+        functions.values.append(stage.n_functions("counted", arguments.steps))
         stage.handlers.close()
     rows: list[tuple[Figure, Figure | None]] = []
     for (alone, part), figure in figures.items():
         rows.append((figure, ratios(figure, figures[False, part]) if alone else None))
+    rows.append((functions, None))
     text = table(rows)
     print(text)
     command = f"python -m bench.lone_hop --rounds {arguments.rounds} --steps {arguments.steps}"

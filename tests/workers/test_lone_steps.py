@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import select
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -119,19 +117,13 @@ class Stage:
 
     def deliver(self, *jobs: tuple[LayerForward, bytes], alone: bool = True) -> int:
         """How many steps the works made; the others were lone ones."""
-        self.send(*jobs)
-        self.take(alone=alone)
+        self._before.send([encode_job_frame(*job) for job in jobs])
+        self.handlers.ring.on_event(self._descriptor, select.POLLIN, is_last=alone)
         n_steps = 0
         while self.handlers.state.has_work:
             self.handlers.step()
             n_steps += 1
         return n_steps
-
-    def send(self, *jobs: tuple[LayerForward, bytes]) -> None:
-        self._before.send([encode_job_frame(*job) for job in jobs])
-
-    def take(self, *, alone: bool) -> None:
-        self.handlers.ring.on_event(self._descriptor, select.POLLIN, is_last=alone)
 
     def passed_on(self) -> list[tuple[JobMessage, bytes]]:
         return [
@@ -400,31 +392,3 @@ def test_the_daemon_is_told_of_every_job_that_came_by_a_link(
     assert sum(each.n_jobs for each in turned) == 4
     assert sum(each.compute_s for each in turned) > 0
     assert not turned[-1].running
-
-
-FUNCTIONS_MAX = {(0, 4): 58, (4, 8): 57, (8, 12): 81}
-"""Of Python, that a step may run from the readable link to the sent result: three more than it did."""
-
-
-@pytest.mark.skipif(find_library("lone_row") is None, reason="lone_row.c was not built")
-@pytest.mark.parametrize(("start", "end"), FUNCTIONS_MAX)
-def test_a_lone_step_runs_few_functions(stages: MakeStage, start: int, end: int) -> None:
-    """Each costs microseconds, because the weights have gone through the caches since the last step, and
-    every stage of a pipeline adds its own to each token."""
-    stage = stages(start, end)
-    stage.seat("lone")
-    n_functions = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal n_functions
-        n_functions += event == "call"
-
-    for position in range(1, 61):
-        stage.send(stage.job("lone", position))
-        sys.setprofile(count if position > 10 else None)
-        try:
-            stage.take(alone=True)
-        finally:
-            sys.setprofile(None)
-        stage.passed_on()
-    assert n_functions / 50 <= FUNCTIONS_MAX[start, end]
