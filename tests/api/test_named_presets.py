@@ -168,9 +168,9 @@ async def test_ollamas_create_copy_and_delete_manage_names(tmp_path: Path) -> No
     [
         ({"model": "x"}, "from: Missing field"),
         ({"model": "x", "from": "nobody"}, "not known here"),
-        ({"model": "x", "from": "guide", "files": {"a.gguf": "sha256:0"}}, "files: "),
+        ({"model": "x", "from": "guide", "files": {"a.gguf": "sha256:0"}}, "files is not supported here"),
         ({"model": "x", "from": "guide", "template": "{{ .Tools }}"}, "TEMPLATE: {{ .Tools }}"),
-        ({"model": "x", "from": "guide", "quantize": "q4_0"}, "quantize: "),
+        ({"model": "x", "from": "guide", "quantize": "q4_0"}, "quantize is not supported here"),
         ({"model": "x", "from": "guide", "parameters": {"colour": "red"}}, "colour"),
         ({"model": "X y", "from": "guide"}, "model: a model's name"),
     ],
