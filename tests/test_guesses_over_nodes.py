@@ -16,7 +16,7 @@ from deadlines import DEADLINE_S
 pytestmark = pytest.mark.slow
 
 PROMPT = "What is a pipeline?"
-N_ANSWERS = 12
+N_ANSWERS = 40
 N_TOKENS = 160
 """The guide has said all that it knows before, and repeats itself."""
 HALVES = {"first": "guide:0:5", "second": "guide:5:12", "third": "guide:5:12"}
