@@ -184,8 +184,10 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
     def have_it_all(self, sender: ID, message: Any) -> bool:
         """Whether all neighbours have been sent this message by its author, as this node has."""
         (topic_id,) = message.topicIDs
-        said = told(message.data) if (told := self.told.get(topic_id)) else None
-        return said is not None and said == (_node_id(sender), self.audience(topic_id))
+        told, audience = self.told.get(topic_id), self.audience(topic_id)
+        if told is None or audience is None:
+            return False
+        return told(message.data) == (_node_id(sender), audience)
 
     async def pass_on(self, topic_id: str, data: bytes) -> None:
         """Publish what another node has said."""
