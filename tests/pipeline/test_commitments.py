@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from node_ids import LIAR, A, B, C, D, H, I, J, M, N
 from trio.testing import MockClock
 
 from bench.common.arithmetic import N_EMBD, FakePool, uncut
-from swarmllm.errors import SwarmLLMError
+from swarmllm.errors import RemoteError, SwarmLLMError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.statements import Statements
@@ -333,7 +334,8 @@ async def test_new_identities_cannot_outvote_a_node(patient_clock: MockClock) ->
             say(swarm, liar, lambda _, true: msgspec.structs.replace(true, received=other(true.received)))
         for turn in range(10):
             forget_doubts(swarm, M)
-            await tolerate(swarm, turn)
+            with suppress(RemoteError):  # Both attempts at a request may lead over liars.
+                await tolerate(swarm, turn)
         assert count(swarm, M, TrustEvent.DISPUTED) >= 3
         assert count(swarm, M, TrustEvent.WRONG_RESULT) == 0
         assert swarm[A].trust.score(M) >= NEUTRAL
