@@ -1,7 +1,6 @@
 """Keeps out of memory what packages import when they are imported, and this project never uses: of py-libp2p
 its QUIC transport (with aioquic) and automatic TLS certificates (with requests), of dnspython DNS over QUIC,
-of httpx its command line (with rich). That is a tenth of a daemon's memory, and of the time that its imports
-take.
+of httpx its command line (with rich). That is a twelfth of a daemon's memory.
 
 Stand-ins have the names that the rest of a package imports of these modules. They can do nothing, and say
 so. The version of py-libp2p is pinned (pyproject.toml); `tests/test_left_out.py` looks whether each name is

@@ -34,7 +34,7 @@ from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.ring_work import land, next_jobs
 
 _HEAD: Final = Struct("<4I")
-_HEAD_VALUES: Final = 4
+_HEAD_VALUES: Final = _HEAD.size // 4
 _F32: Final = np.dtype("<f4")
 
 
