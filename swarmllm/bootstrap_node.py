@@ -98,6 +98,6 @@ async def open_bootstrap_node(
                     on_open(node)
                     yield daemon_info
             finally:
-                log.info("stopping")
+                log.info("node stops")
                 file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()

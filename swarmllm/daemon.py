@@ -329,7 +329,7 @@ async def _open_rooms(
                 supervise(nursery, "shared files", node.file_shares.run)
                 yield daemon_info, apply, node
             finally:
-                log.info("stopping")
+                log.info("node stops")
                 file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()
 
@@ -348,7 +348,7 @@ async def _stop_on_signal(
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         async for number in signals:
-            log.info("%s received", signal.Signals(number).name)
+            log.info("signal received: %s", signal.Signals(number).name)
             if first.is_set() or not nodes:
                 break
             first.set()

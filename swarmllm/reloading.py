@@ -63,10 +63,10 @@ async def reload_on_sighup(
                 merged, applied, waiting = merge(config, await trio.to_thread.run_sync(reread))
                 await apply(merged)
             except (ConfigError, InvalidRequest) as error:
-                log.error("SIGHUP: %s; nothing is changed", error.message)  # noqa: TRY400 (it says it all)
+                log.error("settings refused at SIGHUP: %s; nothing is changed", error.message)  # noqa: TRY400 (it says it all)
             else:
                 config = merged
-                log.warning("SIGHUP: %s", _account(applied, waiting))
+                log.warning("settings read at SIGHUP: %s", _account(applied, waiting))
             manager.tell(READY=1)
 
 

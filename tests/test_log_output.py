@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import re
@@ -24,6 +25,8 @@ from swarmllm.errors import ConfigError
 from swarmllm.log_filter import provoked_by
 from swarmllm.log_output import REQUEST_ID, LineFormatter, event_of, fields_of, set_up_logging
 
+ROOT = Path(__file__).parents[1]
+LEVELS = ("info", "warning", "error", "exception", "critical")
 REQUEST = "req_" + "ab" * 12
 ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 
@@ -82,7 +85,7 @@ def test_a_line_without_an_id_has_that_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("line", "event"),
     [
-        (record("%s received", "SIGTERM"), "received"),
+        (record("signal received: %s", "SIGTERM"), "signal_received"),
         (record("no room: %5.1f of %d %%", 1.0, 2), "no_room_of"),
         (record("x" * 200), "x" * 60),
         (record(ValueError("secret")), "valueerror"),
@@ -91,6 +94,34 @@ def test_a_line_without_an_id_has_that_of_the_task() -> None:
 )
 def test_the_event_is_the_template_in_one_word(line: logging.LogRecord, event: str) -> None:
     assert event_of(line) == event
+
+
+def test_every_line_of_ours_has_an_event_that_says_what_happened() -> None:
+    """Two words at least, and none of them is the form of an object for developers."""
+    templates = list(templates_of_log_lines())
+    assert len(templates) > 150
+    vague = {
+        where: template
+        for where, template in templates
+        if "%r" in template or "_" not in event_of(record(template, name="swarmllm"))
+    }
+    assert vague == {}
+
+
+def templates_of_log_lines() -> Iterator[tuple[str, str]]:
+    """Of all lines from INFO on: where each is written, and its template."""
+    for folder in ("swarmllm", "workers/swarmllm_workers"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                    continue
+                logger = ast.unparse(node.func.value)
+                if node.func.attr in LEVELS and (
+                    logger in ("log", "self._log") or logger.startswith("provoked_by(")
+                ):
+                    template = node.args[0]
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    yield where, str(template.value) if isinstance(template, ast.Constant) else ""
 
 
 def test_json_is_one_object_per_line_and_the_event_does_not_follow_what_strangers_send(

@@ -270,7 +270,7 @@ class Downloads:
             except FileChanged as error:
                 if is_last:
                     raise
-                log.info("%s; beginning anew", error.message)
+                log.info("download begins anew: %s", error.message)
         raise AssertionError
 
     async def _whole(
@@ -336,7 +336,7 @@ class Downloads:
                 await trio.to_thread.run_sync(_throw_away, whole)
         except SwarmLLMError as error:
             download.has_no_projector(f"{entry.name} takes no pictures: {error.message}")
-            log.warning("%s", download.projector_trouble)
+            log.warning("projector not fetched: %s", download.projector_trouble)
         return entry
 
     async def _parts(

@@ -46,7 +46,7 @@ class RetrySchedule:
         settings = self._settings
         if self._n_failures >= settings.max_failures:
             raise DownloadError(f"{error.message}; given up after {self._n_failures} attempts")
-        log.info("%s; trying again", error.message)
+        log.info("download tries again: %s", error.message)
         self._tell_trouble(error.message)
         pause_s = min(settings.max_pause_s, settings.first_pause_s * 2 ** (self._n_failures - 1))
         # Not all lanes at once.

@@ -108,7 +108,11 @@ class CutChecks:
             manifest = with_verdict(
                 entry.manifest, verdict.cut_alignment, verdict.whole_reason, engine_version()
             )
-            log.info("%s: %s", entry.name, verdict.whole_reason or f"cuts every {verdict.cut_alignment}")
+            log.info(
+                "it was tried where %s may be cut: %s",
+                entry.name,
+                verdict.whole_reason or f"every {verdict.cut_alignment} layers",
+            )
             return await trio.to_thread.run_sync(self._catalogue.revise, entry.model_id, manifest)
 
 

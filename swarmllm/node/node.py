@@ -474,7 +474,7 @@ class Node:
             try:
                 return await act()
             except StoreLocked as error:
-                log.warning("waiting: %s", error.message)
+                log.warning("loading has to wait: %s", error.message)
             except (ModelNotFound, NodeUnreachable):
                 if trio.current_time() >= until_s:
                     raise

@@ -139,7 +139,7 @@ class ModelProvisioner:
             await self._sharing.unshare(entry.model_id)
         except SwarmLLMError as error:
             # Its user has shared it by command meanwhile, or has ended that.
-            log.info("%s: %s", entry.name, error.message)
+            log.info("%s is not shared any more: %s", entry.name, error.message)
 
     @contextmanager
     def _reporting(self, entry: CatalogueEntry) -> Iterator[Provisioning]:

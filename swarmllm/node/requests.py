@@ -190,7 +190,7 @@ class UserRequests:
         self.counts.count(request.outcome)
         if generation is not None:
             self.counts.generated_tokens += generation.n_generated
-            log.info("request %s of %s: %s", request.id, request.model, account(generation))
+            log.info("request %s of %s has ended: %s", request.id, request.model, account(generation))
 
 
 def account(generation: Generation) -> str:

@@ -312,7 +312,7 @@ class Fetch:
             self.plan.absent(task, node_id)
         except WrongBytes as error:
             self._last_failure = error
-            log.warning("%s", error.message)
+            log.warning("wrong bytes of a model: %s", error.message)
             self.plan.lied(task, node_id)
         except (RemoteError, DeadlineExceeded) as error:
             self._last_failure = error

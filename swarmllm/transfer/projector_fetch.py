@@ -202,7 +202,7 @@ class ProjectorFetch:
     def _blame(self, node_ids: Iterable[NodeId]) -> None:
         for node_id in node_ids:
             error = WrongBytes(f"node {node_id} sent another file than the projector that it announces")
-            log.warning("%s", error.message)
+            log.warning("wrong bytes of a projector: %s", error.message)
             self.liars.add(node_id)
 
     # Blocking.

@@ -265,6 +265,6 @@ class WorkerProcess:
                 ).strip()[:STDERR_LINE_MAX]
                 if text:
                     self._stderr_tail.append(without_folders(text))
-                    log.info("worker %d: %s", self.pid, text)
+                    log.info("worker %d says: %s", self.pid, text)
             if not data:
                 return False

@@ -306,7 +306,7 @@ class Worker:
 
     def _close_after_exit(self) -> None:
         self._channel.abandon()
-        log.info("%s", self.exit_summary)
+        log.info("worker has ended: %s", self.exit_summary)
         for pending in self._pending.values():
             pending.fail(self._death())
         self._pending.clear()

@@ -7,13 +7,14 @@ import trio.testing
 from node_ids import NODE_A, NODE_B, node_id_named
 
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
-from swarmllm.swarm.records.departures import DEPARTED_MAX, FORGET_S, RECENT_S, Departures
+from swarmllm.swarm.records.departures import DEPARTED_MAX, FORGET_S, GAVE_UP_S, RECENT_S, Departures
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
 
 SHARD = ShardAnnounce(model_id="a" * 64, name="guide", n_layers=12, ranges=((8, 12),))
 RECORD = NodeRecord(node_id=NODE_B, nickname="attic", models=(SHARD,))
+NOTHING = NodeRecord(node_id=NODE_B, nickname="attic", sequence=1)
 
 
 def test_a_node_is_recent_then_one_that_left_then_forgotten() -> None:
@@ -38,6 +39,26 @@ def test_the_latest_come_first_and_too_many_push_out_the_oldest() -> None:
     assert departures.view(100.0)[0].node_id == nodes[2]
 
 
+def test_what_a_node_gave_up_before_it_left_counts_as_held_for_a_while() -> None:
+    departures = Departures()
+
+    def held_when_it_leaves(now_s: float) -> object:
+        departures.left(NODE_B, NOTHING, now_s, 0.0)
+        return departures.view(now_s)[0].models
+
+    departures.told(NODE_B, None, RECORD, 0.0)
+    assert held_when_it_leaves(1.0) == ()
+    departures.told(NODE_B, RECORD, NOTHING, 10.0)
+    departures.told(NODE_B, NOTHING, NOTHING, 20.0)
+    assert held_when_it_leaves(10 + GAVE_UP_S - 1) == (("guide", ((8, 12),)),)
+    assert held_when_it_leaves(10 + GAVE_UP_S - 1) == ()
+    departures.told(NODE_B, RECORD, NOTHING, 2000.0)
+    assert held_when_it_leaves(2000 + GAVE_UP_S) == ()
+    departures.told(NODE_B, RECORD, NOTHING, 3000.0)
+    departures.told(NODE_B, NOTHING, RECORD, 3001.0)
+    assert held_when_it_leaves(3002.0) == ()
+
+
 async def test_a_node_that_comes_back_has_not_left() -> None:
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         router, other = network.add(NODE_A), network.add(NODE_B)
@@ -45,11 +66,14 @@ async def test_a_node_that_comes_back_has_not_left() -> None:
         await nursery.start(follow_router, registry, router)
         await other.publish(encode_record(RECORD))
         await trio.testing.wait_all_tasks_blocked()
+        await other.publish(encode_record(NOTHING))
+        await trio.testing.wait_all_tasks_blocked()
         assert registry.departures.view(trio.current_time()) == ()
         network.cut(NODE_A, NODE_B)
         await trio.testing.wait_all_tasks_blocked()
         (left,) = registry.departures.view(trio.current_time())
         assert (left.node_id, left.nickname) == (NODE_B, "attic")
+        assert left.models == (("guide", ((8, 12),)),)
         network.heal(NODE_A, NODE_B)
         await trio.testing.wait_all_tasks_blocked()
         assert registry.departures.view(trio.current_time()) == ()

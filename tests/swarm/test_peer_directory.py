@@ -38,7 +38,7 @@ from swarmllm.swarm.peers import directory
 from swarmllm.swarm.peers.directory import Peer, PeerDirectory
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.trust import TrustBook, TrustEvent
-from swarmllm.swarm.records.departures import FORGET_S, Departed
+from swarmllm.swarm.records.departures import FORGET_S, GAVE_UP_S, Departed, GaveUp
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.settings import SwarmSettings
@@ -328,6 +328,7 @@ SAYS_NOTHING_AFTER_S: dict[str, tuple[Any, float]] = {
     "relay": (RelayUse(FAILED_AT_S), ASK_AGAIN_S),
     "dht_asker": (DhtAsker(allowance=0.0, at_s=FAILED_AT_S), BURST / QUESTIONS_PER_S),
     "departed": (Departed(NodeId("12D3KooW"), "", (), FAILED_AT_S, 0.0), FORGET_S),
+    "gave_up": (GaveUp((), FAILED_AT_S), GAVE_UP_S),
 }
 """Of each part that time makes superfluous, the seconds after FAILED_AT_S until it is."""
 IN_USE: dict[str, Any] = {

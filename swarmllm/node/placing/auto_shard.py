@@ -171,7 +171,7 @@ class AutoShardManager:
             now_s += trio.current_time() - began_s
             model.retry_at_s = now_s + (RETRY_S if model.model_id or model.shared else 0.0)
             model.n_failures += 1
-            log.info("placing %s: %s", model.name, error.message)
+            log.info("placing %s failed: %s", model.name, error.message)
             if model.shared and not model.managed and model.n_failures >= FAILURES_MAX:
                 log.info("placing %s: given up for now, after %d failures", model.name, model.n_failures)
                 self._accepted.cannot_be_fetched(ModelId(model.name), now_s)
@@ -211,7 +211,7 @@ class AutoShardManager:
             try:
                 entry = await self._models.find(name)
             except SwarmLLMError as error:
-                log.info("sharing %s: %s", name, error.message)
+                log.info("%s cannot be shared yet: %s", name, error.message)
                 continue
             self._to_share.remove(name)
             self._configured_shares.add(entry.model_id)

@@ -257,7 +257,7 @@ class FileShares:
                 for node_id, why in shared.failed.items()
             ]
             shared.problem = f"nobody can fetch the rest of it. {'; '.join(reasons)}"
-            log.warning("sharing %s: %s", file.name, shared.problem)
+            log.warning("the share of %s is stuck: %s", file.name, shared.problem)
         shared.file = msgspec.structs.replace(file, parts=parts or ())
         await self._save()
 

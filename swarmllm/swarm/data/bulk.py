@@ -233,7 +233,7 @@ class Bulk:
             return
         if peer.connection is old and self._peers.get(node_id) is peer:
             provoked_by(log, node_id).info(
-                "transfers from node %s take a better way now: %r", node_id, better
+                "transfers from node %s take a better way now: %s", node_id, better.wire_kind
             )
             peer.connection = better
             self._end_if_replaced(old)

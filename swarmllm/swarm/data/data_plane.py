@@ -370,7 +370,12 @@ class DataPlane:
 
     def _has_ended(self, connection: Connection, error: Exception | None = None) -> None:
         connection.end("an error here; see its log")  # Where it has not said yet how it ended.
-        provoked_by(log, connection.node_id).info("%r", connection)
+        provoked_by(log, connection.node_id).info(
+            "data connection (%s) with node %s has ended: %s",
+            connection.wire_kind,
+            connection.node_id,
+            connection.ending,
+        )
         self.bulk.lost(connection)
         if connection.trust_event is not None:
             self._note(connection.node_id, connection.trust_event, connection.ending)

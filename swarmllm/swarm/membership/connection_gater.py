@@ -89,7 +89,7 @@ class ConnectionGater:
         try:
             network = self._file.read()
         except ConfigError as error:
-            log.error("%s", error.message)  # noqa: TRY400 (the message says it all)
+            log.error("network keys not read: %s", error.message)  # noqa: TRY400 (the message says it all)
             return
         if network.network_id == self.network_id:
             self._network = network

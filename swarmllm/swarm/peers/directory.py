@@ -33,7 +33,7 @@ from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.reachable import Use
 from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
-from swarmllm.swarm.records.departures import Departed
+from swarmllm.swarm.records.departures import Departed, GaveUp
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord
 from swarmllm.swarm.records.prefix_index import Beginning
@@ -66,6 +66,7 @@ class Peer:
     prefixes: tuple[Beginning, ...] | None = None
     projectors: Projectors | None = None
     departed: Departed | None = None
+    gave_up: GaveUp | None = None
 
     use: Use | None = None
     requests: PeerRequests | None = None
@@ -125,4 +126,5 @@ class PeerDirectory(PeerTable):
             prefixes=Parts(self, "prefixes"),
             projectors=Parts(self, "projectors"),
             departed=PassingParts(self, "departed"),
+            gave_up=PassingParts(self, "gave_up"),
         )

@@ -28,7 +28,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import NeutralTrust, NodeTrust, may_work
-from swarmllm.swarm.records.departures import Departed, Departures
+from swarmllm.swarm.records.departures import Departed, Departures, GaveUp
 from swarmllm.swarm.records.model_index import NODE_MODELS_MAX, IndexedRecord, ModelIndex
 from swarmllm.swarm.records.model_index import Contradiction as Contradiction
 from swarmllm.swarm.records.model_index import Holder as Holder
@@ -79,6 +79,7 @@ class RegistryParts:
     prefixes: Parts[tuple[Beginning, ...]] = field(default_factory=Parts.alone)
     projectors: Parts[Projectors] = field(default_factory=Parts.alone)
     departed: PassingParts[Departed] = field(default_factory=PassingParts.alone)
+    gave_up: PassingParts[GaveUp] = field(default_factory=PassingParts.alone)
 
 
 class Registry:
@@ -104,7 +105,7 @@ class Registry:
         self._index = ModelIndex(node_id, trust.note, parts.indexed)
         self._announcers_of: dict[ModelId, set[NodeId]] = {}
         self._listed: tuple[object, Sequence[ModelId]] | None = None
-        self.departures = Departures(parts.departed)
+        self.departures = Departures(parts.departed, parts.gave_up)
         """Kept by the object that tells the registry who is reachable."""
 
     def __repr__(self) -> str:
@@ -398,7 +399,9 @@ async def _catch_up(registry: Registry, router: Router) -> None:
     for node_id in [each for each in registry.announcers() if each not in records]:
         registry.forget(node_id)
     for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
+        before = registry.node(node_id)
         _apply(registry.apply, node_id, records[node_id])
+        registry.departures.told(node_id, before, registry.node(node_id), trio.current_time())
         await trio.lowlevel.checkpoint()
     for node_id, load in router.loads().items():
         if registry.load(node_id) is not load:

@@ -126,7 +126,7 @@ class Server:
         """Run until Shutdown, the last Unload, or the end of the stream."""
         self._connection.setblocking(False)
         for shortcoming in runtime_check.shortcomings():
-            log.warning("%s", shortcoming)
+            log.warning("runtime falls short: %s", shortcoming)
         self.send(ipc.Ready(pid=self._pid, version=__version__, engine=engine_version()))
         poll, own, watched, inbox = self._poll, self._connection.fileno(), 0, self._inbox.descriptor
         poll.register(inbox, select.POLLIN)
