@@ -43,6 +43,8 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
         "tools[].web_search_20250305",
     ),
+    (MESSAGES, {"messages": [MARKED]}, "messages[].content[].cache_control"),
+    (MESSAGES, {"system": MARKED["content"]}, "system[].cache_control"),
     (RESPONSES, {"tools": [FUNCTION, {"type": "custom", "name": "apply_patch"}]}, "tools[].custom"),
     (RESPONSES, {"tools": [FUNCTION, {"type": "local_shell"}]}, "tools[].local_shell"),
     (RESPONSES, {"client_metadata": {"x": "y"}}, "client_metadata"),

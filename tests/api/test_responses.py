@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import trio
@@ -216,6 +217,30 @@ async def test_the_items_of_a_request_are_kept_with_its_answer(tmp_path: Path) -
             assert [item["content"][0]["text"] for item in listed["data"]] == texts
             assert listed["first_id"] == listed["data"][0]["id"] != listed["has_more"]
             assert len({item["id"] for item in listed["data"]}) == len(texts)
+        assert listed["data"][0]["content"] == [{"type": "input_text", "text": "three"}]
+        ids = [item["id"] for item in listed["data"]]
+
+        async def page(**query: str) -> httpx.Response:
+            return await stand.http.get(f"{PATH}/{kept}/input_items", params=query)
+
+        for query, shown, has_more in (
+            ({"order": "asc"}, ids[::-1], False),
+            ({"order": "asc", "limit": "2"}, ids[:0:-1], True),
+            ({"order": "asc", "limit": "2", "after": ids[1]}, ids[:1], False),
+            ({"limit": "1", "after": ids[0]}, ids[1:2], True),
+            ({"after": ids[2]}, [], False),
+        ):
+            told = (await page(**query)).json()
+            assert ([item["id"] for item in told["data"]], told["has_more"]) == (shown, has_more)
+        for name, value in (
+            ("order", "up"),
+            ("limit", "0"),
+            ("limit", "101"),
+            ("limit", "x"),
+            ("after", "y"),
+        ):
+            refused = await page(**{name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
         gone = await stand.http.get(f"{PATH}/resp_none/input_items")
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "response_id")
 

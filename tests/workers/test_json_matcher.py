@@ -119,6 +119,7 @@ SCHEMAS: dict[str, Any] = {
     "pattern with what JSON escapes": {"type": "string", "pattern": '^["\\\\\\n!-#]{3}$'},
     "pattern anywhere": {"type": "string", "pattern": "ab", "maxLength": 6},
     "a set of few values": {"type": "array", "items": {"enum": ["r", "g", "b"]}, "uniqueItems": True},
+    "a set of few numbers": {"type": "array", "items": {"enum": [2, 1, "1"]}, "uniqueItems": True},
     "a set (pydantic)": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     "names from an enum (pydantic)": {
         "$defs": {"Color": {"enum": ["red", "green"], "title": "Color", "type": "string"}},
@@ -347,7 +348,7 @@ def test_json_may_stand_between_marks_several_times(walks: Walks) -> None:
             "oneOf: its parts",
         ),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, ""),
-        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": 2}, ""),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "minItems": 2}, "#/uniqueItems"),
         ({"properties": {f"p{i}": {} for i in range(401)}}, "#/properties has more than 400"),
         ({"properties": {"a": {"$id": "http://x/y", "items": {"$ref": "#/z"}}}}, "#/properties/a/$id"),
         (False, "nothing could follow"),

@@ -106,15 +106,19 @@ def shows_reasoning(thinking: Thinking | None) -> bool:
     return not (isinstance(thinking, Enabled | Adaptive) and thinking.display == "omitted")
 
 
-class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Clients echo what they got, with fields that only their version knows."""
+class EchoedBlock(msgspec.Struct, frozen=True):
+    """Clients echo what they got, with fields that only their version knows: those are not told."""
 
+    ignored = frozenset({"cache_control"})
+
+    cache_control: Json | None = None
+
+
+class TextBlock(EchoedBlock, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: Text
 
 
-class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """Echoed like text."""
-
+class ToolUseBlock(EchoedBlock, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     id: Name
     name: Name
     input: Json
@@ -137,7 +141,7 @@ class ImageFile(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
     """Known so that it can be refused by name."""
 
 
-class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+class ImageBlock(EchoedBlock, frozen=True, kw_only=True, tag_field="type", tag="image"):
     source: ImageBytes | ImageAddress | ImageFile
 
 
@@ -157,6 +161,8 @@ ResultBlock = TextBlock | ImageBlock | DocumentBlock
 
 
 class ToolResultBlock(Body, frozen=True, tag_field="type", tag="tool_result"):
+    ignored = frozenset({"cache_control"})
+
     tool_use_id: Name
     content: Text | Annotated[list[ResultBlock], Meta(max_length=4096)] | None = None
     is_error: bool | None = None

@@ -78,6 +78,9 @@ def _note_known(body: object, path: str) -> None:
             note_ignored(path + name)
         elif isinstance(value, msgspec.Struct):
             _note_known(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+            for each in value:
+                _note_known(each, f"{path}{name}[].")
 
 
 def note_ignored(name: str) -> None:

@@ -13,10 +13,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import msgspec
-from quart import Blueprint, Response, current_app
+from quart import Blueprint, Response, current_app, request
 
 from swarmllm.api.http.context import current_caller, current_node
 from swarmllm.api.http.errors import error_response
@@ -45,6 +45,7 @@ from swarmllm.pipeline.origin.generation import Generation
 RESPONSES_MAX = 1024
 BYTES_MAX = 64 * 2**20
 """Of all conversations together: as JSON, and their pictures."""
+PAGE_MAX = 100
 RESPONSES = "swarmllm.responses"
 CALLED_HERE = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 """Fields of the chat call that a request becomes, by what they are called in the request."""
@@ -159,10 +160,28 @@ async def retrieve(response_id: str) -> Response:
 
 @responses.get("/responses/<response_id>/input_items")
 async def input_items(response_id: str) -> Response:
-    """All of them, the latest first, as OpenAI orders them; there are no pages."""
-    items = _store().find(response_id, current_caller().key_id, field="response_id").items[::-1]
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-    return _json({"object": "list", "data": items, "has_more": False} | ends)
+    """The latest first, unless `order` is asc: those that follow `after`, at most `limit` of them."""
+    items = _store().find(response_id, current_caller().key_id, field="response_id").items
+    order, limit, after = (request.args.get(name) for name in ("order", "limit", "after"))
+    if order not in (None, "asc", "desc"):
+        raise InvalidRequest("order is asc or desc.", field="order")
+    if order != "asc":
+        items = items[::-1]
+    if after is not None:
+        at = next((at for at, item in enumerate(items, 1) if item["id"] == after), None)
+        if at is None:
+            raise InvalidRequest("after is the id of no item of this response.", field="after")
+        items = items[at:]
+    n_items = len(items) if limit is None else _page_size(limit)
+    page = items[:n_items]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    return _json({"object": "list", "data": page, "has_more": len(items) > n_items} | ends)
+
+
+def _page_size(limit: str) -> int:
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= PAGE_MAX):
+        raise InvalidRequest(f"limit is a whole number from 1 to {PAGE_MAX}.", field="limit")
+    return int(limit)
 
 
 @responses.delete("/responses/<response_id>")
@@ -189,12 +208,19 @@ def _input_items(response_id: str, asked: str | list[InputItem]) -> list[Json]:
         asked = [InputItem(role="user", content=[TextItem("input_text", asked)])]
     items: list[Json] = []
     for i, item in enumerate(asked):
-        told: Json = {name: value for name, value in msgspec.to_builtins(item).items() if value is not None}
+        told = _without_nulls(msgspec.to_builtins(item))
         if isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
             told["content"] = [{"type": kind, "text": item.content}]
         items.append({"id": f"item_{response_id.removeprefix('resp_')}_{i}", "status": "completed"} | told)
     return items
+
+
+def _without_nulls(value: Any) -> Any:
+    """Fields that an item has and its type does not."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _store() -> ResponseStore:

@@ -215,7 +215,7 @@ class ChatSession:
         self.conversation.load(path)
         self._file = path
         n_asked = sum(message["role"] == "user" for message in self.conversation.messages)
-        self._say(f"{path}: {n_asked} questions; {self.conversation.model} answers.")
+        self._say(f"{path}: {n_asked} question{'s' * (n_asked != 1)}; {self.conversation.model} answers.")
 
     def help(self, argument: str) -> None:
         self._say(help_text())

@@ -378,6 +378,10 @@ class _Rewriter:
             elif low:
                 also.append({"prefixItems": [part] * low, "minItems": low})
         if todo.pop("uniqueItems", False) is True and not self._list_unique(todo):
+            if todo.get("minItems", 0) > 1:
+                raise Unsupported(
+                    f"{path}/uniqueItems with minItems needs an enum of texts or whole numbers as its items"
+                )
             also.append({"maxItems": 1})
 
     def _list_unique(self, todo: Schema) -> bool:
@@ -391,7 +395,7 @@ class _Rewriter:
         if not isinstance(values, list) or set(items) - {"const", "enum", "type", "title", "description"}:
             return False
         unique = list({json.dumps(value, sort_keys=True): value for value in values}.values())
-        if not all(isinstance(value, str) for value in unique):
+        if any(isinstance(value, bool) or not isinstance(value, str | int) for value in unique):
             return False
         low, high = todo.get("minItems", 0), todo.get("maxItems", len(unique))
         arrays: list[list[Any]] = []
