@@ -104,16 +104,16 @@ def fields_of(
     names = {each: model_name_of(each) for each in dict.fromkeys(_MODEL_ID.findall(message))}
     models = tuple(each for each, name in names.items() if name)
     found = _REQUEST.search(message)
+    message = _MODEL_ID.sub(lambda match: names.get(match[0]) or match[0], message)
+    for node_id in nodes:
+        message = _with_name(message, node_id, nickname_of)
     written = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
     return LogFields(
         time=written.replace("+00:00", "Z"),
         level=record.levelname,
         logger=record.name,
         event=event_of(record),
-        message=_MODEL_ID.sub(
-            lambda match: names.get(match[0]) or match[0],
-            _NODE_ID.sub(lambda match: _named(match[0], nickname_of), message),
-        ),
+        message=message,
         request_id=found[0] if found else REQUEST_ID.get(),
         nodes=nodes,
         models=models,
@@ -131,11 +131,15 @@ def event_of(record: logging.LogRecord) -> str:
     return words[:EVENT_MAX].rstrip("_") or record.module
 
 
-def _named(node_id: str, nickname_of: Callable[[str], str]) -> str:
+def _with_name(message: str, node_id: str, nickname_of: Callable[[str], str]) -> str:
     """The end of an id tells nodes apart; nicknames are their owners' choice, and may be anybody's."""
     end = f"…{node_id[-ID_END:]}"
     nickname = "".join(c if c.isprintable() else "?" for c in nickname_of(node_id))
-    return f"{nickname} ({end})" if nickname else end
+    if not nickname:
+        return message.replace(node_id, end)
+    named = f"{nickname} ({end})"
+    # Texts of errors, which clients read too, name both already.
+    return message.replace(f"{nickname} ({node_id})", named).replace(node_id, named)
 
 
 class LogFile(RotatingFileHandler):

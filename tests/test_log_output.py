@@ -70,6 +70,11 @@ def test_nodes_have_their_nicknames_and_requests_their_ids() -> None:
     assert fields.event == "request_of_then"
 
 
+def test_a_nickname_that_is_there_already_is_not_written_twice() -> None:
+    fields = fields_of(record("node attic (%s) has left %s", NODE_A, NODE_A), names, no_models)
+    assert fields.message == f"node attic (…{NODE_A[-8:]}) has left attic (…{NODE_A[-8:]})"
+
+
 def test_a_line_without_an_id_has_that_of_the_task() -> None:
     token = REQUEST_ID.set(REQUEST)
     try:
