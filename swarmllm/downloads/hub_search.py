@@ -110,7 +110,11 @@ async def search_hub(
     with trio.move_on_after(TIMEOUT_S):
         async with open_http(settings) as http:
             listing = Remote(http, url, settings.token, settings).listing
-            raw = await RetrySchedule(settings).keep_trying(listing)
+            try:
+                raw = await RetrySchedule(settings).keep_trying(listing)
+            except DownloadError as error:
+                # Who searches has not seen the address, which is long.
+                raise DownloadError(error.message.replace(url, settings.endpoint)) from error
         found = await trio.to_thread.run_sync(found_in, raw, url)
         is_listed = True
         await share_out(READS_MAX, list(range(len(found))), look)

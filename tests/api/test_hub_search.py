@@ -124,6 +124,16 @@ async def test_headers_that_do_not_come_in_time_are_told(
         await hub_search.search_hub("x", DownloadSettings(), trio.CapacityLimiter(1))
 
 
+async def test_a_hub_that_does_not_answer_is_named_without_the_long_address(
+    web_server: FaultyServer, patient_clock: MockClock
+) -> None:
+    settings = DownloadSettings(endpoint=web_server.url)
+    with pytest.raises(DownloadError) as failed:
+        await hub_search.search_hub("x", settings, trio.CapacityLimiter(1))
+    assert failed.value.message.startswith(f"{web_server.url}: ")
+    assert "?" not in failed.value.message
+
+
 async def test_a_node_that_is_offline_searches_nothing(tmp_path: Path, web_server: FaultyServer) -> None:
     async with serve_node(tmp_path) as stand:
         stand.node.downloads.configure(DownloadSettings(offline=True))

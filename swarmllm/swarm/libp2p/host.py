@@ -10,6 +10,7 @@ The ports that this node listens on: which they are, and that they are nobody el
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import weakref
@@ -64,9 +65,7 @@ def refuse_taken_port(listen_host: str, port: int) -> None:
         try:
             probe.bind((listen_host, port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {listen_host} port {port}: {error.strerror}", field="libp2p_port"
-            ) from error
+            raise _cannot_listen(listen_host, port, error, "libp2p_port") from error
 
 
 async def open_listeners(ips: Sequence[str], port: int) -> Sequence[trio.SocketListener]:
@@ -80,11 +79,16 @@ async def open_listeners(ips: Sequence[str], port: int) -> Sequence[trio.SocketL
         for each in listeners:
             each.socket.close()
         if isinstance(error, OSError):
-            raise ConfigError(
-                f"cannot listen on {ip} port {port}: {error.strerror}", field="data_port"
-            ) from error
+            raise _cannot_listen(ip, port, error, "data_port") from error
         raise
     return listeners
+
+
+def _cannot_listen(ip: str, port: int, error: OSError, field: str) -> ConfigError:
+    remedy = ""
+    if error.errno == errno.EADDRINUSE:
+        remedy = f". Another daemon may run there; choose another network.{field} (0 takes any free port)"
+    return ConfigError(f"cannot listen on {ip} port {port}: {error.strerror}{remedy}", field=field)
 
 
 log = logging.getLogger(__name__)
