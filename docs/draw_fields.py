@@ -67,6 +67,9 @@ def table() -> str:
                 refused = frozenset({"*"})
             told = dict.fromkeys(ignored, "ignored") | dict.fromkeys(refused, "refused")
             told |= dict.fromkeys(getattr(structure.cls, "neutral", ()), "neutral value only")
+            told |= dict.fromkeys(
+                refused & set(getattr(structure.cls, "refused_unless", ())), "neutral value only"
+            )
             if not path:
                 own = [field.encode_name for field in structure.fields]
                 told = dict.fromkeys(own, "honoured") | told | dict.fromkeys(neutral, "neutral value only")

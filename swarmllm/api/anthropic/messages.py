@@ -19,7 +19,7 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.anthropic.reply import AnthropicReply, error_body
 from swarmllm.api.http.context import current_node
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field
 from swarmllm.api.http.fields import note_ignored, read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
@@ -285,8 +285,7 @@ async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
     if failure.field == "reasoning_effort":
         failure.field = "thinking"
-    message = f"{failure.field}: {failure.message}" if failure.field else failure.message
-    return failure_response(failure, error_body(message, failure.http_status))
+    return failure_response(failure, error_body(message_with_field(failure), failure.http_status))
 
 
 def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object) -> ChatCall:

@@ -111,6 +111,13 @@ def error_response(error: SwarmLLMError) -> Response:
     return failure_response(error, body)
 
 
+def message_with_field(failure: SwarmLLMError) -> str:
+    """For dialects whose errors have no place for the field."""
+    name, message = failure.field, failure.message
+    is_named = not name or message.startswith(name) or f"`{name}`" in message
+    return message if is_named else f"{name}: {message}"
+
+
 def failure_response(error: SwarmLLMError, body: bytes) -> Response:
     """`body` with the status and the headers of the error, whatever dialect words it."""
     response = Response(body, status=error.http_status, content_type="application/json")

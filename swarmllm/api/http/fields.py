@@ -144,12 +144,21 @@ class _Walk:
     def _drop(self, kind: type, name: str, value: Raw, place: str) -> None:
         """Raises InvalidRequest."""
         if name in getattr(kind, "refused", ()) or getattr(kind, "refuses_unknown", False):
-            if bytes(value) not in ASKS_NOTHING:
+            off = getattr(kind, "refused_unless", {}).get(name, ())
+            if bytes(value) not in ASKS_NOTHING and not (off and _number(value) in off):
                 raise InvalidRequest(f"{place} is not supported here; leave it out.", field=place)
         elif self.is_strict and name not in getattr(kind, "ignored", ()):
             raise InvalidRequest(f"Unknown field `{place}`.", field=place)
         if len(self.ignored) <= NAMES_MAX:
             self.ignored[_ITEM.sub("[]", place)] = None
+
+
+def _number(value: Raw) -> float | None:
+    """None for what is no number."""
+    try:
+        return msgspec.json.decode(value, type=float)
+    except msgspec.DecodeError:
+        return None
 
 
 _TYPES: dict[type, msgspec.inspect.Type] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +54,12 @@ class NativeCompletion(SamplingFields, frozen=True, kw_only=True):
     ignored = SamplingFields.ignored | {"user"}
     refused = (SamplingFields.refused - {"json_schema", "return_tokens"}) | {
         *("n_indent", "image_data", "post_sampling_probs", "n_keep", "n_cmpl"),
+    }
+    refused_unless: ClassVar[Mapping[str, tuple[float, ...]]] = {
+        **SamplingFields.refused_unless,
+        "n_indent": (0,),
+        "n_keep": (-1, 0),
+        "n_cmpl": (1,),
     }
 
     model: ModelName = ""

@@ -21,7 +21,7 @@ from quart import Blueprint, Response
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.http.context import current_caller, current_config, current_node, current_request_id
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import models
@@ -331,10 +331,7 @@ async def framework_error(error: HTTPException) -> Response:
 @ollama.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
-    message = failure.message
-    if failure.field and not message.startswith(failure.field):
-        message = f"{failure.field}: {message}"
-    return failure_response(failure, _error(message))
+    return failure_response(failure, _error(message_with_field(failure)))
 
 
 def _error(message: str) -> bytes:

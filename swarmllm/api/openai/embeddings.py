@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -23,6 +24,7 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
 
     ignored = frozenset({"user", "truncate", "truncation", "keep_alive", "client_metadata"})
     refused = frozenset({"truncate_prompt_tokens", "input_type", "instruction", "embd_normalize"})
+    refused_unless: ClassVar[Mapping[str, tuple[float, ...]]] = {"embd_normalize": (2,)}
 
     prefers_encoders = True
 

@@ -31,6 +31,8 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields that clients send and that change nothing in an answer."""
     refused: ClassVar[frozenset[str]] = frozenset()
     """Fields that would change an answer and are not offered."""
+    refused_unless: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    """Of these, the numbers with which one asks for nothing."""
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """Fields that the type has and that are not offered, each with the values that ask for nothing."""
     refuses_unknown: ClassVar[bool] = False
@@ -289,6 +291,16 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             *("return_tokens", "return_token_ids", "plugins", "transforms"),
         }
     )
+    refused_unless = {
+        "min_tokens": (0,),
+        "min_keep": (0,),
+        "length_penalty": (1,),
+        "top_n_sigma": (-1, 0),
+        "dynatemp_range": (0,),
+        "dynatemp_exponent": (1,),
+        "t_max_predict_ms": (-1, 0),
+        "best_of": (1,),
+    }
 
     temperature: Temperature | None = None
     top_p: Share | None = None
