@@ -11,10 +11,13 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from swarmllm.log_limit import SUMMARY_S, LogLimit
 
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that the present task works for."""
 LINE_MAX: Final = 1000
 """Characters of a provoked line."""
 _WHO: Final = "provoked_by"

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -23,11 +22,9 @@ from typing import Final, Literal
 
 from swarmllm.config import Config
 from swarmllm.errors import ConfigError
-from swarmllm.log_filter import TEMPLATE, LogLimitFilter
+from swarmllm.log_filter import REQUEST_ID, TEMPLATE, LogLimitFilter
 from swarmllm.sd_notify import JournalFormatter, is_journal
 
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that the present task works for."""
 FILE_BYTES: Final = 10_000_000
 OLD_FILES: Final = 2
 EVENT_MAX: Final = 60

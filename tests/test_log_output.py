@@ -22,8 +22,8 @@ from swarmllm.cli.logs import lines_of
 from swarmllm.cli.main import main
 from swarmllm.config import Config, LogTable, NodeTable
 from swarmllm.errors import ConfigError
-from swarmllm.log_filter import provoked_by
-from swarmllm.log_output import REQUEST_ID, LineFormatter, event_of, fields_of, set_up_logging
+from swarmllm.log_filter import REQUEST_ID, provoked_by
+from swarmllm.log_output import LineFormatter, event_of, fields_of, set_up_logging
 
 ROOT = Path(__file__).parents[1]
 LEVELS = ("info", "warning", "error", "exception", "critical")

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from swarmllm.errors import ConfigError, DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.log_filter import REQUEST_ID
 from swarmllm.supervision import (
     EssentialTaskFailed,
     Outcome,
@@ -23,7 +24,8 @@ from swarmllm.supervision import (
     supervise_started,
 )
 from swarmllm.supervision.policy import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, Backoff, TaskRecord
-from swarmllm.supervision.table import BY_NAME, TASKS, reference
+from swarmllm.supervision.runner import OUTLIVING
+from swarmllm.supervision.table import BY_NAME, SCOPE_NAMES, TASKS, reference
 
 RESTARTED, GIVEN_UP, ESSENTIAL = "placement", "speed probe", "stop on signal"
 
@@ -243,6 +245,25 @@ async def test_an_unknown_name_is_refused_at_once() -> None:
 
 
 # Short-lived tasks.
+
+
+async def test_lines_of_tasks_that_outlive_a_request_are_not_taken_for_its_own() -> None:
+    seen: dict[str, str] = {}
+
+    async def look(scope: str) -> None:
+        seen[scope] = REQUEST_ID.get()
+
+    before = REQUEST_ID.set("req_1")
+    try:
+        async with trio.open_nursery() as nursery:
+            for scope in SCOPE_NAMES:
+                spawn(nursery, scope, look, scope)
+            await detach(nursery, "worker", look, "its outcome is waited for").wait()
+            assert REQUEST_ID.get() == "req_1"
+    finally:
+        REQUEST_ID.reset(before)
+    assert {scope for scope, request_id in seen.items() if not request_id} == OUTLIVING
+    assert seen["its outcome is waited for"] == "req_1"
 
 
 async def test_a_failing_task_ends_its_owner_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

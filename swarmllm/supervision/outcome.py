@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import trio
 
 from swarmllm.errors import DeadlineExceeded, SwarmLLMError
+from swarmllm.log_filter import REQUEST_ID
 from swarmllm.supervision.runner import spawn
 
 T = TypeVar("T")
@@ -101,8 +102,10 @@ def detach(
     and clean up afterwards; `dropped` is not used then."""
     outcome = Outcome(dropped) if outcome is None else outcome
     ended = closed or SwarmLLMError("the node is stopping")
+    request_id = REQUEST_ID.get()
 
     async def run() -> None:
+        REQUEST_ID.set(request_id)  # That of who waits for it.
         try:
             outcome.succeed(await work(*args))
         except SwarmLLMError as error:

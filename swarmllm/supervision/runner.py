@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from swarmllm.errors import ConfigError, SwarmLLMError
+from swarmllm.log_filter import REQUEST_ID
 from swarmllm.log_limit import LogLimit, Rate
 from swarmllm.supervision.policy import Backoff, TaskRecord, TaskStatus
 from swarmllm.supervision.table import BY_NAME, SCOPE_NAMES, SCOPES, TASKS
@@ -33,6 +34,8 @@ log = logging.getLogger("swarmllm.supervision")
 SCOPE_LOG_RATE: Final = Rate(burst=1, per_s=1 / 60)
 """Of one cause: the scope, the code and the kind of exception."""
 _CAUSES_MAX = 256
+OUTLIVING: Final = frozenset(("peer", "connection", "worker", "link"))
+"""Scopes whose tasks go on after the request that caused them: their lines of the log are not about it."""
 
 Work = Callable[..., Awaitable[object]]
 Failed = Callable[[Exception], object]
@@ -267,6 +270,8 @@ async def _run_contained(
     args: tuple[object, ...],
     failed: Failed | None,
 ) -> None:
+    if scope in OUTLIVING:
+        REQUEST_ID.set("")
     with contained(scope, what, failed, supervision):
         if (fault := supervision.injected(scope, what)) is not None:
             raise fault

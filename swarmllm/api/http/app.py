@@ -47,7 +47,7 @@ from swarmllm.api.openai.responses import RESPONSES, ResponseStore, responses
 from swarmllm.config import Config
 from swarmllm.errors import SwarmLLMError
 from swarmllm.keys import KeyRing
-from swarmllm.log_output import REQUEST_ID
+from swarmllm.log_filter import REQUEST_ID
 from swarmllm.node import ModelView, Node
 from swarmllm.node.metrics import CONTENT_TYPE
 from swarmllm.pipeline.request import new_request_id
