@@ -7,7 +7,14 @@ import trio.testing
 from node_ids import NODE_A, NODE_B, node_id_named
 
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
-from swarmllm.swarm.records.departures import DEPARTED_MAX, FORGET_S, GAVE_UP_S, RECENT_S, Departures
+from swarmllm.swarm.records.departures import (
+    DEPARTED_MAX,
+    FORGET_S,
+    GAVE_UP_MAX,
+    GAVE_UP_S,
+    RECENT_S,
+    Departures,
+)
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.swarm import NodeRecord, ShardAnnounce
@@ -57,6 +64,10 @@ def test_what_a_node_gave_up_before_it_left_counts_as_held_for_a_while() -> None
     departures.told(NODE_B, RECORD, NOTHING, 3000.0)
     departures.told(NODE_B, NOTHING, RECORD, 3001.0)
     assert held_when_it_leaves(3002.0) == ()
+    departures.told(NODE_B, RECORD, NOTHING, 4000.0)
+    for number in range(GAVE_UP_MAX):
+        departures.told(node_id_named(str(number)), RECORD, NOTHING, 4000.0)
+    assert held_when_it_leaves(4000.0) == ()
 
 
 async def test_a_node_that_comes_back_has_not_left() -> None:

@@ -22,6 +22,7 @@ FORGET_S: Final = 3600.0
 DEPARTED_MAX: Final = 64
 GAVE_UP_S: Final = 600.0
 """The longest `node.drain_timeout_s`."""
+GAVE_UP_MAX: Final = 1024
 
 NamedRanges = tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
 """(name, layer ranges) for each model."""
@@ -70,7 +71,9 @@ class Departures:
         if _ready(record):
             self._gave_up.drop(node_id)
         elif models := _ready(before):
-            self._gave_up.put(node_id, GaveUp(models, now_s))
+            self._gave_up.put_last(node_id, GaveUp(models, now_s))
+            if len(self._gave_up) > GAVE_UP_MAX:
+                self._gave_up.drop_first()
 
     def left(self, node_id: NodeId, record: NodeRecord | None, now_s: float, left_at: float) -> None:
         given_up = self._gave_up.drop(node_id)
