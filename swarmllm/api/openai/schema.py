@@ -291,7 +291,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             *("return_tokens", "return_token_ids", "plugins", "transforms"),
         }
     )
-    refused_unless = {
+    refused_unless: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "min_tokens": (0,),
         "min_keep": (0,),
         "length_penalty": (1,),
