@@ -125,13 +125,19 @@ async def test_headers_that_do_not_come_in_time_are_told(
 
 
 async def test_a_hub_that_does_not_answer_is_named_without_the_long_address(
-    web_server: FaultyServer, patient_clock: MockClock
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = DownloadSettings(endpoint=web_server.url)
+    settings = DownloadSettings(max_failures=1)
+    url = search_url(settings.endpoint, "x", READS_MAX)
+
+    async def refuses(self: object) -> bytes:
+        raise DownloadError(f"{url}: nobody is there")
+
+    monkeypatch.setattr(Remote, "listing", refuses)
     with pytest.raises(DownloadError) as failed:
         await hub_search.search_hub("x", settings, trio.CapacityLimiter(1))
-    assert failed.value.message.startswith(f"{web_server.url}: ")
-    assert "?" not in failed.value.message
+    assert failed.value.message.startswith(f"{settings.endpoint}: nobody is there")
+    assert url not in failed.value.message
 
 
 async def test_a_node_that_is_offline_searches_nothing(tmp_path: Path, web_server: FaultyServer) -> None:

@@ -62,8 +62,6 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"plugins": []}, "plugins"),
     (CHAT, {"return_tokens": False}, "return_tokens"),
     (CHAT, {"min_tokens": 0}, "min_tokens"),
-    (CHAT, {"length_penalty": 1.0}, "length_penalty"),
-    (CHAT, {"top_n_sigma": -1}, "top_n_sigma"),
 ]
 HONOURED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
@@ -81,8 +79,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"guided_json": SCHEMA}, "guided_json"),
     (CHAT, {"plugins": [{"id": "web"}]}, "plugins"),
     (CHAT, {"min_tokens": 1}, "min_tokens"),
-    (CHAT, {"min_tokens": "0"}, "min_tokens"),
-    (CHAT, {"t_max_predict_ms": 0.5}, "t_max_predict_ms"),
     (CHAT, {"transforms": ["middle-out"]}, "transforms"),
     (CHAT, {"return_tokens": True}, "return_tokens"),
     (CHAT, {"return_token_ids": True}, "return_token_ids"),
