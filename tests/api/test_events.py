@@ -181,6 +181,7 @@ async def test_peers_say_what_memory_they_have(tmp_path: Path) -> None:
         (peer,) = reader.state["peers"]["peers"]
         assert peer["nickname"] == "node-b's name"
         assert "connected_s" not in peer
+        await reader.read_until(lambda state: "other" in {each["name"] for each in state["models"]["models"]})
         other = next(model for model in reader.state["models"]["models"] if model["name"] == "other")
         assert (other["missing"], other["complete"]) == (["2:4"], False)
 
