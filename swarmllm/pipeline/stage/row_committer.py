@@ -2,15 +2,14 @@
 jobs.
 
 A row is signed for when it is final: the job after it is there (a guess may have been wrong), or the request
-is over. The rows are read from the worker, which keeps them for repairs, in stretches of 32; nobody on the
-token path waits for that. The signed statements of the previous stage are kept, for the origin to ask for
+is over. The rows are read from the worker, which keeps them for repairs, and have a digest for each stretch of
+32; nobody on the token path waits for that. The signed statements of the previous stage are kept, for the origin to ask for
 where the two contradict each other.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -47,6 +46,8 @@ LONG_BYTES: Final = 2**18
 """Of rows whose digests would hold the event loop up for too long."""
 READ_BYTES: Final = 2**20
 """Of rows that are read from the worker at once."""
+DUE_ROWS: Final = 4 * STRETCH_ROWS
+"""So many final rows are signed for while a request runs, with one statement; fewer at its end."""
 TELL_TIMEOUT_S: Final = 5.0
 _F32: Final = np.dtype("<f4")
 
@@ -131,13 +132,13 @@ class RowCommitter(NoRowCommitter):
             own.has_begun = True
             own.next = -(-position // STRETCH_ROWS) * STRETCH_ROWS
         own.n_final = max(own.n_final, position + n_rows)
-        self._look()
+        self._look(own)
 
     def turned(self, stage: int, n_jobs: int) -> None:
         """So many jobs, of a row at least, went through the worker by links."""
         if (own := self._stages.get(stage)) is not None and own.has_begun:
             own.n_final += n_jobs
-            self._look()
+            self._look(own)
 
     def hears(self, sender: NodeId, commitment: RowsCommitment) -> bool | None:
         """What a stage before one here has signed. None: it is for the origin, which is here; False: no
@@ -220,20 +221,15 @@ class RowCommitter(NoRowCommitter):
                 await self._commit(stage, stage.n_final)
                 stage.is_over = True
 
-    def _look(self) -> None:
-        if not self._is_due and any(self._due()):
+    def _look(self, stage: _Stage) -> None:
+        if stage.n_final >= stage.next + DUE_ROWS and not self._is_due and not stage.is_over:
             self._is_due = True
             self._tasks.spawn(self._work)
-
-    def _due(self) -> Iterator[_Stage]:
-        for stage in self._stages.values():
-            if not stage.is_over and stage.n_final >= stage.next + STRETCH_ROWS:
-                yield stage
 
     async def _work(self) -> None:
         async with self._lock:
             self._is_due = False
-            for stage in list(self._due()):
+            for stage in self._stages.values():
                 await self._commit(stage, stage.n_final // STRETCH_ROWS * STRETCH_ROWS)
 
     async def _commit(self, stage: _Stage, end: int) -> None:
