@@ -167,12 +167,43 @@ class CostTable:
         places = [known.coordinates.get(node_id) for node_id in node_ids]
         self._settled = np.array([place is not None and place.is_settled for place in places], np.bool_)
         nowhere = Coordinate()
-        self._position: Seconds = np.array([(place or nowhere).position_s for place in places])
-        self._position.shape = (len(node_ids), DIMENSIONS)
+        positions = np.array([(place or nowhere).position_s for place in places], np.float64)
+        self._axes: list[Seconds] = list(positions.reshape(len(node_ids), DIMENSIONS).T)
         self._height: Seconds = np.array([(place or nowhere).height_s for place in places])
-        self.layer: Seconds = np.array([known.layer_s(node_id) for node_id in node_ids], np.float64)
-        self.entry: Seconds = np.array([known.entry_s(node_id) for node_id in node_ids], np.float64)
-        self.exit: Seconds = np.array([known.exit_s(node_id) for node_id in node_ids], np.float64)
+        self.layer: Seconds = self._layer(node_ids)
+        ways: Seconds = self._rtt / 2 + known.hop_handling_s
+        n_bytes = known.workload.n_prompt_tokens * known.workload.row_bytes
+        self.entry: Seconds = ways + n_bytes / self._from_origin(node_ids)
+        self.exit: Seconds = ways
+        if self._origin >= 0:
+            self.entry[self._origin] = self.exit[self._origin] = 0.0
+
+    def _layer(self, node_ids: Sequence[NodeId]) -> Seconds:
+        known = self._known
+        speeds = [known.speeds[node_id] for node_id in node_ids]
+        prefill = np.array([speed.prefill_s for speed in speeds], np.float64)
+        decode = np.array([speed.decode_s for speed in speeds], np.float64)
+        n_active = np.array([speed.n_active for speed in speeds], np.float64)
+        n_prompt, lean = np.full(len(speeds), float(known.workload.n_prompt_tokens)), np.zeros(len(speeds))
+        for node_id, n_rows in known.cached_rows.items():
+            if (at := self._index.get(node_id)) is not None:
+                n_prompt[at] = max(0.0, n_prompt[at] - n_rows)
+        for node_id, part in known.leans.items():
+            if (at := self._index.get(node_id)) is not None:
+                lean[at] = part
+        rows = n_prompt * prefill + known.workload.n_output_tokens * decode
+        tie = np.full(len(speeds), LAYER_TIE_S)
+        if self._origin >= 0:
+            tie[self._origin] = 0.0
+        layer: Seconds = rows * (1 + lean) * (1 + n_active) + tie
+        return layer
+
+    def _from_origin(self, node_ids: Sequence[NodeId]) -> Seconds | float:
+        """Bytes per second."""
+        known = self._known.origin_bytes_per_s
+        if not known:
+            return LINK_BYTES_PER_S
+        return np.array([known.get(node_id, LINK_BYTES_PER_S) for node_id in node_ids], np.float64)
 
     def hop(self, senders: Indices, receivers: Indices) -> Seconds:
         """[n_receivers, n_senders]"""
@@ -187,19 +218,27 @@ class CostTable:
 
     def _latency(self, senders: Indices, receivers: Indices) -> Seconds:
         rows, columns = receivers[:, None], senders[None, :]
+        settled = self._settled[rows] & self._settled[columns]
         rtt: Seconds = np.maximum(self._rtt[rows], self._rtt[columns])
-        if self._settled.any():
-            apart = self._position[receivers][:, None, :] - self._position[senders][None, :, :]
-            heights = self._height[rows] + self._height[columns]
-            predicted = np.sqrt((apart * apart).sum(axis=2)) + heights
-            rtt = np.where(self._settled[rows] & self._settled[columns], predicted, rtt)
+        if settled.any():
+            predicted: Seconds = np.zeros(settled.shape)
+            for axis in self._axes:
+                apart = axis[rows] - axis[columns]
+                apart *= apart
+                predicted += apart
+            np.sqrt(predicted, out=predicted)
+            predicted += self._height[rows] + self._height[columns]
+            np.copyto(rtt, predicted, where=settled)
         if self._known.pair_rtt_s:
             measured = self._measured_rtt[rows, columns]
-            rtt = np.where(np.isfinite(measured), measured, rtt)
+            np.copyto(rtt, measured, where=np.isfinite(measured))
         if self._origin >= 0:
-            rtt = np.where(rows == self._origin, self._rtt[columns], rtt)
-            rtt = np.where(columns == self._origin, self._rtt[rows], rtt)
-        return self._known.workload.n_output_tokens * (rtt / 2 + self._known.hop_handling_s)
+            rtt[receivers == self._origin, :] = self._rtt[senders]
+            rtt[:, senders == self._origin] = self._rtt[receivers, None]
+        rtt /= 2
+        rtt += self._known.hop_handling_s
+        rtt *= self._known.workload.n_output_tokens
+        return rtt
 
     def _slowness(self, senders: Indices, receivers: Indices) -> Seconds | float:
         """Seconds per byte."""
@@ -234,10 +273,9 @@ class CostTable:
 
     def _between(self, known: Mapping[tuple[NodeId, NodeId], float]) -> tuple[Indices, Indices, Seconds]:
         """Of pairs that both are in the table: the two indices, and what is known."""
-        index = self._index
-        found = [(index[a], index[b], value) for (a, b), value in known.items() if a in index and b in index]
-        if not found:
-            nobody: Indices = np.zeros(0, np.intp)
-            return nobody, nobody, np.zeros(0)
-        here, there, values = zip(*found, strict=True)
-        return np.array(here, np.intp), np.array(there, np.intp), np.array(values, np.float64)
+        get = self._index.get
+        here = np.array([get(a, -1) for a, _ in known], np.intp)
+        there = np.array([get(b, -1) for _, b in known], np.intp)
+        values = np.fromiter(known.values(), np.float64, len(known))
+        is_here = (here >= 0) & (there >= 0)
+        return here[is_here], there[is_here], values[is_here]

@@ -2,9 +2,9 @@
 jobs.
 
 A row is signed for when it is final: the job after it is there (a guess may have been wrong), or the request
-is over. The rows are read from the worker, which keeps them for repairs, and have a digest for each stretch of
-32; nobody on the token path waits for that. The signed statements of the previous stage are kept, for the origin to ask for
-where the two contradict each other.
+is over. The rows are read from the worker, which keeps them for repairs, and have a digest for each stretch
+of 32; nobody on the token path waits for that. The signed statements of the previous stage are kept, for the
+origin to ask for where the two contradict each other.
 """
 
 from __future__ import annotations
