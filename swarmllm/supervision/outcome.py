@@ -26,21 +26,19 @@ class Outcome(Generic[T]):
 
     def __init__(self, dropped: Callable[[T], object] | None = None) -> None:
         """`dropped(value)` takes a value that comes after `abandon`: for what must be closed."""
+        self.is_over = False
+        """Read for each call to a worker, where a property costs two Python functions."""
         self._over = trio.Event()
         self._value: list[T] = []
         self._error: SwarmLLMError | None = None
         self._dropped = dropped
         self._is_abandoned = False
 
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
-
     def succeed(self, value: T) -> None:
         if self.is_over:
             return
         self._value.append(value)
-        self._over.set()
+        self._end()
         if self._is_abandoned:
             self._drop()
 
@@ -51,7 +49,7 @@ class Outcome(Generic[T]):
         if not isinstance(error, SwarmLLMError):
             error = SwarmLLMError(f"internal error ({type(error).__name__})")
         self._error = error
-        self._over.set()
+        self._end()
 
     def abandon(self) -> None:
         """No task waits any more, nor will: a value that is there, or comes, is dropped."""
@@ -81,6 +79,10 @@ class Outcome(Generic[T]):
         if not self.is_over:
             raise DeadlineExceeded(f"{what} within {timeout_s:g} s")
         return self.result()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._over.set()
 
     def _drop(self) -> None:
         if self._value and self._dropped is not None:

@@ -67,6 +67,8 @@ class Worker:
         self._pending: dict[int, Pending] = {}
         self._last_id = 0
         self._last_heard_at = trio.current_time()
+        self.alive = True
+        """It takes calls. Read several times for each call, where a property costs two Python functions."""
         self._ending = trio.Event()
         self._end_reason = ""
         self.was_asked_to_leave = False
@@ -104,11 +106,6 @@ class Worker:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it takes calls."""
-        return not self._ending.is_set()
 
     @property
     def n_pending(self) -> int:
@@ -156,7 +153,7 @@ class Worker:
             raise
         finally:
             with trio.CancelScope(shield=True):
-                if not self._ending.is_set():
+                if self.alive:
                     self._leave("was stopped with the pool")
                 self._had_to_kill = await self._process.reap(self._grace_s)
                 self._close_after_exit()
@@ -299,7 +296,8 @@ class Worker:
 
     def _end(self, reason: str, *, grace_s: float) -> None:
         # The first reason is the cause; what follows from it is not.
-        if not self._ending.is_set():
+        if self.alive:
+            self.alive = False
             self._end_reason = reason
             self._grace_s = grace_s
             self._ending.set()
