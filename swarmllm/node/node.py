@@ -183,6 +183,7 @@ class Node:
         self.provisioner = ModelProvisioner(self.models, pool, self.sharing)
         self.on_demand = OnDemand(_DemandedModels(self))
         self.models.give_up = self.on_demand.give_up
+        self.placing.is_on_demand = self.on_demand.has_loaded
         self.file_shares = FileShares(
             router.node_id,
             registry=registry,

@@ -256,6 +256,10 @@ class OnDemand:
             if self._kept.is_idle(model_id) and not self._models.is_managed(model_id):
                 await self._drop_now(model_id)
 
+    def has_loaded(self, model_id: ModelId) -> bool:
+        """Whether it is here because requests asked for it, under way or not."""
+        return model_id in self._kept
+
     def expires_in_s(self, model_id: ModelId | Literal[""]) -> float | None:
         """None: it does not."""
         return self._kept.expires_in_s(model_id, trio.current_time())

@@ -377,6 +377,19 @@ async def test_a_node_offers_no_memory_that_the_machine_does_not_have() -> None:
     assert member.manager.free_bytes == 0, "in steps of 256 MiB"
 
 
+async def test_what_a_request_loaded_takes_none_of_the_budget_and_what_a_person_loaded_does() -> None:
+    member = SharingMember(A, 12)
+    member.manager.shares = (SHARE,)
+    member.pool.held = ranges("0:6")
+    await member.manager.learn_shapes()
+    assert member.manager.free_bytes == 6 * LAYER_BYTES
+    member.manager.is_on_demand = lambda model_id: model_id == ENTRY.model_id
+    assert member.manager.free_bytes == 12 * LAYER_BYTES
+    await live([member], 1)
+    assert member.manager.model_ids == (ENTRY.model_id,)
+    assert member.manager.free_bytes == 6 * LAYER_BYTES, "it is shared now"
+
+
 async def test_it_waits_for_one_that_accepts_and_has_not_said_so_yet() -> None:
     member = SharingMember(A, 12)
     member.manager.shares = (SHARE,)

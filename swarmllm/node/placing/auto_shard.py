@@ -129,6 +129,8 @@ class AutoShardManager:
         self._models = models
         self._on_change = on_change
         self._shapes: dict[str, ModelShape] = {}
+        self.is_on_demand: Callable[[ModelId], bool] = lambda model_id: False
+        """Whether a model was loaded for requests, and goes when nobody asks for it any more."""
         self._configured_shares: set[ModelId] = set()
         self._wake = trio.Event()
         self._n_looks = 0
@@ -300,7 +302,8 @@ class AutoShardManager:
 
     @property
     def free_bytes(self) -> int:
-        """Of the budget; layers that the user loaded count too."""
+        """Of the budget; layers that the user loaded count too, but not what a request loaded: it goes by
+        itself, and the plan would follow its coming and going."""
         return self.own_room[0] if self.takes_part else 0
 
     @property
@@ -357,7 +360,12 @@ class AutoShardManager:
                 self._shapes[model_id] = shape_of((await self._models.find(model_id)).manifest)
 
     def _used_bytes(self) -> int:
-        held = {model_id: list(ranges) for model_id, ranges in self._pool.models().items()}
+        placed = self.model_ids
+        held = {
+            model_id: list(ranges)
+            for model_id, ranges in self._pool.models().items()
+            if model_id in placed or not self.is_on_demand(model_id)
+        }
         for model in self.models:
             if model.model_id and model.loading:
                 held.setdefault(model.model_id, []).extend(model.loading)
