@@ -107,6 +107,7 @@ setup(
                 "neon_k_quants",
             ),
             ("row_attention",),
+            ("memory_calls",),
             ("lone_row",),
             ("weights",),
             ("row_codec",),

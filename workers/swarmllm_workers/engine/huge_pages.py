@@ -29,10 +29,13 @@ GAP_MAX: Final = 4096
 """Bytes not written between two that are: more than that stays a hole."""
 POPULATE_READ: Final = 22
 """`MADVPOPULATE_READ`, which Python does not name."""
+POPULATE_WRITE: Final = 23
 FIXED: Final = 0x10
 NO_RESERVE: Final = 0x4000
 """Of the flags of `mmap`, too."""
 _WINDOW: Final = 128 * 2**20
+_FILLED_AT_ONCE: Final = 16 * 2**20
+"""What waits for the kernel meanwhile waits some milliseconds."""
 _MOST: Final = 0.9
 _FAST_BYTES_PER_S: Final = 300e6
 """A slower disk would keep a load waiting longer than the steps win."""
@@ -161,6 +164,15 @@ def populate(address: int, size: int) -> None:
     """Enter these pages into the page table. If the kernel cannot, they are read at their first use."""
     if operating_system.IS_LINUX:
         libc.madvise(address, size, POPULATE_READ)
+
+
+def fill_in(address: int, size: int) -> None:
+    """Have memory behind these pages of this process, which are zero until somebody writes there. If the
+    kernel cannot (Linux before 5.14), they get it at their first use."""
+    if operating_system.IS_LINUX:
+        for at in range(address, address + size, _FILLED_AT_ONCE):
+            if libc.madvise(at, min(_FILLED_AT_ONCE, address + size - at), POPULATE_WRITE) != 0:
+                return
 
 
 def let_go(address: int, size: int) -> None:

@@ -37,7 +37,7 @@ from swarmllm_workers.engine import huge_pages, shared_weights
 from swarmllm_workers.engine.positions import SECTIONS
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 from swarmllm_workers.gguf_file import files_of
-from swarmllm_workers.kernels import repacking, row_attention, small_batches
+from swarmllm_workers.kernels import memory_calls, repacking, row_attention, small_batches
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +335,9 @@ class Context:
         self._n_threads = settings.n_threads
         self._gives_normed = False
         _library_messages.recent.clear()
+        memory_calls.cleared()
         handle = lib.llama_init_from_model(model.handle, params)
+        self._to_fill = memory_calls.cleared()
         if handle is None:
             raise _complaint("no context can be made")
         self.handle = handle
@@ -500,7 +502,13 @@ class Context:
         """Drop the positions from `length` on. False: the model cannot drop a part (recurrent state)."""
         return bool(lib.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
+    def fill_in(self) -> None:
+        """Have memory behind all cells; without, those get it that are used. May run beside `decode`."""
+        while self._to_fill:
+            huge_pages.fill_in(*self._to_fill.pop())
+
     def close(self) -> None:
         if self.handle is not None:
             lib.llama_free(self.handle)
             self.handle = None
+            self._to_fill = []

@@ -161,6 +161,11 @@ class LoadedLayers:
             tell(min(done_bytes, total_bytes), total_bytes)
         yield from self._settling()
 
+    def filling(self) -> Operation[None]:
+        """Have memory behind the cells of all segments: after a load or a cut that somebody waits for."""
+        for segment in self.segments:
+            yield segment.fill_in
+
     def whole_file(self) -> Path:
         """The GGUF with everything in it. Nothing may be loaded."""
         return self._maker.whole_file()

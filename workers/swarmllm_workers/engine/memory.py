@@ -22,7 +22,7 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm_proto.ipc import KvType
 from swarmllm_workers.engine.libllama import N_BATCH
-from swarmllm_workers.engine.memory_dry_run import dry_run
+from swarmllm_workers.engine.memory_dry_run import dry_run, other_bytes
 from swarmllm_workers.engine.ranges import Range, join, merge
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
@@ -31,6 +31,7 @@ from swarmllm_workers.kernels import row_attention
 from swarmllm_workers.kernels.interposing import mapped_libraries
 
 _F32: Final = 4
+_F16: Final = 2
 _VALUE_BYTES: Final = {"f16": 2.0, "q8_0": 34 / 32}
 _NO_LIMIT: Final = 2**60
 """What a control group without a limit says, or more."""
@@ -72,7 +73,11 @@ def predict(source: GgufFile, n_layers: int, pieces: Iterable[Range], settings: 
             total += estimate(source, n_layers, [(start, end)], settings)
         else:
             weights_bytes = _weights_bytes(source, start, end, has_head=end == n_layers)
-            total += Memory(weights_bytes, taken.kv_bytes, taken.work_bytes)
+            compute_bytes = taken.compute_bytes
+            if compute_bytes is None:
+                compute_bytes = _compute_bytes(source, settings, N_BATCH)
+            work_bytes = taken.buffer_bytes + compute_bytes + taken.context_bytes
+            total += Memory(weights_bytes, taken.kv_bytes, work_bytes)
     return total
 
 
@@ -91,7 +96,10 @@ def estimate(
         has_head = end == n_layers
         kv_bytes = sum(_kv_bytes(source, layer, settings) for layer in range(start, end))
         weights_bytes = _weights_bytes(source, start, end, has_head=has_head)
-        total += Memory(weights_bytes, kv_bytes, _work_bytes(source, settings, n_batch, has_head=has_head))
+        work_bytes = _work_bytes(source, settings, n_batch, has_head=has_head)
+        n_embd = _number(source, "embedding_length")
+        work_bytes += other_bytes(start, end, n_layers, n_batch, n_embd, n_embd)
+        total += Memory(weights_bytes, kv_bytes, work_bytes)
     return total
 
 
@@ -117,9 +125,13 @@ def _kv_bytes(source: GgufFile, layer: int, settings: EngineSettings) -> int:
     row = _number(source, "attention.key_length", layer, head_size)
     row += _number(source, "attention.value_length", layer, head_size)
     cells = int(settings.n_ctx * n_kv_heads * row * _VALUE_BYTES[settings.kv_type])
+    return cells + _states_bytes(source, layer, settings)
+
+
+def _states_bytes(source: GgufFile, layer: int, settings: EngineSettings) -> int:
     inner = _number(source, "ssm.inner_size", layer)
     state = _number(source, "ssm.state_size", layer) + _number(source, "ssm.conv_kernel", layer)
-    return cells + settings.n_slots * inner * state * _F32
+    return settings.n_slots * inner * state * _F32
 
 
 def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has_head: bool) -> int:
@@ -131,7 +143,20 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has
     n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
     width = 2 * n_ff + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
-    return int(n_batch * _F32 * (n_scores * settings.n_ctx + width)) + n_outputs * _n_vocab(source) * _F32
+    buffer_bytes = int(n_batch * _F32 * (n_scores * settings.n_ctx + width))
+    # A layer computes on a copy of its states.
+    buffer_bytes += max((_states_bytes(source, layer, settings) for layer in range(n_layers)), default=0)
+    return buffer_bytes + n_outputs * _n_vocab(source) * _F32 + _compute_bytes(source, settings, n_batch)
+
+
+def _compute_bytes(source: GgufFile, settings: EngineSettings, n_batch: int) -> int:
+    """What ggml takes besides: the second factor of the largest product, in f16 at most."""
+    n_layers = _number(source, "block_count")
+    n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
+    n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
+    n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
+    n_scores = 0 if _is_fused(settings, source) else n_heads * settings.n_ctx
+    return n_batch * _F16 * max(n_scores, n_ff, _number(source, "embedding_length"))
 
 
 def _n_vocab(source: GgufFile) -> int:

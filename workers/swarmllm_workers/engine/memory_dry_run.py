@@ -2,7 +2,8 @@
 
 libllama can read a header and lay out all buffers without making room for any (`no_alloc`), in some
 hundredths of a second. Its figures are those that it gives when it really does it, for every architecture
-and setting.
+and setting. What ggml takes to compute the graph, of which libllama does not speak, comes from
+`kernels/memory_calls.py`. Rows that are fed to a part of a model are kept several times beside that.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from weakref import WeakKeyDictionary
 
 from swarmllm_proto.architectures import ARCHITECTURES, generic
 from swarmllm_workers import operating_system
-from swarmllm_workers.engine.libllama import Context, Model, capture_log
+from swarmllm_workers.engine.libllama import N_BATCH, Context, Model, capture_log
 from swarmllm_workers.engine.segment import EngineSettings, context_settings
 from swarmllm_workers.engine.segment_file import n_layers_of, plan_part
 from swarmllm_workers.engine.shared_weights import header_file
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
+from swarmllm_workers.kernels import memory_calls
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +34,24 @@ _CELLS: Final = re.compile(r"\bsize = +([\d.]+) MiB \(")
 _WORK: Final = re.compile(r"\b(?:compute|output) buffer size = +([\d.]+) MiB")
 
 
+_F32: Final = 4
+_GRAPH_BYTES: Final = 2**20
+"""Of what libllama and ggml keep of a context's graphs, for models of some layers."""
+_FED_COPIES: Final = 3
+"""Of the rows that a part is fed libllama keeps those of this graph, of the one before, and of the largest,
+for which it has reserved room."""
+
+
 @dataclass(frozen=True)
 class MemoryUse:
     kv_bytes: int
     """Of keys and values, and of recurrent states."""
-    work_bytes: int
+    buffer_bytes: int
+    """Of libllama's buffers for a graph and what comes of it."""
+    compute_bytes: int | None
+    """What ggml takes besides to compute the graph; None: nobody knows."""
+    context_bytes: int
+    """Of the rows that enter and leave a part of a model, and of what describes a graph."""
 
 
 _known: WeakKeyDictionary[GgufFile, dict[tuple[object, ...], MemoryUse | None]] = WeakKeyDictionary()
@@ -51,7 +66,7 @@ def dry_run(
         return None
     known = _known.setdefault(source, {})
     kept = settings.prefixes.n_cells_entries
-    sizes = (start, end, n_batch, settings.n_ctx, settings.n_slots, kept)
+    sizes = (start, end, n_batch, settings.n_ctx, settings.n_slots, settings.n_threads, kept)
     key = (*sizes, settings.kv_type, settings.flash_attention)
     if key not in known:
         if len(known) >= KNOWN_MAX:
@@ -66,16 +81,32 @@ def dry_run(
 
 def _dry_run(source: GgufFile, start: int, end: int, settings: EngineSettings, n_batch: int) -> MemoryUse:
     n_layers = n_layers_of(source)
-    with _header(source, start, end, n_layers) as path, capture_log() as lines:
+    with (
+        _header(source, start, end, n_layers) as path,
+        capture_log() as lines,
+        memory_calls.watching(settings.n_threads) as compute_bytes,
+    ):
         model = Model(path, use_mmap=False, no_alloc=True)
         try:
             made = context_settings(
                 settings, is_recurrent=model.is_recurrent, has_head=end == n_layers, n_batch=n_batch
             )
             Context(model, made).close()
+            context_bytes = other_bytes(start, end, n_layers, n_batch, model.n_embd_input, model.n_embd)
         finally:
             model.close()
-    return MemoryUse(_bytes(_CELLS, lines), _bytes(_WORK, lines))
+        return MemoryUse(_bytes(_CELLS, lines), _bytes(_WORK, lines), compute_bytes(), context_bytes)
+
+
+def other_bytes(start: int, end: int, n_layers: int, n_batch: int, n_embd_input: int, n_embd: int) -> int:
+    """What a segment takes beside its buffers: its graphs, rows that enter a part of a model (the whole model
+    has token ids) and rows that leave it for the next one. Ours have room for N_BATCH, libllama's for
+    `n_batch`."""
+    if (start, end) == (0, n_layers):
+        return _GRAPH_BYTES
+    fed_bytes = (N_BATCH + _FED_COPIES * n_batch) * n_embd_input * _F32
+    given_bytes = N_BATCH * n_embd * _F32 if end < n_layers else 0
+    return _GRAPH_BYTES + fed_bytes + given_bytes
 
 
 @contextmanager

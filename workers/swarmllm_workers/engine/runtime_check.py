@@ -29,6 +29,7 @@ COMPILED: Final = {
     "tap": "hidden states are read by Python code, which costs time for every operation of a step",
     "small_batches": "products are ggml's own, slower, and a row may get other bits in a batch than alone",
     "row_attention": "attention is not fused unless the configuration asks for it, which is slower",
+    "memory_calls": "the memory that layers will take is estimated, with more than they need",
     "lone_row": "rows of a lone request are taken over by numpy, which is slower",
     "weights": "sampling is done by numpy, which is slower",
     "row_codec": "rows for other nodes are packed by numpy, which is slower",

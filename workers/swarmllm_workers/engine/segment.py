@@ -235,8 +235,13 @@ class Segment:
         n_batch = rows_of_exact_batch(self._settings)
         other.n_outputs_max = n_batch if gives_rows else n_outputs_of(n_sequences, has_head=self.has_head)
         other._context = other._make_context(n_batch)
+        other.fill_in()  # or the next one would be given the same memory
         self.apart_segments.append(other)
         return other
+
+    def fill_in(self) -> None:
+        """Have memory behind all cells, if that is not so yet: nobody else is to be promised it."""
+        self._context.fill_in()
 
     def __repr__(self) -> str:
         return f"<Segment {self.start}:{self.end} rows={self.n_rows}>"

@@ -1,4 +1,4 @@
-"""Interposes our C functions (`small_batches.c`, `row_attention.c`) before libllama's.
+"""Interposes our C functions (`small_batches.c`, `row_attention.c`, `memory_calls.c`) before libllama's.
 
 libllama's libraries look for their symbols among the global ones first, so a library that was made global
 before libllama was loaded answers in its place. Where no compiler was at hand, or another module had loaded

@@ -238,6 +238,7 @@ class Scheduler:
     def _cutting(self, layers: Range) -> Operation[None]:
         try:
             yield from self._engine.layers.cutting(*layers)
+            yield from self._engine.layers.filling()
         except Exception as error:
             for work in [each for each in self.works.values() if each.layers == layers]:
                 if not work.is_finished and self._is_without_segments(work):

@@ -237,8 +237,10 @@ class PrefixHandlers:
         self._state.loading.begin(self._cutting(message, again), partial(self._state.fail, message.id))
 
     def _cutting(self, message: _OfLayers, again: Callable[[], None]) -> Operation[None]:
-        yield from self._state.engine().layers.cutting(message.start, message.end)
+        layers = self._state.engine().layers
+        yield from layers.cutting(message.start, message.end)
         again()
+        yield from layers.filling()
 
 
 def _no_kv(error: BadState) -> CallError:

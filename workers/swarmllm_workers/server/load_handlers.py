@@ -128,6 +128,7 @@ class LoadHandlers:
             yield from guesses.trying(self._progress_of(message.id))
         self._has_loaded = True
         self._answer_loaded(message.id)
+        yield from engine.layers.filling()
 
     def _tuning(self, paths: list[Path]) -> Operation[None]:
         """Measuring has the processor's caches and all products to itself: not beside decode steps."""
@@ -154,6 +155,7 @@ class LoadHandlers:
         engine = self._state.engine()
         yield from engine.layers.unloading(message.start, message.end, self._progress_of(message.id))
         self._answer_loaded(message.id)
+        yield from engine.layers.filling()
         if not engine.layers.ranges:
             self._state.finish(message.id)
 
@@ -181,8 +183,10 @@ class LoadHandlers:
         self._state.loading.begin(self._cutting(message), partial(self._state.fail, message.id))
 
     def _cutting(self, message: ipc.Cut) -> Operation[None]:
-        yield from self._state.engine().layers.cutting(message.start, message.end, if_idle=message.if_idle)
+        layers = self._state.engine().layers
+        yield from layers.cutting(message.start, message.end, if_idle=message.if_idle)
         self._state.send(ipc.Done(id=message.id))
+        yield from layers.filling()
 
     def _progress_of(self, call_id: int) -> LoadProgress:
         """Called wherever a part runs."""

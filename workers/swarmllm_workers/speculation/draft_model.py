@@ -66,6 +66,7 @@ class DraftModel:
                     n_outputs_max=settings.n_slots,
                 ),
             )
+            self.context.fill_in()
         except CallError:
             self._model.close()
             raise
