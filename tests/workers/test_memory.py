@@ -22,6 +22,7 @@ from swarmllm_workers.engine.memory import Memory, available_bytes, estimate, pr
 from swarmllm_workers.engine.memory_dry_run import MemoryUse, dry_run
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import interposing
 
 from .blueprint import write
 from .conftest import MakeModel
@@ -29,6 +30,10 @@ from .families import FAMILIES
 from .test_batching import OpenRoom, open_room  # noqa: F401
 
 # ruff: noqa: F811 (fixtures are imported)
+
+needs_memory_calls = pytest.mark.skipif(
+    interposing.find_library("memory_calls") is None, reason="not built here: memory_calls"
+)
 
 SETTINGS = {
     "plain": EngineSettings(n_ctx=2048),
@@ -74,6 +79,7 @@ def private_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
+@needs_memory_calls
 @pytest.mark.parametrize(
     ("family", "flash_attention", "layers"),
     [
@@ -104,6 +110,7 @@ def test_prediction_is_what_the_process_takes(
     engine.close()
 
 
+@needs_memory_calls
 @pytest.mark.parametrize("n_ctx", [1024, 4096])
 def test_plain_attention_computes_with_the_scores_of_all_heads_in_f16(tmp_path: Path, n_ctx: int) -> None:
     path = write(tmp_path / "model.gguf", FAMILIES["llama-3.1"])
@@ -119,6 +126,7 @@ def test_plain_attention_computes_with_the_scores_of_all_heads_in_f16(tmp_path: 
         engine.close()
 
 
+@needs_memory_calls
 @pytest.mark.parametrize("model", ["guide", "llama", "qwen3moe", "gemma2"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_prediction_is_what_libllama_takes(
@@ -136,6 +144,7 @@ def test_prediction_is_what_libllama_takes(
     engine.close()
 
 
+@needs_memory_calls
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prediction_is_what_libllama_takes_of_any_architecture(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
