@@ -185,6 +185,7 @@ class ModelKeeper:
         self._remembered = remembered
         self.presets = NamedPresets(catalogue)
         self._cut_checks = CutChecks(pool, catalogue)
+        self._untold: set[ModelId] = set()
         self._coverages = Coverages(node.node_id, node)
         self.by_hand: Callable[[ModelId, LayerRange | None], None] = lambda model_id, loaded: None
         """Told the id of a model that its user loads, unloads or removes, and the layers that were loaded."""
@@ -270,7 +271,7 @@ class ModelKeeper:
         if mmproj is not None:
             given = await trio.to_thread.run_sync(read_projector, mmproj, report)
         entry = await trio.to_thread.run_sync(self._catalogue.add, path, name, report)
-        entry = await self._cut_checks.ensure(entry, checking)
+        entry = await self._tried_first(entry, checking)
         if given is not None:
             entry = await self._projectors.attach_read(entry, given)
         elif entry.projector is None:
@@ -520,7 +521,22 @@ class ModelKeeper:
 
     async def try_cuts(self, entry: CatalogueEntry) -> CatalogueEntry:
         """With what this node can find out about where the model may be cut."""
-        return await self._cut_checks.ensure(entry, lambda done_bytes, total_bytes: None)
+        entry = await self._tried_first(entry, lambda done_bytes, total_bytes: None)
+        await self._node.publish()
+        return entry
+
+    def may_be_told(self, model_id: ModelId) -> bool:
+        """Whether other nodes may hear that its file is here."""
+        return model_id not in self._untold
+
+    async def _tried_first(self, entry: CatalogueEntry, checking: Progress) -> CatalogueEntry:
+        """A model that has just come, after its cuts were tried. Other nodes hear of it then: they would load
+        parts by the table alone."""
+        self._untold.add(entry.model_id)
+        try:
+            return await self._cut_checks.ensure(entry, checking)
+        finally:
+            self._untold.discard(entry.model_id)
 
     async def drop(
         self,

@@ -214,6 +214,7 @@ class Node:
             placing=self.placing,
             files=self.file_shares,
         )
+        self._announcer.may_be_told = self.sharing.may_be_told = self.models.may_be_told
         self.started_at = self._announcer.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)

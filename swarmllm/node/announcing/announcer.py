@@ -142,6 +142,8 @@ class Announcer:
         self._times = LookTimes()
         self._woken = trio.Event()
         self._publishing = trio.Lock()
+        self.may_be_told: Callable[[ModelId], bool] = lambda model_id: True
+        """Whether other nodes may hear that the file of a model is here."""
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed; started once it knows this node."""
@@ -258,7 +260,8 @@ class Announcer:
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every WHOLE_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        ready, files = within_limits(ready, self._transfer.announcements(entries.values()))
+        told = [entry for entry in entries.values() if self.may_be_told(entry.model_id)]
+        ready, files = within_limits(ready, self._transfer.announcements(told))
         seeing = (
             ()
             if self._leaves

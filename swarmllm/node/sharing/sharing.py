@@ -75,6 +75,8 @@ class Sharing:
         self._registry = registry
         self._node_id = node_id
         self._models = models
+        self.may_be_told: Callable[[ModelId], bool] = lambda model_id: True
+        """Whether other nodes may hear of a model already."""
 
     async def plan(self, name: str) -> tuple[str, SharePlan]:
         """The model's name, and what would become of it. Raises what finding it raises, BadModel (its cuts
@@ -111,8 +113,14 @@ class Sharing:
         self, name: str, source: PublishedName = NOT_PUBLISHED, *, is_permanent: bool = True
     ) -> ShareView:
         """`source`: where its file is published. `is_permanent`: over restarts. Raises what finding it
-        raises, Conflict (too many, or nobody could hold it)."""
+        raises, Conflict (too many, nobody could hold it, or its cuts are being tried)."""
         entry = await self._models.find(name)
+        if not self.may_be_told(entry.model_id):
+            raise Conflict(
+                f"{entry.name} is being tried where it can be cut; share it when `swarmllm models add`, or"
+                " its download, has ended.",
+                field="model",
+            )
         _, plan = await self.plan(entry.model_id)
         if not plan.is_complete:
             raise Conflict(no_room(entry.name, plan), field="model")
