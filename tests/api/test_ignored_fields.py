@@ -13,6 +13,7 @@ from api_fakes import serve_node
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmllm.api.http.errors import rename_field
 from swarmllm.api.http.fields import HEADER, NAME_MAX, NAMES_MAX, decode_request, header_of
 from swarmllm.api.openai.chat_request import chat_call
 from swarmllm.api.openai.schema import ChatRequest
@@ -128,6 +129,56 @@ async def test_what_would_change_the_answer_is_refused_by_name(
         if path in (MESSAGES, OLLAMA):  # The errors of these have no place for the field's name.
             assert message.count(name) == 1
         assert not stand.pipelines.calls
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("response_format", "format"),
+        ("response_format.schema", "format.schema"),
+        ("tools[3].function.parameters", "tools[3].input_schema"),
+        ("tools[0].function.name", "tools[0].name"),
+        ("toolset", "toolset"),
+        (None, None),
+    ],
+)
+def test_a_field_is_called_as_its_dialect_calls_it(ours: str | None, theirs: str | None) -> None:
+    names = {
+        "response_format": "format",
+        "tools[].function.parameters": "tools[].input_schema",
+        "tools[].function": "tools[]",
+    }
+    failure = InvalidRequest("no", field=ours)
+    rename_field(failure, names)
+    assert failure.field == theirs
+
+
+UNCALLABLE = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (
+            MESSAGES,
+            {"tools": [TOOL | {"input_schema": UNCALLABLE}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema: ",
+        ),
+        (
+            RESPONSES,
+            {"tools": [FUNCTION | {"parameters": UNCALLABLE}], "tool_choice": "required"},
+            "tools[0].parameters",
+        ),
+    ],
+)
+async def test_a_function_that_cannot_be_forced_is_named_as_the_request_names_it(
+    tmp_path: Path, path: str, fields: dict[str, Any], name: str
+) -> None:
+    async with serve_node(tmp_path) as stand:
+        answer = await stand.http.post(path, json=BASE[path] | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == name if path == RESPONSES else error["message"].startswith(name)
 
 
 @pytest.mark.parametrize("stream", [False, True])

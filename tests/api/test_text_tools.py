@@ -398,3 +398,13 @@ async def test_a_stream_begins_with_null_on_llamacpps_path_only(tmp_path: Path) 
             answer = await stand.http.post(path, json=body)
             first = json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
             assert first["choices"][0]["delta"] == {"role": "assistant", "refusal": None} | content
+
+
+async def test_a_request_without_a_model_is_told_which_ones_there_are(tmp_path: Path) -> None:
+    async with serve_node(tmp_path) as stand:
+        asked = {"prompt": "a", "n_predict": 1}
+        idle = (await stand.http.post("/completion", json=asked)).json()["error"]
+        assert (idle["param"], idle["message"][-7:]) == ("model", " guide.")
+        await stand.node.models.remove("guide")
+        nothing = (await stand.http.post("/completion", json=asked)).json()["error"]
+        assert nothing["message"].startswith("No model is known here")

@@ -19,7 +19,7 @@ from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.anthropic.reply import AnthropicReply, error_body
 from swarmllm.api.http.context import current_node
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field, rename_field
 from swarmllm.api.http.fields import note_ignored, read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
@@ -46,6 +46,14 @@ from swarmllm_proto.ipc import Effort
 
 MEDIUM_FROM_TOKENS = 2048
 HIGH_FROM_TOKENS = 4096
+CALLED_HERE = {
+    "reasoning_effort": "thinking",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
+}
+"""Fields of the chat call that a request becomes, by what they are called in the request."""
 Display = Literal["summarized", "omitted"]
 
 
@@ -283,8 +291,7 @@ async def framework_error(error: HTTPException) -> Response:
 @anthropic.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
-    if failure.field == "reasoning_effort":
-        failure.field = "thinking"
+    rename_field(failure, CALLED_HERE)
     return failure_response(failure, error_body(message_with_field(failure), failure.http_status))
 
 

@@ -61,13 +61,23 @@ async def model_or_only_one(name: str | None, *, prefers_encoders: bool = False)
     names = [view.name for view in views if view.complete]
     if prefers_encoders:
         names = [each.name for each in views if each.entry and is_text_encoder(each.entry.manifest)] or names
-    if len(names) != 1:
-        raise InvalidRequest(f"Which model? {len(names)} can answer here; send `model`.", field="model")
-    return names[0]
+    if len(names) == 1:
+        return names[0]
+    known = names or [view.name for view in views]
+    listed = ", ".join(known[:NAMES_MAX]) + ", ..." * (len(known) > NAMES_MAX)
+    if names:
+        message = f"Which model? Send `model`: {listed}."
+    elif known:
+        message = f"No model is complete here now; send `model` to name one that is known: {listed}."
+    else:
+        message = "No model is known here; add one with: swarmllm models add PATH"
+    raise InvalidRequest(message, field="model")
 
 
 HEADER = "x-session-id"
 SESSION_MAX = 256
+NAMES_MAX = 5
+"""Of models that an error lists."""
 """Characters; the wire's limit."""
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _AT = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>[^`]*)`")
+_ITEM = re.compile(r"\[\d+\]")
 DEFAULT_RETRY_AFTER_S = 1.0
 N_FRAMES = 8
 BRACKETS_MAX = 2**18
@@ -116,6 +117,21 @@ def message_with_field(failure: SwarmLLMError) -> str:
     name, message = failure.field, failure.message
     is_named = not name or message.startswith(name) or f"`{name}`" in message
     return message if is_named else f"{name}: {message}"
+
+
+def rename_field(failure: SwarmLLMError, names: Mapping[str, str]) -> None:
+    """Name a field as the request does, and not as the chat call does that it became. `names`: from the
+    call's to the request's; `[]` stands for any item of a list, and what is inside a field moves with it."""
+    if not failure.field:
+        return
+    numbers, path = _ITEM.findall(failure.field), _ITEM.sub("[]", failure.field)
+    for ours, theirs in names.items():
+        if path == ours or path.startswith((f"{ours}.", f"{ours}[")):
+            path = theirs + path[len(ours) :]
+            break
+    for number in numbers:
+        path = path.replace("[]", number, 1)
+    failure.field = path
 
 
 def failure_response(error: SwarmLLMError, body: bytes) -> Response:

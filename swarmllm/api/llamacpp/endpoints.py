@@ -13,7 +13,7 @@ from quart import Blueprint, Response, request
 
 from swarmllm import __version__
 from swarmllm.api.http.context import current_config, current_node, model_or_only_one
-from swarmllm.api.http.errors import error_object, failure_response
+from swarmllm.api.http.errors import error_object, error_response, failure_response, rename_field
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.llamacpp.completion import MEDIA_MARKER, NativeCompletion, read_completion
@@ -93,6 +93,13 @@ async def context_full(error: ContextFull) -> Response:
     """That server's name for it; with /v1 it has OpenAI's."""
     told = error_object(error) | {"type": "exceed_context_size_error"}
     return failure_response(error, encode({"error": told}))
+
+
+@text_tools.errorhandler(InvalidRequest)
+async def refused(error: InvalidRequest) -> Response:
+    if request.path.startswith("/completion"):
+        rename_field(error, {"response_format": "json_schema"})
+    return error_response(error)
 
 
 @text_tools.post("/completion")

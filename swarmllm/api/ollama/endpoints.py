@@ -21,7 +21,7 @@ from quart import Blueprint, Response
 from werkzeug.exceptions import HTTPException
 
 from swarmllm.api.http.context import current_caller, current_config, current_node, current_request_id
-from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field
+from swarmllm.api.http.errors import as_swarmllm_error, failure_response, message_with_field, rename_field
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.ollama import models
@@ -136,6 +136,8 @@ def _embedding(answer: Json, embedded: EmbeddingResult) -> Response:
 
 
 API_VERSION = "0.6.4"
+CALLED_HERE = {"response_format": "format", "reasoning_effort": "think"}
+"""Fields of the chat call that a request becomes, by what they are called in the request."""
 """The version of Ollama whose API this is; apps compare it with the one they need."""
 
 
@@ -331,6 +333,7 @@ async def framework_error(error: HTTPException) -> Response:
 @ollama.errorhandler(Exception)
 async def any_error(error: Exception) -> Response:
     failure = as_swarmllm_error(error)
+    rename_field(failure, CALLED_HERE)
     return failure_response(failure, _error(message_with_field(failure)))
 
 

@@ -19,7 +19,7 @@ import msgspec
 from quart import Blueprint, Response, current_app, request
 
 from swarmllm.api.http.context import current_caller, current_node
-from swarmllm.api.http.errors import error_response
+from swarmllm.api.http.errors import error_response, rename_field
 from swarmllm.api.http.fields import read_request
 from swarmllm.api.http.json import encode
 from swarmllm.api.openai import schema
@@ -47,7 +47,11 @@ BYTES_MAX = 64 * 2**20
 """Of all conversations together: as JSON, and their pictures."""
 PAGE_MAX = 100
 RESPONSES = "swarmllm.responses"
-CALLED_HERE = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+CALLED_HERE = {
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "tools[].function": "tools[]",
+}
 """Fields of the chat call that a request becomes, by what they are called in the request."""
 responses = Blueprint("responses", __name__, url_prefix="/v1")
 
@@ -192,8 +196,9 @@ async def delete(response_id: str) -> Response:
 
 @responses.errorhandler(InvalidRequest)
 async def refused(error: InvalidRequest) -> Response:
-    if error.field is not None:
-        error.field = CALLED_HERE.get(error.field, error.field)
+    if error.field == "messages":  # Places in it are not those of the items.
+        error.field = "input"
+    rename_field(error, CALLED_HERE)
     return error_response(error)
 
 
