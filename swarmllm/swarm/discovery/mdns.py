@@ -118,7 +118,7 @@ def _start(
         )
         ServiceBrowser(zeroconf, SERVICE, _Listener(token, network, found))
     except Exception as error:
-        log.warning("mDNS failed: %s", type(error).__name__)
+        log.warning("mDNS failed: %s", reason_of(error))
         zeroconf.close()
         return None
     return zeroconf
