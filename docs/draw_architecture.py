@@ -1,7 +1,7 @@
 """Draws the generated part of docs/architecture.md from the source: `python docs/draw_architecture.py`.
 
-Rooms, their modules and what imports what are read from the code (parsed, never imported), so the page
-cannot describe a house that is not there; tests/test_docs.py compares. What no parser can know, why it is
+Packages, their modules and what imports what are read from the code (parsed, never imported), so the page
+cannot describe what is not there; tests/test_docs.py compares. What no parser can know, why it is
 so, is written by hand above the marker.
 """
 
@@ -45,7 +45,7 @@ TOP_DOWN = (
     "swarmllm_workers",
     "swarmllm_proto",
 )
-"""The rooms in reading order; a room that is missing here is drawn last."""
+"""The packages in reading order; one that is missing here is drawn last."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -56,8 +56,8 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join((package, *(part for part in parts if part != "__init__"))), path
 
 
-def room_of(name: str) -> str:
-    """`swarmllm.api.openai.chat` belongs to `swarmllm.api`; the other two packages are one room each."""
+def package_of(name: str) -> str:
+    """`swarmllm.api.openai.chat` belongs to `swarmllm.api`; the worker and the wire are one entry each."""
     return ".".join(name.split(".")[:2]) if name.startswith("swarmllm.") else name.split(".")[0]
 
 
@@ -75,16 +75,18 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def in_reading_order(rooms: set[str]) -> list[str]:
-    return sorted(rooms, key=lambda room: (TOP_DOWN.index(room) if room in TOP_DOWN else len(TOP_DOWN), room))
+def in_reading_order(packages: set[str]) -> list[str]:
+    return sorted(
+        packages, key=lambda each: (TOP_DOWN.index(each) if each in TOP_DOWN else len(TOP_DOWN), each)
+    )
 
 
 def drawing() -> str:
     """Everything below the marker."""
     trees = {name: (path, ast.parse(path.read_text("utf-8"))) for name, path in modules()}
-    arrows: dict[str, set[str]] = {room_of(name): set() for name in trees}
+    arrows: dict[str, set[str]] = {package_of(name): set() for name in trees}
     for name, (_, tree) in trees.items():
-        arrows[room_of(name)] |= {room_of(target) for target in imported_modules(tree)} & arrows.keys()
+        arrows[package_of(name)] |= {package_of(target) for target in imported_modules(tree)} & arrows.keys()
     lines = [
         "## Who imports whom",
         "",
@@ -92,14 +94,16 @@ def drawing() -> str:
         "",
         "```",
     ]
-    for room in in_reading_order(set(arrows)):
-        below = in_reading_order(arrows[room] - {room, "swarmllm"})
-        if room != "swarmllm" and below:
-            lines.append(f"{room:<22} -> {', '.join(target.removeprefix('swarmllm.') for target in below)}")
-    lines += ["```", "", "## The rooms and what is in them"]
-    for room in in_reading_order(set(arrows)):
-        inside = {name: value for name, value in trees.items() if room_of(name) == room}
-        lines += ["", f"### {room}", "", "| module | what it is |", "|---|---|"]
+    for package in in_reading_order(set(arrows)):
+        below = in_reading_order(arrows[package] - {package, "swarmllm"})
+        if package != "swarmllm" and below:
+            lines.append(
+                f"{package:<22} -> {', '.join(target.removeprefix('swarmllm.') for target in below)}"
+            )
+    lines += ["```", "", "## Packages and their modules"]
+    for package in in_reading_order(set(arrows)):
+        inside = {name: value for name, value in trees.items() if package_of(name) == package}
+        lines += ["", f"### {package}", "", "| module | what it is |", "|---|---|"]
         for name, (path, tree) in inside.items():
             what = first_sentence(tree).replace("|", "\\|")
             lines.append(f"| [`{name}`](../{path.relative_to(ROOT)}) | {what} |")

@@ -108,7 +108,7 @@ class Pipelines:
         self._router = router
         self._registry = registry
         self._pool = pool = ObservedCompute(pool, observations)
-        self._pieces = TokenBytes(pool)
+        self._token_bytes = TokenBytes(pool)
         self._speeds = PeerSpeeds()
         planner = RoutePlanner(
             node_id,
@@ -167,9 +167,17 @@ class Pipelines:
         own_models = OwnModels(catalogue)
         cached_rows: CountsCachedRows = NothingCached()
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
-            kept_here = kept, fetch, self._counts
             self._prefixes = PrefixFetcher(
-                router, registry, *kept_here, trust, observations, budget, self._here, prefix_key
+                router,
+                registry,
+                kept,
+                fetch,
+                self._counts,
+                trust,
+                observations,
+                budget,
+                self._here,
+                prefix_key,
             )
             cached_rows = CachedRows(
                 node_id,
@@ -328,7 +336,7 @@ class Pipelines:
                     if change.kind == "disconnected":
                         self._lost(change.node_id)
                     else:
-                        self._look_for_lost()
+                        self._find_lost()
                     if change.kind == "connected":
                         self._suspects.clear(change.node_id)
                     self._opener.swarm_changed()
@@ -426,7 +434,7 @@ class Pipelines:
     @asynccontextmanager
     async def _open(self, request: OriginRequest) -> AsyncIterator[Failover]:
         """Nothing has been asked of anybody before the first `next`."""
-        detokenizer = Detokenizer(request.sampling, request.generated, self._pieces)
+        detokenizer = Detokenizer(request.sampling, request.generated, self._token_bytes)
         source = Failover(request, self._opener, self._standbys, detokenizer)
         try:
             yield source
@@ -436,7 +444,7 @@ class Pipelines:
             self._counts.rebuilt += source.n_rebuilt
             await source.aclose()
             if request.recovery.is_under_way:
-                self._opener.let_go(request.attempts)
+                self._opener.release(request.attempts)
 
     def _start_session(self, session: Session) -> None:
         self._tasks.spawn(partial(self._run_session, session), session.has_failed)
@@ -454,7 +462,7 @@ class Pipelines:
         self._sessions.lost(node_id)
         self._pictures.lost(node_id)
 
-    def _look_for_lost(self) -> None:
+    def _find_lost(self) -> None:
         """A reader of changes that falls behind may have missed a disconnection."""
         involved = {node_id for session in self._sessions.all_running() for node_id in session.view.node_ids}
         for node_id in involved - self._router.reachable() - {self._node_id}:

@@ -298,12 +298,12 @@ class Libp2pRouter:
         supervise(self._nursery, "relay reservations", self.wide_area.relaying.run)
 
     async def stop(self) -> None:
-        """Leave: tell the neighbours, and take nothing more to keepalive."""
+        """Leave: tell the neighbours, and take nothing from peers any more."""
         self.host.ignore_peers()
         with trio.move_on_after(_GOODBYE_S):
             await self.plane.send_goodbye()
 
-    # What the rooms below ask of their router.
+    # What the packages below ask of their router.
 
     def heard(self, envelope: Envelope) -> None:
         self.plane.forgive(envelope.node_id)
@@ -432,8 +432,8 @@ def open_libp2p_router(
     trust: PeerTrust = NO_TRUST,
     directory: PeerDirectory | None = None,
 ) -> AbstractAsyncContextManager[Libp2pRouter]:
-    """Join the swarm until the context is left; leaving says goodbye. `directory`: where this node's rooms
-    keep what they hold of peers.
+    """Join the swarm until the context is left; leaving says goodbye. `directory`: where the packages
+    of this node keep what they hold of peers.
 
     Raises ConfigError (folder in use, unreadable identity, port taken) and InvalidRequest (an address in the
     settings). What is raised inside the context comes out as it is, unless something else fails at the same

@@ -124,7 +124,7 @@ async def test_rows_that_never_left_are_the_doing_of_any_stage_on_the_way(nodes:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        watch=NobodyWaits(),
+        stall_handler=NobodyWaits(),
         nicknames=dict.fromkeys(nodes, ""),
     )
     chain.start(Session())  # type: ignore[arg-type]

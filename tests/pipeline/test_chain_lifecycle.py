@@ -54,7 +54,7 @@ class Session:
 
 
 class NobodyWaits:
-    async def look(self, chain: Chain) -> None:
+    async def investigate(self, chain: Chain) -> None:
         raise AssertionError("nobody waits for this chain")
 
     def repeats(self, chain: Chain, position: int) -> None:
@@ -72,7 +72,7 @@ def a_chain(watch: StallHandler | None = None, silence_timeout_s: float = 1) -> 
         chunk_tokens=4,
         silence_timeout_s=silence_timeout_s,
         look_after_s=5,
-        watch=watch or NobodyWaits(),
+        stall_handler=watch or NobodyWaits(),
         nicknames={A: "", B: ""},
     )
 
@@ -94,7 +94,7 @@ async def test_a_silence_is_looked_into_until_it_has_lasted_too_long(
     looked_for: list[Chain] = []
 
     class Looking(NobodyWaits):
-        async def look(self, chain: Chain) -> None:
+        async def investigate(self, chain: Chain) -> None:
             looked_for.append(chain)
 
     chain = a_chain(Looking())
@@ -112,7 +112,7 @@ async def test_rows_of_the_prompt_that_were_computed_are_a_sign_of_life(autojump
     looked_s: list[float] = []
 
     class Looking(NobodyWaits):
-        async def look(self, chain: Chain) -> None:
+        async def investigate(self, chain: Chain) -> None:
             looked_s.append(trio.current_time())
 
     chain = a_chain(Looking(), silence_timeout_s=60.0)

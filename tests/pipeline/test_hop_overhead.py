@@ -10,7 +10,7 @@ from node_ids import A, B, C
 from trio.testing import MockClock
 
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.measuring import undisturbed_ways_s
+from swarmllm.pipeline.route.measuring import idle_network_s
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.scheduling.cost import HOP_HANDLING_S
 from swarmllm.swarm.in_memory.link import LinkQuality
@@ -25,12 +25,12 @@ RING = stages("a 0:4", "b 4:8", "c 8:12")
 
 def test_a_token_travels_half_of_every_round_trip_of_the_ring() -> None:
     known = replace(ask(held(a="0:4", b="4:8", c="8:12")).inputs, pair_rtt_s={(C, B): 0.05})
-    assert undisturbed_ways_s(RING, known) == pytest.approx((0.001 + 0.05 + 0.001) / 2)
-    assert undisturbed_ways_s(stages("a 0:12"), known) == 0.0
+    assert idle_network_s(RING, known) == pytest.approx((0.001 + 0.05 + 0.001) / 2)
+    assert idle_network_s(stages("a 0:12"), known) == 0.0
     # b and c have not told how far they are from each other.
-    assert undisturbed_ways_s(RING, replace(known, pair_rtt_s={})) is None
+    assert idle_network_s(RING, replace(known, pair_rtt_s={})) is None
     busy = replace(known, speeds=known.speeds | {B: replace(known.speeds[B], n_active=1)})
-    assert undisturbed_ways_s(RING, busy) is None
+    assert idle_network_s(RING, busy) is None
 
 
 async def test_an_origin_learns_what_its_hops_take_besides_the_way(patient_clock: MockClock) -> None:
@@ -59,4 +59,4 @@ async def test_an_origin_learns_what_its_hops_take_besides_the_way(patient_clock
 def test_stages_in_a_row_on_one_node_are_no_hops() -> None:
     known = ask(held(a="0:12", b="4:8")).inputs
     ring = (*stages("a 0:4", "b 4:8"), Stage(node_id=A, start=8, end=12))
-    assert undisturbed_ways_s(ring, known) == pytest.approx(0.001)
+    assert idle_network_s(ring, known) == pytest.approx(0.001)

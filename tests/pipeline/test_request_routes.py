@@ -102,8 +102,8 @@ def assign(request: OriginRequest, assembly: Assembly) -> None:
     request.goes_to(request.attempt(assembly, request.assignment(assembly, A)))
 
 
-def other(cost_s: float = 1.0, instead_s: float = 10.0) -> Assembly:
-    return Assembly(VIA_C, (None, None), cost_s=cost_s, instead_s=instead_s)
+def other(cost_s: float = 1.0, accepted_cost_s: float = 10.0) -> Assembly:
+    return Assembly(VIA_C, (None, None), cost_s=cost_s, accepted_cost_s=accepted_cost_s)
 
 
 async def test_a_question_without_a_request_counts_none_as_its_own() -> None:
@@ -214,10 +214,10 @@ async def test_an_accepted_route_stays_where_nobody_has_more_to_do_than_it_had_s
 @pytest.mark.parametrize(
     ("answer", "asked_s", "is_taken"),
     [
-        (other(cost_s=4.0, instead_s=5.0), 0.5, True),
-        (other(cost_s=4.0, instead_s=5.0), 1.0, False),
-        (other(cost_s=5.0, instead_s=5.0), 0.0, False),
-        (Assembly(VIA_B.stages, (None, None), cost_s=1.0, instead_s=9.0), 0.0, False),
+        (other(cost_s=4.0, accepted_cost_s=5.0), 0.5, True),
+        (other(cost_s=4.0, accepted_cost_s=5.0), 1.0, False),
+        (other(cost_s=5.0, accepted_cost_s=5.0), 0.0, False),
+        (Assembly(VIA_B.stages, (None, None), cost_s=1.0, accepted_cost_s=9.0), 0.0, False),
         (None, 0.0, False),
     ],
     ids=["clearly less", "as much with asking", "as much", "the same stages", "there is none"],

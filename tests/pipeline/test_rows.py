@@ -135,7 +135,7 @@ async def test_a_lost_node_is_gone_round_once(tmp_path: Path, entry: CatalogueEn
 
 
 class NobodyWaits:
-    async def look(self, chain: Chain) -> None:
+    async def investigate(self, chain: Chain) -> None:
         raise AssertionError("nobody waits for this chain")
 
     def repeats(self, chain: RowsChain, position: int) -> None:
@@ -152,7 +152,7 @@ def a_chain() -> RowsChain:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        watch=NobodyWaits(),
+        stall_handler=NobodyWaits(),
         nicknames={A: "", B: ""},
     )
 

@@ -235,7 +235,7 @@ def a_chain() -> ScoresChain:
         chunk_tokens=4,
         silence_timeout_s=1,
         look_after_s=5,
-        watch=NobodyWaits(),
+        stall_handler=NobodyWaits(),
         nicknames={A: "", B: ""},
     )
     chain.start(type("Deaf", (), {"offer": lambda *_: None, "stop": lambda *_: None})())  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ OUTSIDE: Final[dict[str, Callable[[Parts], object]]] = {
     "origin lost": lambda parts: parts.session.lost(O),
     "stop": lambda parts: parts.session.stop(),
     "hold": lambda parts: parts.session.stop(hold=True),
-    "let go": lambda parts: parts.session.let_go(),
+    "release": lambda parts: parts.session.release(),
     "take": Parts.take,
 }
 
@@ -112,7 +112,7 @@ def test_whatever_happens_a_slot_is_freed_once_and_the_end_told_once(
                     await trio.sleep(wait_s)
                 assert (parts.n_ends == 1) == (parts.session.state in OVER)
                 assert parts.n_ends <= 1
-            parts.session.let_go()
+            parts.session.release()
             await trio.sleep(1)
             assert parts.session.state is SessionState.ENDED
             assert parts.session.done.is_set()
@@ -144,7 +144,7 @@ def test_every_state_is_reached_and_leads_to_the_end() -> None:
 
 def test_nothing_works_on_after_the_clean_up() -> None:
     """A state from which the slot is freed or held is left by clean-up's own events."""
-    late = {SessionState.FREEING, SessionState.HELD, SessionState.LETTING_GO, SessionState.ENDED}
+    late = {SessionState.FREEING, SessionState.HELD, SessionState.FREEING_HELD, SessionState.ENDED}
     for state in late:
         assert LIFECYCLE.rows[state][SessionEvent.JOB] is state
         with pytest.raises(UnknownTransition):

@@ -162,7 +162,7 @@ def http_error_response(error: HTTPException) -> Response:
 
 
 def as_swarmllm_error(error: BaseException) -> SwarmLLMError:
-    """The error to report for anything raised by the rooms below; groups of nurseries are looked through."""
+    """The error to report for anything raised by the packages below; groups of errors are unwrapped."""
     if isinstance(error, SwarmLLMError):
         return error
     if isinstance(error, BaseExceptionGroup):

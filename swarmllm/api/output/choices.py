@@ -146,7 +146,7 @@ async def _events(
     replies: Sequence[ChoiceReply],
     n: int,
 ) -> AsyncIterator[bytes]:
-    """Nothing here may wait in a `finally`, see `answering`."""
+    """Nothing here may wait in a `finally`, see `response._events`."""
     open_buffers = dict(enumerate(buffers))
     pieces = [reply.first(buffer.generation) for buffer, reply in zip(buffers, replies, strict=True)]
     while open_buffers:

@@ -1,6 +1,6 @@
 """AutoShardManager: carries out this node's part of the placement plan, one step at a time.
 
-Every few seconds it works out the plan (see `placing_plan`) for each model that its user lets the swarm place
+Every few seconds it works out the plan (see `plan`) for each model that its user lets the swarm place
 here, and takes one step towards it when the plan has asked the same of this node three times in a row; of a
 new share, once, as soon as all that accept it have said that they take part. Layers that are being loaded are
 announced as if they were held, so that no other node starts loading them. What the user loaded by hand or by

@@ -139,7 +139,7 @@ class Attempts:
     ) -> AsyncIterator[AnyChain]:
         """The same, where stages on other nodes take part in it."""
         request, context = attempt.request, attempt.context
-        names = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
+        nicknames = {stage.node_id: self.nickname(stage.node_id) for stage in context.view.stages}
         chunk_tokens = self._settings.prefill_chunk_tokens
         if request.sampling.exact:
             chunk_tokens = exact_chunk_tokens(chunk_tokens)
@@ -149,9 +149,9 @@ class Attempts:
             chunk_tokens=chunk_tokens,
             silence_timeout_s=self._settings.silence_timeout_s,
             look_after_s=self._settings.ack_timeout_s / 2,
-            watch=self,
-            nicknames=names,
-            names=self._names(attempt),
+            stall_handler=self,
+            nicknames=nicknames,
+            prefix_names=self._prefix_names(attempt),
             pace=pace,
             checked_stage=self._drawn_stage(attempt, kind),
             pictures=request.pictures,
@@ -205,7 +205,7 @@ class Attempts:
             return None
         return self._checker.draws(attempt.context, is_whole=kind is RemoteChain)
 
-    def _names(self, attempt: Attempt) -> PrefixNames | None:
+    def _prefix_names(self, attempt: Attempt) -> PrefixNames | None:
         """Nothing is named of exact requests, nor where what a stage takes over may have come of rows that
         were rounded at other places than this pipeline's."""
         request, assignment = attempt.request, attempt.assignment
@@ -215,13 +215,13 @@ class Attempts:
         return prefix_names(self._secret, assignment, marks)
 
     def _check(self, attempt: Attempt, chain: Chain, stage: int) -> None:
-        """Without anybody waiting for it; then its stages are let go of."""
+        """Without anybody waiting for it; then its stages are released."""
 
         async def collect() -> None:
             try:
                 await self._checker.collect(attempt, chain, stage)
             finally:
-                self.let_go(attempt)
+                self.release(attempt)
 
         self._tasks.spawn_if_running(collect)
 
@@ -271,7 +271,7 @@ class Attempts:
         except SwarmLLMError as error:
             provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
 
-    def let_go(self, attempt: Attempt) -> None:
+    def release(self, attempt: Attempt) -> None:
         """Nobody will go on with what its stages hold of it."""
         here = self._router.node_id
         header, payload = encode_job(CancelInference(request_id=attempt.id))
@@ -281,13 +281,13 @@ class Attempts:
             else:
                 self._tasks.spawn_if_running(partial(self._tell, node_id, header, payload))
 
-    # Of the chains.
+    # What chains ask (`StallHandler`).
 
     def repeats(self, chain: Chain, position: int) -> None:
         self._counts.repeats += 1
         self._checker.commitments.repeated(chain, position)
 
-    async def look(self, chain: Chain) -> None:
+    async def investigate(self, chain: Chain) -> None:
         """It has been silent, or is too slow: who is at work, and is that worth waiting for?"""
         context, timeout_s = chain.context, self._settings.ack_timeout_s / 2
         session = self._sessions.running(context.request_id)

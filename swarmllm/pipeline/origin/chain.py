@@ -1,5 +1,5 @@
-"""The origin's side of a pipeline whose stages are not all in one worker here: assign, feed the prompt,
-collect tokens.
+"""The origin's side of one pipeline whose stages have been asked to take part: feeds the prompt, collects
+tokens.
 
 All messages of the stages arrive through `receive`, called from the router's handler: it only records them
 and wakes the reader, so it never waits, and a slow client slows nobody else. What is buffered is bounded by
@@ -65,7 +65,7 @@ MAX_REPEATS = 3
 
 
 class StallHandler(Protocol):
-    async def look(self, chain: Chain) -> None:
+    async def investigate(self, chain: Chain) -> None:
         """Nothing has come of it for a while: who is at work, and is that worth waiting for?"""
         ...
 
@@ -89,9 +89,9 @@ class Chain:
         chunk_tokens: int,
         silence_timeout_s: float,
         look_after_s: float,
-        watch: StallHandler,
+        stall_handler: StallHandler,
         nicknames: Mapping[NodeId, str],
-        names: PrefixNames | None = None,
+        prefix_names: PrefixNames | None = None,
         pace: PipelineSpeed | None = None,
         checked_stage: int | None = None,
         pictures: PictureRows | None = None,
@@ -104,7 +104,7 @@ class Chain:
         self.pictures = pictures
         self.n_cached_tokens = 0
         """Rows of the prompt that every stage had already."""
-        self._prefix_names = names
+        self._prefix_names = prefix_names
         self._generated: list[int] = []
         """In this attempt."""
         self._chunk_tokens = chunk_tokens
@@ -116,12 +116,12 @@ class Chain:
         self.checked_stage = checked_stage
         self.fingerprints = ReportedFingerprints(context.sampling, is_kept=checked_stage == context.view.last)
         self._look_after_s = look_after_s
-        self._watch = watch
+        self._stall_handler = stall_handler
         self._heard_s = self._looked_s = 0.0
         self._n_resumed = len(context.generated)
         self._tokens = TokenLog(context.n_prompt_tokens, context.sampling.max_tokens, self._n_resumed)
         self._silence_timeout_s = silence_timeout_s
-        self._names = nicknames
+        self._nicknames = nicknames
         self._described = described(stages, self._name)
         self._session: Session | None = None
         self._feeding: RebuildSchedule | None = None
@@ -152,7 +152,7 @@ class Chain:
     @property
     def route(self) -> tuple[StageReport, ...]:
         return self.account.reports(
-            [self._names.get(stage.node_id, "") for stage in self.account.stages], self.decode_s
+            [self._nicknames.get(stage.node_id, "") for stage in self.account.stages], self.decode_s
         )
 
     @property
@@ -318,7 +318,7 @@ class Chain:
 
     async def _silent(self) -> None:
         if self.silent_s < self._silence_timeout_s:
-            await self._watch.look(self)
+            await self._stall_handler.investigate(self)
             return
         what = f"the pipeline {self._described} was silent for {self._silence_timeout_s:g} s"
         self.fail(DeadlineExceeded(what))
@@ -468,7 +468,7 @@ class Chain:
 
     def _repeat(self, sender: NodeId, position: int) -> None:
         self._n_repeats += 1
-        self._watch.repeats(self, position)
+        self._stall_handler.repeats(self, position)
         if self._n_repeats > MAX_REPEATS:
             # One of them damages what it sends, or the other one says so.
             before = {node_id for node_id in self.node_ids if self.context.view.hands_to(node_id, sender)}
@@ -512,5 +512,5 @@ class Chain:
             self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
 
     def _name(self, node_id: NodeId) -> str:
-        nickname = self._names.get(node_id, "")
+        nickname = self._nicknames.get(node_id, "")
         return f"{nickname} ({node_id})" if nickname else node_id

@@ -68,15 +68,15 @@ class PipelineOpener:
         async with AsyncExitStack() as opened:
             source, assembly = await self._assign(request, assembly, opened)
             self._routes.took_over(request, assembly)
-            # What the others have left, and this one has not taken over, is let go of.
-            self.let_go(request.attempts[:-1])
+            # What earlier attempts have left, and this one has not taken over, is released.
+            self.release(request.attempts[:-1])
             del request.attempts[:-1]
             try:
                 yield source
             finally:
                 if begins_stream:
                     self._measure(source, assembly, request.entry.model_id)
-            learn(self._observations, source, assembly.ways_s)
+            learn(self._observations, source, assembly.network_s)
 
     async def _assign(
         self, request: OriginRequest, assembly: Assembly, opened: AsyncExitStack
@@ -122,6 +122,6 @@ class PipelineOpener:
         now_s = trio.current_time()
         measure(self._speeds, source, assembly, model_id, self._node_id, announced_s, self._trust.note, now_s)
 
-    def let_go(self, broken: Sequence[Attempt]) -> None:
+    def release(self, broken: Sequence[Attempt]) -> None:
         for attempt in broken:
-            self._attempts.let_go(attempt)
+            self._attempts.release(attempt)

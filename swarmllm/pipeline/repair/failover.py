@@ -43,12 +43,13 @@ log = logging.getLogger(__name__)
 
 class Opener(Protocol):
     def open_pipeline(self, request: OriginRequest) -> AbstractAsyncContextManager[TokenSource]:
-        """One that goes on after the tokens that the request has, without the nodes that it avoids. The next
-        node that fails is added to these. Raises SwarmLLMError."""
+        """Opens a pipeline that continues after the tokens that the request has. It avoids the nodes in
+        `request.recovery.avoid`, and adds the node that fails to them. Raises SwarmLLMError."""
         ...
 
     async def wait_for_change(self, request: OriginRequest, until_s: float) -> None:
-        """Until then, by trio's clock, or until the swarm is another one than the latest attempt knew."""
+        """Returns at `until_s` by trio's clock, or earlier when a node has come, left or announced something
+        new since the latest attempt."""
         ...
 
 

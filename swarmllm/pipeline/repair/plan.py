@@ -76,24 +76,24 @@ def is_anew(planned: Sequence[Rebuild], n_stages: int) -> bool:
     return tuple(planned) == (Rebuild(None, n_stages - 1),)
 
 
-def repair_route(question: RouteQuery, broken: Assembly) -> Assembly | None:
+def repair_route(query: RouteQuery, broken: Assembly) -> Assembly | None:
     """The broken pipeline with others in place of the nodes that are gone or to be avoided: the stages'
     standbys where they can, else the best there is. None where that cannot be, where no node of it would
     stay, or where the best of all pipelines is so much faster that it is worth computing everything
     again."""
-    known = question.inputs
-    holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
+    inputs = query.inputs
+    holders = {node: ranges for node, ranges in query.holders.items() if node not in query.avoid}
     allowed, _ = permitted(
-        alive(holders, question.reachable, known.origin),
-        question.constraints,
-        model=question.model_name,
-        n_layers=question.n_layers,
-        origin=known.origin,
+        alive(holders, query.reachable, inputs.origin),
+        query.constraints,
+        model=query.model_name,
+        n_layers=query.n_layers,
+        origin=inputs.origin,
     )
     broken_route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in broken.stages]
-    best = cheapest_route(question.n_layers, question.cut_alignment, allowed, known)
+    best = cheapest_route(query.n_layers, query.cut_alignment, allowed, inputs)
     runners = {
-        node: runnable(ranges, question.n_layers, question.cut_alignment) for node, ranges in allowed.items()
+        node: runnable(ranges, query.n_layers, query.cut_alignment) for node, ranges in allowed.items()
     }
     stays = [covers(runners.get(stage.node_id, ()), stage.layers) for stage in broken_route]
     if best is None or not any(stays):
@@ -104,23 +104,25 @@ def repair_route(question: RouteQuery, broken: Assembly) -> Assembly | None:
             route.append(stage)
             continue
         able = {node for node, ranges in runners.items() if covers(ranges, stage.layers)}
-        able = {node for node in able if not known.speeds[node].is_full}
+        able = {node for node in able if not inputs.speeds[node].is_full}
         if not able:
             return None
         neighbours = {each.node_id for each in route[-1:]}
         neighbours |= {each.node_id for each in broken_route[index + 1 : index + 2] if stays[index + 1]}
         if standby not in able:
-            standby = min(able, key=lambda node: (_extra_s(known, node, stage, neighbours), node))
+            standby = min(able, key=lambda node: (_extra_s(inputs, node, stage, neighbours), node))
         route.append(replace(stage, node_id=standby))
-    if route_cost_s(route, known) > AFFINITY * route_cost_s(best, known):
+    if route_cost_s(route, inputs) > AFFINITY * route_cost_s(best, inputs):
         return None
     stages = tuple(
         Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end) for stage in route
     )
-    return Assembly(stages, standbys_of(route, allowed, known))
+    return Assembly(stages, standbys_of(route, allowed, inputs))
 
 
-def _extra_s(known: RouteInputs, node_id: NodeId, stage: RouteStage, neighbours: Collection[NodeId]) -> float:
+def _extra_s(
+    inputs: RouteInputs, node_id: NodeId, stage: RouteStage, neighbours: Collection[NodeId]
+) -> float:
     """What a stage costs on a node, with its hops from and to those neighbours."""
-    hops_s = sum(known.hop_s(neighbour, node_id) for neighbour in neighbours)
-    return known.layer_s(node_id) * len(stage.layers) + hops_s
+    hops_s = sum(inputs.hop_s(neighbour, node_id) for neighbour in neighbours)
+    return inputs.layer_s(node_id) * len(stage.layers) + hops_s

@@ -198,7 +198,7 @@ class Standbys:
             error = slow.failure or SwarmLLMError("it is over")
             with trio.CancelScope(shield=True), suppress(SwarmLLMError):
                 await closing.__aexit__(type(error), error, None)
-            self.attempts.let_go(overtaken)
+            self.attempts.release(overtaken)
 
 
 def may_be_repeated(request: OriginRequest) -> bool:

@@ -86,18 +86,18 @@ class Assembly:
     """For each stage, the node that would do its work best if it failed."""
     is_reused: bool = False
     """It is the pipeline of this conversation's last turn."""
-    ways_s: float | None = field(default=None, compare=False)
-    """See `hop_handling`."""
+    network_s: float | None = field(default=None, compare=False)
+    """See `measuring.idle_network_s`."""
     cost_s: float = field(default=0.0, compare=False)
     """What the request is expected to take."""
-    instead_s: float = field(default=0.0, compare=False)
-    """What it would take on the route that was accepted already, where there is one."""
+    accepted_cost_s: float = field(default=0.0, compare=False)
+    """What the request would take on the route that its stages have accepted already, where there is one."""
     first_s: float = field(default=0.0, compare=False)
-    """Of it, until the first token."""
+    """Part of `cost_s`: until the first token."""
     token_s: float = field(default=0.0, compare=False)
-    """Of it, from one token to the next."""
+    """Part of `cost_s`: from one token to the next."""
     travel_s: float = field(default=0.0, compare=False)
-    """Of that, on the way between the stages."""
+    """Part of `token_s`: on the network between the stages."""
     n_active: Mapping[NodeId, int] = field(default_factory=dict, compare=False)
     """Requests that ran on its nodes already, as they say."""
     row_formats: tuple[RowFormat, ...] = field(default=(), compare=False)
@@ -112,36 +112,36 @@ class Assembly:
         return frozenset(stage.node_id for stage in self.stages)
 
 
-def assemble(question: RouteQuery) -> Assembly:
+def assemble(query: RouteQuery) -> Assembly:
     """Raises NoPipeline with the layers that are missing, or with what was not allowed."""
     # 1. Manifest: how many layers, and where they may be cut.
-    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+    n_layers, cut_alignment = query.n_layers, query.cut_alignment
     # 2. Affinity: the pipeline of the last turn, weighed below against what is possible now.
     previous = tuple(
-        RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in question.previous
+        RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in query.previous
     )
     # 3. Holders, without those that have just failed.
-    holders = {node: ranges for node, ranges in question.holders.items() if node not in question.avoid}
+    holders = {node: ranges for node, ranges in query.holders.items() if node not in query.avoid}
     # 4. Liveness: reachable now. A record outlives its writer, and so does what a DHT returns.
-    holders = alive(holders, question.reachable, question.inputs.origin)
+    holders = alive(holders, query.reachable, query.inputs.origin)
     # 7. The encrypted pipeline and pins take ranges away, so they come before the choice.
     allowed, refused = permitted(
         holders,
-        question.constraints,
-        model=question.model_name,
+        query.constraints,
+        model=query.model_name,
         n_layers=n_layers,
-        origin=question.inputs.origin,
+        origin=query.inputs.origin,
     )
     # 5., 6. and 8. Load and latency are in the inputs; Parallax chooses which part of what each node
     # holds is a stage.
-    route = cheapest_route(n_layers, cut_alignment, allowed, question.inputs)
+    route = cheapest_route(n_layers, cut_alignment, allowed, query.inputs)
     if route is None:
-        raise _no_pipeline(question, holders, allowed, refused)
-    is_reused = may_be_reused(previous, route, question, allowed)
+        raise _no_pipeline(query, holders, allowed, refused)
+    is_reused = may_be_reused(previous, route, query, allowed)
     if is_reused:
         route = previous
     # 9. Standbys, per stage.
-    standbys = standbys_of(route, allowed, question.inputs)
+    standbys = standbys_of(route, allowed, query.inputs)
     # 10. The caller assigns the stages, waits for every ACK, and only then forwards.
     stages = tuple(
         Stage(node_id=stage.node_id, start=stage.layers.start, end=stage.layers.end) for stage in route
@@ -156,25 +156,25 @@ def alive(
 
 
 def may_be_reused(
-    previous: Sequence[RouteStage], best: Sequence[RouteStage], question: RouteQuery, allowed: Holders
+    previous: Sequence[RouteStage], best: Sequence[RouteStage], query: RouteQuery, allowed: Holders
 ) -> bool:
     """Whether every node of the conversation's last pipeline is still there with its layers and has room,
     and it is expected to cost at most `AFFINITY` times what the best costs."""
     if not previous or tuple(previous) == tuple(best):
         return bool(previous)
-    known = question.inputs
+    inputs = query.inputs
     for stage in previous:
-        ranges = runnable(allowed.get(stage.node_id, ()), question.n_layers, question.cut_alignment)
-        if not covers(ranges, stage.layers) or known.speeds[stage.node_id].is_full:
+        ranges = runnable(allowed.get(stage.node_id, ()), query.n_layers, query.cut_alignment)
+        if not covers(ranges, stage.layers) or inputs.speeds[stage.node_id].is_full:
             return False
-    return route_cost_s(previous, known) <= AFFINITY * route_cost_s(best, known)
+    return route_cost_s(previous, inputs) <= AFFINITY * route_cost_s(best, inputs)
 
 
-def plan_route(question: RouteQuery, spared: Mapping[NodeId, str] | None = None) -> Plan:
+def plan_route(query: RouteQuery, spared: Mapping[NodeId, str] | None = None) -> Plan:
     """The same choice with its reasons. `spared`: nodes that the route does without, by id, and why. Raises
     NoPipeline."""
-    known, spared = question.inputs, spared or {}
-    holders = alive(question.holders, question.reachable, known.origin)
+    inputs, spared = query.inputs, spared or {}
+    holders = alive(query.holders, query.reachable, inputs.origin)
     left_out = tuple(
         Refusal(node_id, layers, why)
         for node_id, why in spared.items()
@@ -183,32 +183,32 @@ def plan_route(question: RouteQuery, spared: Mapping[NodeId, str] | None = None)
     holders = {node_id: ranges for node_id, ranges in holders.items() if node_id not in spared}
     allowed, refused = permitted(
         holders,
-        question.constraints,
-        model=question.model_name,
-        n_layers=question.n_layers,
-        origin=known.origin,
+        query.constraints,
+        model=query.model_name,
+        n_layers=query.n_layers,
+        origin=inputs.origin,
     )
-    plan = make_plan(question.n_layers, question.cut_alignment, allowed, known, refused)
+    plan = make_plan(query.n_layers, query.cut_alignment, allowed, inputs, refused)
     if plan is None:
-        raise _no_pipeline(question, holders, allowed, refused)
+        raise _no_pipeline(query, holders, allowed, refused)
     return replace(plan, refused=(*left_out, *plan.refused))
 
 
 def _no_pipeline(
-    question: RouteQuery, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
+    query: RouteQuery, holders: Holders, allowed: Holders, refused: Sequence[Refusal]
 ) -> NoPipeline:
-    n_layers, cut_alignment = question.n_layers, question.cut_alignment
-    why = _why_not(question, allowed)
-    known = question.inputs
-    if refused and cheapest_route(n_layers, cut_alignment, holders, known) is not None:
+    n_layers, cut_alignment = query.n_layers, query.cut_alignment
+    why = _why_not(query, allowed)
+    inputs = query.inputs
+    if refused and cheapest_route(n_layers, cut_alignment, holders, inputs) is not None:
         reasons = ", ".join(sorted({refusal.reason for refusal in refused}))
         why = f"{len(refused)} held ranges may not be used ({reasons}); of the others, {why}"
-    return NoPipeline(f"{question.model_name} cannot run now: {why}. {_what_to_do(question, allowed)}")
+    return NoPipeline(f"{query.model_name} cannot run now: {why}. {_what_to_do(query, allowed)}")
 
 
-def _what_to_do(question: RouteQuery, holders: Holders) -> str:
-    n_layers, cut_alignment = question.n_layers, question.cut_alignment
-    name = shlex.quote(question.model_name)
+def _what_to_do(query: RouteQuery, holders: Holders) -> str:
+    n_layers, cut_alignment = query.n_layers, query.cut_alignment
+    name = shlex.quote(query.model_name)
     held = usable([each for ranges in holders.values() for each in ranges], n_layers, cut_alignment)
     missing = missing_layers(n_layers, held) if cut_alignment else ()
     first = missing[0] if missing else LayerRange(0, n_layers)
@@ -218,14 +218,14 @@ def _what_to_do(question: RouteQuery, holders: Holders) -> str:
     return f"{load}; `swarmllm share {name}` distributes the model over the nodes of the swarm."
 
 
-def _why_not(question: RouteQuery, holders: Holders) -> str:
-    n_layers, cut_alignment = question.n_layers, question.cut_alignment
+def _why_not(query: RouteQuery, holders: Holders) -> str:
+    n_layers, cut_alignment = query.n_layers, query.cut_alignment
     held = [layers for ranges in holders.values() for layers in ranges]
     missing = missing_layers(n_layers, usable(held, n_layers, cut_alignment))
     if not missing:
         return f"the held ranges {_listed(held)} make no route of {MAX_STAGES} stages or fewer"
     if cut_alignment == 0:
-        reason = f": {question.whole_reason}" if question.whole_reason else ""
+        reason = f": {query.whole_reason}" if query.whole_reason else ""
         return f"no reachable node holds all its layers (0:{n_layers}), and it cannot be cut{reason}"
     if not missing_layers(n_layers, held):
         return f"the held ranges {_listed(held)} do not respect its cuts (every {cut_alignment} layers)"

@@ -27,7 +27,7 @@ SHOWN_MAX: Final = 4
 
 
 def in_one_class(
-    question: RouteQuery,
+    query: RouteQuery,
     classes: Mapping[NodeId, str],
     choose: Callable[[RouteQuery], Assembly],
     *,
@@ -38,28 +38,28 @@ def in_one_class(
     else is in the way."""
     best: Assembly | None = None
     best_s = 0.0
-    whole = alike(question.holders, classes, question.n_layers, question.inputs.origin)
+    whole = alike(query.holders, classes, query.n_layers, query.inputs.origin)
     for kernel_group, holders in whole.items():
         if within is not None and kernel_group != within:
             continue
         try:
-            found = choose(replace(question, holders=holders))
+            found = choose(replace(query, holders=holders))
         except NoPipeline:
             continue
         route = [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in found.stages]
-        cost_s = route_cost_s(route, question.inputs)
+        cost_s = route_cost_s(route, query.inputs)
         if best is None or cost_s < best_s:
             best, best_s = replace(found, kernel_group=kernel_group), cost_s
     if best is not None:
         return best
-    choose(question)  # Where there is no route of any kind, that is the reason.
-    raise NoPipeline(f"{question.model_name} cannot run exactly now: {_why_not(question, classes, within)}")
+    choose(query)  # Where there is no route of any kind, that is the reason.
+    raise NoPipeline(f"{query.model_name} cannot run exactly now: {_why_not(query, classes, within)}")
 
 
-def _why_not(question: RouteQuery, classes: Mapping[NodeId, str], within: KernelGroup | None) -> str:
+def _why_not(query: RouteQuery, classes: Mapping[NodeId, str], within: KernelGroup | None) -> str:
     if within is not None:
         return f"it was begun by nodes whose kernels are {within}, and no others of them have all layers"
-    groups = (KernelGroup.of(node_id, classes.get(node_id, "")) for node_id in question.holders)
+    groups = (KernelGroup.of(node_id, classes.get(node_id, "")) for node_id in query.holders)
     names = sorted({str(each) for each in groups})
     shown = ", ".join(names[:SHOWN_MAX])
     more = f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else ""

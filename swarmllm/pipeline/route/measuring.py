@@ -138,8 +138,9 @@ class _ObservedGeneration:
             self._observations.observe(self._model_id, "prefill", done.prefill_s, self._n_layers, n_rows)
 
 
-def undisturbed_ways_s(stages: Sequence[Stage], known: RouteInputs) -> float | None:
-    """How long one token travels along the ring of these stages; None where nothing can be learned."""
+def idle_network_s(stages: Sequence[Stage], known: RouteInputs) -> float | None:
+    """How long one token is on the network of the ring of these stages, by measured round trips; None where a
+    node is busy or a pair was not measured, and nothing can be learned of hops."""
     node_ids = [stage.node_id for stage in stages]
     if any(known.speeds[node_id].n_active for node_id in node_ids):
         return None
@@ -148,16 +149,16 @@ def undisturbed_ways_s(stages: Sequence[Stage], known: RouteInputs) -> float | N
     return sum(known_s) / 2 if len(known_s) == len(rtts_s) else None
 
 
-def learn(observations: Observations, source: TokenSource, ways_s: float | None) -> None:
-    """From a pipeline that has answered; `ways_s` as above, of when it was chosen."""
-    if ways_s is None or source.shape != "chain" or source.n_generated < HOP_TOKENS:
+def learn(observations: Observations, source: TokenSource, network_s: float | None) -> None:
+    """From a pipeline that has answered; `network_s`: `idle_network_s` when it was chosen."""
+    if network_s is None or source.shape != "chain" or source.n_generated < HOP_TOKENS:
         return
     route = source.route
     node_ids = [stage.node_id for stage in route]
     n_hops = sum(a != b for a, b in pairwise([*node_ids, node_ids[0]]))
     if n_hops:
         spent_s = sum(stage.overhead_s + stage.network_s for stage in route)
-        observations.observe_hop(max(0.0, spent_s - ways_s) / n_hops)
+        observations.observe_hop(max(0.0, spent_s - network_s) / n_hops)
 
 
 def measure(

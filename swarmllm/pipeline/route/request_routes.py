@@ -234,7 +234,7 @@ class RequestRoutes:
             other = await self.choose(request, accepted=accepted, accepted_factor=factor)
         except NoPipeline:
             return None
-        is_lighter = other.stages != accepted.stages and other.cost_s + asked_s < other.instead_s
+        is_lighter = other.stages != accepted.stages and other.cost_s + asked_s < other.accepted_cost_s
         return other if is_lighter else None
 
     def previous(self, request: OriginRequest) -> tuple[Stage, ...]:

@@ -23,7 +23,7 @@ from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.kernel_classes import in_one_class
-from swarmllm.pipeline.route.measuring import travel_s, undisturbed_ways_s
+from swarmllm.pipeline.route.measuring import idle_network_s, travel_s
 from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.row_formats import (
     Compression,
@@ -325,43 +325,43 @@ def _choose(
     broken: Assembly | None,
 ) -> Assembly:
     """Pure. Raises NoPipeline."""
-    question = replace(_question(known), previous=previous)
+    query = replace(_query(known), previous=previous)
 
-    def find(asked: RouteQuery) -> Assembly:
-        repaired = repair_route(asked, broken) if broken is not None else None
-        return repaired or assemble(asked)
+    def find(narrowed: RouteQuery) -> Assembly:
+        repaired = repair_route(narrowed, broken) if broken is not None else None
+        return repaired or assemble(narrowed)
 
     def choose(avoided: set[NodeId]) -> Assembly:
-        asked = replace(question, avoid=avoided)
+        narrowed = replace(query, avoid=avoided)
         if known.classes is None:
-            return find(asked)
-        return in_one_class(asked, known.classes, find, within=known.within)
+            return find(narrowed)
+        return in_one_class(narrowed, known.classes, find, within=known.within)
 
     def timed(spared: Sequence[NodeId]) -> Assembly:
-        return _timed(_sparing(choose, avoid, spared, known.unsigned), question.inputs)
+        return _timed(_sparing(choose, avoid, spared, known.unsigned), query.inputs)
 
     chosen = unless_much_longer(timed, suspects, known.held.keys() & untried)
     if broken is not None:
         return chosen
-    return replace(chosen, ways_s=undisturbed_ways_s(chosen.stages, question.inputs))
+    return replace(chosen, network_s=idle_network_s(chosen.stages, query.inputs))
 
 
 def _plan(known: _Known, suspects: Mapping[NodeId, str], untried: Mapping[NodeId, str]) -> Plan:
     """Pure. Raises NoPipeline."""
-    question = _question(known)
+    query = _query(known)
     spared: dict[tuple[Stage, ...], set[NodeId]] = {}
 
     def find(avoided: set[NodeId]) -> Assembly:
-        found = assemble(replace(question, avoid=avoided))
+        found = assemble(replace(query, avoid=avoided))
         spared[found.stages] = avoided
         return found
 
     def timed(suspected: Sequence[NodeId]) -> Assembly:
-        return _timed(_sparing(find, (), suspected, known.unsigned), question.inputs)
+        return _timed(_sparing(find, (), suspected, known.unsigned), query.inputs)
 
     chosen = unless_much_longer(timed, tuple(suspects), known.held.keys() & untried.keys())
     reasons = {**untried, **suspects}
-    return plan_route(question, {each: reasons.get(each, UNSIGNED) for each in sorted(spared[chosen.stages])})
+    return plan_route(query, {each: reasons.get(each, UNSIGNED) for each in sorted(spared[chosen.stages])})
 
 
 def _sparing(
@@ -386,14 +386,14 @@ def _choose_instead(
 ) -> Assembly:
     """Pure. Raises NoPipeline."""
     best = _choose(known, avoid, suspects, (), (), None)
-    inputs = _question(known).inputs
+    inputs = _query(known).inputs
     if not accepted.node_ids <= inputs.speeds.keys():
         return accepted  # One of them tells of its layers no more, but has accepted.
     accepted_s = route_cost_s(_route_stages(accepted), inputs)
-    return replace(best, instead_s=accepted_s) if accepted_s > factor * best.cost_s else accepted
+    return replace(best, accepted_cost_s=accepted_s) if accepted_s > factor * best.cost_s else accepted
 
 
-def _question(known: _Known) -> RouteQuery:
+def _query(known: _Known) -> RouteQuery:
     """Pure."""
     manifest = known.entry.manifest
     held = {
@@ -438,17 +438,17 @@ def _route_stages(assembly: Assembly) -> list[RouteStage]:
     return [RouteStage(stage.node_id, LayerRange(stage.start, stage.end)) for stage in assembly.stages]
 
 
-def _timed(assembly: Assembly, known: RouteInputs) -> Assembly:
+def _timed(assembly: Assembly, inputs: RouteInputs) -> Assembly:
     """With what the request is expected to take."""
     route = _route_stages(assembly)
-    work = known.workload
-    first = replace(known, workload=replace(work, n_output_tokens=1))
-    token = replace(known, workload=replace(work, n_prompt_tokens=0, n_output_tokens=1))
+    work = inputs.workload
+    first = replace(inputs, workload=replace(work, n_output_tokens=1))
+    token = replace(inputs, workload=replace(work, n_prompt_tokens=0, n_output_tokens=1))
     return replace(
         assembly,
-        cost_s=route_cost_s(route, known),
+        cost_s=route_cost_s(route, inputs),
         first_s=route_cost_s(route, first),
         token_s=route_cost_s(route, token),
-        travel_s=travel_s([stage.node_id for stage in route], known.rtt_s, known.hop_handling_s),
-        n_active={stage.node_id: known.speeds[stage.node_id].n_active for stage in route},
+        travel_s=travel_s([stage.node_id for stage in route], inputs.rtt_s, inputs.hop_handling_s),
+        n_active={stage.node_id: inputs.speeds[stage.node_id].n_active for stage in route},
     )

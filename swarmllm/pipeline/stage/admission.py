@@ -260,13 +260,13 @@ class Sessions:
         if session is not None:
             if session.view.origin != sender:
                 return False
-            # Who lets go of what is held has named it before.
+            # An origin that releases what is held has named it before.
             session.prefixes = prefixes or session.prefixes
             session.n_rows = n_rows or session.n_rows
             if hold:
                 session.stop(hold=True)
             else:
-                session.let_go()
+                session.release()
             return True
         self.ended.cancel(sender, request_id)
         return True
@@ -473,13 +473,13 @@ class Sessions:
     def hold(self, session: Session) -> None:
         self.close(session)
         if session.context.request_id in self.by_request:
-            session.let_go()  # It had given its place up, and its id is another session's by now.
+            session.release()  # Its place was free for a moment, and another session has its id by now.
             return
         self.by_request[session.context.request_id] = session
         held = self.held()
         if len(held) > self.settings.max_stage_requests:
             # No more than could run: origins may break as many requests as they like.
-            held[0].let_go()
+            held[0].release()
 
     def close(self, session: Session) -> None:
         if self.by_request.get(session.context.request_id) is session:

@@ -39,7 +39,7 @@ class SessionState(StrEnum):
     HOLDING = "the slot is being held"
     RELEASING = "the slot is being held, but nobody will go on with it"
     HELD = "another pipeline may go on with the slot, or a check read its rows"
-    LETTING_GO = "a slot that was held is being freed"
+    FREEING_HELD = "a slot that was held is being freed"
     ENDED = "nothing is left here"
 
 
@@ -99,20 +99,20 @@ _ROWS: Final[dict[SessionState, dict[SessionEvent, SessionState]]] = {
     _S.ENDING: {_E.CLEAN_UP: _S.FREEING, **_DEFECT},
     _S.FREEING: {_E.CLEANED: _S.ENDED, _E.NOTHING_KEPT: _S.ENDED, **_DEFECT},
     _S.HOLDING: {_E.RELEASE: _S.RELEASING, _E.CLEANED: _S.HELD, _E.NOTHING_KEPT: _S.ENDED, **_DEFECT},
-    _S.RELEASING: {_E.CLEANED: _S.LETTING_GO, _E.NOTHING_KEPT: _S.ENDED, **_DEFECT},
+    _S.RELEASING: {_E.CLEANED: _S.FREEING_HELD, _E.NOTHING_KEPT: _S.ENDED, **_DEFECT},
     _S.HELD: {
-        _E.RELEASE: _S.LETTING_GO,
-        _E.EXPIRED: _S.LETTING_GO,
+        _E.RELEASE: _S.FREEING_HELD,
+        _E.EXPIRED: _S.FREEING_HELD,
         _E.TAKEN: _S.ENDED,
         _E.SHUT_DOWN: _S.ENDED,
         **_DEFECT,
     },
-    _S.LETTING_GO: {_E.FREED: _S.ENDED, **_DEFECT},
+    _S.FREEING_HELD: {_E.FREED: _S.ENDED, **_DEFECT},
     _S.ENDED: {},
 }
 _TOO_LATE: Final[dict[SessionState, frozenset[SessionEvent]]] = {
     # A pipeline that was being given what is held finds that the time was over.
-    _S.LETTING_GO: frozenset({_E.TAKEN}),
+    _S.FREEING_HELD: frozenset({_E.TAKEN}),
     _S.ENDED: frozenset({_E.TAKEN, _E.DEFECT}),
 }
 LIFECYCLE: Final = StateTable(
@@ -122,7 +122,7 @@ LIFECYCLE: Final = StateTable(
 )
 AT_WORK: Final = frozenset({_S.ASSIGNED, _S.RUNNING, _S.BY_LINK})
 """What other nodes send has an effect."""
-OVER: Final = frozenset({_S.LETTING_GO, _S.ENDED})
+OVER: Final = frozenset({_S.FREEING_HELD, _S.ENDED})
 """The request is gone from the node's books."""
 
 

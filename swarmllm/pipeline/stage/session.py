@@ -185,7 +185,7 @@ class Session:
         if self._passes(SessionEvent.HOLD if hold and self._may_hold else SessionEvent.END):
             self._scope.cancel()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End it, and nobody will go on with what it has here."""
         if self._passes(SessionEvent.RELEASE):
             self._scope.cancel()
@@ -292,7 +292,7 @@ class Session:
     def lost(self, node_id: NodeId) -> None:
         """A node is gone. The origin's own session leaves the matter to its client's side (see chain)."""
         if node_id == self.view.origin:
-            self.let_go()
+            self.release()
         elif node_id in self.view.node_ids and self._origin_side is None:
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
@@ -332,7 +332,7 @@ class Session:
         finally:
             if self._state is SessionState.HELD:
                 self._pass(SessionEvent.SHUT_DOWN)
-        if self._state is SessionState.LETTING_GO:
+        if self._state is SessionState.FREEING_HELD:
             await self._runner.free_slot(self.prefixes)
             self._pass(SessionEvent.FREED)
 

@@ -8,7 +8,7 @@ sender's header:
     2 ping     8 bytes, sent back as pong
     3 pong
     4 goodbye  the sender leaves on purpose
-    5 link     the connection has become a link (see dataplane), as the dialler's hello asked
+    5 link     the connection has become a link (see data_plane), as the dialler's hello asked
     6 last     the sender has turned to another connection: no message follows here
     7 ack      u64: so many of the peer's messages have been handed on (see keepalive)
 

@@ -8,8 +8,8 @@ direction; later they turn to one of them (see upgrade). When a sender turns to 
 arrives on its old one is dropped, so order holds across a reconnection as well (messages may be missing,
 never late).
 
-A dialler may ask for a link instead (see links): then the connection, and one direction's key, are
-given away to this node's worker, and the data plane has no more to do with it.
+A dialler may ask for a link instead (see pipeline.stage.links): then the connection and one direction's key
+are given away to this node's worker, and the data plane has no more to do with it.
 
 A connection lost unexpectedly is a neighbour lost: messages may be gone, and callers that counted on them
 should learn of it now.

@@ -45,7 +45,7 @@ class PeerTable:
         self._peers: dict[NodeId, Any] = {}
         """The one dictionary of peers."""
         self.parts: list[Parts[Any]] = []
-        """Of all rooms."""
+        """Of all packages."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self._peers)} peers>"

@@ -74,7 +74,7 @@ class ReachableNodes:
         self._uses: Parts[Use] = Parts.alone() if uses is None else uses
         self.needed: Needed = tuple
         self._index = ReachableIndex(self._look, untried_max=untried_max)
-        """Told of whatever comes after this: the rooms begin empty."""
+        """Told of every change from now on: the three begin empty."""
         for each in (book, dialler, connected):
             each.watch(self._index.changed)
         self._last: frozenset[NodeId] = frozenset()
