@@ -176,7 +176,7 @@ def measure_step(
     prompt = np.arange(n_prompt, dtype=np.int32) % 250
     message = Generate(id=1, request_id="step", sampling=sampling)
     scheduler.add(GenerateWork(message, prompt, engine, parts.timed(send, "message")))
-    while scheduler.has_work:
+    while scheduler.works:
         parts.step(scheduler.step)
         with suppress(BlockingIOError):  # A piece of a prompt makes no message.
             daemons.recv(2**20)

@@ -218,10 +218,10 @@ async def test_a_request_whose_jobs_come_by_links_is_not_silent(autojump_clock: 
         nursery.start_soon(session.run)
         for _ in range(5):
             await trio.sleep(silence_s * 0.9)
-            session.turned(0, 30, 30, running=True)
+            session.ran_by_link(0, 30, 30, running=True)
             assert session.is_busy()
         assert session.n_jobs == 150
-        session.turned(0, 0, 0, running=False)
+        session.ran_by_link(0, 0, 0, running=False)
         with trio.fail_after(3 * silence_s):
             await session.done.wait()
 

@@ -154,10 +154,10 @@ async def test_jobs_that_came_by_links_count_and_what_is_left_of_them_is_found_a
     """The worker tells of them once a second at most, and does not tell of rows that were guessed rightly."""
     parts = Parts(n_rows=140)
     parts.row_committer.computed(1, 0, 32)
-    parts.row_committer.turned(1, 31)
+    parts.row_committer.ran_by_link(1, 31)
     await parts.work()
     assert parts.spans == [(0, 32)]
-    parts.row_committer.turned(1, 1)
+    parts.row_committer.ran_by_link(1, 1)
     await parts.work()
     assert parts.spans == [(0, 32), (32, 32)]
     await parts.row_committer.finish(0)
@@ -185,9 +185,9 @@ async def test_an_origin_that_names_more_rows_than_there_are_gets_a_signature_fo
 
 async def test_links_before_any_job_and_of_other_stages_say_nothing() -> None:
     parts = Parts()
-    parts.row_committer.turned(1, 100)
+    parts.row_committer.ran_by_link(1, 100)
     parts.row_committer.computed(1, 0, 8)
-    parts.row_committer.turned(0, 100)
+    parts.row_committer.ran_by_link(0, 100)
     await parts.work()
     assert parts.spans == []
 

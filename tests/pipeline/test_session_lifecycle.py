@@ -83,8 +83,8 @@ class Parts:
 OUTSIDE: Final[dict[str, Callable[[Parts], object]]] = {
     "relay": lambda parts: parts.session.relay(O, b"header", b""),
     "overrun": lambda parts: [parts.session.relay(O, b"header", b"") for _ in range(5000)],
-    "turns": lambda parts: parts.session.turned(0, 3, 3, running=True),
-    "rests": lambda parts: parts.session.turned(0, 0, 0, running=False),
+    "turns": lambda parts: parts.session.ran_by_link(0, 3, 3, running=True),
+    "rests": lambda parts: parts.session.ran_by_link(0, 0, 0, running=False),
     "failure": lambda parts: parts.session.report(SwarmLLMError("no")),
     "neighbour lost": lambda parts: parts.session.lost(B),
     "origin lost": lambda parts: parts.session.lost(O),
@@ -173,7 +173,7 @@ async def test_a_request_whose_jobs_come_by_links_alone_has_begun() -> None:
     async with InMemoryNetwork() as network:
         session = Parts(network).session
         assert not session.has_begun
-        session.turned(0, 3, 3, running=True)
+        session.ran_by_link(0, 3, 3, running=True)
         assert session.has_begun
 
 

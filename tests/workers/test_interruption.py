@@ -20,9 +20,9 @@ from swarmllm_workers.engine import libllama
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.errors import Interrupted
-from swarmllm_workers.server import read_ahead
+from swarmllm_workers.schedule import read_ahead
+from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.server.handlers import Handlers
-from swarmllm_workers.server.read_ahead import ReadAhead
 
 from .blueprint import write
 from .client import Worker

@@ -22,7 +22,7 @@ from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.kernels.interposing import find_library
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring.ring import TURNED_INTERVAL_S
+from swarmllm_workers.ring.ring import REPORT_INTERVAL_S
 from swarmllm_workers.schedule import cohorts, lone_steps
 from swarmllm_workers.server.handlers import Handlers
 
@@ -375,7 +375,7 @@ def test_after_lone_steps_the_daemon_is_told_in_time(stages: MakeStage) -> None:
         stage.deliver(stage.job("r", position))
         pause_ms = stage.handlers.pause_ms()
         assert pause_ms is not None
-        assert pause_ms <= TURNED_INTERVAL_S * 1000 + 1
+        assert pause_ms <= REPORT_INTERVAL_S * 1000 + 1
 
 
 @pytest.mark.parametrize("alone", [True, False])

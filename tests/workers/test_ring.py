@@ -361,12 +361,13 @@ def test_the_daemon_hears_that_a_job_runs_before_it_is_done_and_when_it_is_gone(
     (seat,) = ring._seats.values()
     ring.send_reports()
     assert said == []
-    seat.is_running = True
+    assert seat.enter(0)
     ring.send_reports()
     assert [(turned.running, turned.n_jobs) for turned in said] == [(True, 0)]
     ring.send_reports()
     assert len(said) == 1
-    seat.is_running, seat.reported_at = False, 0.0
+    seat.exit()
+    seat.reported_at = 0.0
     ring.send_reports()
     assert [(turned.running, turned.n_jobs) for turned in said] == [(True, 0), (False, 0)]
 

@@ -26,7 +26,7 @@ from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring import ring as ring_module
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring.ring import SEATS_MAX, TURNED_INTERVAL_S, Ring
+from swarmllm_workers.ring.ring import REPORT_INTERVAL_S, SEATS_MAX, Ring
 from swarmllm_workers.ring.seat import Seat
 
 from .link_jobs import Jobs
@@ -129,7 +129,7 @@ BROUGHT = ipc.Forward(id=1, request_id="r", start=4, end=12, position=4, want="h
 ACTIONS = st.lists(
     st.one_of(
         st.just("arrive"),
-        st.just("turn"),
+        st.just("done"),
         st.just("tell"),
         st.sampled_from([0.0, 0.25, 0.5, 0.999, 1.0, 3.0]),
     ),
@@ -158,8 +158,8 @@ def test_the_daemon_hears_of_every_job_once_and_at_most_once_an_interval(
                     link.send_bytes(encode_job_frame(job(position), ROW))
                     worker.read(A)
                     position += 1
-                case "turn" if len(worker.taken) > n_turned:
-                    worker.ring.turn(worker.taken[n_turned][0], 0.5)
+                case "done" if len(worker.taken) > n_turned:
+                    worker.ring.job_done(worker.taken[n_turned][0], 0.5)
                     n_turned += 1
                 case "tell":
                     worker.ring.send_reports()
@@ -171,11 +171,11 @@ def test_the_daemon_hears_of_every_job_once_and_at_most_once_an_interval(
             wait_ms = worker.ring.send_reports()
             moved(n_before)
             if wait_ms is not None:
-                assert 0 < wait_ms <= TURNED_INTERVAL_S * 1000 + 1
+                assert 0 < wait_ms <= REPORT_INTERVAL_S * 1000 + 1
                 clock.now_s += wait_ms / 1000
         n_before = len(worker.turned())
         assert worker.ring.send_reports() is None
-        clock.now_s += 2 * TURNED_INTERVAL_S
+        clock.now_s += 2 * REPORT_INTERVAL_S
         assert worker.ring.send_reports() is None
         told = worker.turned()
         assert len(told) == n_before, "there was nothing to say"
@@ -184,20 +184,36 @@ def test_the_daemon_hears_of_every_job_once_and_at_most_once_an_interval(
         assert all((each.request_id, each.stage) == ("r", 1) for each in told)
         if told:
             assert told[-1].running is is_running_after(actions)
-        assert all(b - a >= TURNED_INTERVAL_S - 1e-6 for a, b in pairwise(moments))
+        assert all(b - a >= REPORT_INTERVAL_S - 1e-6 for a, b in pairwise(moments))
     finally:
         worker.close()
 
 
 def is_running_after(actions: list[str | float]) -> bool:
-    """Whether a job has come after the last one that was run."""
-    n_waiting, is_running = 0, False
+    """Whether a job has come that was not run."""
+    n_waiting = 0
     for action in actions:
         if action == "arrive":
-            n_waiting, is_running = n_waiting + 1, True
-        elif action == "turn" and n_waiting:
-            n_waiting, is_running = n_waiting - 1, False
-    return is_running
+            n_waiting += 1
+        elif action == "done" and n_waiting:
+            n_waiting -= 1
+    return n_waiting > 0
+
+
+def test_a_job_that_is_dropped_is_not_under_way_any_more(
+    workers: Callable[..., Worker], clock: Clock
+) -> None:
+    worker = workers()
+    worker.seat()
+    link = worker.sender(A)
+    for position in (4, 5):
+        link.send_bytes(encode_job_frame(job(position), ROW))
+        worker.read(A)
+    for is_running in (True, False):
+        worker.taken.pop()[0].exit()
+        clock.now_s += REPORT_INTERVAL_S
+        worker.ring.send_reports()
+        assert worker.turned()[-1].running is is_running
 
 
 def test_a_request_that_ends_is_counted_to_its_last_job(workers: Callable[..., Worker], clock: Clock) -> None:
@@ -208,7 +224,7 @@ def test_a_request_that_ends_is_counted_to_its_last_job(workers: Callable[..., W
     for position in range(4, 7):
         link.send_bytes(encode_job_frame(job(position), ROW))
         worker.read(A)
-        worker.ring.turn(worker.taken[-1][0], 0.5)
+        worker.ring.job_done(worker.taken[-1][0], 0.5)
     worker.ring.leave("r")
     assert sum(each.n_jobs for each in worker.turned()) == 3
     assert not worker.turned()[-1].running
@@ -294,7 +310,7 @@ def test_a_job_that_cannot_be_run_is_told_and_makes_room(
     error = ipc.Error(kind="engine", message="no room", field="position", request_id="r")
     assert others == [error if kind == "engine" else ipc.Arrived(sender=A)]
     assert worker.turned()[-1].running
-    clock.now_s += TURNED_INTERVAL_S
+    clock.now_s += REPORT_INTERVAL_S
     worker.ring.send_reports()
     assert [each.running for each in worker.turned()] == [True, False]
 

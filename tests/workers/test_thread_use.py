@@ -13,8 +13,8 @@ import pytest
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_workers import operating_system
+from swarmllm_workers.schedule.thread_use import REST_S, ThreadUse
 from swarmllm_workers.server.handlers import Handlers
-from swarmllm_workers.server.thread_use import REST_S, ThreadUse
 
 from .client import Worker
 from .test_batching import OpenRoom, Room, open_room  # noqa: F401

@@ -239,7 +239,7 @@ class LinkNotices:
             if (frame := _frame(payload)) is not None:
                 self._relay(message, frame)
         elif isinstance(message, Turned):
-            self._turned(message)
+            self._note_jobs(message)
         elif isinstance(message, LinkLost):
             self.links.ended(model_id, NodeId(message.peer), message.direction, message.reason)
         elif isinstance(message, Error):
@@ -253,7 +253,7 @@ class LinkNotices:
             # In turn with what the session itself tells: tokens must not overtake each other.
             session.relay(NodeId(message.receiver), frame.header, frame.payload)
 
-    def _turned(self, message: Turned) -> None:
+    def _note_jobs(self, message: Turned) -> None:
         self.links.n_jobs += message.n_jobs
         session = self.sessions.running(message.request_id)
         if session is None or message.stage > session.view.last:
@@ -261,7 +261,7 @@ class LinkNotices:
         n_alone = max(0, message.n_jobs - (message.n_windows or 0))
         n_rows = n_alone + (message.n_window_rows or 0)
         n_sure = max(0, message.n_jobs - (message.n_numbered or 0))
-        session.turned(message.stage, message.n_jobs, n_rows, n_sure=n_sure, running=message.running)
+        session.ran_by_link(message.stage, message.n_jobs, n_rows, n_sure=n_sure, running=message.running)
         if not n_alone:
             return
         self.observations.observe(

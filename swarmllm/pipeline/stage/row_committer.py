@@ -64,7 +64,7 @@ class NoRowCommitter:
     def computed(self, stage: int, position: int, n_rows: int) -> None:
         pass
 
-    def turned(self, stage: int, n_jobs: int) -> None:
+    def ran_by_link(self, stage: int, n_jobs: int) -> None:
         pass
 
     def hears(self, sender: NodeId, commitment: RowsCommitment) -> bool | None:
@@ -134,8 +134,8 @@ class RowCommitter(NoRowCommitter):
         own.n_final = max(own.n_final, position + n_rows)
         self._look(own)
 
-    def turned(self, stage: int, n_jobs: int) -> None:
-        """So many jobs, of a row at least, went through the worker by links."""
+    def ran_by_link(self, stage: int, n_jobs: int) -> None:
+        """So many jobs, each of at least one row that was no guess, came and left by links."""
         if (own := self._stages.get(stage)) is not None and own.has_begun:
             own.n_final += n_jobs
             self._look(own)

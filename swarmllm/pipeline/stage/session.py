@@ -156,8 +156,8 @@ class Session:
         )
         before, self._n_bytes = self._n_bytes, n_bytes
         is_moving = before is None or n_bytes - before > MOVED_BYTES
-        has_turned = trio.current_time() - self._link_heard_s < LINK_REPORT_S
-        by_link = has_turned or self._state is SessionState.BY_LINK
+        has_reported = trio.current_time() - self._link_heard_s < LINK_REPORT_S
+        by_link = has_reported or self._state is SessionState.BY_LINK
         is_walking = isinstance(self._at_work_on, Job | GivenPrompt | ReplayRows)
         return is_walking or is_moving or by_link or not self._queue.is_empty
 
@@ -265,15 +265,15 @@ class Session:
         """Something came from another node. False: it comes too late, and has no effect."""
         return self._passes(SessionEvent.JOB) and self._state in AT_WORK
 
-    def turned(
+    def ran_by_link(
         self, stage: int, n_jobs: int, n_rows: int, *, n_sure: int | None = None, running: bool
     ) -> None:
-        """Jobs of so many rows went through this node's worker by links, and one may be there still.
-        `n_sure`: those of which a row at least was no guess; None: all."""
+        """The worker reports jobs that came and left by links, and their rows. `running`: another is there.
+        `n_sure`: jobs of which at least one row was no guess; None: all."""
         if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._computed(stage, n_rows)
-            self.row_committer.turned(stage, n_jobs if n_sure is None else n_sure)
+            self.row_committer.ran_by_link(stage, n_jobs if n_sure is None else n_sure)
             self._link_heard_s = trio.current_time()
 
     def relay(self, receiver: NodeId, header: bytes, payload: bytes | memoryview) -> bool:

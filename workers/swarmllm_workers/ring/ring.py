@@ -1,4 +1,4 @@
-"""The ring of a request as its workers turn it: decode jobs that pass from stage to stage by links.
+"""The ring of a request: decode jobs that its workers pass from stage to stage by links.
 
 The daemons assemble a pipeline, run its prompt, and give every worker a *seat* per stage. From then on a
 decode job need not pass through them: it comes by a link, is computed, and leaves by a link; the last stage's
@@ -40,7 +40,7 @@ from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 log = logging.getLogger(__name__)
 
-TURNED_INTERVAL_S: Final = 1.0
+REPORT_INTERVAL_S: Final = 1.0
 LINKS_MAX: Final = 512
 """Of both directions: twice as many as the neighbours that a node looks for."""
 SEATS_MAX: Final = 1024
@@ -114,9 +114,10 @@ class Ring:
             seat = self._seats.pop(key)
             if seat.guesser is not None:
                 seat.guesser.close()
-            if seat.n_turned:
-                seat.is_running, seat.reported_at = False, 0.0
-                self._tell_turned(seat, time.monotonic())
+            if seat.n_jobs_done:
+                seat.waiting.clear()
+                seat.reported_at = 0.0
+                self._report(seat, time.monotonic())
         self._count()
 
     def _count(self) -> None:
@@ -136,23 +137,23 @@ class Ring:
             self._close_receiving(seat.message.before)
         return seat
 
-    def turn(self, seat: Seat, compute_s: float, n_rows: int = 1, *, is_numbered: bool = False) -> None:
-        """Count a job that came by a link and has been run. The daemon gets a report of these now and
-        then."""
-        seat.turned(compute_s, n_rows, is_numbered=is_numbered)
-        if (now := time.monotonic()) >= seat.reported_at + TURNED_INTERVAL_S:
-            self._tell_turned(seat, now)
+    def job_done(self, seat: Seat, compute_s: float, n_rows: int = 1, *, is_numbered: bool = False) -> None:
+        """Count a job that came by a link and has been run. The daemon gets a report of these once in
+        REPORT_INTERVAL_S."""
+        seat.exit(n_rows, compute_s, is_numbered=is_numbered)
+        if (now := time.monotonic()) >= seat.reported_at + REPORT_INTERVAL_S:
+            self._report(seat, now)
 
     def send_reports(self) -> int | None:
         """Send the daemon the reports that are due. Returns the milliseconds until the next one is."""
         now = time.monotonic()
-        waits_s = [self._tell_turned(seat, now) for seat in self._seats.values() if seat.has_report]
+        waits_s = [self._report(seat, now) for seat in self._seats.values() if seat.has_report]
         left_s = [wait_s for wait_s in waits_s if wait_s > 0]
         return int(min(left_s) * 1000) + 1 if left_s else None
 
-    def _tell_turned(self, seat: Seat, now: float) -> float:
-        """Seconds until it may be told; 0: it has been, now."""
-        wait_s = seat.reported_at + TURNED_INTERVAL_S - now
+    def _report(self, seat: Seat, now: float) -> float:
+        """Send the report where it is due. Returns the seconds until then; 0: it has been sent."""
+        wait_s = seat.reported_at + REPORT_INTERVAL_S - now
         if wait_s > 0:
             return wait_s
         seat.reported_at = now
@@ -207,16 +208,16 @@ class Ring:
         computes at once. Others are told only if this `may_relay`. False: nothing has been sent and nobody
         told.
         """
-        its = seat.message
-        told = _streaming_tokens(its.request_id, (*before, decoded), timings, seat.guesser)
-        jobs = tuple([(_embedded(its.request_id, each), b"") for each in launched])
-        if its.origin == its.after and not (may_relay and self.has_spare_core):
+        message = seat.message
+        told = _streaming_tokens(message.request_id, (*before, decoded), timings, seat.guesser)
+        jobs = tuple([(_embedded(message.request_id, each), b"") for each in launched])
+        if message.origin == message.after and not (may_relay and self.has_spare_core):
             return self._pass_on(seat, (*told, *jobs), may_relay)
         is_on = bool(jobs) and self._pass_on(seat, jobs, may_relay)
         if may_relay:
             # After the job: the ring waits for one, a reader for the other.
             for token, text in told:
-                self._relay(its.request_id, its.origin, token, text)
+                self._relay(message.request_id, message.origin, token, text)
         return is_on
 
     def cork(self) -> None:
@@ -282,14 +283,12 @@ class Ring:
                 f"broke the protocol (more than {len(seat.waiting)} jobs wait for request {job.request_id})"
             )
         seat.came(job, job.window_rows or 0, job.jobs_max or 0)
-        seat.is_running = True
-        if (now := time.monotonic()) >= seat.reported_at + TURNED_INTERVAL_S:
-            self._tell_turned(seat, now)
+        if (now := time.monotonic()) >= seat.reported_at + REPORT_INTERVAL_S:
+            self._report(seat, now)
         try:
             self._jobs.take(seat, job, frame.payload, came_at, is_last)
         except CallError as error:
             seat.exit()
-            seat.is_running = False
             if error.kind in _FAULTS_OF_SENDERS:
                 self._hand_up(peer, frame)
                 return
@@ -312,7 +311,7 @@ class Ring:
             else:
                 self._write(after, link, _frames(jobs))
             return True
-        seat.unsure.clear()
+        seat.unconfirmed.clear()
         if may_relay:
             for message, payload in jobs:
                 self._relay(seat.message.request_id, after, message, payload)
@@ -348,9 +347,9 @@ class Ring:
             self._send(ipc.LinkLost(peer=peer, direction="sending", reason=reason))
 
     def _send_again(self, seat: Seat) -> None:
-        unsure = [each for messages in seat.unsure for each in messages]
-        seat.unsure.clear()
-        for message, payload in unsure:
+        unconfirmed = [each for messages in seat.unconfirmed for each in messages]
+        seat.unconfirmed.clear()
+        for message, payload in unconfirmed:
             if isinstance(message, LayerForward):
                 message = msgspec.structs.replace(message, resent=True)
             self._relay(seat.message.request_id, seat.message.after, message, payload)

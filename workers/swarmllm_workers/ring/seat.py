@@ -19,8 +19,8 @@ SEAT_JOBS_MAX: Final = 256
 """Jobs that came by a link for one seat and have not been run; an honest pipeline has a few under way."""
 SEAT_BYTES_MAX: Final = 32 * 2**20
 """Of their payloads."""
-_UNSURE_MAX: Final = 2 * JOBS_UNDER_WAY_MAX
-"""So many jobs ago nothing that left can still be in a link: each is judged before so many more leave."""
+_UNCONFIRMED_MAX: Final = 2 * JOBS_UNDER_WAY_MAX
+"""What left more jobs ago than this has come: the last stage judges each before so many more leave."""
 
 Messages = tuple[tuple[JobMessage, bytes | memoryview], ...]
 """Tokens and jobs that leave together, the jobs behind the tokens."""
@@ -44,24 +44,22 @@ class Seat:
     numbered and may be refused."""
     order: JobOrder[NumberedJob] = field(default_factory=JobOrder)
     """Of the jobs that are numbered."""
-    unsure: deque[Messages] = field(default_factory=lambda: deque(maxlen=_UNSURE_MAX))
-    """What left last by the link, and may be in it still; oldest first."""
-    n_turned: int = 0
-    """Jobs since the daemon was last told."""
+    unconfirmed: deque[Messages] = field(default_factory=lambda: deque(maxlen=_UNCONFIRMED_MAX))
+    """What left last by the link and may not have arrived; oldest first."""
+    n_jobs_done: int = 0
+    """Jobs since the last report to the daemon."""
     compute_s: float = 0.0
-    """Computing those with one row."""
+    """Spent on those with one row."""
     n_windows: int = 0
     """Of the jobs, those with several rows."""
     n_window_rows: int = 0
     n_numbered: int = 0
     """Of the jobs, those beside which others were under way."""
-    is_running: bool = False
-    """A job that came by a link is here."""
     reported_running: bool = False
-    """What the daemon believes."""
+    """Whether a job was waiting or running here, by the last report."""
     reported_at: float = 0.0
     waiting: deque[int] = field(default_factory=deque)
-    """Payload bytes of each job that came by a link and has not been run."""
+    """Payload bytes of each job that came by a link, or with a number, and has not been run."""
     n_bytes_waiting: int = 0
     rows_max: int = 1
     """That this stage takes in one decode job."""
@@ -80,28 +78,29 @@ class Seat:
     """The number of jobs under way that the later stages are told."""
 
     def __post_init__(self) -> None:
-        self._settle()
+        self._set_limits()
 
     @classmethod
-    def of(cls, its: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None) -> Seat:
+    def of(cls, message: ipc.TakeSeat, rows_max: int = 1, guesser: ChainGuesser | None = None) -> Seat:
         forward = ipc.Forward(
             id=0,
-            request_id=its.request_id,
-            start=its.start,
-            end=its.end,
+            request_id=message.request_id,
+            start=message.start,
+            end=message.end,
             position=0,
-            want="hidden" if its.sampling is None else "token",
-            sampling=its.sampling,
-            n_prompt_tokens=its.n_prompt_tokens,
-            rounded=its.row_format == "q8_0",
-            exact_rows=its.exact_rows,
-            picture_runs=its.picture_runs,
-            owner=its.owner,
+            want="hidden" if message.sampling is None else "token",
+            sampling=message.sampling,
+            n_prompt_tokens=message.n_prompt_tokens,
+            rounded=message.row_format == "q8_0",
+            exact_rows=message.exact_rows,
+            picture_runs=message.picture_runs,
+            owner=message.owner,
         )
-        return cls(its, forward, rows_max=rows_max, guesser=guesser)
+        return cls(message, forward, rows_max=rows_max, guesser=guesser)
 
-    def _settle(self) -> None:
-        """Set what the later stages are told. It rarely changes, and each job says it."""
+    def _set_limits(self) -> None:
+        """Compute `window_rows` and `jobs_max`, which each job carries to the later stages and which rarely
+        change."""
         is_first = self.message.stage == 0
         n_rows = self.rows_max if is_first else min(self.rows_max, self.rows_max_before)
         self.window_rows = n_rows if n_rows > 1 else UNSET
@@ -117,11 +116,11 @@ class Seat:
             self.expected = job.position + 1
         if rows_max_before != self.rows_max_before or jobs_max_before != self.jobs_max_before:
             self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
-            self._settle()
+            self._set_limits()
 
     def sent(self, messages: Messages) -> None:
         """Record the results that left by a link."""
-        unsure, last = self.unsure, messages[-1][0]
+        unconfirmed, last = self.unconfirmed, messages[-1][0]
         # Jobs stand behind tokens, and of several ones each has a number.
         if isinstance(last, LayerForward):
             is_alone = last.number is UNSET
@@ -129,12 +128,12 @@ class Seat:
             is_alone = self.guesser is None or not self.guesser.jobs_in_flight.n_under_way
         if is_alone:
             # No other job is under way, so what left up to the last one has come.
-            for n_after, earlier in enumerate(reversed(unsure)):
+            for n_after, earlier in enumerate(reversed(unconfirmed)):
                 if isinstance(earlier[-1][0], LayerForward):
-                    while len(unsure) > n_after:
-                        unsure.popleft()
+                    while len(unconfirmed) > n_after:
+                        unconfirmed.popleft()
                     break
-        unsure.append(messages)
+        unconfirmed.append(messages)
 
     def enter(self, n_bytes: int) -> bool:
         """Queue a job. False: the queue is full."""
@@ -144,41 +143,39 @@ class Seat:
         self.n_bytes_waiting += n_bytes
         return True
 
-    def exit(self) -> None:
-        """Remove the oldest job from the queue: it has been run."""
+    def exit(self, n_rows: int = 0, compute_s: float = 0.0, *, is_numbered: bool = False) -> None:
+        """Remove the oldest job from the queue: `n_rows` of it were computed in `compute_s`; 0: it was
+        refused or dropped."""
         if self.waiting:
             self.n_bytes_waiting -= self.waiting.popleft()
-
-    def turned(self, compute_s: float, n_rows: int, *, is_numbered: bool = False) -> None:
-        """The job that came first has been run: `n_rows` in so many seconds."""
-        if self.waiting:
-            self.n_bytes_waiting -= self.waiting.popleft()
-        self.n_turned += 1
+        if not n_rows:
+            return
+        self.n_jobs_done += 1
         self.n_numbered += is_numbered
         if n_rows > 1:
             self.n_windows += 1
             self.n_window_rows += n_rows
         else:
             self.compute_s += compute_s
-        self.is_running = False
 
     @property
     def has_report(self) -> bool:
-        return bool(self.n_turned) or self.is_running is not self.reported_running
+        return bool(self.n_jobs_done) or bool(self.waiting) is not self.reported_running
 
     def take_report(self) -> ipc.Turned:
-        """The report for the daemon, which starts anew afterwards."""
+        """The report for the daemon; its counts start at 0 afterwards."""
+        is_running = bool(self.waiting)
         report = ipc.Turned(
             request_id=self.message.request_id,
             stage=self.message.stage,
-            n_jobs=self.n_turned,
+            n_jobs=self.n_jobs_done,
             compute_s=self.compute_s,
-            running=self.is_running,
+            running=is_running,
             n_windows=self.n_windows or UNSET,
             n_window_rows=self.n_window_rows or UNSET,
             n_numbered=self.n_numbered or UNSET,
         )
-        self.n_turned, self.compute_s, self.reported_running = 0, 0.0, self.is_running
+        self.n_jobs_done, self.compute_s, self.reported_running = 0, 0.0, is_running
         self.n_windows = self.n_window_rows = self.n_numbered = 0
         return report
 

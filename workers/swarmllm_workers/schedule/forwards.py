@@ -24,12 +24,12 @@ from swarmllm_workers.schedule.lone_steps import LoneSteps
 from swarmllm_workers.schedule.resample_work import ResampleWork
 from swarmllm_workers.schedule.ring_work import RingWork
 from swarmllm_workers.schedule.scheduler import Scheduler
+from swarmllm_workers.schedule.thread_use import ThreadUse
 from swarmllm_workers.schedule.window_work import WindowRows, WindowWork, is_window
 from swarmllm_workers.schedule.work import ForwardWork, Send, Work
-from swarmllm_workers.server.thread_use import ThreadUse
 
 SLEPT_S: Final = 0.0005
-"""What takes longer than a look at the sockets: the worker slept until then."""
+"""A poll of the sockets that took longer than this has slept: nothing ran until the job came."""
 
 
 class Forwards:

@@ -67,17 +67,17 @@ class LoneSteps:
         """False: it is an ordinary piece of work, and nothing has been done. Raises CallError engine,
         context_full. `since`: when the job came, by `time.perf_counter`. `is_idle`: nothing ran
         until then."""
-        its, engine, position = seat.message, self._engine, job.position
-        slot = engine.slots.get(its.request_id)
+        message, engine, position = seat.message, self._engine, job.position
+        slot = engine.slots.get(message.request_id)
         row = self._row(job, payload)
-        if row is None or slot is None or (row.ndim == 1) is not (its.start == 0):
+        if row is None or slot is None or (row.ndim == 1) is not (message.start == 0):
             return False
         decoding = None
-        if its.sampling is not None:
-            decoding = self._decodings.get(its.request_id)
-            if decoding is None or decoding.sampling != its.sampling or decoding.grammar is not None:
+        if message.sampling is not None:
+            decoding = self._decodings.get(message.request_id)
+            if decoding is None or decoding.sampling != message.sampling or decoding.grammar is not None:
                 return False
-        route = engine.known_route(its.request_id, its.start, its.end)
+        route = engine.known_route(message.request_id, message.start, message.end)
         if route is None:
             return False
         if not engine.can_step(route, slot, position):
@@ -87,26 +87,26 @@ class LoneSteps:
         row = engine.step(route, slot, position, row, "hidden" if decoding is None else "logits")
         if decoding is None:
             compute_s = time.perf_counter() - started
-            timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
-            sent, kept = self._leaving(row, its.row_format)
+            timing = StageTiming(message.stage, compute_s, time.perf_counter() - since)
+            sent, kept = self._leaving(row, message.row_format)
             self._ring.pass_rows(seat, position, 1, sent, (*job.timings, timing), may_relay=True)
             # After the send: nobody waits for this.
-            engine.journals.append(its.request_id, its.end, position, kept, _HEAD_VALUES)
+            engine.journals.append(message.request_id, message.end, position, kept, _HEAD_VALUES)
         else:
-            decoded = decoding.decode(row, position + 1 - its.n_prompt_tokens)
+            decoded = decoding.decode(row, position + 1 - message.n_prompt_tokens)
             compute_s = time.perf_counter() - started
-            timing = StageTiming(its.stage, compute_s, time.perf_counter() - since)
+            timing = StageTiming(message.stage, compute_s, time.perf_counter() - since)
             land(seat, position, 1)
             launched = next_jobs(self._ring, seat, decoding, decoded)
             self._ring.pass_token(seat, decoded, (*job.timings, timing), launched=launched, may_relay=True)
         if job.step == "layer":
             came = bytes(payload) if len(payload) == self._n_bytes else b"".join((self._head, fed.data))
-            engine.received.append(its.request_id, its.start, position, came, _HEAD_VALUES)
-        self._ring.turn(seat, compute_s)
-        if its.start == 0 and self._cohorts is not None and self._ring.n_requests > 1:
-            layers, now = (its.start, its.end), time.perf_counter()
-            self._cohorts.arrived(layers, its.request_id, 1, since, is_idle=is_idle)
-            self._cohorts.left(layers, (its.request_id,), now - since, now, is_pure=True)
+            engine.received.append(message.request_id, message.start, position, came, _HEAD_VALUES)
+        self._ring.job_done(seat, compute_s)
+        if message.start == 0 and self._cohorts is not None and self._ring.n_requests > 1:
+            layers, now = (message.start, message.end), time.perf_counter()
+            self._cohorts.arrived(layers, message.request_id, 1, since, is_idle=is_idle)
+            self._cohorts.left(layers, (message.request_id,), now - since, now, is_pure=True)
         return True
 
     def _row(self, job: LayerForward, payload: memoryview) -> np.ndarray | None:

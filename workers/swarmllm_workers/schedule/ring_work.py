@@ -73,7 +73,7 @@ class RingWork(ForwardWork):
         )
         if self._by_link:
             is_numbered = self._number is not UNSET
-            self._ring.turn(self._seat, self._compute_s, len(hidden), is_numbered=is_numbered)
+            self._ring.job_done(self._seat, self._compute_s, len(hidden), is_numbered=is_numbered)
             return
         answer = LayerResult(
             id=message.id, request_id=message.request_id, compute_s=self._compute_s, onward=onward
@@ -90,7 +90,7 @@ class RingWork(ForwardWork):
             may_relay=self._by_link,
         )
         if self._by_link:
-            self._ring.turn(self._seat, self._compute_s)
+            self._ring.job_done(self._seat, self._compute_s)
             return
         self._send(
             token_message(message.id, message.request_id, decoded, self._compute_s, onward=onward),

@@ -29,8 +29,8 @@ from swarmllm_workers.errors import CallError, Interrupted
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.owner_shares import work_of
 from swarmllm_workers.schedule.planner import Batch, Demand, Planner
+from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.schedule.work import Work
-from swarmllm_workers.server.read_ahead import ReadAhead
 
 OnError = Callable[[Work, Exception], None]
 ROOM_TIMEOUT_S: Final = 10.0
@@ -84,8 +84,8 @@ class Scheduler:
         self._planner = planner
         self._on_error = on_error
         self.works: dict[int, Work] = {}
-        """In progress, the oldest first. For others to read: between two decode steps a property is a
-        detour."""
+        """In progress, the oldest first. Others read it as an attribute, because each function that is called
+        between two decode steps costs microseconds (see `lone_steps`)."""
         self._n_works = 0
         self._starved_since: dict[int, float] = {}
         """Works that have found no room."""
@@ -95,10 +95,6 @@ class Scheduler:
         """Layers for which segments are being made."""
         self._uncut: set[int] = set()
         """Works that wait for that, as of the last round."""
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.works)
 
     @property
     def is_parked(self) -> bool:

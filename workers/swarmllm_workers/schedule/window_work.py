@@ -242,7 +242,7 @@ class WindowWork(RingWork):
             engine.empty(self.request_id, self._position + len(self._decoded))
         if self._by_link:
             is_numbered = self._number is not UNSET
-            self._ring.turn(seat, self._compute_s, self._n_done, is_numbered=is_numbered)
+            self._ring.job_done(seat, self._compute_s, self._n_done, is_numbered=is_numbered)
         else:
             self._send(Done(id=self.call_id))
         if seat.guesser is not None and seat.guesser.jobs_in_flight.fresh > seat.order.fresh:

@@ -19,19 +19,19 @@ from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
-from swarmllm_workers.ring.ring import TURNED_INTERVAL_S, Ring, Watch
+from swarmllm_workers.ring.ring import REPORT_INTERVAL_S, Ring, Watch
 from swarmllm_workers.schedule.cohorts import Cohorts
 from swarmllm_workers.schedule.forwards import Forwards, check_exact
 from swarmllm_workers.schedule.generate_work import GenerateWork
 from swarmllm_workers.schedule.planner import CAPACITY, Planner
+from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.schedule.scheduler import Scheduler
+from swarmllm_workers.schedule.thread_use import ThreadUse
 from swarmllm_workers.schedule.work import Send
 from swarmllm_workers.server.background import InPlace, Place
 from swarmllm_workers.server.kv_handlers import EndingHandlers, PrefixHandlers
 from swarmllm_workers.server.load_handlers import LoadHandlers, engine_settings, speculation_settings
-from swarmllm_workers.server.read_ahead import ReadAhead
 from swarmllm_workers.server.text_handlers import GrammarHandlers, TextHandlers
-from swarmllm_workers.server.thread_use import ThreadUse
 from swarmllm_workers.server.worker_state import WorkerState
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.cost_gate import CostGate
@@ -142,7 +142,7 @@ class Handlers:
         sleeps_ms = [SLEEP_MAX_MS if until_s is None else min(int(until_s * 1000) + 1, SLEEP_MAX_MS)]
         due_ms = self.grammars.pause_ms(), self.ring.send_reports(), self._thread_use.pause_ms()
         sleeps_ms += [each for each in due_ms if each is not None]
-        self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, TURNED_INTERVAL_S)
+        self._looked_at_s, self._looks_away_s = now_s, min(min(sleeps_ms) / 1000, REPORT_INTERVAL_S)
         return min(sleeps_ms)
 
     def _tell_prefixes(self) -> None:
@@ -154,7 +154,7 @@ class Handlers:
         if self.state.scheduler is not None and self.state.speculation is not None:
             self._thread_use.begins()
             self.state.scheduler.step()
-            self.state.speculation.settle(is_idle=not self.state.scheduler.has_work)
+            self.state.speculation.settle(is_idle=not self.state.scheduler.works)
             self._thread_use.stepped()
 
     def _open(self, message: ipc.Open, _payload: memoryview) -> None:
@@ -234,21 +234,21 @@ class Handlers:
             seat.guesser.know(prompt)
         self._send(ipc.Done(id=message.id))
 
-    def _guessing(self, its: ipc.TakeSeat) -> tuple[int, ChainGuesser | None]:
+    def _guessing(self, message: ipc.TakeSeat) -> tuple[int, ChainGuesser | None]:
         """How many rows the stage takes in one job, and what guesses where it is the last one."""
         speculation, engine = self.state.speculation, self.state.engine()
-        if speculation is None or engine.is_recurrent or its.exact_rows:
+        if speculation is None or engine.is_recurrent or message.exact_rows:
             return 1, None
-        if its.sampling is None or not speculation.guesses_at_head:
+        if message.sampling is None or not speculation.guesses_at_head:
             return WINDOW_ROWS_MAX, None
-        key = its.before, its.after
+        key = message.before, message.after
         gate = self._chain_gates.pop(key, CostGate()).successor()
         self._chain_gates[key] = gate
         if len(self._chain_gates) > CHAIN_GATES_MAX:
             del self._chain_gates[next(iter(self._chain_gates))]
         return WINDOW_ROWS_MAX, ChainGuesser(
             gate,
-            lambda prompt: speculation.begin_at_head(engine.slots.get(its.request_id), prompt),
+            lambda prompt: speculation.begin_at_head(engine.slots.get(message.request_id), prompt),
             speculation.answered,
         )
 

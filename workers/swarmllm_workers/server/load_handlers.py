@@ -23,7 +23,7 @@ from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.server.read_ahead import ReadAhead
+from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.server.worker_state import WorkerState
 from swarmllm_workers.speculation.speculation import SpeculationSettings
 

@@ -30,9 +30,9 @@ from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_workers import __version__, operating_system
 from swarmllm_workers.engine import runtime_check
 from swarmllm_workers.engine.libllama import engine_version
+from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.server.background import BackgroundThread, ThreadInbox
 from swarmllm_workers.server.handlers import Handlers
-from swarmllm_workers.server.read_ahead import ReadAhead
 
 PIECES_PER_WRITE: Final = 64
 """Buffers in one `sendmsg`; the kernel takes 1024 at most."""

@@ -48,7 +48,7 @@ class WorkerState:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.has_work
+        return self.scheduler is not None and bool(self.scheduler.works)
 
     def works_of(self, request_id: str) -> list[Work]:
         return self.scheduler.of_request(request_id) if self.scheduler is not None else []
