@@ -41,9 +41,10 @@ from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
 from swarmllm.pipeline.request_handler import RequestHandler, ServesDigests, ServesPieces
 from swarmllm.pipeline.route.cuts_ahead import CutsAhead
+from swarmllm.pipeline.route.local_load import LocalLoad
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.request_routes import CountsCachedRows, NothingCached, RequestRoutes
-from swarmllm.pipeline.route.route_planner import LocalLoad, RoutePlanner
+from swarmllm.pipeline.route.route_planner import RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.admission import Sessions
@@ -150,7 +151,7 @@ class Pipelines:
             budget,
             row_committers,
         )
-        self._here = LocalLoad(pool, self._requests, self._sessions, settings)
+        self._local_load = LocalLoad(pool, self._requests, self._sessions, settings)
         self._checker = Checker(
             router,
             registry,
@@ -159,7 +160,7 @@ class Pipelines:
             self._counts,
             self._suspects,
             trust,
-            self._here,
+            self._local_load,
             commitments,
         )
         self._prefixes: PrefixFetcher | None = None
@@ -176,7 +177,7 @@ class Pipelines:
                 trust,
                 observations,
                 budget,
-                self._here,
+                self._local_load,
                 prefix_key,
             )
             cached_rows = CachedRows(
@@ -207,7 +208,7 @@ class Pipelines:
             tasks,
             self._prefixes,
         )
-        self._routes = RequestRoutes(router, planner, self._here, self._suspects, trust, cached_rows)
+        self._routes = RequestRoutes(router, planner, self._local_load, self._suspects, trust, cached_rows)
         self.stages_for, self.plan = self._routes.stages_for, self._routes.plan
         self._cuts_ahead = CutsAhead(node_id, pool, registry, own_models, self._routes, self._sessions)
         self._opener = PipelineOpener(
@@ -240,7 +241,7 @@ class Pipelines:
             self._counts,
             trust,
             self._suspects,
-            self._here,
+            self._local_load,
             kept_pictures,
             settings.check_rate,
         )
@@ -275,7 +276,7 @@ class Pipelines:
             pieces,
             digests,
             prefix_serving,
-            self._here,
+            self._local_load,
             self._pictures,
             lambda: self.on_work(),
         ).on_request
@@ -316,7 +317,7 @@ class Pipelines:
 
     def room(self) -> Room:
         """For one more request, of the model with least of it."""
-        return self._here.room()
+        return self._local_load.room()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once assignments and jobs are accepted."""

@@ -74,8 +74,8 @@ class RequestContext:
     generated: tuple[int, ...] = ()
     """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
     stage is."""
-    session: str = ""
-    """Known at the origin only."""
+    conversation: str = ""
+    """Its name as the client gave it; known at the origin only."""
     row_formats: tuple[RowFormat, ...] = ()
     """How rows come to each stage; empty: all as f32."""
     n_generated: int = 0

@@ -12,7 +12,7 @@ import trio
 
 from swarmllm.pipeline.check.evidence import answer
 from swarmllm.pipeline.prefix.serving import PrefixServing
-from swarmllm.pipeline.route.route_planner import LocalLoad
+from swarmllm.pipeline.route.local_load import LocalLoad
 from swarmllm.pipeline.stage.admission import Sessions
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.pipeline.stage.inbox import Inbox

@@ -15,8 +15,9 @@ from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard
 from swarmllm.pipeline.route.assembly import Assembly, _listed, may_be_reused
 from swarmllm.pipeline.route.inputs import OwnLoad, _layer_size, prefill_here_s
+from swarmllm.pipeline.route.local_load import LocalLoad
 from swarmllm.pipeline.route.request_routes import UNTRIED
-from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.compute import ForwardCall
 from swarmllm.scheduling.route import RouteStage

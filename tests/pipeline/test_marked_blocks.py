@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm.pipeline.origin.pictures import PictureMark, rows_digest
-from swarmllm.pipeline.origin.prefixes import marked_block_hashes
+from swarmllm.pipeline.prefix.names import marked_block_hashes
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes
 from swarmllm_proto.picture_runs import PictureRun
 

@@ -11,7 +11,7 @@ from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import WorkerError
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
-from swarmllm.pipeline.origin.prefixes import PrefixNames
+from swarmllm.pipeline.prefix.names import PrefixNames
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.ipc import Sampling

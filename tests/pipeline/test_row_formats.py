@@ -23,7 +23,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.check.verdict import Match, compare, distance
-from swarmllm.pipeline.origin.prefixes import PrefixNames
+from swarmllm.pipeline.prefix.names import PrefixNames
 from swarmllm.pipeline.route.route_planner import RequestSize
 from swarmllm.pipeline.route.row_formats import (
     Compression,

@@ -1,5 +1,8 @@
 """Asks every stage to take part before anything is computed; unless all accept, the request goes elsewhere.
 
+The assignment carries the names of the prompt's blocks, and each answer says of how many of them the stage
+has rows already (see `prefix.names`). What all have need not be computed again.
+
 A stage that cannot be asked or does not answer in time is treated like one that refuses: it is better to
 learn this now than to wait for a first token that never comes.
 """
@@ -7,6 +10,7 @@ learn this now than to wait for a first token that never comes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import trio
@@ -21,12 +25,49 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.pipeline.origin.output import Blamed
+from swarmllm.pipeline.prefix.names import give_names
+from swarmllm.pipeline.request import RequestContext
+from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
 from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks
+
+
+class Assigner(Protocol):
+    """The chain whose stages are asked."""
+
+    blamed: Blamed
+
+    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]: ...
+
+
+async def assign_with_prefixes(
+    compute: Compute,
+    router: Router,
+    assignment: PipelineAssignment,
+    context: RequestContext,
+    assigner: Assigner,
+    *,
+    timeout_s: float,
+) -> tuple[int, dict[NodeId, PipelineAck]]:
+    """Ask every stage to take part. Returns the number of the prompt's first blocks of which all of them have
+    rows, and the acknowledgements of the other nodes. Raises as `assign` does."""
+    view = context.view
+    n_here = await give_names(compute, context, assigner.prefixes_of(view.node_id))
+    acks = await assign(
+        router,
+        assignment,
+        timeout_s=timeout_s,
+        blamed=assigner.blamed,
+        prefixes_of=assigner.prefixes_of,
+    )
+    n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
+    if not acks or any(map(view.is_here, range(len(view.stages)))):
+        n_blocks.append(n_here)
+    return min(n_blocks), acks
 
 
 async def assign(

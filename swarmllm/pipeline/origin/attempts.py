@@ -28,15 +28,16 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
+from swarmllm.pipeline.origin.assignment import assign_with_prefixes
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import FetchedPrefix, TokenSource
 from swarmllm.pipeline.origin.output import Blamed
-from swarmllm.pipeline.origin.prefixes import PrefixNames, agree, prefix_names
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
+from swarmllm.pipeline.prefix.names import PrefixNames, prefix_names
 from swarmllm.pipeline.repair.probing import probe
-from swarmllm.pipeline.repair.rebuild import what_is_left
+from swarmllm.pipeline.repair.rebuild import assign_resuming
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.request import RequestContext, exact_chunk_tokens
 from swarmllm.pipeline.route.assembly import Assembly
@@ -164,7 +165,7 @@ class Attempts:
         self._requests.opened(attempt, chain)
         self._checker.commitments.opened(attempt, chain)
         try:
-            start = await self._agree(attempt, chain, session, weigh)
+            start = await self._assign(attempt, chain, session, weigh)
             if chain.failure is not None:
                 raise chain.failure
             start()
@@ -225,22 +226,26 @@ class Attempts:
 
         self._tasks.spawn_if_running(collect)
 
-    async def _agree(
+    async def _assign(
         self,
         attempt: Attempt,
         chain: Chain,
         session: Session,
         weigh: OnReportedLoads | None,
     ) -> Callable[[], None]:
-        """Ask every stage to take part; how the chain begins then."""
+        """Ask every stage to take part. Returns the function that starts the chain then."""
         assignment, context, timeout_s = attempt.assignment, attempt.context, self._settings.ack_timeout_s
         if assignment.resumes:
-            left, acks = await what_is_left(self._sessions, assignment, context, chain, timeout_s=timeout_s)
+            left, acks = await assign_resuming(
+                self._sessions, assignment, context, chain, timeout_s=timeout_s
+            )
             require_alike(attempt, acks, chain.blamed)
             require_picture_runs(context, acks, chain.blamed)
             self._tell_prompt(attempt, acks)
             return partial(chain.resume, session, left)
-        n_known, acks = await agree(self._pool, self._router, assignment, context, chain, timeout_s=timeout_s)
+        n_known, acks = await assign_with_prefixes(
+            self._pool, self._router, assignment, context, chain, timeout_s=timeout_s
+        )
         require_alike(attempt, acks, chain.blamed)
         require_picture_runs(context, acks, chain.blamed)
         if weigh is not None:

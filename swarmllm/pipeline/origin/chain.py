@@ -38,8 +38,8 @@ from swarmllm.pipeline.origin.output import (
     require_token,
 )
 from swarmllm.pipeline.origin.pictures import PictureRows
-from swarmllm.pipeline.origin.prefixes import PrefixNames
 from swarmllm.pipeline.origin.reported_fingerprints import ReportedFingerprints
+from swarmllm.pipeline.prefix.names import PrefixNames
 from swarmllm.pipeline.repair.plan import StageRemainder, is_anew, rebuilds, recomputed
 from swarmllm.pipeline.repair.rebuild import RebuildSchedule
 from swarmllm.pipeline.repair.retry_policy import SLOW_LOOK_S, PipelineSpeed

@@ -163,7 +163,7 @@ class OriginRequest:
         """One with this pipeline, of which nobody has been asked; not the current one yet."""
         kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""
         context = request_context(assignment, self.entry, assignment.origin)
-        context = replace(context, session=self.conversation, kernel_class=kernel_class)
+        context = replace(context, conversation=self.conversation, kernel_class=kernel_class)
         was_rounded = self.was_rounded and bool(self.generated)
         was_rounded = was_rounded or "q8_0" in assembly.row_formats
         return Attempt(self, assembly, assignment, context, was_rounded)

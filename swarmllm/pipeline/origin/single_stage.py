@@ -119,7 +119,7 @@ async def open_local(
             tokens=tokens,
             sampling=context.sampling,
             n_generated=len(context.generated),
-            session=context.session,
+            session=context.conversation,
         ) as generation,
     ):
         yield LocalSource(generation, context, nickname, fetched)

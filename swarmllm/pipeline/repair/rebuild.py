@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.assignment import Assigner, assign
 from swarmllm.pipeline.origin.output import Chunk, PromptWindow
-from swarmllm.pipeline.origin.prefixes import Asker
 from swarmllm.pipeline.repair.plan import Rebuild, StageRemainder
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
@@ -21,17 +20,17 @@ from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, ReplayRows, Stage, StageRows
 
 
-async def what_is_left(
+async def assign_resuming(
     sessions: Sessions,
     assignment: PipelineAssignment,
     context: RequestContext,
-    asker: Asker,
+    assigner: Assigner,
     *,
     timeout_s: float,
 ) -> tuple[tuple[StageRemainder, ...], dict[NodeId, PipelineAck]]:
-    """Ask every stage to take part in what resumes another request; what each still has of it, and what the
-    other nodes said. Raises as `assign` does."""
-    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=asker.blamed)
+    """Ask every stage to take part in a pipeline that resumes a broken one. Returns what each stage still has
+    of it, and the acknowledgements of the other nodes. Raises as `assign` does."""
+    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=assigner.blamed)
     kept_by = {node_id: ack.kept for node_id, ack in acks.items()}
     kept_by[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
     return left_of(assignment.stages, kept_by), acks

@@ -29,7 +29,7 @@ from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import Stage
 
-MAX_SESSIONS = 1024
+CONVERSATIONS_MAX = 1024
 """The conversation that was silent longest is forgotten first."""
 AFFINITY = 1.5
 """So much slower than the best route may a conversation's last one be and still be taken again: what it saves
@@ -42,19 +42,19 @@ class Affinity:
         self._stages: OrderedDict[tuple[str, str], tuple[Stage, ...]] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<Affinity sessions={len(self._stages)}>"
+        return f"<Affinity conversations={len(self._stages)}>"
 
-    def remember(self, model_id: ModelId, session: str, stages: tuple[Stage, ...]) -> None:
-        """`session` "": the client names none, and nothing is kept."""
-        if not session:
+    def remember(self, model_id: ModelId, conversation: str, stages: tuple[Stage, ...]) -> None:
+        """`conversation` "": the client names none, and nothing is kept."""
+        if not conversation:
             return
-        self._stages[model_id, session] = stages
-        self._stages.move_to_end((model_id, session))
-        while len(self._stages) > MAX_SESSIONS:
+        self._stages[model_id, conversation] = stages
+        self._stages.move_to_end((model_id, conversation))
+        while len(self._stages) > CONVERSATIONS_MAX:
             self._stages.popitem(last=False)
 
-    def previous(self, model_id: ModelId, session: str) -> tuple[Stage, ...]:
-        return self._stages.get((model_id, session), ())
+    def previous(self, model_id: ModelId, conversation: str) -> tuple[Stage, ...]:
+        return self._stages.get((model_id, conversation), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
 from swarmllm.pipeline.route.assembly import AFFINITY, Affinity, Assembly
 from swarmllm.pipeline.route.inputs import NOTHING_CACHED, OwnLoad
+from swarmllm.pipeline.route.local_load import LocalLoad
 from swarmllm.pipeline.route.reported_loads import ReportedLoads
-from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, LocalLoad, RequestSize, RoutePlanner
+from swarmllm.pipeline.route.route_planner import DEFAULT_SIZE, RequestSize, RoutePlanner
 from swarmllm.pipeline.route.suspects import Suspects, by_doubts
 from swarmllm.pipeline.route.untried import UntriedNodes
 from swarmllm.pipeline.route.warming import RouteWarming
@@ -74,7 +75,7 @@ class RequestRoutes:
         self,
         router: Router,
         planner: RoutePlanner,
-        here: LocalLoad,
+        local_load: LocalLoad,
         suspects: Suspects,
         trust: NodeTrust,
         cached_rows: CountsCachedRows,
@@ -82,7 +83,7 @@ class RequestRoutes:
     ) -> None:
         self._router = router
         self.planner = planner
-        self._here = here
+        self._local_load = local_load
         self._suspects = suspects
         self._trust = trust
         self._cached_rows = cached_rows
@@ -263,4 +264,4 @@ class RequestRoutes:
     ) -> OwnLoad:
         n_tokens = size.n_prompt_tokens + size.n_output_tokens
         reported = self._reported_loads.at(trio.current_time())
-        return self._here.now(entry, n_tokens, reported, n_asking=n_asking, besides=besides)
+        return self._local_load.now(entry, n_tokens, reported, n_asking=n_asking, besides=besides)

@@ -1,8 +1,7 @@
 """Chooses which nodes run which layers of a request, from what this node knows now.
 
 It collects facts (registry: holdings and announcements of nodes; router: distances; pool: loaded layers) and
-passes them to the pure part: `inputs` computes the inputs, and `assembly` chooses. `LocalLoad` is the load of
-this node, for these routes and for the record that the node publishes.
+passes them to the pure part: `inputs` computes the inputs, and `assembly` chooses.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ import trio
 
 from swarmllm.errors import NoPipeline
 from swarmllm.models.entry import CatalogueEntry
-from swarmllm.models.layers import LayerRange, covers
-from swarmllm.pipeline.origin.requests import OriginRequest, OriginRequests
+from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble, plan_route
 from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.kernel_classes import in_one_class
 from swarmllm.pipeline.route.measuring import idle_network_s, travel_s
-from swarmllm.pipeline.route.reported_loads import ReportedLoad
 from swarmllm.pipeline.route.row_formats import (
     Compression,
     choose_formats,
@@ -33,9 +30,6 @@ from swarmllm.pipeline.route.row_formats import (
 )
 from swarmllm.pipeline.route.suspects import sparing
 from swarmllm.pipeline.route.untried import unless_much_longer
-from swarmllm.pipeline.settings import PipelineSettings
-from swarmllm.pipeline.stage.admission import Sessions
-from swarmllm.pipeline.stage.capacity import HeldCapacity, Room, room_left
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.scheduling.candidates import candidates, runnable
 from swarmllm.scheduling.cheapest import route_cost_s
@@ -50,61 +44,6 @@ from swarmllm.swarm.router import Router
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.swarm import NodeCapability, Stage
-
-
-class LocalLoad:
-    def __init__(
-        self, pool: Compute, requests: OriginRequests, sessions: Sessions, settings: PipelineSettings
-    ) -> None:
-        self._requests = requests
-        self._pool = pool
-        self._sessions = sessions
-        self._settings = settings
-
-    def is_busy(self) -> bool:
-        """Whether requests run here, of anybody."""
-        return len(self._requests) > 0 or self._sessions.n_for_others() > 0
-
-    def room(self) -> Room:
-        """For one more request, of the model with least of it."""
-        return room_left(self._held(), self._settings, self._pool.context_sizes())
-
-    def n_running(self) -> int:
-        """Requests of anybody."""
-        return len(self._requests) + self._sessions.n_for_others()
-
-    def now(
-        self,
-        entry: CatalogueEntry,
-        n_tokens: int,
-        reported: Mapping[NodeId, ReportedLoad],
-        *,
-        n_asking: int,
-        besides: OriginRequest | None = None,
-    ) -> OwnLoad:
-        """As a request for `n_tokens` meets it, answer included; it is one of `n_asking` that count here
-        already, and have no route. `reported`: by nodes, of their own load. `besides`: a request whose
-        attempts do not count."""
-        n_active = max(0, len(self._requests) - n_asking) + self._sessions.n_for_others()
-        # What runs here as a whole waits for its turn; a stage would be refused.
-        waits = covers(self._pool.loaded(entry.model_id), LayerRange(0, entry.manifest.n_layers))
-        return OwnLoad(
-            n_active,
-            "" if waits else self._room_of(entry.model_id).lack(n_tokens),
-            self._requests.just_sent(reported, besides),
-            {node_id: load.n_running for node_id, load in reported.items()},
-        )
-
-    def _room_of(self, model_id: ModelId) -> Room:
-        n_ctx = self._pool.context_sizes().get(model_id, self._settings.n_ctx)
-        held = (each for each in self._held() if each.model_id == model_id)
-        return room_left(held, self._settings, {model_id: n_ctx})
-
-    def _held(self) -> list[HeldCapacity]:
-        return [
-            *self._requests.held(),
-            *self._sessions.held_for_others(),
-        ]
 
 
 @dataclass(frozen=True, slots=True)

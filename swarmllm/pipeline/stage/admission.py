@@ -23,7 +23,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import covers
 from swarmllm.models.manifest import Manifest
-from swarmllm.pipeline.origin.prefixes import ANSWER_TIMEOUT_S, give_names
+from swarmllm.pipeline.prefix.names import ANSWER_TIMEOUT_S, give_names
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import (

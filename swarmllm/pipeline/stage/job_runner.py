@@ -24,7 +24,7 @@ from swarmllm.errors import InvalidRequest, NodeUnreachable, SwarmLLMError, Work
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import ComputeStep, Job
 from swarmllm.pipeline.origin.pictures import embedded
-from swarmllm.pipeline.origin.prefixes import give_names, last_names
+from swarmllm.pipeline.prefix.names import give_names, last_names
 from swarmllm.pipeline.processor import (
     JobOutcome,
     JobState,

@@ -34,7 +34,7 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.job import Job
-from swarmllm.pipeline.origin.prefixes import last_names
+from swarmllm.pipeline.prefix.names import last_names
 from swarmllm.pipeline.repair.probing import MOVED_BYTES
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute

@@ -1,4 +1,4 @@
-"""Negotiates with the stages which rows they already have from an earlier request with the same beginning.
+"""Names of prompts' beginnings, by which a stage finds rows that it has from an earlier request.
 
 Stages of a chain see hidden states, not tokens; without a name they could not tell that two prompts begin
 alike. A name is a hash, chained over blocks of 64 tokens (see `swarmllm_proto.blocks`), and it is made with
@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import trio
 from blake3 import blake3
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.pipeline.origin.assignment import assign
-from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.pictures import PictureMark
 from swarmllm.pipeline.request import OriginSide, RequestContext
 from swarmllm.pipeline.stage.compute import Compute
-from swarmllm.swarm.router import Router
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, secret_root
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.ipc.base import RowFormat
 from swarmllm_proto.ipc.kv import join_names
-from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAck, PipelineAssignment, Stage, StageBlocks
+from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, PipelineAssignment, Stage, StageBlocks
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -102,40 +98,6 @@ def prefix_names(
     if secret is None or assignment.wants != "tokens":
         return None
     return PrefixNames(secret, assignment.model_id, assignment.stages, assignment.row_formats or (), marks)
-
-
-class Asker(Protocol):
-    """The origin's side of a chain."""
-
-    blamed: Blamed
-
-    def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]: ...
-
-
-async def agree(
-    compute: Compute,
-    router: Router,
-    assignment: PipelineAssignment,
-    context: RequestContext,
-    asker: Asker,
-    *,
-    timeout_s: float,
-) -> tuple[int, dict[NodeId, PipelineAck]]:
-    """Ask every stage to take part; of how many blocks of the prompt all of them have rows, and what the
-    other nodes said. Raises as `assign` does."""
-    view = context.view
-    n_here = await give_names(compute, context, asker.prefixes_of(view.node_id))
-    acks = await assign(
-        router,
-        assignment,
-        timeout_s=timeout_s,
-        blamed=asker.blamed,
-        prefixes_of=asker.prefixes_of,
-    )
-    n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
-    if not acks or any(map(view.is_here, range(len(view.stages)))):
-        n_blocks.append(n_here)
-    return min(n_blocks), acks
 
 
 def last_names(side: OriginSide | None, node_id: NodeId) -> tuple[StageBlocks, ...]:
