@@ -15,7 +15,7 @@ class ValidGossip:
     def validate(self, topic: str, content: bytes) -> bool | None:
         return content.startswith(b"valid")
 
-    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+    def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
         _, *said = content.decode().split("|")
         return (NodeId(said[0]), bytes.fromhex(said[1])) if said else None
 

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
@@ -32,6 +33,7 @@ from swarmllm.swarm.libp2p.gossip import (
     UPKEEP_S,
     Gossip,
     UnsignedGossipSub,
+    UnsignedPubsub,
     run_gossip,
 )
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
@@ -192,6 +194,23 @@ async def test_who_has_a_message_from_its_author_passes_it_on_only_to_those_who_
             await receiver.hears(behind)
         assert len(arrived) == 2
         assert set(arrived) == ({(a, b), (a, c)} if is_full else {(a, b), (b, c)})
+
+
+def test_of_many_subscribers_one_more_than_may_be_told_is_looked_at() -> None:
+    looked_at: list[int] = []
+
+    class Queues(dict[int, None]):
+        def __contains__(self, peer: object) -> bool:
+            looked_at.append(cast("int", peer))
+            return super().__contains__(peer)
+
+    peers = dict.fromkeys(range(500))
+    pubsub: Any = SimpleNamespace(peer_topics={MODELS: peers}, peer_queues=Queues(peers))
+    assert UnsignedPubsub.neighbours(pubsub, MODELS) == []
+    assert len(looked_at) == AUDIENCE_MAX + 1
+    del pubsub.peer_queues[1]
+    pubsub.peer_topics[MODELS] = dict.fromkeys(range(1, AUDIENCE_MAX + 2))
+    assert UnsignedPubsub.neighbours(pubsub, MODELS) == list(range(2, AUDIENCE_MAX + 2))
 
 
 async def test_who_has_many_neighbours_leaves_it_to_the_mesh(tmp_path: Path) -> None:

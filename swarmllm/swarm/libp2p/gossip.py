@@ -12,7 +12,7 @@ forwarded.
 Each peer may pass on so many messages and bytes (`GossipBudget`).
 
 In a mesh each message comes as many times as there are neighbours. In a small swarm that is wasted: a node
-with few neighbours sends what it says to all of them, and says to whom (`audience`). A neighbour with the
+with few neighbours sends what it says to all of them, and names them in it (`audience`). A neighbour with the
 same neighbours has nobody left to pass it on to.
 """
 
@@ -88,9 +88,9 @@ class GossipReader(Protocol):
     def receive(self, topic: str, content: bytes) -> None:
         """Gossip that passed `validate`."""
 
-    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
-        """Of gossip that passed `validate`: its author, and `audience_of` those to whom the author sends it
-        itself. None: it does not say."""
+    def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+        """Of gossip that passed `validate`: its author, and `audience_of` the nodes to which the author sends
+        it itself. None: it names no audience."""
 
 
 @dataclass(slots=True)
@@ -167,27 +167,33 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         """What this node itself said last, by topic."""
         self.budget = GossipBudget()
         self.note: Note = ignored_event
-        self.told: dict[str, Callable[[bytes], tuple[NodeId, bytes] | None]] = {}
+        self.author_and_audience: dict[str, Callable[[bytes], tuple[NodeId, bytes] | None]] = {}
         """By topic, see `GossipReader`."""
 
     def neighbours(self, topic_id: str) -> list[ID]:
-        """Those to whom messages of the topic can be sent; none where they are more than AUDIENCE_MAX."""
-        subscribed = self.peer_topics.get(topic_id, ())
-        found = [peer_id for peer_id in subscribed if peer_id in self.peer_queues]
-        return found if len(found) <= AUDIENCE_MAX else []
+        """The peers to which messages of the topic can be sent; none where they are more than AUDIENCE_MAX.
+        This is read from the library's tables for each message, and reading stops with the first one too
+        many."""
+        found: list[ID] = []
+        for peer_id in self.peer_topics.get(topic_id, ()):
+            if peer_id in self.peer_queues:
+                if len(found) == AUDIENCE_MAX:
+                    return []
+                found.append(peer_id)
+        return found
 
     def audience(self, topic_id: str) -> bytes | None:
         """`audience_of` this node and its neighbours."""
         neighbours = self.neighbours(topic_id)
         return audience_of(map(_node_id, (self.my_id, *neighbours))) if neighbours else None
 
-    def have_it_all(self, sender: ID, message: Any) -> bool:
-        """Whether all neighbours have been sent this message by its author, as this node has."""
+    def is_with_all_neighbours(self, sender: ID, message: Any) -> bool:
+        """Whether the author of this message has sent it to this node, and sends it to all its neighbours."""
         (topic_id,) = message.topicIDs
-        told, audience = self.told.get(topic_id), self.audience(topic_id)
-        if told is None or audience is None:
+        read, audience = self.author_and_audience.get(topic_id), self.audience(topic_id)
+        if read is None or audience is None:
             return False
-        return told(message.data) == (_node_id(sender), audience)
+        return read(message.data) == (_node_id(sender), audience)
 
     async def pass_on(self, topic_id: str, data: bytes) -> None:
         """Publish what another node has said."""
@@ -271,7 +277,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
     async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
         pubsub = self.pubsub
         if msg_forwarder != pubsub.my_id:
-            if not pubsub.have_it_all(msg_forwarder, pubsub_msg):
+            if not pubsub.is_with_all_neighbours(msg_forwarder, pubsub_msg):
                 await super().publish(msg_forwarder, pubsub_msg)
         elif neighbours := pubsub.neighbours(pubsub_msg.topicIDs[0]):
             # Nor is it offered to anybody later.
@@ -350,7 +356,7 @@ class Gossip:
         return audience
 
     async def publish(self, topic: str, content: bytes) -> None:
-        """Never raises for the network's sake: who misses it learns of it from a heartbeat."""
+        """A failure of the network is logged, not raised: heartbeats tell those who miss the message."""
         if self._pubsub is not None:
             await self._push(self._pubsub.publish, topic, content)
 
@@ -393,7 +399,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     pubsub.note, pubsub.budget = gossip.note, gossip.budget
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
-        pubsub.told[name] = partial(gossip.reader.told, topic)
+        pubsub.author_and_audience[name] = partial(gossip.reader.author_and_audience, topic)
         pubsub.set_topic_validator(
             name,
             guarded_validator(topic, name, size_max, gossip.reader, gossip.note),

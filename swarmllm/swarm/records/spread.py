@@ -204,7 +204,7 @@ class RecordSpread:
             return False
         return True
 
-    def told(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
+    def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
         statement: Envelope | Heartbeat
         if topic == MODELS:
             statement = unseal(content, Envelope, self._verify)
