@@ -27,12 +27,12 @@ import trio
 from trio.testing import MockClock
 
 from bench.common.figures import RESULTS, machine
-from bench.common.large_swarm import (
+from bench.common.large_swarm import LargeSwarm
+from bench.common.large_swarm_nodes import (
     DIAL_RTTS,
     PLAN_EVERY_S,
     SPEAK_S,
     VANISHED_S,
-    LargeSwarm,
     Node,
     Origin,
     id_of,

@@ -17,20 +17,8 @@ import trio
 from hypothesis import strategies as st
 from libp2p.kad_dht.pb import kademlia_pb2
 
-from bench.lying.untruths import (
-    BAD_IDS,
-    DIGESTS,
-    ENVELOPE,
-    HEARTBEAT,
-    HONEST,
-    OWN,
-    Draw,
-    World,
-    addresses,
-    encoded,
-    filled,
-    wire_values,
-)
+from bench.lying.message_types import DIGESTS, ENVELOPE, HEARTBEAT
+from bench.lying.untruths import BAD_IDS, HONEST, OWN, Draw, World, addresses, encoded, filled, wire_values
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL as DHT_PROTOCOL
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS

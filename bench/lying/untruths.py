@@ -8,14 +8,12 @@ model, numbers at every limit. In one message of eight a single value breaks its
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import msgspec.inspect as types
@@ -23,15 +21,9 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from swarmllm.swarm.records import envelope_book
 from swarmllm_proto import (
-    envelope,
-    file_digests,
-    frames,
     swarm,
 )
-from swarmllm_proto import router_messages as neighbours
-from swarmllm_proto.swarm import base as swarm_base
 from swarmllm_proto.tensors import encode_tensor
 
 Draw: TypeAlias = Callable[[st.SearchStrategy[Any]], Any]
@@ -404,71 +396,6 @@ def _sequence(kind: types.VarTupleType | types.ListType, world: World) -> st.Sea
     few = st.lists(items, min_size=low, max_size=max(low, min(high, 3)))
     same = items.map(lambda item: [item] * min(high, 256))
     return st.one_of(few, few, few, same)
-
-
-# Which types there are.
-
-MODULES: Final[tuple[ModuleType, ...]] = (
-    *(swarm, swarm_base, file_digests),
-    *(neighbours, envelope, frames, envelope_book),
-)
-INSIDE: Final = frozenset({envelope._Signed, envelope._Author, neighbours._Versioned})
-"""Made by sealing what the lie is about, or a part of another message that is read before the rest."""
-
-JOBS: Final[tuple[type, ...]] = get_args(swarm.JobMessage)
-REQUESTS: Final[tuple[type, ...]] = get_args(file_digests.AnyRequest)
-RESPONSES: Final[tuple[type, ...]] = get_args(file_digests.AnyResponse)
-ENVELOPE: Final = envelope.Envelope
-HEARTBEAT: Final = envelope.Heartbeat
-DIGESTS: Final = envelope_book.Digests
-NEIGHBOURS: Final[tuple[type, ...]] = neighbours.Message.__constraints__
-STATEMENTS: Final[tuple[type, ...]] = envelope.Statement.__constraints__
-RECORDS: Final[tuple[type, ...]] = (swarm.NodeRecord,)
-OPENINGS: Final[tuple[type, ...]] = (frames.Hello,)
-INSIDE_PIECES: Final[tuple[type, ...]] = (swarm.Outline,)
-TOLD: Final = (
-    envelope_book.Digest,
-    *JOBS,
-    *REQUESTS,
-    *RESPONSES,
-    *NEIGHBOURS,
-    *STATEMENTS,
-    *RECORDS,
-    *OPENINGS,
-    *INSIDE_PIECES,
-)
-"""Every type of which untruths are told."""
-
-
-def all_message_types() -> set[type]:
-    """Every struct of the wire between nodes, whether or not anything here tells of it."""
-    return {
-        found
-        for module in MODULES
-        for _, found in inspect.getmembers(module, inspect.isclass)
-        if issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
-    }
-
-
-def types_within(kind: Any) -> Iterator[type]:
-    """The struct types of which a message of this type consists, itself included."""
-    pending, seen = [_info(kind)], set[type]()
-    while pending:
-        each = pending.pop()
-        if isinstance(each, types.StructType):
-            if each.cls in seen:
-                continue
-            seen.add(each.cls)
-            yield each.cls
-            pending += [each_field.type for each_field in each.fields]
-        elif isinstance(each, types.UnionType):
-            pending += each.types
-        elif isinstance(each, types.TupleType):
-            pending += each.item_types
-        elif isinstance(each, types.VarTupleType | types.ListType):
-            pending.append(each.item_type)
-        elif isinstance(each, types.DictType):
-            pending += [each.key_type, each.value_type]
 
 
 # What goes along with a job.

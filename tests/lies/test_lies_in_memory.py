@@ -16,8 +16,9 @@ import trio
 from bench.common.arithmetic import _Slot
 from bench.common.patient_clock import patient_clock
 from bench.lies import SEED, causes, run
-from bench.lying.liar import TWISTS, Lie
+from bench.lying.liar import Lie
 from bench.lying.swarm import Broken, LyingSwarm, open_lying_swarm
+from bench.lying.twists import TWISTS
 from swarmllm.swarm.peers.trust import TrustEvent
 
 N_LIES = 30

@@ -8,20 +8,9 @@ import msgspec
 import pytest
 
 from bench.lies import SEED, lie_of, router_lie_of
+from bench.lying.message_types import INSIDE, TOLD, all_message_types, types_within
 from bench.lying.swarm import guide_world
-from bench.lying.untruths import (
-    ADDRESSES,
-    HONEST,
-    INSIDE,
-    OWN,
-    TOLD,
-    all_message_types,
-    drawn,
-    encoded,
-    filled,
-    types_within,
-    wire_values,
-)
+from bench.lying.untruths import ADDRESSES, HONEST, OWN, drawn, encoded, filled, wire_values
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto import swarm as messages
 from swarmllm_proto.swarm import ObservedLatency

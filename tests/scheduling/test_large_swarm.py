@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.common.large_swarm import N_MODELS, id_of, make_model
+from bench.common.large_swarm_nodes import N_MODELS, id_of, make_model
 from bench.large_swarm import simulate
 
 
