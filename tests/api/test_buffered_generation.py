@@ -42,10 +42,10 @@ async def taken(pieces: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
         while not feed.finished or feed.has_pieces:
-            passage = await feed.take(60.0)
-            assert passage is not None
-            if passage:
-                got.append((round(trio.current_time() - began_s, 6), passage.text))
+            text_delta = await feed.take(60.0)
+            assert text_delta is not None
+            if text_delta:
+                got.append((round(trio.current_time() - began_s, 6), text_delta.text))
     return got
 
 
@@ -73,8 +73,8 @@ async def test_a_reader_is_told_that_nothing_has_come(autojump_clock: MockClock)
         nursery.start_soon(feed.run)
         assert await feed.take(2.0) is None
         assert trio.current_time() - began_s == pytest.approx(2.0)
-        passage = await feed.take(60.0)
-        assert passage is not None
-        assert passage.text == "a"
+        text_delta = await feed.take(60.0)
+        assert text_delta is not None
+        assert text_delta.text == "a"
         assert trio.current_time() - began_s == pytest.approx(5.0)
         feed.stop()

@@ -270,15 +270,15 @@ async def messages() -> Response:
         top_k=body.top_k,
         exact=body.exact,
     )
-    ask, (parser,) = await prepare(call, effort_field="thinking")
+    request, (parser,) = await prepare(call, effort_field="thinking")
     reply = AnthropicReply(body.model, parser, shows_reasoning=shows_reasoning(body.thinking))
-    return await answer(ask, reply, stream=bool(body.stream))
+    return await answer(request, reply, stream=bool(body.stream))
 
 
 @anthropic.post("/messages/count_tokens")
 async def count_tokens() -> Response:
-    ask, _ = await prepare(_call(await read_request(CountRequest)), effort_field="thinking")
-    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
+    request, _ = await prepare(_call(await read_request(CountRequest)), effort_field="thinking")
+    n_tokens = await current_node().texts.count_tokens(request.model, request.prompt)
     return Response(encode({"input_tokens": n_tokens}), content_type="application/json")
 
 
@@ -304,7 +304,7 @@ def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object)
         turns.append(schema.SystemMessage(content=_joined(body.system, "system", pictures)))
     for i, message in enumerate(body.messages):
         turns += _turns(message, f"messages[{i}]", pictures)
-    request = schema.ChatRequest(
+    chat_request = schema.ChatRequest(
         model=body.model,
         messages=turns,
         tools=_tools(body.tools or []) or None,
@@ -315,7 +315,7 @@ def _call(body: CountRequest, max_tokens: int | None = None, **sampling: object)
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **sampling,  # type: ignore[arg-type]
     )
-    return chat_call(request, pictures)
+    return chat_call(chat_request, pictures)
 
 
 def _tools(entries: list[ToolParam]) -> list[schema.Tool]:

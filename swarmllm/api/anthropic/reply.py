@@ -55,15 +55,15 @@ class AnthropicReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
-        heard = self._parser.whole(passage.text)
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
+        parsed = self._parser.whole(text_delta.text)
         blocks: list[Json] = []
-        if heard.reasoning:
-            reasoning = heard.reasoning if self._shows_reasoning else ""
+        if parsed.reasoning:
+            reasoning = parsed.reasoning if self._shows_reasoning else ""
             blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-        if heard.text.strip() or not heard.calls:
-            blocks.append({"type": "text", "text": heard.text})
-        blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in heard.calls]
+        if parsed.text.strip() or not parsed.calls:
+            blocks.append({"type": "text", "text": parsed.text})
+        blocks += [_tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in parsed.calls]
         end = self._stopped(generation) | {"usage": _usage(generation)}
         return encode(self._message(blocks) | end | {"swarm": swarm_object(generation)})
 
@@ -71,8 +71,8 @@ class AnthropicReply:
         usage = _usage(generation) if generation else {"input_tokens": 0, "output_tokens": 0}
         return _event("message_start", {"message": self._message([]) | {"usage": usage}})
 
-    def text(self, passage: TextDelta) -> bytes:
-        return b"".join(map(self._found, self._parser.feed(passage.text)))
+    def text(self, text_delta: TextDelta) -> bytes:
+        return b"".join(map(self._found, self._parser.feed(text_delta.text)))
 
     def waiting(self) -> bytes:
         return PING

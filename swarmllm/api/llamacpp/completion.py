@@ -106,12 +106,14 @@ async def read_completion(body: NativeCompletion) -> tuple[list[GenerationReques
         end_tokens=await current_node().texts.end_tokens(body.model) if sampling.ignore_eos else (),
         stream=bool(body.stream),
     )
-    asks: list[GenerationRequest] = []
+    requests: list[GenerationRequest] = []
     replies: list[NativeReply] = []
     for index, (prompt, shown) in enumerate(prompts):
         if limit == 0:
             prompt = replace(prompt, top_logprobs=0, is_answered=False)
-        asks.append(GenerationRequest(body.model, replace(prompt, session=session), sampling, limit or None))
+        requests.append(
+            GenerationRequest(body.model, replace(prompt, session=session), sampling, limit or None)
+        )
         replies.append(
             NativeReply(
                 body.model,
@@ -124,7 +126,7 @@ async def read_completion(body: NativeCompletion) -> tuple[list[GenerationReques
                 is_one_of_several=len(prompts) > 1,
             )
         )
-    return asks, replies
+    return requests, replies
 
 
 async def _prompts(body: NativeCompletion) -> list[tuple[Prompt, str]]:

@@ -91,13 +91,13 @@ class NativeReply:
         """Tokens of which no text has come yet."""
         self._has_new_line = False
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
-        return self.body([self.choice(passage, generation)], {}, generation)
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
+        return self.body([self.choice(text_delta, generation)], {}, generation)
 
-    def choice(self, passage: TextDelta, generation: Generation) -> Json:
-        self._has_new_line = "\n" in passage.text
-        tokens = [piece.token for piece in passage.pieces] if self._returns_tokens else []
-        told = self._end(passage.text, generation) | {"tokens": tokens} | _probabilities(passage.pieces)
+    def choice(self, text_delta: TextDelta, generation: Generation) -> Json:
+        self._has_new_line = "\n" in text_delta.text
+        tokens = [piece.token for piece in text_delta.pieces] if self._returns_tokens else []
+        told = self._end(text_delta.text, generation) | {"tokens": tokens} | _probabilities(text_delta.pieces)
         if not self._fields:
             return told
         return {name: value for name in self._fields for value in _found(told, name)}
@@ -108,10 +108,10 @@ class NativeReply:
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
-    def text(self, passage: TextDelta) -> bytes:
+    def text(self, text_delta: TextDelta) -> bytes:
         """One event per token that adds text; those that add none come with the next one."""
         events: list[bytes] = []
-        for piece in passage.pieces:
+        for piece in text_delta.pieces:
             self._unsent.append(piece)
             if piece.text:
                 events.append(self._text_event(piece.text))

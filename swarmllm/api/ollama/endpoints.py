@@ -254,11 +254,11 @@ async def chat() -> Response:
     messages = [_message(message, f"messages[{i}]", pictures) for i, message in enumerate(body.messages)]
     settings = _settings(name, body)
     limit = _max_tokens(body.options)
-    request = msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit)
-    call = chat_call(request, pictures)
-    ask, (parser,) = await prepare(call, effort_field="think")
-    ask = replace(ask, keep_alive_s=keep_alive_s)
-    return await answer(ask, OllamaReply(ChatShape(body.model), parser), stream=body.stream is not False)
+    chat_request = msgspec.structs.replace(settings, messages=messages, tools=body.tools, max_tokens=limit)
+    call = chat_call(chat_request, pictures)
+    request, (parser,) = await prepare(call, effort_field="think")
+    request = replace(request, keep_alive_s=keep_alive_s)
+    return await answer(request, OllamaReply(ChatShape(body.model), parser), stream=body.stream is not False)
 
 
 @ollama.post("/generate")
@@ -288,9 +288,11 @@ async def generate() -> Response:
         prompt = Prompt(messages=messages, template=preset.template, pictures=pictures, field="prompt")
     sampling = sampling_of(settings, json_schema=json_schema(settings.response_format))
     max_tokens = _max_tokens(body.options) or preset.max_tokens
-    ask = GenerationRequest(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
+    request = GenerationRequest(name, prompt, sampling, max_tokens, keep_alive_s=keep_alive_s)
     parser = OutputParser(opened_reasoning=opened)
-    return await answer(ask, OllamaReply(GenerateShape(body.model), parser), stream=body.stream is not False)
+    return await answer(
+        request, OllamaReply(GenerateShape(body.model), parser), stream=body.stream is not False
+    )
 
 
 @ollama.get("/version")

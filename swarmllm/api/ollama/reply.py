@@ -59,15 +59,15 @@ class OllamaReply:
     def stream_type(self) -> str:
         return "application/x-ndjson"
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
-        heard = self._parser.whole(passage.text)
-        return encode(self._words.say(heard.text, heard.calls, heard.reasoning) | _end(generation))
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
+        parsed = self._parser.whole(text_delta.text)
+        return encode(self._words.say(parsed.text, parsed.calls, parsed.reasoning) | _end(generation))
 
     def first(self, generation: Generation | None) -> bytes:
         return b""
 
-    def text(self, passage: TextDelta) -> bytes:
-        return b"".join(map(self._line, self._parser.feed(passage.text)))
+    def text(self, text_delta: TextDelta) -> bytes:
+        return b"".join(map(self._line, self._parser.feed(text_delta.text)))
 
     def waiting(self) -> bytes:
         """There are no comments in JSON; a piece without text does no harm."""

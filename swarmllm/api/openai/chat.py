@@ -39,20 +39,20 @@ async def completions() -> Response:
 async def answer_chat(*, begins_with_null: bool = False) -> Response:
     """`begins_with_null`: a stream's first chunk has a null content, as llama.cpp's server has it."""
     call = chat_call(await read_request(ChatRequest))
-    ask, parsers = await prepare(call)
+    request, parsers = await prepare(call)
     replies: list[ChatReply] = []
     for index, parser in enumerate(parsers):
         head = replies[0].head if replies else None
         replies.append(ChatReply(call.model, parser, call.include_usage, index=index, head=head))
         replies[-1].begins_with_null = begins_with_null
-    return await answer_choices([ask], replies, stream=call.stream)
+    return await answer_choices([request], replies, stream=call.stream)
 
 
 @chat.post("/chat/completions/input_tokens")
 async def input_tokens() -> Response:
     """How many tokens of context the same body would take; nothing runs."""
-    ask, _ = await prepare(chat_call(await read_request(ChatRequest)))
-    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
+    request, _ = await prepare(chat_call(await read_request(ChatRequest)))
+    n_tokens = await current_node().texts.count_tokens(request.model, request.prompt)
     return _json({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -124,22 +124,22 @@ class ChatReply:
         """Of this choice, once it has ended."""
         self._text_prefix, self._text_suffix = self._around_text()
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
         """The body of an answer that is not streamed."""
-        return self.body([self.choice(passage, generation)], usage(generation), generation)
+        return self.body([self.choice(text_delta, generation)], usage(generation), generation)
 
-    def choice(self, passage: TextDelta, generation: Generation) -> Json:
-        heard = self._parser.whole(passage.text)
-        message: Json = {"role": "assistant", "content": heard.text, "refusal": None}
-        if heard.reasoning:
-            message["reasoning_content"] = heard.reasoning
-        if heard.calls:
-            message["content"] = heard.text.strip() or None
-            message["tool_calls"] = [_call(call) for call in heard.calls]
+    def choice(self, text_delta: TextDelta, generation: Generation) -> Json:
+        parsed = self._parser.whole(text_delta.text)
+        message: Json = {"role": "assistant", "content": parsed.text, "refusal": None}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.text.strip() or None
+            message["tool_calls"] = [_call(call) for call in parsed.calls]
         return {
             "index": self._index,
             "message": message,
-            "logprobs": _logprobs([_token(each) for each in passage.logprobs]),
+            "logprobs": _logprobs([_token(each) for each in text_delta.logprobs]),
             "finish_reason": self._finish_reason(generation),
         }
 
@@ -159,10 +159,10 @@ class ChatReply:
         content: Json = {"content": None} if self.begins_with_null else {}
         return self._chunk({"role": "assistant"} | content | {"refusal": None})
 
-    def text(self, passage: TextDelta) -> bytes:
+    def text(self, text_delta: TextDelta) -> bytes:
         """Chunks for a piece of output: usually one, none while a tool call is pending."""
-        self._unsent_logprobs += [_token(each) for each in passage.logprobs]
-        return b"".join(map(self._found, self._parser.feed(passage.text)))
+        self._unsent_logprobs += [_token(each) for each in text_delta.logprobs]
+        return b"".join(map(self._found, self._parser.feed(text_delta.text)))
 
     def last(self, generation: Generation) -> bytes:
         return self.finish(generation) + self.end(usage(generation))

@@ -106,17 +106,17 @@ async def complete() -> Response:
         prompts = [replace(prompt, top_logprobs=n_top, is_answered=is_answered) for prompt in prompts]
     session = session_of(body.session_id, body.prompt_cache_key)
     max_tokens = limit_of(limit or preset.max_tokens or DEFAULT_MAX_TOKENS)
-    asks = [
+    requests = [
         GenerationRequest(body.model, replace(prompt, session=session), sampling, max_tokens)
         for prompt in prompts
     ]
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     replies: list[CompletionReply] = []
-    for index, ask in enumerate(ask for ask in asks for _ in range(n)):
-        echo = await _text_of(body.model, ask.prompt) if body.echo else ""
+    for index, request in enumerate(request for request in requests for _ in range(n)):
+        echo = await _text_of(body.model, request.prompt) if body.echo else ""
         head = replies[0].head if replies else None
-        replies.append(CompletionReply(ask, echo, include_usage, index=index, head=head))
-    return await answer_choices(asks, replies, stream=bool(body.stream))
+        replies.append(CompletionReply(request, echo, include_usage, index=index, head=head))
+    return await answer_choices(requests, replies, stream=bool(body.stream))
 
 
 async def prompts_of(model: str, value: Inputs) -> list[Prompt]:
@@ -144,7 +144,7 @@ class CompletionReply:
 
     def __init__(
         self,
-        ask: GenerationRequest,
+        request: GenerationRequest,
         echo: str,
         include_usage: bool,
         *,
@@ -156,14 +156,14 @@ class CompletionReply:
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": ask.model,
+            "model": request.model,
             "system_fingerprint": FINGERPRINT,
         }
         self._index = index
         self._echo = echo
-        self._is_scored = ask.prompt.top_logprobs is not None
+        self._is_scored = request.prompt.top_logprobs is not None
         """The prompt comes with its scores, not before them."""
-        self._has_logprobs = ask.sampling.logprobs
+        self._has_logprobs = request.sampling.logprobs
         self._include_usage = include_usage
         self._n_characters = len(echo)
         """Of the choice's text so far, token by token."""
@@ -172,13 +172,13 @@ class CompletionReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
-        return self.body([self.choice(passage, generation)], usage(generation), generation)
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
+        return self.body([self.choice(text_delta, generation)], usage(generation), generation)
 
-    def choice(self, passage: TextDelta, generation: Generation) -> Json:
-        echo = self._echo if passage.prompt is None else ""
-        passage = replace(passage, text=echo + passage.text)
-        return self._choice(passage, _finish_reason(generation))
+    def choice(self, text_delta: TextDelta, generation: Generation) -> Json:
+        echo = self._echo if text_delta.prompt is None else ""
+        text_delta = replace(text_delta, text=echo + text_delta.text)
+        return self._choice(text_delta, _finish_reason(generation))
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes:
         body = self.head | {"choices": choices, "usage": usage}
@@ -187,8 +187,8 @@ class CompletionReply:
     def first(self, generation: Generation | None) -> bytes:
         return self.text(TextDelta(self._echo)) if self._echo and not self._is_scored else b""
 
-    def text(self, passage: TextDelta) -> bytes:
-        return self._event({"choices": [self._choice(passage, None)]})
+    def text(self, text_delta: TextDelta) -> bytes:
+        return self._event({"choices": [self._choice(text_delta, None)]})
 
     def waiting(self) -> bytes:
         return WAITING
@@ -211,18 +211,18 @@ class CompletionReply:
         usage_field: Json = {"usage": None} if self._include_usage else {}
         return b"data: " + encode(self.head | usage_field | fields) + b"\n\n"
 
-    def _choice(self, passage: TextDelta, finish_reason: str | None) -> Json:
-        text = passage.text if passage.prompt is None else self._echo + passage.text
+    def _choice(self, text_delta: TextDelta, finish_reason: str | None) -> Json:
+        text = text_delta.text if text_delta.prompt is None else self._echo + text_delta.text
         return {
             "index": self._index,
             "text": text,
-            "logprobs": self._logprobs(passage) if self._has_logprobs else None,
+            "logprobs": self._logprobs(text_delta) if self._has_logprobs else None,
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, passage: TextDelta) -> Json | None:
+    def _logprobs(self, text_delta: TextDelta) -> Json | None:
         """OpenAI's old form: one list per property."""
-        tokens, prompt = passage.logprobs, passage.prompt
+        tokens, prompt = text_delta.logprobs, text_delta.prompt
         if prompt is None and not tokens:
             return None
         offsets: list[int] = []

@@ -127,15 +127,15 @@ async def respond() -> Response:
     store, owner = _store(), current_caller().key_id
     earlier, pictures = _earlier(body)
     call, added = responses_call(body, earlier, pictures)
-    ask, (parser,) = await prepare(call, field="input", effort_field="reasoning.effort")
+    request, (parser,) = await prepare(call, field="input", effort_field="reasoning.effort")
 
     def keep(response: Json) -> None:
         if body.store is not False:
             conversation = [*earlier, *added, *_answered(response)]
             items = _input_items(str(response["id"]), body.input)
-            store.keep(response, conversation, owner, items, ask.prompt.pictures.by_marker)
+            store.keep(response, conversation, owner, items, request.prompt.pictures.by_marker)
 
-    return await answer(ask, ResponsesReply(body, parser, keep), stream=bool(body.stream))
+    return await answer(request, ResponsesReply(body, parser, keep), stream=bool(body.stream))
 
 
 @responses.post("/responses/input_tokens")
@@ -143,8 +143,8 @@ async def input_tokens() -> Response:
     """How many tokens of context the same body would take; nothing runs, and nothing is kept."""
     body = await read_request(ResponsesRequest)
     call, _ = responses_call(body, *_earlier(body))
-    ask, _ = await prepare(call, field="input", effort_field="reasoning.effort")
-    n_tokens = await current_node().texts.count_tokens(ask.model, ask.prompt)
+    request, _ = await prepare(call, field="input", effort_field="reasoning.effort")
+    n_tokens = await current_node().texts.count_tokens(request.model, request.prompt)
     return _json({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -255,11 +255,11 @@ class ResponsesReply:
     def stream_type(self) -> str:
         return EVENT_STREAM
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes:
-        heard = self._parser.whole(passage.text)
-        items = [ReasoningText(heard.reasoning)] if heard.reasoning else []
-        said = [heard.text] if heard.text.strip() or not heard.calls else []
-        self._events([*items, *said, *heard.calls])
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes:
+        parsed = self._parser.whole(text_delta.text)
+        items = [ReasoningText(parsed.reasoning)] if parsed.reasoning else []
+        said = [parsed.text] if parsed.text.strip() or not parsed.calls else []
+        self._events([*items, *said, *parsed.calls])
         self._close(_status(generation))
         return encode(self._finished(generation))
 
@@ -269,8 +269,8 @@ class ResponsesReply:
             "response.in_progress", {"response": begun}
         )
 
-    def text(self, passage: TextDelta) -> bytes:
-        return self._events(self._parser.feed(passage.text))
+    def text(self, text_delta: TextDelta) -> bytes:
+        return self._events(self._parser.feed(text_delta.text))
 
     def waiting(self) -> bytes:
         return WAITING

@@ -39,7 +39,7 @@ Json = dict[str, object]
 class ChoiceReply(Reply, Protocol):
     """A Reply that can also be one choice of several."""
 
-    def choice(self, passage: TextDelta, generation: Generation) -> Json: ...
+    def choice(self, text_delta: TextDelta, generation: Generation) -> Json: ...
 
     def body(self, choices: list[Json], usage: Json, generation: Generation) -> bytes: ...
 
@@ -72,44 +72,44 @@ def usage(*generations: Generation, n: int = 0) -> Json:
 
 
 async def answer_choices(
-    asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], *, stream: bool
+    requests: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], *, stream: bool
 ) -> Response:
     """`asks`: one per prompt; `replies`: as many for each, prompt by prompt."""
     if len(replies) == 1:
-        return await answer(asks[0], replies[0], stream=stream)
-    n = len(replies) // len(asks)
-    choices = [_of_choice(ask, index) for ask in asks for index in range(n)]
+        return await answer(requests[0], replies[0], stream=stream)
+    n = len(replies) // len(requests)
+    choices = [_of_choice(request, index) for request in requests for index in range(n)]
     return await (_streamed if stream else _whole)(choices, replies, n)
 
 
-def _of_choice(ask: GenerationRequest, index: int) -> GenerationRequest:
+def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
     """A seed makes an answer repeatable, not all choices the same."""
     if index:
-        ask = replace(ask, request_id=further_id(ask.request_id))
-    if ask.sampling.seed is None:
-        return ask
-    seed = (ask.sampling.seed + index) % 2**32
-    return replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed))
+        request = replace(request, request_id=further_id(request.request_id))
+    if request.sampling.seed is None:
+        return request
+    seed = (request.sampling.seed + index) % 2**32
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, seed=seed))
 
 
-async def _whole(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int) -> Response:
+async def _whole(requests: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int) -> Response:
     node = current_node()
     done: dict[int, tuple[TextDelta, Generation]] = {}
-    first_token = [trio.Event() for _ in asks[::n]]
+    first_token = [trio.Event() for _ in requests[::n]]
 
     async def run(index: int) -> None:
         if index % n:
             await first_token[index // n].wait()
-        async with node.generate(*asks[index].terms) as generation:
+        async with node.generate(*requests[index].arguments) as generation:
             first_token[index // n].set()
             pieces = [piece async for piece in generation]
             done[index] = TextDelta.of(pieces, generation.prompt), generation
 
     with plain_errors():
         async with trio.open_nursery() as nursery:
-            for index in range(len(asks)):
+            for index in range(len(requests)):
                 nursery.start_soon(run, index)
-    generations = [done[index][1] for index in range(len(asks))]
+    generations = [done[index][1] for index in range(len(requests))]
     choices = [reply.choice(*done[index]) for index, reply in enumerate(replies)]
     body = replies[0].body(choices, usage(*generations, n=n), generations[0])
     response = Response(body, content_type="application/json")
@@ -117,13 +117,18 @@ async def _whole(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceRepl
     return response
 
 
-async def _streamed(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int) -> Response:
+async def _streamed(
+    requests: Sequence[GenerationRequest], replies: Sequence[ChoiceReply], n: int
+) -> Response:
     node = current_node()
     changed = trio.lowlevel.ParkingLot()
     buffers: list[BufferedGeneration] = []
-    for index, ask in enumerate(asks):
-        behind = _behind(buffers[index - index % n], node, ask) if index % n else node.generate(*ask.terms)
-        buffers.append(start_request_task(BufferedGeneration(behind, changed)))
+    for index, request in enumerate(requests):
+        if index % n:
+            generating = _after_first(buffers[index - index % n], node, request)
+        else:
+            generating = node.generate(*request.arguments)
+        buffers.append(start_request_task(BufferedGeneration(generating, changed)))
     first = buffers[0]
     await first.wait(HEADERS_AFTER_S)
     if first.error is not None:
@@ -134,9 +139,11 @@ async def _streamed(asks: Sequence[GenerationRequest], replies: Sequence[ChoiceR
 
 
 @asynccontextmanager
-async def _behind(first: BufferedGeneration, node: Node, ask: GenerationRequest) -> AsyncIterator[Generation]:
+async def _after_first(
+    first: BufferedGeneration, node: Node, request: GenerationRequest
+) -> AsyncIterator[Generation]:
     await first.started.wait()
-    async with node.generate(*ask.terms) as generation:
+    async with node.generate(*request.arguments) as generation:
         yield generation
 
 
@@ -151,9 +158,9 @@ async def _events(
     pieces = [reply.first(buffer.generation) for buffer, reply in zip(buffers, replies, strict=True)]
     while open_buffers:
         for index, buffer in list(open_buffers.items()):
-            passage = buffer.collect()
-            if passage:
-                pieces.append(replies[index].text(passage))
+            text_delta = buffer.collect()
+            if text_delta:
+                pieces.append(replies[index].text(text_delta))
             if buffer.error is not None:
                 for other in buffers:
                     other.stop()

@@ -195,5 +195,5 @@ async def prepare(
         field=field,
     )
     parsers = (ToolCallParser(call.max_tool_calls, names) if call.tools else None for _ in range(call.n))
-    ask = GenerationRequest(call.model, prompt, sampling, call.max_tokens)
-    return ask, [OutputParser(parser, opened) for parser in parsers]
+    request = GenerationRequest(call.model, prompt, sampling, call.max_tokens)
+    return request, [OutputParser(parser, opened) for parser in parsers]

@@ -52,7 +52,7 @@ class GenerationRequest:
     """How long a model that is loaded for this stays; None: as configured."""
 
     @property
-    def terms(self) -> tuple[str, Prompt, Sampling, int | None, Caller, str, float | None]:
+    def arguments(self) -> tuple[str, Prompt, Sampling, int | None, Caller, str, float | None]:
         """As `Node.generate` takes them."""
         asked = self.model, self.prompt, self.sampling, self.max_tokens
         return *asked, self.caller, self.request_id, self.keep_alive_s
@@ -67,13 +67,13 @@ class Reply(Protocol):
         """Content type of the stream."""
         ...
 
-    def full(self, passage: TextDelta, generation: Generation) -> bytes: ...
+    def full(self, text_delta: TextDelta, generation: Generation) -> bytes: ...
 
     def first(self, generation: Generation | None) -> bytes:
         """None where the stream begins before the generation."""
         ...
 
-    def text(self, passage: TextDelta) -> bytes: ...
+    def text(self, text_delta: TextDelta) -> bytes: ...
 
     def waiting(self) -> bytes:
         """A sign of life that changes nothing."""
@@ -84,26 +84,26 @@ class Reply(Protocol):
     def error(self, error: SwarmLLMError) -> bytes: ...
 
 
-async def answer(ask: GenerationRequest, reply: Reply, *, stream: bool) -> Response:
-    return await (_streamed(ask, reply) if stream else _whole(ask, reply))
+async def answer(request: GenerationRequest, reply: Reply, *, stream: bool) -> Response:
+    return await (_streamed(request, reply) if stream else _whole(request, reply))
 
 
-async def _whole(ask: GenerationRequest, reply: Reply) -> Response:
+async def _whole(request: GenerationRequest, reply: Reply) -> Response:
     """A client that leaves cancels this task, and with it the generation."""
     with plain_errors():
-        async with current_node().generate(*ask.terms) as generation:
-            passage = TextDelta.of([piece async for piece in generation], generation.prompt)
-    response = Response(reply.full(passage, generation), content_type="application/json")
+        async with current_node().generate(*request.arguments) as generation:
+            text_delta = TextDelta.of([piece async for piece in generation], generation.prompt)
+    response = Response(reply.full(text_delta, generation), content_type="application/json")
     response.headers.update(swarm_headers(generation))
     return response
 
 
-async def _streamed(ask: GenerationRequest, reply: Reply) -> Response:
+async def _streamed(request: GenerationRequest, reply: Reply) -> Response:
     node = current_node()
-    buffer = start_request_task(BufferedGeneration(node.generate(*ask.terms)))
+    buffer = start_request_task(BufferedGeneration(node.generate(*request.arguments)))
 
     def loading() -> str:
-        provisioning = node.provisioner.of(ask.model)
+        provisioning = node.provisioner.of(request.model)
         return provisioning.text if provisioning is not None else ""
 
     with trio.move_on_after(HEADERS_AFTER_S):
@@ -135,12 +135,12 @@ async def _events(
         yield waiting.pop()
     while True:
         how_far = loading()
-        passage = await buffer.take(PROGRESS_EVERY_S if how_far else WAITING_EVERY_S)
-        if passage is None:
+        text_delta = await buffer.take(PROGRESS_EVERY_S if how_far else WAITING_EVERY_S)
+        if text_delta is None:
             is_commented = how_far and reply.stream_type == EVENT_STREAM
             waiting.append(f": {how_far}\n\n".encode() if is_commented else reply.waiting())
-        elif passage:
-            waiting.append(reply.text(passage))
+        elif text_delta:
+            waiting.append(reply.text(text_delta))
         if buffer.finished and not buffer.has_pieces:
             break
         yield b"".join(waiting)
