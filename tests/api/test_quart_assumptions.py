@@ -78,7 +78,7 @@ def test_quart_logs_through_the_method_that_we_override() -> None:
 
 
 def test_h11_says_what_waits_unread_and_pauses_between_requests() -> None:
-    """http_exchange leaves the next request in h11's buffer until this one is answered."""
+    """`exchange` leaves the next request in h11's buffer until this one is answered."""
     protocol = h11.Connection(h11.SERVER)
     protocol.receive_data(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET /next")
     assert isinstance(protocol.next_event(), h11.Request)

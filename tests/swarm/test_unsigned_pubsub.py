@@ -323,7 +323,7 @@ async def test_what_a_peer_says_of_its_addresses_is_neither_checked_nor_made_ane
         assert pubsub.env_to_send_in_RPC(a.host.libp2p_host)[0] is described
 
 
-async def test_the_heart_beats_as_fast_where_the_mesh_is_in_a_bad_way(
+async def test_the_heartbeat_is_as_fast_where_the_mesh_is_in_a_bad_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that is kept of recent messages is cleared away at its beats."""
