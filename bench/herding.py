@@ -18,7 +18,7 @@ from random import Random
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
 from bench.common.simulated_swarm import make_manifest
 from swarmllm.models.layers import LayerRange
-from swarmllm.pipeline.route.inputs import SPREAD, Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import SPREAD, NetworkDistances, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cheapest import cheapest_route
 from swarmllm.scheduling.speeds import Observations
 from swarmllm_proto.swarm import NodeCapability, ObservedLatency
@@ -45,7 +45,7 @@ def second(spread: float, way: str, seed: int) -> Counter[str]:
         )
         for node_id in holders
     }
-    links = Links(dict.fromkeys(holders, 0.002))
+    distances = NetworkDistances(dict.fromkeys(holders, 0.002))
     taken: Counter[str] = Counter()
     own: dict[str, Counter[str]] = {f"o{seed}-{i}": Counter() for i in range(N_ORIGINS)}
     for _ in range(N_REQUESTS):
@@ -56,7 +56,7 @@ def second(spread: float, way: str, seed: int) -> Counter[str]:
             workload(manifest, 128, 128),
             [*holders, origin],
             said,
-            links,
+            distances,
             Observations(),
             OwnLoad(sent=own[origin] if way in WAYS[1::2] else {}),
         )

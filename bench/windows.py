@@ -27,7 +27,7 @@ from bench.common.figures import Figure, publish, ratios
 from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX, WINDOW_ROWS_MAX
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.job_order import JobOrder
-from swarmllm_workers.speculation.chain_guesser import ChainGuesser, Room
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser, JobLimits
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, Worth
 from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
@@ -103,7 +103,7 @@ class Chain:
 
     def _launch(self) -> None:
         n_left = len(self._text) - len(self._said)
-        room = Room(n_left, WINDOW_ROWS_MAX, self._n_jobs, ROWS_MAX)
+        room = JobLimits(n_left, WINDOW_ROWS_MAX, self._n_jobs, ROWS_MAX)
         for job in self._guesser.next_jobs(self._said, len(self._said) - 1, room, self.now):
             self._after(self._line.one_way_s, partial(self._arrives, 0, job))
 

@@ -38,7 +38,7 @@ from bench.common.simulated_swarm import HEARTBEAT_BYTES, LOAD_BYTES_PER_S, Figu
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.node.placing.plan import next_step, plan_of
 from swarmllm.pipeline.route.assembly import RouteQuery
-from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
@@ -325,7 +325,7 @@ class LargeSwarm:
             workload(model, *size),
             holders,
             said,
-            Links(rtt_s, coordinate=origin.node.coordinate.coordinate),
+            NetworkDistances(rtt_s, coordinate=origin.node.coordinate.coordinate),
             origin.node.observations,
             OwnLoad(origin.node.n_active, origin.node.lacks, reported=told),
         )

@@ -23,7 +23,7 @@ from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.announcing.record_changes import RecordChanges
 from swarmllm.node.placing.plan import next_step, plan_of, shape_of
-from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
 from swarmllm.scheduling.placement import Hysteresis, Placement
@@ -350,7 +350,7 @@ class World:
             node_id: record.capability for node_id, record in records.items() if node_id != origin.node_id
         }
         connected = origin.router.connected()
-        links = Links(
+        distances = NetworkDistances(
             {
                 node_id: origin.place.rtt_s(self.network.places[node_id])
                 for node_id in held
@@ -366,7 +366,7 @@ class World:
             work,
             held,
             {node_id: said for node_id, said in capabilities.items() if node_id in held},
-            links,
+            distances,
             origin.observations,
             load,
         )

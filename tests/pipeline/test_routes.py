@@ -14,7 +14,14 @@ from bench.common.arithmetic import FakePool, fake_entry
 from swarmllm.models.layers import LayerRange
 from swarmllm.models.manifest import Manifest, Shard, TensorEntry
 from swarmllm.pipeline.origin.generation import Prompt
-from swarmllm.pipeline.route.inputs import PAIRS_MAX, SLOWEST_LAYER_S, Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import (
+    PAIRS_MAX,
+    SLOWEST_LAYER_S,
+    NetworkDistances,
+    OwnLoad,
+    route_inputs,
+    workload,
+)
 from swarmllm.pipeline.route.measuring import ObservedCompute
 from swarmllm.pipeline.route.request_routes import DOUBTED
 from swarmllm.pipeline.route.route_planner import UNSIGNED, RequestSize
@@ -63,7 +70,7 @@ def believed(
         workload(model, 10, 20),
         [origin, *capabilities],
         capabilities,
-        Links({A: 0.01}),
+        NetworkDistances({A: 0.01}),
         observations or Observations(),
         load or OwnLoad(),
     )
@@ -87,10 +94,12 @@ def test_announced_times_at_the_limits_of_numbers_overflow_nothing(announced: fl
 )
 def test_what_this_node_measured_counts_where_it_is_much_slower(measured_s: float, believed_s: float) -> None:
     model = manifest()
-    work, links = workload(model, 10, 20), Links()
+    work, distances = workload(model, 10, 20), NetworkDistances()
     said = {"a": ran(0.004), "b": ran(0.005)}
     observations, measured = Observations(), {NodeId("a"): measured_s, NodeId("gone"): 1.0}
-    known = route_inputs("o", model, work, ["o", "a", "b"], said, links, observations, OwnLoad(), measured)
+    known = route_inputs(
+        "o", model, work, ["o", "a", "b"], said, distances, observations, OwnLoad(), measured
+    )
     assert known.speeds[NodeId("a")].decode_s == pytest.approx(believed_s)
     expected_s = (
         min(0.0004 * max(measured_s, 0.004) / 0.004, SLOWEST_LAYER_S) if measured_s > 0.008 else 0.0004
@@ -159,11 +168,11 @@ def test_round_trips_between_others_are_theirs_to_tell_and_ours_are_not() -> Non
 
 def test_of_many_links_between_others_the_nearest_of_each_count() -> None:
     nodes = [node_id_named(f"n{number}") for number in range(257)]
-    links = {
+    distances = {
         node: tuple(ObservedLink(node_id=nodes[(at + n) % 257], rtt_s=0.001 * n) for n in range(1, 33))
         for at, node in enumerate(nodes)
     }
-    known = believed({node: NodeCapability(observed_links=links[node]) for node in nodes})
+    known = believed({node: NodeCapability(observed_links=distances[node]) for node in nodes})
     n_each = PAIRS_MAX // 257
     assert len(known.pair_rtt_s) == 257 * n_each
     assert max(known.pair_rtt_s.values()) == pytest.approx(0.001 * n_each)

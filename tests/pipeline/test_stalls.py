@@ -15,7 +15,13 @@ from bench.common.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.repair.probing import judge_states
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
-from swarmllm.pipeline.route.inputs import FASTEST_BYTES_PER_S, Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import (
+    FASTEST_BYTES_PER_S,
+    NetworkDistances,
+    OwnLoad,
+    route_inputs,
+    workload,
+)
 from swarmllm.scheduling.speeds import PREFILL_ROWS, Observations
 from swarmllm.swarm.peers.trust import NEUTRAL, WORK_MIN
 from swarmllm_proto.codec import decode_job, decode_request, encode_job, encode_response
@@ -195,7 +201,14 @@ def test_no_node_is_believed_to_read_weights_faster_than_any_machine() -> None:
     n_bytes = sum(shard.size_bytes for shard in manifest.shards if shard.kind == "layer") / manifest.n_layers
     said = {NodeId(B): computes(manifest.model_id, 1e-30)}
     known = route_inputs(
-        NodeId(A), manifest, workload(manifest, 9, 9), list(said), said, Links(), Observations(), OwnLoad()
+        NodeId(A),
+        manifest,
+        workload(manifest, 9, 9),
+        list(said),
+        said,
+        NetworkDistances(),
+        Observations(),
+        OwnLoad(),
     )
     assert known.speeds[NodeId(B)].decode_s == pytest.approx(n_bytes / FASTEST_BYTES_PER_S)
     assert known.speeds[NodeId(B)].prefill_s >= n_bytes / FASTEST_BYTES_PER_S / PREFILL_ROWS

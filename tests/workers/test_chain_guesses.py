@@ -24,7 +24,7 @@ from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
-from swarmllm_workers.speculation.chain_guesser import ChainGuesser, Room
+from swarmllm_workers.speculation.chain_guesser import ChainGuesser, JobLimits
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, NgramLookup, Worth
 
@@ -337,7 +337,7 @@ def guessed(
     guesser: ChainGuesser, text: Sequence[int], n_rows: int, n_left: int, now: float
 ) -> tuple[int, ...]:
     """What leaves behind the last token of `text`, in the only job that is under way."""
-    (job,) = guesser.next_jobs(text, len(text) - 1, Room(n_left, n_rows), now)
+    (job,) = guesser.next_jobs(text, len(text) - 1, JobLimits(n_left, n_rows), now)
     assert not job.number
     assert guesser.jobs_in_flight.land(job.position, len(job.tokens)) is job
     return job.tokens[1:]

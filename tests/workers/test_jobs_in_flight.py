@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swarmllm_proto.limits import GUESSES_MAX, JOBS_UNDER_WAY_MAX, WINDOW_ROWS_MAX
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.ring.job_order import JobOrder
-from swarmllm_workers.speculation.chain_guesser import AHEAD_MAX, ChainGuesser, Room
+from swarmllm_workers.speculation.chain_guesser import AHEAD_MAX, ChainGuesser, JobLimits
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Draft, Worth
 from swarmllm_workers.speculation.jobs_in_flight import JobsInFlight, LaunchedJob
@@ -77,7 +77,7 @@ class Chain:
         self._launch()
 
     def _launch(self) -> None:
-        room = Room(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
+        room = JobLimits(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
         launched = self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now)
         assert self.guesser.jobs_in_flight.n_under_way <= JOBS_UNDER_WAY_MAX + 1
         self.n_jobs += len(launched)
@@ -255,7 +255,7 @@ class Line:
         """Until so many are there."""
         jobs_in_flight = self.guesser.jobs_in_flight
         while len(self.said) < n_tokens:
-            room = Room(len(self._text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
+            room = JobLimits(len(self._text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
             for job in self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now):
                 took_s = self._row_s * len(job.tokens)
                 before_s = self._back[-1][0] if self._back else 0.0
@@ -304,7 +304,7 @@ def test_no_more_than_a_window_is_under_way_eight_tokens_after_guesses_turn_wron
 def test_a_stage_that_takes_one_job_gets_one(n_jobs: int) -> None:
     guesser = ChainGuesser(CostGate(), lambda prompt: [Oracle(range(200), 0.0)])
     for n in range(1, 40):
-        room = Room(100, WINDOW_ROWS_MAX, n_jobs, ROWS_MAX)
+        room = JobLimits(100, WINDOW_ROWS_MAX, n_jobs, ROWS_MAX)
         jobs = guesser.next_jobs(range(n), n - 1, room, n * 0.1)
         assert len(jobs) == 1
         assert not jobs[0].number

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from swarmllm.models import LayerRange, Manifest, covers, merge, subtract
 from swarmllm.node.placing.accepted_shares import accepts
-from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs
+from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs
 from swarmllm.scheduling.coordinates import Coordinate
 from swarmllm.scheduling.cost import Workload
 from swarmllm.scheduling.placement import ModelShape, Placement, PlacementNode, place
@@ -83,7 +83,7 @@ def plan_of(
         Workload(),
         involved,
         {node_id: record.capability for node_id, record in involved.items()},
-        Links(),
+        NetworkDistances(),
         Observations(),
         OwnLoad(),
     ).speeds

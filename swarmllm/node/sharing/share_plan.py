@@ -16,7 +16,7 @@ import msgspec
 from swarmllm.models import LayerRange, Manifest, merge, subtract
 from swarmllm.node.placing.accepted_shares import accepts
 from swarmllm.node.placing.plan import NO_NODE, plan_of, shape_of
-from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
 from swarmllm.scheduling.cost import RouteInputs
 from swarmllm.scheduling.holdings import NodeRange
 from swarmllm.scheduling.speeds import Observations
@@ -92,7 +92,7 @@ def plan_share(
         workload(manifest, 0, 1),
         supposed,
         {node_id: record.capability for node_id, record in supposed.items()},
-        Links(),
+        NetworkDistances(),
         Observations(),
         OwnLoad(),
     )

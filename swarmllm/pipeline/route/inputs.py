@@ -64,11 +64,13 @@ class OwnLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """The links from this node to its peers, by node id, and this node's network coordinate."""
+class NetworkDistances:
+    """How far this node's peers are, by node id, and this node's network coordinate."""
 
     rtt_s: Mapping[NodeId, float] = field(default_factory=dict)
+    """Measured round trips."""
     bytes_per_s: Mapping[NodeId, float] = field(default_factory=dict)
+    """Measured in large transfers."""
     coordinate: Coordinate | None = None
 
 
@@ -82,7 +84,7 @@ def route_inputs(
     work: Workload,
     node_ids: Collection[NodeId],
     capabilities: Mapping[NodeId, NodeCapability],
-    links: Links,
+    distances: NetworkDistances,
     observations: Observations,
     load: OwnLoad,
     measured_s: Mapping[NodeId, float] = NOTHING_MEASURED,
@@ -146,16 +148,16 @@ def route_inputs(
         for node_id in node_ids
         if node_id in capabilities and (place := capabilities[node_id].coordinate) is not None
     }
-    if links.coordinate is not None:
-        places[origin] = links.coordinate
+    if distances.coordinate is not None:
+        places[origin] = distances.coordinate
     return RouteInputs(
         origin,
         work,
         speeds,
-        dict(links.rtt_s),
+        dict(distances.rtt_s),
         pair_rtt_s,
         places,
-        dict(links.bytes_per_s),
+        dict(distances.bytes_per_s),
         pair_bytes_per_s,
         HOP_HANDLING_S if observations.hop_s is None else observations.hop_s,
         {node_id: SPREAD * _share(origin, node_id) for node_id in node_ids if node_id != origin},

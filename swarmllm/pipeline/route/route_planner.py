@@ -19,7 +19,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.repair.plan import repair_route
 from swarmllm.pipeline.route.assembly import Assembly, RouteQuery, assemble, plan_route
-from swarmllm.pipeline.route.inputs import Links, OwnLoad, route_inputs, workload
+from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
 from swarmllm.pipeline.route.kernel_classes import in_one_class
 from swarmllm.pipeline.route.measuring import idle_network_s, travel_s
 from swarmllm.pipeline.route.row_formats import (
@@ -138,7 +138,7 @@ class RoutePlanner:
         said = {node_id: record.capability for node_id, record in records.items() if record is not None}
         said.pop(self._node_id, None)
         width = entry.manifest.n_embd
-        lines = lines_between(stages, self._node_id, said, self._links().bytes_per_s)
+        lines = lines_between(stages, self._node_id, said, self._distances().bytes_per_s)
         packing = measured_packing(width)
         return choose_formats(
             stages, self._node_id, self._compression, lines, packing, width, is_exact=is_exact
@@ -180,7 +180,7 @@ class RoutePlanner:
             held,
             self._registry.reachable(),
             {node_id: record.capability for node_id, record in records.items() if record is not None},
-            self._links(),
+            self._distances(),
             self._observations,
             load,
             self._measured(entry.model_id, held),
@@ -218,9 +218,9 @@ class RoutePlanner:
         said = record.capability.observed_latencies if record is not None else ()
         return next((each.decode_s or None for each in said if each.model_id == model_id), None)
 
-    def _links(self) -> Links:
+    def _distances(self) -> NetworkDistances:
         peers = self._router.peers()
-        return Links(
+        return NetworkDistances(
             {peer.node_id: peer.rtt_s for peer in peers if peer.rtt_s is not None},
             {peer.node_id: peer.bytes_per_s for peer in peers if peer.bytes_per_s},
             self._observations.place.coordinate,
@@ -237,7 +237,7 @@ class _Known:
     held: Mapping[NodeId, tuple[LayerRange, ...]]
     reachable: Collection[NodeId]
     capabilities: Mapping[NodeId, NodeCapability]
-    links: Links
+    distances: NetworkDistances
     observations: Observations
     """Goes on observing; a search reads few values of it, each whole."""
     load: OwnLoad
@@ -354,7 +354,7 @@ def _query(known: _Known) -> RouteQuery:
             workload(manifest, known.size.n_prompt_tokens, known.size.n_output_tokens),
             holders,
             known.capabilities,
-            known.links,
+            known.distances,
             known.observations,
             known.load,
             known.measured_s,

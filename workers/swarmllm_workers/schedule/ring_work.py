@@ -16,7 +16,7 @@ from swarmllm_workers.kernels.row_codec import pack
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import Seat
 from swarmllm_workers.schedule.work import ForwardWork, Send, token_message
-from swarmllm_workers.speculation.chain_guesser import Room
+from swarmllm_workers.speculation.chain_guesser import JobLimits
 from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
 
@@ -123,10 +123,10 @@ def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> t
     if is_over:
         guesser.answered(decoding.tokens, now, is_alone=is_alone)
         return ()
-    room = Room(
+    limits = JobLimits(
         decoding.sampling.max_tokens - decoding.n_generated,
         min(seat.rows_max, seat.rows_max_before),
         min(JOBS_UNDER_WAY_MAX, seat.jobs_max_before),
         seat.rows_at_once,
     )
-    return guesser.next_jobs(decoding.tokens, position, room, now, is_alone=is_alone)
+    return guesser.next_jobs(decoding.tokens, position, limits, now, is_alone=is_alone)

@@ -33,7 +33,7 @@ ROWS_ONE_BY_ONE: Final = 4
 _ROOM: Final = 256
 
 
-class Room(NamedTuple):
+class JobLimits(NamedTuple):
     """The limits on what leaves the head."""
 
     n_left: int
@@ -104,22 +104,22 @@ class ChainGuesser:
         self._end_drafts()
 
     def next_jobs(
-        self, tokens: Sequence[int], position: int, room: Room, now: float, *, is_alone: bool = True
+        self, tokens: Sequence[int], position: int, limits: JobLimits, now: float, *, is_alone: bool = True
     ) -> tuple[LaunchedJob, ...]:
         """What leaves when the last of `tokens`, all that were generated, has been sampled; it stands at
         `position`. Nothing, where it is on its way as a guess that was right, and no more are to follow.
         `is_alone`: no other request is here, whose rows would fill a batch with certainties."""
         jobs_in_flight, is_on = self.jobs_in_flight, self._take(tokens, position, now, is_alone=is_alone)
         if is_on:
-            more = self._more(room) if is_alone and not self._is_over else []
+            more = self._more(limits) if is_alone and not self._is_over else []
             return jobs_in_flight.launch(position, more, are_numbered=True)
-        guesses = self._first(room) if is_alone and not self._is_over else ()
+        guesses = self._first(limits) if is_alone and not self._is_over else ()
         rows = (tokens[-1], *guesses)
-        n_piece = room.n_piece if room.has_several else len(rows)
+        n_piece = limits.n_piece if limits.has_several else len(rows)
         jobs = _pieces(rows, n_piece, max(1, jobs_in_flight.n_spare))
         self._n_sent = sum(map(len, jobs)) - 1
         self._n_first = min(self._n_first, self._n_sent)
-        are_numbered = jobs_in_flight.n_under_way > 0 or (room.n_jobs > 1 and self._n_sent > 0)
+        are_numbered = jobs_in_flight.n_under_way > 0 or (limits.n_jobs > 1 and self._n_sent > 0)
         return jobs_in_flight.launch(position, jobs, are_numbered=are_numbered)
 
     def answered(self, tokens: Sequence[int], now: float, *, is_alone: bool = True) -> None:
@@ -178,18 +178,18 @@ class ChainGuesser:
         self.n_guessed += self._n_sent
         self.n_right += n_true
 
-    def _first(self, room: Room) -> tuple[int, ...]:
+    def _first(self, limits: JobLimits) -> tuple[int, ...]:
         """Guesses behind a fresh token."""
-        n_max = min(AHEAD_MAX if room.has_several else room.n_rows - 1, room.n_left - 1)
-        n_first_max = min(n_max, room.n_rows - 1, GUESSES_MAX)
+        n_max = min(AHEAD_MAX if limits.has_several else limits.n_rows - 1, limits.n_left - 1)
+        n_first_max = min(n_max, limits.n_rows - 1, GUESSES_MAX)
         if n_first_max < 1:
             return ()
         if self._drafters is None:
             self._drafters = self._begin(self._history[: self._n_prompt])
 
         def worth(kind: str, once_s: float) -> int:
-            self._n_first = n = self.gate.n_worth(kind, n_first_max, room.n_left, once_s)
-            return min(max(n, self._n_ahead(kind, room)), n_max) if n and room.has_several else n
+            self._n_first = n = self.gate.n_worth(kind, n_first_max, limits.n_left, once_s)
+            return min(max(n, self._n_ahead(kind, limits)), n_max) if n and limits.has_several else n
 
         history = self._history[: self._n_prompt + self._n_known]
         for drafter in self._drafters:
@@ -200,18 +200,18 @@ class ChainGuesser:
         self._n_first = 0
         return ()
 
-    def _more(self, room: Room) -> list[tuple[int, ...]]:
+    def _more(self, limits: JobLimits) -> list[tuple[int, ...]]:
         """Guesses behind those that are under way, in pieces: none where another drafter than before, or
         the same one by now, guesses otherwise."""
         _, *ahead = self.jobs_in_flight.ahead
-        n_spare, n_piece = self.jobs_in_flight.n_spare, room.n_piece
-        n_end = room.n_left - 1 - len(ahead)
+        n_spare, n_piece = self.jobs_in_flight.n_spare, limits.n_piece
+        n_end = limits.n_left - 1 - len(ahead)
         """More than that cannot come true."""
-        if not room.has_several or not n_spare or n_end < 1:
+        if not limits.has_several or not n_spare or n_end < 1:
             return []
 
         def worth(kind: str, once_s: float) -> int:
-            n_more = min(self._n_ahead(kind, room) - len(ahead), n_end)
+            n_more = min(self._n_ahead(kind, limits) - len(ahead), n_end)
             return 0 if once_s or n_more < min(n_piece, n_end) else len(ahead) + n_more
 
         history = self._history[: self._n_prompt + self._n_known]
@@ -228,8 +228,8 @@ class ChainGuesser:
             return pieces
         return []
 
-    def _n_ahead(self, kind: str, room: Room) -> int:
-        return min(self.gate.n_ahead(kind, room.n_piece), self._n_ahead_max)
+    def _n_ahead(self, kind: str, limits: JobLimits) -> int:
+        return min(self.gate.n_ahead(kind, limits.n_piece), self._n_ahead_max)
 
     def _is_trial(self) -> bool:
         """Whether the trip that ends is the first with guesses, or the one after it: stages try then how
