@@ -11,7 +11,7 @@ from types import ModuleType
 
 import click
 import pytest
-from test_house import LAYERS
+from test_house import LAYERS, PACKAGES
 
 from swarmllm.cli.main import main
 
@@ -38,9 +38,9 @@ def test_the_architecture_page_is_drawn_from_this_source() -> None:
     assert page == drawn, "the source has changed; run: python docs/draw_architecture.py"
 
 
-def test_rooms_are_drawn_in_the_order_in_which_they_may_import() -> None:
-    drawn = [room for room in drawing_script("draw_architecture").TOP_DOWN if room in LAYERS]
-    assert drawn == [room for room in LAYERS if room in drawn]
+def test_packages_are_drawn_in_the_order_in_which_they_may_import() -> None:
+    drawn = [each for each in drawing_script("draw_architecture").TOP_DOWN if each in LAYERS]
+    assert drawn == [each for each in LAYERS if each in drawn]
 
 
 def test_the_page_of_architectures_is_drawn_from_the_table() -> None:
@@ -54,6 +54,31 @@ def test_the_page_of_commands_is_what_they_say_of_themselves() -> None:
     page = (ROOT / "docs" / "commands.md").read_text("utf-8")
     # How lines are broken is click's affair.
     assert page.split() == written.split(), "a command has changed; run: python docs/draw_commands.py"
+
+
+DEFINES = re.compile(
+    r"^ *(?:(?:async )?def|class) (\w+)|^ *(?:self\.)?(\w+)(?:: [^=\n]+)? = |^    (\w+): ", re.MULTILINE
+)
+REFERS = re.compile(r"(?:\([Ss]ee `?|\b[Ss]ee `)([A-Za-z_][\w./]*)")
+
+
+def test_what_docstrings_refer_to_is_there() -> None:
+    """By `(see name)`: a module, a page, a function, a class or a field."""
+    sources = {
+        file: file.read_text("utf-8")
+        for package in PACKAGES.values()
+        for file in (ROOT / package).rglob("*.py")
+    }
+    named = {name for file in sources for name in (file.stem, file.parent.name)}
+    named |= {name for source in sources.values() for found in DEFINES.findall(source) for name in found}
+    named |= {file.stem for file in (*PAGES, *(ROOT / "workers").rglob("*.c"))}
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file, source in sources.items()
+        for name in REFERS.findall(source)
+        if re.split(r"[./]", re.sub(r"\.(py|md|c)?$", "", name))[-1] not in named
+    ]
+    assert not missing
 
 
 def test_every_module_says_what_it_is() -> None:
