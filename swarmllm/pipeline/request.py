@@ -69,11 +69,11 @@ class RequestContext:
     view: RequestView
     wants: Literal["tokens", "normed"] = "tokens"
     scored: tuple[int, ...] = ()
-    """With "normed": tokens of which is told how likely they were after each row; known to the origin and
-    where the last stage is."""
+    """With "normed": after each row, the token whose likelihood is reported; known to the origin and to the
+    node of the last stage."""
     generated: tuple[int, ...] = ()
-    """Tokens of a pipeline that broke, in whose place this one is; known to the origin and where the last
-    stage is."""
+    """Tokens of the broken pipeline that this one replaces; known to the origin and to the node of the last
+    stage."""
     conversation: str = ""
     """Its name as the client gave it; known at the origin only."""
     row_formats: tuple[RowFormat, ...] = ()
@@ -103,22 +103,22 @@ class RequestContext:
 
     @property
     def n_prompt_rows(self) -> int:
-        """Of which an exact request computes several at a time."""
+        """Rows of the prompt. Of an exact request, only these are computed several at a time."""
         return self.n_prompt_tokens - self.n_generated
 
     def width(self, stage: int, position: int, n_rows: int) -> int:
-        """Of rows from `position` on, as they come to a stage."""
+        """Values in each row from `position` on, as the rows come to a stage."""
         if stage == 0 and self.n_embd_input and has_grid(self.picture_runs, position, n_rows):
             return self.n_embd_input
         return self.n_embd
 
     def row_format(self, stage: int) -> RowFormat:
-        """In which rows come to a stage."""
+        """The format of the rows that come to a stage."""
         return self.row_formats[stage] if stage < len(self.row_formats) else "f32"
 
     def row_bytes(self) -> list[int | None]:
-        """Of a row from each stage to the next; None after the last one, and where rows are packed as small
-        as they get."""
+        """Bytes of a row from each stage to the next; None after the last stage, and where the size depends
+        on the values."""
         sizes = {"f32": 4 * self.n_embd, "q8_0": self.n_embd // BLOCK_VALUES * BLOCK_BYTES}
         following = range(1, len(self.view.stages))
         return [*(sizes.get(self.row_format(stage)) for stage in following), None]
@@ -162,11 +162,11 @@ class OriginSide(Protocol):
 
     @property
     def pictures(self) -> PictureRows | None:
-        """What of it are no tokens."""
+        """The rows of the prompt that are not tokens."""
         ...
 
     def next_chunk(self) -> Chunk | None:
-        """Which rows leave now, if any."""
+        """The rows that leave next, if any may leave now."""
         ...
 
     def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
@@ -199,6 +199,6 @@ class OriginSide(Protocol):
 
     @property
     def n_rows(self) -> int:
-        """That every stage has computed and that belong to the request: the prompt's, and one for each token
-        but the newest. 0 before the first token."""
+        """How many rows of the request every stage has computed: the prompt's, and one for each token but the
+        newest. 0 before the first token."""
         ...

@@ -22,7 +22,7 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
-from swarmllm.pipeline.origin.attempts import judge, note_newcomers
+from swarmllm.pipeline.origin.attempts import note_newcomers, note_trust_events
 from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
@@ -121,7 +121,7 @@ class Client:
                 is_complete=True,
             )
             if node_id not in self.bad:
-                judge(chain, self, self.suspects)
+                note_trust_events(chain, self, self.suspects)
                 self.served_by.append(node_id)
                 self.n_failures.append(n_failures)
                 return
@@ -132,7 +132,7 @@ class Client:
             note_newcomers(chain, chain.failure, True, self.suspects.newcomers, self)
             request.recovery.avoid.add(node_id)
             self.suspects.doubt([node_id], trio.current_time())
-            judge(chain, self, self.suspects)
+            note_trust_events(chain, self, self.suspects)
         raise AssertionError("it was never answered")
 
 

@@ -112,14 +112,14 @@ class Attempts:
         return self._attempt(request, assembly, is_standby=True)
 
     def _attempt(self, request: OriginRequest, assembly: Assembly, *, is_standby: bool) -> Attempt:
-        """Whose stages are to be asked to sign for their rows, where they can."""
+        """Stages that can sign for their rows are asked to."""
         assignment = request.assignment(assembly, self._router.node_id, is_standby=is_standby)
         return request.attempt(assembly, self._checker.commitments.asked(assignment))
 
     def open(
         self, attempt: Attempt, pace: PipelineSpeed, weigh: OnReportedLoads | None = None
     ) -> AbstractAsyncContextManager[TokenSource]:
-        """Adds to what the request avoids the node because of which the attempt fails."""
+        """Opens the attempt's pipeline. The node that makes it fail is added to `request.recovery.avoid`."""
         request, context = attempt.request, attempt.context
         if is_local(context) and request.pictures is None:
             brought: AbstractAsyncContextManager[FetchedPrefix | None] = nullcontext()
@@ -188,7 +188,7 @@ class Attempts:
             raise
         finally:
             self._requests.closed(attempt)
-            judge(chain, self._trust, self._suspects)
+            note_trust_events(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
             session.stop()
@@ -216,7 +216,7 @@ class Attempts:
         return prefix_names(self._secret, assignment, marks)
 
     def _check(self, attempt: Attempt, chain: Chain, stage: int) -> None:
-        """Without anybody waiting for it; then its stages are released."""
+        """Check the stage in a task of its own, and release the attempt's stages then."""
 
         async def collect() -> None:
             try:
@@ -277,7 +277,7 @@ class Attempts:
             provoked_by(log, node_id).debug("%s guesses without the prompt: %s", node_id, error)
 
     def release(self, attempt: Attempt) -> None:
-        """Nobody will go on with what its stages hold of it."""
+        """Tell the attempt's stages that nobody will go on with what they hold of it."""
         here = self._router.node_id
         header, payload = encode_job(CancelInference(request_id=attempt.id))
         for node_id in attempt.assembly.node_ids & {here, *self._router.connected()}:
@@ -356,8 +356,8 @@ def is_local(context: RequestContext) -> bool:
 def note_newcomers(
     chain: Chain, error: SwarmLLMError, has_begun: bool, newcomers: Newcomers, trust: NodeTrust
 ) -> None:
-    """Whether it failed because of a newcomer. One that refuses, or is not there to accept, costs a request
-    little, and may be honest."""
+    """Count a failure against the newcomers that may have caused it. A refusal does not count, nor does a
+    node that was not there to accept: both cost a request little, and the node may be honest."""
     if isinstance(error, NodeBusy | NodeRefused | ContextFull) or not isinstance(
         error, RemoteError | DeadlineExceeded
     ):
@@ -369,8 +369,8 @@ def note_newcomers(
     newcomers.failed(blamed - {here}, trust.score, trio.current_time())
 
 
-def judge(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
-    """Note the events of a chain's nodes, after its end."""
+def note_trust_events(chain: Chain, trust: NodeTrust, suspects: Suspects) -> None:
+    """After a chain's end: what its nodes have earned or lost by it."""
     here = chain.context.view.node_id
     failure = chain.failure
     if failure is None:

@@ -96,7 +96,8 @@ class Chain:
         checked_stage: int | None = None,
         pictures: PictureRows | None = None,
     ) -> None:
-        """`checked_stage`: the stages are to hold what they have when it is complete."""
+        """`checked_stage`: the stage that is to be checked, for which all stages hold what they have when the
+        chain is complete."""
         stages = context.view.stages
         self._state = LIFECYCLE.first
         self.context = context
@@ -209,7 +210,7 @@ class Chain:
         return (*inner, self.context.n_prompt_tokens)
 
     def resume(self, session: Session, left: Sequence[StageRemainder]) -> None:
-        """The same in the place of a pipeline that broke: its stages still have this."""
+        """Start in the place of a pipeline that broke. `left`: what each stage still has of it."""
         n_due = len(self.prompt) - 1
         planned = rebuilds(left, n_due)
         log.info(
@@ -273,7 +274,8 @@ class Chain:
         return self._buffer.popleft()
 
     async def next_by(self, until_s: float) -> tuple[SampledToken, bytes] | None:
-        """None: it has not come by then, by trio's clock. It is None later while stages are asked."""
+        """Returns None where none has come by `until_s` (trio's clock), and later than that where stages were
+        being asked then."""
         is_there = await self._wait(lambda: bool(self._buffer), until_s)
         return self._buffer.popleft() if is_there else None
 
@@ -305,7 +307,8 @@ class Chain:
 
     @property
     def n_due(self) -> int | None:
-        """The results of all rows but the last of so many have come; None while stages are built again."""
+        """How many rows have been computed, and one: the row whose result comes next. None while stages are
+        built again."""
         if self._feeding is not None:
             return None
         n_new = self._tokens.n_received - self._n_resumed
@@ -330,8 +333,7 @@ class Chain:
         return chunk
 
     def may_say(self, sender: NodeId, message: OriginMessage) -> bool:
-        """False: no honest node says that. Stages give tokens to the node that assigned them, and to no
-        other."""
+        """False: no honest node sends that. Only the last stage of this chain gives its tokens."""
         return not isinstance(message, StreamingToken) or sender == self.context.view.stages[-1].node_id
 
     def receive(self, sender: NodeId, message: OriginMessage, payload: bytes | memoryview) -> None:
@@ -362,7 +364,7 @@ class Chain:
             self.fail(RemoteError(f"node {self._name(sender)} broke the protocol: {error}"))
 
     def _require_possible(self, event: ChainEvent) -> None:
-        """Of what a stage says, which may come at a time at which nobody has asked it for anything."""
+        """Raises InvalidReport where a stage reports what nobody has asked it for."""
         if event not in LIFECYCLE.rows[self._state]:
             raise InvalidReport(f"{event.value}, while {self._state.value}")
 
@@ -376,7 +378,7 @@ class Chain:
                 self._session.stop()
 
     def give_up(self) -> None:
-        """Its reader has been told why it ends, if only in being assigned."""
+        """The reader knows why it ends, because the error is on its way to it."""
         self._pass(ChainEvent.GIVE_UP)
 
     def close(self) -> None:
@@ -509,6 +511,7 @@ class Chain:
             may_embed = self._feeding.may_embed
         if not self._is_feeding and may_embed:
             self._is_feeding = True
+            # At HEAD with chunks left, a job asks for the next chunk (see `processor`).
             self._session.offer(Job(ComputeStep.HEAD, prefill_left=1))
 
     def _name(self, node_id: NodeId) -> str:

@@ -53,11 +53,11 @@ class Attempt:
     assignment: PipelineAssignment
     context: RequestContext
     was_rounded: bool = False
-    """Rows were, of the tokens that it goes on after, or are on the way to its own."""
+    """Rows of earlier tokens were rounded, or rows of this pipeline are."""
     chain: Chain | None = None
     """Where stages on other nodes take part in it, for as long as it is open."""
     assigned_s: float = 0.0
-    """When these were asked to take part."""
+    """When its stages were asked to take part."""
     statements: Statements | None = None
     """Of its stages; None: none is asked to sign for its rows."""
 
@@ -84,7 +84,7 @@ class OriginRequest:
     is_exact: bool = False
     """Its rows may not be rounded on the way."""
     pictures: PictureRows | None = None
-    """What of `tokens` are ids of rows."""
+    """Which of `tokens` stand for rows of pictures."""
     tells_prompt: bool = False
     """The last of several stages may know the prompt where it is another node's."""
     state: RequestState = REQUEST_LIFECYCLE.first
@@ -97,10 +97,11 @@ class OriginRequest:
     n_attempts: int = 0
     """Attempts that began, without standbys. More than one route may be assigned in one."""
     n_changes: int = 0
-    """Of the swarm, when the latest attempt was made: what has changed since is not to be waited for."""
+    """How often the swarm had changed when the latest attempt was made (see
+    `PipelineOpener.wait_for_change`)."""
 
-    def passes(self, event: RequestEvent) -> None:
-        """The event happens. Raises UnknownTransition where it cannot."""
+    def pass_event(self, event: RequestEvent) -> None:
+        """Pass an event through the table. Raises UnknownTransition where it cannot happen."""
         self.state = REQUEST_LIFECYCLE.after(self.state, event)
 
     def goes_to(self, attempt: Attempt) -> None:
@@ -109,14 +110,13 @@ class OriginRequest:
         self.current = attempt
 
     def taken_over_by(self, standby: Attempt) -> None:
-        """The current one is overtaken: a standby is the current one from now on, which holds all that there
-        is to go on with."""
+        """A standby has overtaken the current attempt and replaces it. Its stages hold all that is needed."""
         self.attempts[:] = [standby]
         self.current = standby
 
     @property
     def was_rounded(self) -> bool:
-        """Rows were, of the tokens that the reader has or is about to have."""
+        """Rows were rounded, of the tokens that the reader has or is about to have."""
         return bool(self.attempts) and self.attempts[-1].was_rounded
 
     @property
@@ -160,7 +160,7 @@ class OriginRequest:
         )
 
     def attempt(self, assembly: Assembly, assignment: PipelineAssignment) -> Attempt:
-        """One with this pipeline, of which nobody has been asked; not the current one yet."""
+        """An attempt with this pipeline. No stage has been asked, and it is not the current attempt yet."""
         kernel_class = assembly.kernel_group.kernel_class if assembly.kernel_group is not None else ""
         context = request_context(assignment, self.entry, assignment.origin)
         context = replace(context, conversation=self.conversation, kernel_class=kernel_class)

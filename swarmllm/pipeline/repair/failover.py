@@ -96,7 +96,7 @@ class Failover:
             except SwarmLLMError as error:
                 if self._request.state is RequestState.DECODE:
                     self._broken_s = trio.current_time()
-                self._request.passes(RequestEvent.BROKE)
+                self._request.pass_event(RequestEvent.BROKE)
                 await self._leave(error)
                 again_s = self._recovery.failed(error, trio.current_time())
                 log.info(
@@ -123,7 +123,7 @@ class Failover:
         return read.token
 
     async def aclose(self) -> None:
-        self._request.passes(RequestEvent.END)
+        self._request.pass_event(RequestEvent.END)
         await self._leave(None)
 
     async def _open(self) -> None:
@@ -132,7 +132,7 @@ class Failover:
             opening = self._opener.open_pipeline(self._request)
             self._source = await stack.enter_async_context(opening)
             self._closing = stack.pop_all()
-        self._request.passes(RequestEvent.OPENED)
+        self._request.pass_event(RequestEvent.OPENED)
         self._has_changed = bool(self._request.generated)
 
     async def _leave(self, error: SwarmLLMError | None) -> None:
@@ -147,7 +147,7 @@ class Failover:
 
     def _count(self, token: SampledToken) -> None:
         before, self._latest_s = self._request.state, trio.current_time()
-        self._request.passes(RequestEvent.TOKEN)
+        self._request.pass_event(RequestEvent.TOKEN)
         self._recovery.token()
         if before is RequestState.PREFILL:
             self._first_s, self._prefill_s = self._latest_s, self._opened.prefill_s

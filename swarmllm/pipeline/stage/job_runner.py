@@ -4,7 +4,7 @@ One runner per request and node; its walks run one after the other. A token's pa
 because every microsecond here is paid once per stage and token: no task per token, no copy of a tensor, no
 logging.
 
-Two short cuts over doing each state's work literally. Where the first stage is here, EMBED hands over token
+Two states do less than their names say. Where the first stage is here, EMBED hands over token
 ids and the worker looks the rows up in the same call that runs the layers. And where the next token's first
 stage is elsewhere, SEND lets the job go before the origin is told of the token: the ring waits for one, a
 reader for the other. Not where both go to the same node: there the next token may come by a link (see

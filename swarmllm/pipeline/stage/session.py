@@ -150,7 +150,7 @@ class Session:
 
     def is_busy(self) -> bool:
         """Whether anything of this request happens here: work, or part of a large job that comes in. The
-        first to ask cannot know how it was before, and is told that it does."""
+        first call has no earlier count of bytes to compare with, and returns True."""
         n_bytes = sum(
             peer.bytes_received for peer in self._router.peers() if peer.node_id in self.view.node_ids
         )
@@ -162,8 +162,8 @@ class Session:
         return is_walking or is_moving or by_link or not self._queue.is_empty
 
     def rows(self) -> tuple[int | UnsetType, int | UnsetType]:
-        """Rows below these have come to the stage here, and have left it; unset: they come by links, or
-        several stages are here."""
+        """The positions below which rows have come to the stage here, and have left it; UNSET where they come
+        by links, or several stages are here."""
         n_stages = sum(self.view.is_here(stage) for stage in range(self.view.last + 1))
         if self._link_heard_s > float("-inf") or n_stages > 1:
             return NO_ROWS
@@ -182,17 +182,17 @@ class Session:
         """End the request on this node; `done` is set when everything is freed, or with `hold` when another
         request may have what is left. The origin's side knows by itself whether one may."""
         hold = hold or (self._origin_side is not None and self._origin_side.may_be_resumed)
-        if self._passes(SessionEvent.HOLD if hold and self._may_hold else SessionEvent.END):
+        if self._try_pass(SessionEvent.HOLD if hold and self._may_hold else SessionEvent.END):
             self._scope.cancel()
 
     def release(self) -> None:
         """End it, and nobody will go on with what it has here."""
-        if self._passes(SessionEvent.RELEASE):
+        if self._try_pass(SessionEvent.RELEASE):
             self._scope.cancel()
 
     def taken_over(self) -> None:
         """What was held is another request's by now."""
-        self._passes(SessionEvent.TAKEN)
+        self._try_pass(SessionEvent.TAKEN)
 
     def ask_replay(self, message: ReplayRows) -> None:
         """Of the origin's side: have rows sent once more."""
@@ -263,14 +263,14 @@ class Session:
 
     def _takes_in(self) -> bool:
         """Something came from another node. False: it comes too late, and has no effect."""
-        return self._passes(SessionEvent.JOB) and self._state in AT_WORK
+        return self._try_pass(SessionEvent.JOB) and self._state in AT_WORK
 
     def ran_by_link(
         self, stage: int, n_jobs: int, n_rows: int, *, n_sure: int | None = None, running: bool
     ) -> None:
         """The worker reports jobs that came and left by links, and their rows. `running`: another is there.
         `n_sure`: jobs of which at least one row was no guess; None: all."""
-        if self._passes(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
+        if self._try_pass(SessionEvent.LINK_RUNS if running else SessionEvent.LINK_RESTS):
             self.n_jobs += n_jobs
             self._computed(stage, n_rows)
             self.row_committer.ran_by_link(stage, n_jobs if n_sure is None else n_sure)
@@ -280,7 +280,7 @@ class Session:
         """Sends a job message of this node's worker. False: the session does not send this message."""
         if receiver not in self.view.node_ids:
             return False
-        if self._passes(SessionEvent.JOB) and not self._sends_now(receiver, header, payload):
+        if self._try_pass(SessionEvent.JOB) and not self._sends_now(receiver, header, payload):
             self._enqueue(RelayedJob(receiver, header, payload))
         return True
 
@@ -297,7 +297,7 @@ class Session:
             self.report(NodeUnreachable(f"node {node_id} disconnected"))
 
     def _refuse_rows(self, sender: NodeId, kind: str, text: str, position: int = 0) -> None:
-        """The request cannot go on here because of who sent them. `position`: of the first bad one."""
+        """Report rows that cannot be used, and who sent them. `position`: of the first bad row."""
         if self._origin_side is None:
             reported = report_of(self.context.request_id, sender, kind, f"job refused: {text}", position)
             self._put(Report(reported, ends=True), event=SessionEvent.FAILURE)
@@ -357,7 +357,8 @@ class Session:
                 self._log.info("request %s of %s ended here after %d jobs", *reported)
 
     def _pass(self, event: SessionEvent) -> None:
-        """The event happens. Raises UnknownTransition, before any effect, where it cannot."""
+        """Pass an event through the table. Raises UnknownTransition, before any effect, where it cannot
+        happen."""
         before, after = self._state, LIFECYCLE.after(self._state, event)
         if after is before:
             return
@@ -373,9 +374,9 @@ class Session:
                 self._owner.close(self)
             self.done.set()
 
-    def _passes(self, event: SessionEvent) -> bool:
-        """The same for callers that are not this session's task. False: it cannot happen, and the request
-        ends."""
+    def _try_pass(self, event: SessionEvent) -> bool:
+        """`_pass` for callers that are not this session's task. False: the event cannot happen, and the
+        request is ended."""
         try:
             self._pass(event)
         except UnknownTransition:
@@ -491,13 +492,13 @@ class Session:
         event: SessionEvent = SessionEvent.JOB,
     ) -> bool:
         """`sender`: another node, where it is from one. False: the event cannot happen."""
-        may_happen = self._passes(event)
+        may_happen = self._try_pass(event)
         if may_happen:
             self._enqueue(item, sender, n_bytes)
         return may_happen
 
     def _enqueue(self, item: Item, sender: NodeId | None = None, n_bytes: int = 0) -> None:
-        """Of an event that has passed."""
+        """For an event that has passed the table."""
         put = self._queue.put(item, is_foreign=bool(sender), sender=sender, n_bytes=n_bytes)
         if put is PutResult.QUEUED:
             return
@@ -506,5 +507,5 @@ class Session:
             self._refused = overrun, sender or self.view.node_id
         else:
             self._refused = NodeBusy(f"there is no room for a job of {n_bytes} bytes now"), None
-        self._passes(SessionEvent.FAILURE)
+        self._try_pass(SessionEvent.FAILURE)
         self._scope.cancel()
