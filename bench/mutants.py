@@ -42,7 +42,7 @@ ROOMS = {
     "swarm/data": ["swarmllm/swarm/data/*.py"],
     "swarm/records": ["swarmllm/swarm/records/*.py"],
     "swarm/discovery": ["swarmllm/swarm/discovery/**/*.py"],
-    "swarm/libp2p/requests": ["swarmllm/swarm/libp2p/requests.py"],
+    "swarm/libp2p/request_protocol": ["swarmllm/swarm/libp2p/request_protocol.py"],
     "pipeline/stage": ["swarmllm/pipeline/stage/*.py"],
     "pipeline/origin": ["swarmllm/pipeline/origin/*.py"],
     "pipeline/repair": ["swarmllm/pipeline/repair/*.py"],

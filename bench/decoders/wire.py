@@ -39,7 +39,7 @@ from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, NoiseWire, WireC
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux
 from swarmllm.swarm.libp2p.guards import silence_expected_failures
 from swarmllm.swarm.libp2p.negotiation import agree
-from swarmllm.swarm.libp2p.requests import RequestProtocol
+from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.frames import Frame, FrameDecoder, encode_frame
 from swarmllm_proto.identifiers import NodeId

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from swarmllm.node.admission import Admission
 from swarmllm.node.node import Node
-from swarmllm.node.requests import RequestSummary
+from swarmllm.node.user_requests import RequestSummary
 from swarmllm.node.views import HolderView, ModelView, PeerView, Readiness, RequestCounts
 
 __all__ = [

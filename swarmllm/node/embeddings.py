@@ -25,7 +25,7 @@ from swarmllm.models import CatalogueEntry
 from swarmllm.models.manifest import is_text_encoder
 from swarmllm.node.admission import Admission
 from swarmllm.node.model_access import RequestModels
-from swarmllm.node.requests import UserRequests
+from swarmllm.node.user_requests import UserRequests
 from swarmllm.pipeline.origin.generation import token_ids
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.request import further_id

@@ -53,11 +53,11 @@ from swarmllm.node.placing.share_book import ShareBook
 from swarmllm.node.projectors import ProjectorKeeper
 from swarmllm.node.provisioning import ModelProvisioner
 from swarmllm.node.remembered_loads import LoadRestorer, RememberedLoads
-from swarmllm.node.requests import UserRequests
 from swarmllm.node.sharing.file_followers import Followers
 from swarmllm.node.sharing.file_shares import FileShares
 from swarmllm.node.sharing.sharing import Sharing
 from swarmllm.node.tokenization import Texts
+from swarmllm.node.user_requests import UserRequests
 from swarmllm.node.views import PeerLookup, PeerView, Readiness, RequestCounts
 from swarmllm.pictures import MediumName
 from swarmllm.pipeline.origin.generation import Generation, Prompt

@@ -37,7 +37,7 @@ from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
 from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, open_listeners, run_libp2p
-from swarmllm.swarm.libp2p.requests import RequestProtocol
+from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile

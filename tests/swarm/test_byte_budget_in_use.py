@@ -27,7 +27,7 @@ from swarmllm.swarm.data.bulk import Bulk, BulkKind
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.libp2p.requests import EXCHANGES_PER_PEER, PeerRequests, RequestProtocol
+from swarmllm.swarm.libp2p.request_protocol import EXCHANGES_PER_PEER, PeerRequests, RequestProtocol
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm_proto.identifiers import NodeId

@@ -31,7 +31,7 @@ from swarmllm.swarm.data.wire import FrameKind, HandshakeFailed, NoiseWire, Wire
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
-from swarmllm.swarm.libp2p.requests import PROTOCOL
+from swarmllm.swarm.libp2p.request_protocol import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm_proto.frames import encode_frame

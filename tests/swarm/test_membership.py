@@ -18,7 +18,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.libp2p.requests import PeerRequests
+from swarmllm.swarm.libp2p.request_protocol import PeerRequests
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.connection_gater import PROOF_BYTES, ConnectionGated, ConnectionGater, proof
 from swarmllm.swarm.membership.identity import Identity

@@ -32,7 +32,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
-from swarmllm.swarm.libp2p.requests import PROTOCOL
+from swarmllm.swarm.libp2p.request_protocol import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 from swarmllm.swarm.peers import liveness
 

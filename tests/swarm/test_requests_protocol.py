@@ -15,7 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from swarmllm.errors import DeadlineExceeded, NodeBusy, NodeUnreachable, RemoteError
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES
-from swarmllm.swarm.libp2p.requests import (
+from swarmllm.swarm.libp2p.request_protocol import (
     _BODY_MAX,
     _RESPOND_S,
     _STUCK_S,

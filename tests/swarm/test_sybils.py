@@ -17,7 +17,7 @@ from swarmllm.swarm.data.data_plane import HANDSHAKES_MAX
 from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address, OwnAddresses
 from swarmllm.swarm.libp2p.host import Host, Stream, run_libp2p
-from swarmllm.swarm.libp2p.requests import PROTOCOL
+from swarmllm.swarm.libp2p.request_protocol import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity

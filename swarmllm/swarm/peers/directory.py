@@ -27,7 +27,7 @@ from swarmllm.swarm.discovery.relay.client import RelayUse
 from swarmllm.swarm.discovery.relay.service import Reservation
 from swarmllm.swarm.discovery.wide_area import WideAreaParts
 from swarmllm.swarm.libp2p.gossip import GossipAllowance
-from swarmllm.swarm.libp2p.requests import PeerRequests
+from swarmllm.swarm.libp2p.request_protocol import PeerRequests
 from swarmllm.swarm.peers.liveness import LivenessParts, PeerLiveness
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts, PeerTable
 from swarmllm.swarm.peers.reachable import Use

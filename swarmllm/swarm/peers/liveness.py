@@ -30,7 +30,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import Dialler, NodeUnresponsive
 from swarmllm.swarm.libp2p.control_keepalive import ControlKeepalive
 from swarmllm.swarm.libp2p.host import Host
-from swarmllm.swarm.libp2p.requests import RequestProtocol
+from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
 from swarmllm.swarm.peers.connection_limits import (
     ADMIT_ALL,
     CONNECTIONS_MAX,
