@@ -106,15 +106,15 @@ async def refused(error: InvalidRequest) -> Response:
 @text_tools.post("/completions")
 async def completion() -> Response:
     body = await read_request(NativeCompletion)
-    asks, replies = await read_completion(body)
-    return await answer_choices(asks, replies, stream=bool(body.stream))
+    requests, replies = await read_completion(body)
+    return await answer_choices(requests, replies, stream=bool(body.stream))
 
 
 @text_tools.post("/infill")
 async def infill() -> Response:
     body = await filled_in(await read_request(InfillRequest))
-    asks, replies = await read_completion(body)
-    return await answer_choices(asks, replies, stream=bool(body.stream))
+    requests, replies = await read_completion(body)
+    return await answer_choices(requests, replies, stream=bool(body.stream))
 
 
 @text_tools.post("/tokenize")
