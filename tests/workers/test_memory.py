@@ -14,7 +14,6 @@ import pytest
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
-from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine import memory_dry_run
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import N_BATCH
@@ -81,22 +80,12 @@ def private_bytes() -> int:
 
 @needs_memory_calls
 @pytest.mark.parametrize(
-    ("family", "flash_attention", "layers"),
-    [
-        ("llama-3.1", "off", (0, 4)),
-        ("llama-3.1", "off", (1, 3)),
-        ("llama-3.1", "auto", (0, 4)),
-        ("deepseek-v3", "off", (0, 4)),
-        ("mamba-2", "off", (1, 4)),
-    ],
+    ("family", "layers"), [("llama-3.1", (0, 4)), ("llama-3.1", (1, 3)), ("deepseek-v3", (0, 4))]
 )
-def test_prediction_is_what_the_process_takes(
-    tmp_path: Path, family: str, flash_attention: FlashAttention, layers: tuple[int, int]
-) -> None:
+def test_prediction_is_what_the_process_takes(tmp_path: Path, family: str, layers: tuple[int, int]) -> None:
     """Once its cells are full: not only of what libllama speaks."""
     path = write(tmp_path / "model.gguf", FAMILIES[family])
-    settings = EngineSettings(n_ctx=8192, n_slots=2, flash_attention=flash_attention)
-    engine = Engine(path, tmp_path / "segments", settings)
+    engine = Engine(path, tmp_path / "segments", SETTINGS["long"])
     engine.footprint.predicted([layers])
     before = private_bytes()
     engine.layers.load(*layers)
@@ -108,6 +97,27 @@ def test_prediction_is_what_the_process_takes(
     predicted = engine.memory.kv_bytes + engine.memory.work_bytes
     assert predicted == pytest.approx(taken, rel=0.03, abs=3 * 2**20)
     engine.close()
+
+
+def test_graphs_that_may_have_many_operations_and_rows_that_replace_token_ids_count(tmp_path: Path) -> None:
+    found = {}
+    for family in ("llama-3.1", "qwen3-next", "qwen2.5-vl"):
+        path = write(tmp_path / "model.gguf", FAMILIES[family])
+        engine = Engine(path, tmp_path / "segments", SETTINGS["plain"])
+        end = engine.n_layers
+        start = max(1, engine.rule.cut_alignment)
+        rows_bytes = N_BATCH * engine.n_embd * 4
+        for layers in ((0, end), (start, end)):
+            use = dry_run(engine.source, *layers, engine.settings, N_BATCH)
+            assert use is not None
+            found[family, layers[0] > 0] = use.context_bytes, rows_bytes
+        engine.close()
+    few_bytes, _ = found["llama-3.1", False]
+    assert few_bytes < 2**20
+    assert found["qwen3-next", False][0] == 20 * few_bytes
+    for family, n_copies in (("llama-3.1", 4), ("qwen2.5-vl", 1)):
+        context_bytes, rows_bytes = found[family, True]
+        assert context_bytes == few_bytes + n_copies * rows_bytes
 
 
 @needs_memory_calls

@@ -98,7 +98,7 @@ def estimate(
         weights_bytes = _weights_bytes(source, start, end, has_head=has_head)
         work_bytes = _work_bytes(source, settings, n_batch, has_head=has_head)
         n_embd = _number(source, "embedding_length")
-        work_bytes += other_bytes(start, end, n_layers, n_batch, n_embd, n_embd)
+        work_bytes += other_bytes(source, (start, end), n_batch, n_embd, n_embd)
         total += Memory(weights_bytes, kv_bytes, work_bytes)
     return total
 

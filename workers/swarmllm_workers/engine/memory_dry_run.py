@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from swarmllm_proto.architectures import ARCHITECTURES, generic
+from swarmllm_proto.architectures import ARCHITECTURES, Architecture, generic
 from swarmllm_workers import operating_system
 from swarmllm_workers.engine.libllama import N_BATCH, Context, Model, capture_log
 from swarmllm_workers.engine.segment import EngineSettings, context_settings
@@ -35,8 +35,11 @@ _WORK: Final = re.compile(r"\b(?:compute|output) buffer size = +([\d.]+) MiB")
 
 
 _F32: Final = 4
-_GRAPH_BYTES: Final = 2**20
-"""Of what libllama and ggml keep of a context's graphs, for models of some layers."""
+_NODES: Final = re.compile(r"\bmax_nodes = (\d+)")
+_NODE_BYTES: Final = 896
+"""Of what libllama and ggml keep of each operation that a context's graphs may have, as measured with 1,024
+and 20,480 of them."""
+_NODES_MIN: Final = 1024
 _FED_COPIES: Final = 3
 """Of the rows that a part is fed libllama keeps those of this graph, of the one before, and of the largest,
 for which it has reserved room."""
@@ -92,21 +95,37 @@ def _dry_run(source: GgufFile, start: int, end: int, settings: EngineSettings, n
                 settings, is_recurrent=model.is_recurrent, has_head=end == n_layers, n_batch=n_batch
             )
             Context(model, made).close()
-            context_bytes = other_bytes(start, end, n_layers, n_batch, model.n_embd_input, model.n_embd)
+            n_nodes = max((int(found[1]) for line in lines if (found := _NODES.search(line))), default=0)
+            context_bytes = other_bytes(
+                source, (start, end), n_batch, model.n_embd_input, model.n_embd, max(_NODES_MIN, n_nodes)
+            )
         finally:
             model.close()
         return MemoryUse(_bytes(_CELLS, lines), _bytes(_WORK, lines), compute_bytes(), context_bytes)
 
 
-def other_bytes(start: int, end: int, n_layers: int, n_batch: int, n_embd_input: int, n_embd: int) -> int:
-    """What a segment takes beside its buffers: its graphs, rows that enter a part of a model (the whole model
-    has token ids) and rows that leave it for the next one. Ours have room for N_BATCH, libllama's for
-    `n_batch`."""
-    if (start, end) == (0, n_layers):
-        return _GRAPH_BYTES
-    fed_bytes = (N_BATCH + _FED_COPIES * n_batch) * n_embd_input * _F32
-    given_bytes = N_BATCH * n_embd * _F32 if end < n_layers else 0
-    return _GRAPH_BYTES + fed_bytes + given_bytes
+def other_bytes(
+    source: GgufFile,
+    layers: tuple[int, int],
+    n_batch: int,
+    n_embd_input: int,
+    n_embd: int,
+    n_nodes: int = _NODES_MIN,
+) -> int:
+    """What a segment takes beside its buffers: graphs of so many operations, rows that enter a part of a
+    model (the whole model has token ids) and rows that leave it for the next one. Ours have room for N_BATCH,
+    libllama's for `n_batch`; parts of some architectures are fed token ids, which rows replace."""
+    graph_bytes, n_layers = n_nodes * _NODE_BYTES, n_layers_of(source)
+    if layers == (0, n_layers):
+        return graph_bytes
+    n_fed = N_BATCH + (0 if _architecture(source).feeds_tokens else _FED_COPIES * n_batch)
+    given_bytes = N_BATCH * n_embd * _F32 if layers[1] < n_layers else 0
+    return graph_bytes + n_fed * n_embd_input * _F32 + given_bytes
+
+
+def _architecture(source: GgufFile) -> Architecture:
+    name = source.text("general.architecture")
+    return ARCHITECTURES.get(name) or generic(name)
 
 
 @contextmanager
@@ -115,9 +134,7 @@ def _header(source: GgufFile, start: int, end: int, n_layers: int) -> Iterator[P
     if (start, end) == (0, n_layers):
         yield source.path
         return
-    name = source.text("general.architecture")
-    part = plan_part(source, ARCHITECTURES.get(name) or generic(name), start, end)
-    with header_file(part) as path:
+    with header_file(plan_part(source, _architecture(source), start, end)) as path:
         yield path
 
 
