@@ -30,6 +30,7 @@ from swarmllm.node.model_access import Progress, Sources
 from swarmllm.node.placing.accepted_shares import ACCEPTED_MAX, GONE_S, SILENT_S
 from swarmllm.node.placing.auto_shard import FAMILIAR_LOOKS
 from swarmllm.node.sharing.sharing import Sharing
+from swarmllm.scheduling.placement import CONSISTENT_TICKS
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId, PublishedName
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, SharedFile, SharedModel
@@ -374,6 +375,44 @@ async def test_what_others_hold_against_the_first_plan_is_left_to_the_usual_one(
         member.registry.apply(B, member.record())
         await member.manager.tick(0.0)
     assert member.pool.held == (), "a change of plan is seen three times before it is followed"
+
+
+async def test_layers_that_the_first_plan_gives_to_a_node_that_left_it_are_taken_in_the_end() -> None:
+    """C follows the usual plan, by which B takes 8:9; by the first one, which B follows, C does."""
+    member = SharingMember(B, 5, "members")
+    member.registry.set_reachable({A, C})
+    sequence = 0
+
+    def told(node_id: str, n_free: int, *, ready: str = "", loading: str = "") -> None:
+        nonlocal sequence
+        sequence += 1
+        said = holder(node_id, ready=ready, loading=loading)
+        capability = replaced(
+            said.capability, accepts_shares_of=("members",), placing_free_bytes=n_free * LAYER_BYTES
+        )
+        shares = (SHARE,) if node_id == A else UNSET
+        tell(member, replaced(said, sequence=sequence, capability=capability, shares=shares))
+
+    async def look() -> None:
+        member.registry.apply(B, member.record())
+        await member.manager.tick(0.0)
+
+    for _ in range(FAMILIAR_LOOKS):
+        await look()
+    told(A, 5)
+    told(C, 5)
+    for _ in range(2):
+        await look()
+    assert member.pool.held == ranges("4:8"), "by the first plan"
+    told(A, 1, ready="0:4")
+    told(C, 3, loading="10:12")
+    for _ in range(4 * CONSISTENT_TICKS):
+        await look()
+    assert member.pool.held == ranges("4:8"), "C is at work still"
+    told(C, 3, ready="10:12")
+    for _ in range(3 * CONSISTENT_TICKS):
+        await look()
+    assert member.pool.held == ranges("4:9")
 
 
 async def test_a_node_offers_no_memory_that_the_machine_does_not_have() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
-from swarmllm_proto.swarm import SharedModel
+from swarmllm_proto.swarm import NodeRecord, SharedModel
 
 log = logging.getLogger("swarmllm.node")
 
@@ -81,6 +81,8 @@ class PlacedModel:
     """It is to be loaded here for the first time, as soon as the others have said that they take part."""
     is_new: bool = False
     """Nobody held any of it when it was looked at, and it was not complete since."""
+    n_idle_looks: int = 0
+    """In a row, at which its first plan asked nothing of this node and nobody was loading."""
     withdrawn: bool = False
     is_busy: bool = False
     """A task looks after it."""
@@ -411,6 +413,8 @@ class AutoShardManager:
         step = next_step(held, model.target, pinned, elsewhere, self.free_bytes, shape)
         model.begins = model.shared and not held and step.load is not None
         if step.load is None and step.drop is None:
+            if is_first and ready:
+                self._wait_for_others(model, records)
             model.hysteresis.forget()
             model.state = f"waits for {step.waits_for}" if step.waits_for else "as planned"
             if self._projectors is not None and not step.waits_for:
@@ -432,6 +436,15 @@ class AutoShardManager:
                 # What a failed drop leaves here is still for this manager to move.
                 gone = subtract([step.drop], self._pool.loaded(entry.model_id))
                 model.managed = subtract(model.managed, gone)
+
+    def _wait_for_others(self, model: PlacedModel, records: Mapping[NodeId, NodeRecord]) -> None:
+        """The rest of it is for others to load, by its first plan. One of them may follow the usual plan,
+        which gives that rest to this node; so the first plan counts as long as somebody loads by it."""
+        said = (each for record in records.values() for each in record.models)
+        is_loaded = any(each.loading for each in said if each.model_id == model.model_id)
+        model.n_idle_looks = 0 if is_loaded else model.n_idle_looks + 1
+        if model.n_idle_looks >= CONSISTENT_TICKS:
+            model.is_new, model.n_idle_looks = False, 0
 
     async def _take(self, model: PlacedModel, entry: CatalogueEntry, layers: LayerRange) -> None:
         model.state, model.loading = f"loading {layers}", (layers,)
