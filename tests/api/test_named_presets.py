@@ -166,7 +166,7 @@ async def test_ollamas_create_copy_and_delete_manage_names(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ({"model": "x"}, "from: Missing field"),
+        ({"model": "x"}, "Missing field `from`"),
         ({"model": "x", "from": "nobody"}, "not known here"),
         ({"model": "x", "from": "guide", "files": {"a.gguf": "sha256:0"}}, "files is not supported here"),
         ({"model": "x", "from": "guide", "template": "{{ .Tools }}"}, "TEMPLATE: {{ .Tools }}"),

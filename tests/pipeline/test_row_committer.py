@@ -110,13 +110,13 @@ class Parts:
 
 async def test_a_stage_signs_for_what_came_and_what_left_and_tells_the_next_one_and_the_origin() -> None:
     parts = Parts()
-    parts.row_committer.computed(1, 0, 64)
+    parts.row_committer.computed(1, 0, 128)
     await parts.work()
     [(_, said), (_, again)] = parts.reported
     assert {node_id for node_id, _ in parts.reported} == {C, O}
     assert said == again
-    assert said.sent == digests_of(rows_at(2, 0, 64))
-    assert said.received == digests_of(rows_at(1, 0, 64))
+    assert said.sent == digests_of(rows_at(2, 0, 128))
+    assert said.received == digests_of(rows_at(1, 0, 128))
     assert said.sent[:32] == blake3(rows_at(2, 0, 32).astype("<f4").tobytes()).digest()
     assert is_signed_by(said, PIPELINE, B, InMemorySigner(B).verify)
 
@@ -126,61 +126,66 @@ async def test_the_first_stage_gets_no_rows_and_the_last_one_sends_none(
     here: str, sent: bool, received: bool
 ) -> None:
     parts = Parts(here)
-    parts.row_committer.computed([A, B, C].index(here), 0, 32)
+    parts.row_committer.computed([A, B, C].index(here), 0, 128)
     await parts.work()
     assert {node_id for node_id, _ in parts.reported} == ({B, O} if here == A else {O})
     said = parts.reported[0][1]
     assert (bool(said.sent), bool(said.received)) == (sent, received)
 
 
-async def test_rows_are_signed_for_when_a_stretch_is_full_and_the_rest_at_the_end() -> None:
+async def test_rows_are_signed_for_when_there_are_many_and_the_rest_at_the_end() -> None:
     parts = Parts()
-    parts.row_committer.computed(1, 0, 40)
-    parts.row_committer.computed(1, 40, 20)
+    parts.row_committer.computed(1, 0, 127)
     await parts.work()
-    assert parts.spans == [(0, 32)]
-    for position in range(60, 70):
+    assert parts.spans == []
+    parts.row_committer.computed(1, 127, 40)
+    await parts.work()
+    assert parts.spans == [(0, 160)]
+    for position in range(167, 288):
         parts.row_committer.computed(1, position, 1)
-    parts.n_rows = 70
     await parts.work()
-    assert parts.spans == [(0, 32), (32, 32)]
+    assert parts.spans == [(0, 160), (160, 128)]
+    parts.row_committer.computed(1, 288, 6)
+    parts.n_rows = 294
+    await parts.work()
     await parts.row_committer.finish(0)
-    assert parts.spans == [(0, 32), (32, 32), (64, 6)]
+    assert parts.spans == [(0, 160), (160, 128), (288, 6)]
     await parts.row_committer.finish(0)
     assert len(parts.spans) == 3
 
 
 async def test_jobs_that_came_by_links_count_and_what_is_left_of_them_is_found_at_the_end() -> None:
     """The worker tells of them once a second at most, and does not tell of rows that were guessed rightly."""
-    parts = Parts(n_rows=140)
-    parts.row_committer.computed(1, 0, 32)
-    parts.row_committer.ran_by_link(1, 31)
+    parts = Parts(n_rows=330)
+    parts.row_committer.computed(1, 0, 128)
     await parts.work()
-    assert parts.spans == [(0, 32)]
+    parts.row_committer.ran_by_link(1, 127)
+    await parts.work()
+    assert parts.spans == [(0, 128)]
     parts.row_committer.ran_by_link(1, 1)
     await parts.work()
-    assert parts.spans == [(0, 32), (32, 32)]
+    assert parts.spans == [(0, 128), (128, 128)]
     await parts.row_committer.finish(0)
-    assert parts.spans == [(0, 32), (32, 32), (64, 32), (96, 32)]
+    assert parts.spans == [(0, 128), (128, 128), (256, 32), (288, 32)]
 
 
 async def test_the_origin_says_how_many_rows_there_are_and_all_that_came_by_links_are_signed_for() -> None:
     """The rows of a guess that was wrong are none of them."""
-    parts = Parts(n_rows=79)
-    parts.row_committer.computed(1, 0, 40)
+    parts = Parts(n_rows=179)
+    parts.row_committer.computed(1, 0, 140)
     await parts.work()
-    await parts.row_committer.finish(75)
-    assert parts.spans == [(0, 32), (32, 43)]
-    await parts.row_committer.finish(75)
+    await parts.row_committer.finish(175)
+    assert parts.spans == [(0, 128), (128, 47)]
+    await parts.row_committer.finish(175)
     assert len(parts.spans) == 2
 
 
 async def test_an_origin_that_names_more_rows_than_there_are_gets_a_signature_for_none_of_the_last() -> None:
-    parts = Parts(n_rows=70)
-    parts.row_committer.computed(1, 0, 40)
+    parts = Parts(n_rows=170)
+    parts.row_committer.computed(1, 0, 140)
     await parts.work()
     await parts.row_committer.finish(2**31 - 1)
-    assert parts.spans == [(0, 32)]
+    assert parts.spans == [(0, 128)]
 
 
 async def test_links_before_any_job_and_of_other_stages_say_nothing() -> None:
@@ -195,9 +200,9 @@ async def test_links_before_any_job_and_of_other_stages_say_nothing() -> None:
 async def test_rows_before_the_first_one_that_came_are_not_signed_for() -> None:
     """They were kept from an earlier request."""
     parts = Parts()
-    parts.row_committer.computed(1, 70, 60)
+    parts.row_committer.computed(1, 70, 160)
     await parts.work()
-    assert parts.spans == [(96, 32)]
+    assert parts.spans == [(96, 128)]
 
 
 @pytest.mark.parametrize("missing", [2, 1])
@@ -213,14 +218,14 @@ async def test_rows_that_the_worker_does_not_keep_are_not_signed_for(missing: in
 async def test_who_is_not_reached_keeps_nobody_else_from_being_told() -> None:
     parts = Parts()
     parts.unreachable = C
-    parts.row_committer.computed(1, 0, 32)
+    parts.row_committer.computed(1, 0, 128)
     await parts.work()
     assert [node_id for node_id, _ in parts.reported] == [O]
 
 
 async def test_a_next_stage_that_does_not_know_of_it_is_told_nothing() -> None:
     parts = Parts(stages=(*STAGES[:2], Stage(node_id=C, start=2, end=3)))
-    parts.row_committer.computed(1, 0, 32)
+    parts.row_committer.computed(1, 0, 128)
     await parts.work()
     assert [node_id for node_id, _ in parts.reported] == [O]
 

