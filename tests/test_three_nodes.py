@@ -63,13 +63,13 @@ def test_one_id_follows_a_request_to_the_log_of_the_last_worker(nodes: tuple[Dae
     request_id = answer.headers["x-request-id"]
     assert request_id.startswith("req_")
     for node in nodes:
-        said = rf"worker \d+: DEBUG \S+ request {request_id} ended with [1-9]\d* rows"
+        said = rf"worker \d+ says: DEBUG \S+ request {request_id} ended with [1-9]\d* rows"
         wait_for(
             lambda node=node, said=said: re.search(said, node.log.read_text()),
             DEADLINE_S,
             "its worker's line",
         )
-    assert f"request {request_id} of guide:" in nodes[0].log.read_text()
+    assert f"request {request_id} of guide has ended:" in nodes[0].log.read_text()
     for node in nodes[1:]:
         ended = f"request {request_id} of a (…{nodes[0].node_id[-8:]}) ended here"
         wait_for(lambda node=node, ended=ended: ended in node.log.read_text(), DEADLINE_S, "the stage's line")

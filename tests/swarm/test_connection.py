@@ -175,6 +175,8 @@ async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
         assert [measured(0.03) for _ in range(3)] == pytest.approx([0.01] * 3)
         assert measured(0.11) == pytest.approx(0.03)
         assert measured(-1.0) == pytest.approx(0.03), "its clock is not ours"
+        connection._rtt_at_s -= 5 * PING_S
+        assert measured(0.01) == pytest.approx(0.01 + 0.02 * 0.8**5), "as after five pings"
 
 
 def freeze(end: End) -> None:

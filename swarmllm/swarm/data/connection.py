@@ -47,7 +47,7 @@ from swarmllm.swarm.data.connection_states import (
     ConnectionState,
 )
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
-from swarmllm.swarm.data.keepalive import RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
+from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, Outgoing, Wire, WireClosed, checked_hello
 from swarmllm.swarm.peers.trust import TrustEvent
@@ -70,6 +70,7 @@ HELLO_S: Final = 5.0
 NOW_MAX_BYTES: Final = 4096
 """Of a message that is written without a task's turn: a token, and no rows."""
 _RTT_WEIGHT = 0.2
+"""Of a round trip that was measured PING_S after the one before."""
 _RTT_FIRST = 5
 """Of so many samples the least counts: a node that has just started answers late."""
 _TIME = Struct("<d")
@@ -127,6 +128,7 @@ class Connection:
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
         self.rtt_s: float | None = None
         self._n_rtts = 0
+        self._rtt_at_s = 0.0
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
         self.throughput = Throughput()
@@ -502,7 +504,11 @@ class Connection:
         self._n_rtts += 1
         known_s = rtt_s if self.rtt_s is None else self.rtt_s
         is_first = self._n_rtts <= _RTT_FIRST
-        self.rtt_s = min(known_s, rtt_s) if is_first else known_s + _RTT_WEIGHT * (rtt_s - known_s)
+        now_s = trio.current_time()
+        # As many times as pings would have come meanwhile: a connection that rests is asked rarely.
+        weight = 1 - (1 - _RTT_WEIGHT) ** max(1.0, (now_s - self._rtt_at_s) / PING_S)
+        self.rtt_s = min(known_s, rtt_s) if is_first else known_s + weight * (rtt_s - known_s)
+        self._rtt_at_s = now_s
 
     def _acknowledge(self) -> None:
         is_at_work = self._handling or self._decoder.inside_frame
