@@ -8,7 +8,7 @@ process, on the in-memory router. Requests of 64 tokens, one after the other, in
 in the order ABBA (a machine's speed changes within minutes): over nodes without signatures and checks, and
 over nodes with both at the default rate, which share the workers. Processor time is that of this process and
 of the workers, until all checks that were drawn are over. The nodes begin as strangers, which are checked as
-often as the budget of 2.5 % allows; the figures come for each quarter of the requests and for all.
+often as the budget of 3 % allows; the figures come for each quarter of the requests and for all.
 """
 
 from __future__ import annotations

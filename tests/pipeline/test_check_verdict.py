@@ -23,7 +23,6 @@ from swarmllm.pipeline.check.sampling import (
     draw_stage,
     draw_stretch,
     draw_tokens,
-    overhead,
     rate,
 )
 from swarmllm.pipeline.check.thresholds import OTHER_KV, SAME_KV, TOLERANCE, limits
@@ -331,16 +330,9 @@ def test_checks_cost_a_part_of_the_work_that_strangers_take_before_trusted_nodes
         n_checks += (is_drawn := drawn.random() < wanted)
         budget.served(100.0)
         budget.spend(12.0 * is_drawn)
-    assert n_checks * 0.12 / n_requests == pytest.approx(0.025, rel=0.05)
+    assert n_checks * 0.12 / n_requests == pytest.approx(0.03, rel=0.05)
     assert budget.scaled(trusted) / trusted < budget.scaled(stranger) / stranger
     assert 0.01 < budget.scaled(stranger) < 0.9 * stranger
-
-
-def test_what_a_check_costs_beside_rows_falls_with_the_size_of_a_layer_and_is_no_more_than_rows() -> None:
-    large, small = (overhead(200, 8, n_embd) for n_embd in (4096, 256))
-    assert large < 1 < small < 200 * 8
-    assert small / large == pytest.approx(256)
-    assert overhead(200, 8, 32) == 200 * 8
 
 
 def test_the_part_of_requests_that_is_checked_never_jumps_to_nothing_after_a_check() -> None:

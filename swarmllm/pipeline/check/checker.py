@@ -56,7 +56,6 @@ from swarmllm.pipeline.check.sampling import (
     draw_stage,
     draw_stretch,
     draw_tokens,
-    overhead,
     rate,
 )
 from swarmllm.pipeline.check.tallies import Bias, Tallies
@@ -347,8 +346,6 @@ class Checker:
 
     async def _computed_by(self, pending: PendingCheck, node_id: NodeId | None) -> RecomputeResult:
         """None: by this node. Raises SwarmLLMError."""
-        n_layers = len(pending.context.view.layers(pending.stage))
-        self._budget.spend(overhead(len(pending.evidence.came_in), n_layers, pending.context.n_embd))
         exactly = await self._computed_exactly(pending, node_id)
         if exactly is not None:
             return exactly

@@ -61,20 +61,10 @@ SINGLE_ROW: Final = 4.5
 """What a row that is computed alone costs, in rows of a prompt (docs/security.md)."""
 HEAD_ROW: Final = 1.5
 """And one of few that are computed together, with the logits of each."""
-OVERHEAD: Final = 1.5e8
-"""What else a check costs, in multiplications of weights: to fetch rows, to ask another node, to open a
-request there and to compare (15 ms of a core that does 10^10 in a second)."""
-PART_OF_WORK: Final = 0.4
-"""Of what this node's requests cost, checks may cost this, times the rate at full trust: 2.5 % by default.
-Signatures cost up to half a percent more."""
+PART_OF_WORK: Final = 0.48
+"""Of what this node's requests cost, checks may cost this, times the rate at full trust: 3 % by default."""
 DEPTH: Final = 2.0
 """Requests' worth of work that may be spent ahead."""
-
-
-def overhead(n_rows: int, n_layers: int, n_embd: int) -> float:
-    """Of a check that computes so many rows again, in rows of a prompt times layers. At most what the rows
-    cost, so that small models are checked, too. A layer has about 12 `n_embd` squared weights."""
-    return min(float(n_rows * n_layers), OVERHEAD / (12 * n_embd**2))
 
 
 class Budget:
