@@ -15,8 +15,8 @@ B = BLOCK_TOKENS
 TOKENS = np.random.default_rng(1).integers(0, 250, 6 * B).astype(np.int32)
 
 
-def named(tokens: np.ndarray, session: str = "", *, by_token: bool = False) -> Name:
-    return token_name(root_hash("0" * 64, 0, 1), tokens, session, by_token=by_token)
+def named(tokens: np.ndarray, session: str = "") -> Name:
+    return token_name(root_hash("0" * 64, 0, 1), tokens, session)
 
 
 def index(n: int, **settings: Any) -> Prefixes:
@@ -82,30 +82,6 @@ def test_longer_prefix_takes_the_place_of_its_beginning() -> None:
     assert dropped.n_rows == 2 * B
     assert put(prefixes, TOKENS[: 3 * B], 2.0) == []
     assert [kept.n_rows for kept in prefixes] == [4 * B]
-
-
-def test_rows_behind_the_last_whole_block_are_kept_beside_other_ones() -> None:
-    """Of own clients, whose prompts share every token. A short one has no whole block to tell it by."""
-    prefixes = index(8)
-
-    def keep(tokens: np.ndarray) -> list[Kept]:
-        name = named(tokens, by_token=True)
-        assert not prefixes.is_known("here", name, 0.0)
-        dropped = prefixes.replaced_by("here", name)
-        return dropped + prefixes.add(Kept("here", name, len(tokens), 0.0, prefixes.take_sequence()))
-
-    def shares(tokens: np.ndarray) -> int:
-        hit = prefixes.find("here", named(tokens, by_token=True), len(tokens), 0.0)
-        return hit[1] if hit else 0
-
-    short, other = TOKENS[: B - 5], TOKENS[B : 2 * B - 5]
-    long, forked = TOKENS[2 * B : 4 * B - 5], np.concatenate([TOKENS[2 * B : 3 * B], short])
-    for tokens in (short, long, other, forked):
-        assert keep(tokens) == []
-    assert [shares(tokens) for tokens in (short, other, long, forked)] == [B - 5, B - 5, 2 * B - 5, 2 * B - 5]
-    assert prefixes.is_known("here", named(short[:40], by_token=True), 0.0)
-    (dropped,) = keep(np.concatenate([other, short]))
-    assert dropped.n_rows == len(other)
 
 
 def test_unused_prefixes_expire_sessions_by_a_clock_of_their_own() -> None:

@@ -279,11 +279,9 @@ def _contains(longer: Name, shorter: Name) -> bool:
     """Whether a request that could use `shorter` could use `longer` just as well."""
     if shorter.scope != longer.scope or (shorter.by_token and not longer.by_token):
         return False
-    if shorter.session and shorter.session != longer.session:
-        return False
-    # Hashes say nothing of the tokens behind the last whole block.
-    if (shorter.session or shorter.by_token) and (
-        n_common_tokens(longer.tokens, shorter.tokens) < len(shorter.tokens)
+    if shorter.session and (
+        shorter.session != longer.session
+        or n_common_tokens(longer.tokens, shorter.tokens) < len(shorter.tokens)
     ):
         return False
     return longer.hashes[: len(shorter.hashes)] == shorter.hashes
