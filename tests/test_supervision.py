@@ -24,8 +24,7 @@ from swarmllm.supervision import (
     supervise_started,
 )
 from swarmllm.supervision.policy import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, Backoff, TaskRecord
-from swarmllm.supervision.runner import OUTLIVING
-from swarmllm.supervision.table import BY_NAME, SCOPE_NAMES, TASKS, reference
+from swarmllm.supervision.table import BY_NAME, OUTLIVING, SCOPE_NAMES, TASKS, reference
 
 RESTARTED, GIVEN_UP, ESSENTIAL = "placement", "speed probe", "stop on signal"
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import trio
 
 from bench.common.simulated_network import Place
-from bench.common.simulated_swarm import N_SLOTS
+from bench.common.simulated_swarm import N_SLOTS, capability_of
 from swarmllm.models import LayerRange, Manifest, merge
 from swarmllm.models.manifest import EMBEDDING_INDEX, HEAD_INDEX, Shard
 from swarmllm.node.announcing.record_changes import RecordChanges
@@ -27,7 +27,7 @@ from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
+from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
 
 MODELS = ((32, 130, 8), (48, 180, 6), (64, 300, 4), (80, 500, 4), (126, 1900, 1))
 """(layers, MB of one, how much of the swarm each one of this kind is asked for): 8B to 400B, quantised."""
@@ -120,27 +120,14 @@ class Node:
         return "no free slot" if self.n_active >= N_SLOTS else ""
 
     def capability(self) -> NodeCapability:
-        latencies = tuple(
-            ObservedLatency(model_id=model_id, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
-            for model_id, seen in self.observations.latest()
-        )
-        place = self.coordinate.coordinate
-        x_s, y_s, z_s = place.position_s
         taken_bytes = sum(map(shape(self.model).n_bytes, merge([*self.held, *self.loading])))
-        return NodeCapability(
-            stage_requests=self.n_active,
-            max_requests=N_SLOTS,
-            slots=N_SLOTS,
-            free_slots=max(0, N_SLOTS - self.n_active),
-            free_kv_tokens=8192,
-            memory_bytes_per_s=self.guess_bytes_per_s,
-            flops=self.guess_bytes_per_s * 100,
-            observed_latencies=latencies,
-            coordinate=NetworkCoordinate(
-                position_s=(x_s, y_s, z_s), height_s=place.height_s, error=place.error
-            ),
-            placed_models=(id_of(self.model),),
-            placing_free_bytes=max(0, self.budget_bytes - taken_bytes),
+        return capability_of(
+            self.observations,
+            self.coordinate.coordinate,
+            n_active=self.n_active,
+            bytes_per_s=self.guess_bytes_per_s,
+            model_id=id_of(self.model),
+            free_bytes=max(0, self.budget_bytes - taken_bytes),
         )
 
     def record(self) -> NodeRecord:

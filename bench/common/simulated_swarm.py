@@ -30,6 +30,7 @@ from swarmllm.scheduling.placement import Hysteresis, Placement
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.codec import decode_record, encode_record
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
 from swarmllm_proto.swarm import (
     NetworkCoordinate,
@@ -103,6 +104,36 @@ class Figures:
     events: list[tuple[float, str]] = field(default_factory=list)
 
 
+def capability_of(
+    observations: Observations,
+    place: Coordinate,
+    *,
+    n_active: int,
+    bytes_per_s: float,
+    model_id: ModelId,
+    free_bytes: int,
+) -> NodeCapability:
+    """What a simulated node says of itself. `bytes_per_s`: as its probe measured, of weights from memory."""
+    x_s, y_s, z_s = place.position_s
+    latencies = tuple(
+        ObservedLatency(model_id=observed, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
+        for observed, seen in observations.latest()
+    )
+    return NodeCapability(
+        stage_requests=n_active,
+        max_requests=N_SLOTS,
+        slots=N_SLOTS,
+        free_slots=max(0, N_SLOTS - n_active),
+        free_kv_tokens=8192,
+        memory_bytes_per_s=bytes_per_s,
+        flops=bytes_per_s * 100,
+        observed_latencies=latencies,
+        coordinate=NetworkCoordinate(position_s=(x_s, y_s, z_s), height_s=place.height_s, error=place.error),
+        placed_models=(model_id,),
+        placing_free_bytes=free_bytes,
+    )
+
+
 class SimulatedNode:
     def __init__(self, world: World, node_id: str, place: Place, budget_layers: int, layer_s: float) -> None:
         self.node_id = node_id
@@ -142,26 +173,13 @@ class SimulatedNode:
         return "no free slot" if self.n_active >= N_SLOTS else ""
 
     def capability(self) -> NodeCapability:
-        place = self.observations.place.coordinate
-        x_s, y_s, z_s = place.position_s
-        latencies = tuple(
-            ObservedLatency(model_id=model_id, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
-            for model_id, seen in self.observations.latest()
-        )
-        return NodeCapability(
-            stage_requests=self.n_active,
-            max_requests=N_SLOTS,
-            slots=N_SLOTS,
-            free_slots=max(0, N_SLOTS - self.n_active),
-            free_kv_tokens=8192,
-            memory_bytes_per_s=self._guess_bytes_per_s,
-            flops=self._guess_bytes_per_s * 100,
-            observed_latencies=latencies,
-            coordinate=NetworkCoordinate(
-                position_s=(x_s, y_s, z_s), height_s=place.height_s, error=place.error
-            ),
-            placed_models=(self._world.model_id,),
-            placing_free_bytes=self.free_bytes,
+        return capability_of(
+            self.observations,
+            self.observations.place.coordinate,
+            n_active=self.n_active,
+            bytes_per_s=self._guess_bytes_per_s,
+            model_id=self._world.model_id,
+            free_bytes=self.free_bytes,
         )
 
     async def publish(self) -> None:

@@ -29,6 +29,12 @@ class FindsModels(Protocol):
         ...
 
 
+class KnowsNewModels(FindsModels, Protocol):
+    def may_be_told(self, model_id: ModelId) -> bool:
+        """Whether other nodes may hear that its file is here."""
+        ...
+
+
 class LoadsModels(FindsModels, Protocol):
     async def hold(
         self,

@@ -213,8 +213,8 @@ class Node:
             describe=self._describe,
             placing=self.placing,
             files=self.file_shares,
+            models=self.models,
         )
-        self._announcer.may_be_told = self.sharing.may_be_told = self.models.may_be_told
         self.started_at = self._announcer.started_at
         self._readiness = Readiness("starting", "loading models")
         self.metrics = Metrics(self)

@@ -24,7 +24,7 @@ from swarmllm.errors import ConfigError, SwarmLLMError
 from swarmllm.log_filter import REQUEST_ID
 from swarmllm.log_limit import LogLimit, Rate
 from swarmllm.supervision.policy import Backoff, TaskRecord, TaskStatus
-from swarmllm.supervision.table import BY_NAME, SCOPE_NAMES, SCOPES, TASKS
+from swarmllm.supervision.table import BY_NAME, OUTLIVING, SCOPE_NAMES, SCOPES, TASKS
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus as Started
@@ -34,8 +34,6 @@ log = logging.getLogger("swarmllm.supervision")
 SCOPE_LOG_RATE: Final = Rate(burst=1, per_s=1 / 60)
 """Of one cause: the scope, the code and the kind of exception."""
 _CAUSES_MAX = 256
-OUTLIVING: Final = frozenset(("peer", "connection", "worker", "link"))
-"""Scopes whose tasks go on after the request that caused them: their lines of the log are not about it."""
 
 Work = Callable[..., Awaitable[object]]
 Failed = Callable[[Exception], object]

@@ -23,10 +23,13 @@ class LongLived:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a short-lived task belongs to. `ends`: what an unexpected exception ends, and nothing else."""
+    """What a short-lived task belongs to. `ends`: what an unexpected exception ends, and nothing else.
+    `outlives_requests`: its tasks go on after the request that caused them, and their lines of the log are
+    not about it."""
 
     name: str
     ends: str
+    outlives_requests: bool = False
 
 
 TASKS: Final = (
@@ -137,16 +140,17 @@ TASKS: Final = (
 SCOPES: Final = (
     Scope("request", "the request, with an error to its client"),
     Scope("question", "the question to a peer, with an error to the code that asked"),
-    Scope("peer", "the connections with that peer"),
-    Scope("connection", "the connection"),
+    Scope("peer", "the connections with that peer", outlives_requests=True),
+    Scope("connection", "the connection", outlives_requests=True),
     Scope("download", "the download; it shows the error"),
     Scope("model", "the questions about one partly fetched model"),
-    Scope("worker", "the worker process; the next request starts another"),
-    Scope("link", "the link between two workers; jobs go by way of the daemons"),
+    Scope("worker", "the worker process; the next request starts another", outlives_requests=True),
+    Scope("link", "the link between two workers; jobs go by way of the daemons", outlives_requests=True),
 )
 
 BY_NAME: Final = {task.name: task for task in TASKS}
 SCOPE_NAMES: Final = frozenset(scope.name for scope in SCOPES)
+OUTLIVING: Final = frozenset(scope.name for scope in SCOPES if scope.outlives_requests)
 
 
 def reference() -> str:

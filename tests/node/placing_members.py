@@ -19,7 +19,7 @@ from swarmllm.node.placing.auto_shard import AutoShardManager
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.codec import decode_record, encode_record
-from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce, SharedModel
 
 LAYER_BYTES = 2**20
@@ -90,6 +90,8 @@ class Member:
         self.registry = Registry(node_id, FakeTrust(may_work))
         self.acts: list[str] = []
         self.failure: NodeUnreachable | None = None
+        self.untold: set[ModelId] = set()
+        """Models of which others may not hear yet."""
         self.manager = AutoShardManager(
             AutoManageTable(("m",), n_layers * LAYER_BYTES / 2**30, max_pipes),
             node_id=node_id,
@@ -101,6 +103,9 @@ class Member:
 
     async def find(self, name: str) -> CatalogueEntry:
         return ENTRY
+
+    def may_be_told(self, model_id: ModelId) -> bool:
+        return model_id not in self.untold
 
     async def fetch(
         self, entry: CatalogueEntry, layers: LayerRange, progress: Progress, sources: Sources = ()

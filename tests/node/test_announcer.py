@@ -82,6 +82,7 @@ async def test_load_of_an_idle_node_is_told_within_a_second_of_its_beginning(
             describe=load.describe,
             placing=nothing,
             files=nothing,
+            models=nothing,
         )
         await nursery.start(announcer.run)
         await trio.sleep(300.1)

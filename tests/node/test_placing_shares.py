@@ -279,7 +279,7 @@ async def test_a_share_ends_by_any_name_of_its_model_and_on_the_node_that_shares
 async def test_a_model_whose_cuts_are_being_tried_is_not_shared_yet() -> None:
     member = SharingMember(A, 12)
     sharing = Sharing(member.manager, member.registry, NodeId(A), models=member)
-    sharing.may_be_told = lambda model_id: model_id != ENTRY.model_id
+    member.untold = {ENTRY.model_id}
     with pytest.raises(Conflict, match="is being tried where it can be cut"):
         await sharing.share("m")
     assert member.manager.shares == UNSET

@@ -87,8 +87,8 @@ async def test_a_file_is_announced_when_its_trial_is_over_however_it_ends(ends: 
         describe=NodeCapability,
         placing=every,
         files=every,
+        models=keeper,
     )
-    announcer.may_be_told = keeper.may_be_told
 
     async def announced() -> list[str]:
         _, files, *_ = await announcer._holdings()

@@ -53,20 +53,20 @@ def test_what_a_node_gave_up_before_it_left_counts_as_held_for_a_while() -> None
         departures.left(NODE_B, NOTHING, now_s, 0.0)
         return departures.view(now_s)[0].models
 
-    departures.told(NODE_B, None, RECORD, 0.0)
+    departures.record_replaced(NODE_B, None, RECORD, 0.0)
     assert held_when_it_leaves(1.0) == ()
-    departures.told(NODE_B, RECORD, NOTHING, 10.0)
-    departures.told(NODE_B, NOTHING, NOTHING, 20.0)
+    departures.record_replaced(NODE_B, RECORD, NOTHING, 10.0)
+    departures.record_replaced(NODE_B, NOTHING, NOTHING, 20.0)
     assert held_when_it_leaves(10 + GAVE_UP_S - 1) == (("guide", ((8, 12),)),)
     assert held_when_it_leaves(10 + GAVE_UP_S - 1) == ()
-    departures.told(NODE_B, RECORD, NOTHING, 2000.0)
+    departures.record_replaced(NODE_B, RECORD, NOTHING, 2000.0)
     assert held_when_it_leaves(2000 + GAVE_UP_S) == ()
-    departures.told(NODE_B, RECORD, NOTHING, 3000.0)
-    departures.told(NODE_B, NOTHING, RECORD, 3001.0)
+    departures.record_replaced(NODE_B, RECORD, NOTHING, 3000.0)
+    departures.record_replaced(NODE_B, NOTHING, RECORD, 3001.0)
     assert held_when_it_leaves(3002.0) == ()
-    departures.told(NODE_B, RECORD, NOTHING, 4000.0)
+    departures.record_replaced(NODE_B, RECORD, NOTHING, 4000.0)
     for number in range(GAVE_UP_MAX):
-        departures.told(node_id_named(str(number)), RECORD, NOTHING, 4000.0)
+        departures.record_replaced(node_id_named(str(number)), RECORD, NOTHING, 4000.0)
     assert held_when_it_leaves(4000.0) == ()
 
 

@@ -76,9 +76,9 @@ async def model_or_only_one(name: str | None, *, prefers_encoders: bool = False)
 
 HEADER = "x-session-id"
 SESSION_MAX = 256
+"""Characters; the wire's limit."""
 NAMES_MAX = 5
 """Of models that an error lists."""
-"""Characters; the wire's limit."""
 
 
 def session_of(*fields: str | None) -> str:

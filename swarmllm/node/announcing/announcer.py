@@ -26,6 +26,7 @@ from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.node.announcing.capability import float_among, machine_speed
 from swarmllm.node.announcing.look_times import SPEAK_S, LookTimes
 from swarmllm.node.announcing.record_changes import RecordChanges
+from swarmllm.node.model_access import KnowsNewModels
 from swarmllm.node.placing.auto_shard import AutoShardManager
 from swarmllm.node.sharing.file_shares import FileShares
 from swarmllm.scheduling.speeds import Observations
@@ -123,6 +124,7 @@ class Announcer:
         describe: Callable[[], NodeCapability],
         placing: AutoShardManager,
         files: FileShares,
+        models: KnowsNewModels,
     ) -> None:
         self.started_at = time.time()
         self._nickname = nickname
@@ -135,6 +137,7 @@ class Announcer:
         self._describe = describe
         self._placing = placing
         self._files = files
+        self._models = models
         self._leaves = False
         self._sequence = 0
         self._published: Holdings | None = None
@@ -142,8 +145,6 @@ class Announcer:
         self._times = LookTimes()
         self._woken = trio.Event()
         self._publishing = trio.Lock()
-        self.may_be_told: Callable[[ModelId], bool] = lambda model_id: True
-        """Whether other nodes may hear that the file of a model is here."""
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the swarm informed; started once it knows this node."""
@@ -260,7 +261,7 @@ class Announcer:
         )
         # No call of `look` follows a request: what is kept changes with each, and is told every WHOLE_S.
         kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        told = [entry for entry in entries.values() if self.may_be_told(entry.model_id)]
+        told = [entry for entry in entries.values() if self._models.may_be_told(entry.model_id)]
         ready, files = within_limits(ready, self._transfer.announcements(told))
         seeing = (
             ()

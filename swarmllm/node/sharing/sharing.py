@@ -15,7 +15,7 @@ import trio
 from swarmllm.errors import BadModel, Conflict, InvalidRequest, SwarmLLMError
 from swarmllm.models import CatalogueEntry, LayerRange, Manifest, covers, merge
 from swarmllm.node.joining import Joining
-from swarmllm.node.model_access import FindsModels
+from swarmllm.node.model_access import KnowsNewModels
 from swarmllm.node.placing.auto_shard import AutoShardManager
 from swarmllm.node.sharing.share_plan import SharePlan, plan_share
 from swarmllm.swarm.records.registry import Registry
@@ -66,7 +66,7 @@ class Sharing:
         registry: Registry,
         node_id: NodeId,
         *,
-        models: FindsModels,
+        models: KnowsNewModels,
         joining: Joining | None = None,
     ) -> None:
         """`joining`: None where the other nodes are known already."""
@@ -75,8 +75,6 @@ class Sharing:
         self._registry = registry
         self._node_id = node_id
         self._models = models
-        self.may_be_told: Callable[[ModelId], bool] = lambda model_id: True
-        """Whether other nodes may hear of a model already."""
 
     async def plan(self, name: str) -> tuple[str, SharePlan]:
         """The model's name, and what would become of it. Raises what finding it raises, BadModel (its cuts
@@ -115,7 +113,7 @@ class Sharing:
         """`source`: where its file is published. `is_permanent`: over restarts. Raises what finding it
         raises, Conflict (too many, nobody could hold it, or its cuts are being tried)."""
         entry = await self._models.find(name)
-        if not self.may_be_told(entry.model_id):
+        if not self._models.may_be_told(entry.model_id):
             raise Conflict(
                 f"{entry.name} is being tried where it can be cut; share it when `swarmllm models add`, or"
                 " its download, has ended.",

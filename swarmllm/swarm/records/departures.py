@@ -64,10 +64,10 @@ class Departures:
         self._left: PassingParts[Departed] = PassingParts.alone() if peers is None else peers
         self._gave_up: PassingParts[GaveUp] = PassingParts.alone() if gave_up is None else gave_up
 
-    def told(
+    def record_replaced(
         self, node_id: NodeId, before: NodeRecord | None, record: NodeRecord | None, now_s: float
     ) -> None:
-        """A node's record has followed another one."""
+        """A node has published another record."""
         if _ready(record):
             self._gave_up.drop(node_id)
         elif models := _ready(before):

@@ -401,7 +401,7 @@ async def _catch_up(registry: Registry, router: Router) -> None:
     for node_id in [n for n, record in records.items() if registry.content(n) is not record]:
         before = registry.node(node_id)
         _apply(registry.apply, node_id, records[node_id])
-        registry.departures.told(node_id, before, registry.node(node_id), trio.current_time())
+        registry.departures.record_replaced(node_id, before, registry.node(node_id), trio.current_time())
         await trio.lowlevel.checkpoint()
     for node_id, load in router.loads().items():
         if registry.load(node_id) is not load:

@@ -139,9 +139,7 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
     n_masks = 2 if _number(source, "attention.sliding_window") else 1
     n_scores = n_masks if _is_fused(settings, source) else n_heads + 2 * n_masks
-    n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
-    n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
-    width = 2 * n_ff + 4 * _number(source, "embedding_length")
+    width = 2 * _widest(source) + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
     buffer_bytes = int(n_batch * _F32 * (n_scores * settings.n_ctx + width))
     # A layer computes on a copy of its states.
@@ -153,10 +151,15 @@ def _compute_bytes(source: GgufFile, settings: EngineSettings, n_batch: int) -> 
     """What ggml takes besides: the second factor of the largest product, in f16 at most."""
     n_layers = _number(source, "block_count")
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
-    n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
-    n_ff = max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
     n_scores = 0 if _is_fused(settings, source) else n_heads * settings.n_ctx
-    return n_batch * _F16 * max(n_scores, n_ff, _number(source, "embedding_length"))
+    return n_batch * _F16 * max(n_scores, _widest(source), _number(source, "embedding_length"))
+
+
+def _widest(source: GgufFile) -> int:
+    """Of the rows between the two products of a feed-forward network; of all experts that a row takes."""
+    n_layers = _number(source, "block_count")
+    n_ff = max((_number(source, "feed_forward_length", layer) for layer in range(n_layers)), default=0)
+    return max(n_ff, _number(source, "expert_feed_forward_length") * _number(source, "expert_used_count"))
 
 
 def _n_vocab(source: GgufFile) -> int:
