@@ -270,7 +270,8 @@ def main() -> None:
                     print(lines[-1], flush=True)
     if not options.only:
         command = "python -m bench.memory_by_shape"
-        text = f"`{command}` on {machine()}\n\n" + "\n".join(lines) + "\n"
+        here = ", ".join(f"{name} {value}" for name, value in machine().items())
+        text = f"`{command}` ({here})\n\n" + "\n".join(lines) + "\n"
         (RESULTS / "memory-by-shape.md").write_text(text)
     sys.exit(not is_close)
 
