@@ -202,7 +202,8 @@ class InferenceTable:
     share_prefix_cache_with_peers: Literal["auto", "on", "off"] = _setting(
         "auto",
         "Announce the prompts whose KV is kept, of models that run here whole, give peers that KV and fetch "
-        "theirs; auto: in a private swarm. Tells members that a prompt which they guess was seen here.",
+        "theirs, also that of layers of cut models; auto: in a private swarm. Tells members that a prompt "
+        "which they guess was seen here.",
     )
     cross_node_prefix_trust_min: Annotated[float, Meta(ge=0, le=1)] = _setting(
         0.5, "Nothing of the kind is heard from, given to or fetched from nodes that are trusted less."

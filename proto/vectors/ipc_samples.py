@@ -363,6 +363,18 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ),
         bytes(range(37)),
     ),
+    (
+        "export-prefix-snapshot-layers",
+        ipc.ExportPrefixSnapshot(
+            id=28, start=0, end=12, scope=NODE_A, first_row=64, n_rows=32, layers=(4, 12)
+        ),
+        bytes(range(64)),
+    ),
+    (
+        "look-up-prefix-cuts",
+        ipc.LookUpPrefix(id=29, start=4, end=12, scope=NODE_A, cuts=True),
+        bytes(range(64)),
+    ),
     ("look-up-prefix", ipc.LookUpPrefix(id=26, start=0, end=12, scope=NODE_A), bytes(range(64))),
     (
         "check-prefix",

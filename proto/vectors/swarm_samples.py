@@ -422,6 +422,27 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             picture_runs=RUNS,
         ),
     ),
+    (
+        "pipeline-assignment-kept-elsewhere",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(
+                swarm.Stage(node_id=NODE_A, start=0, end=4),
+                swarm.Stage(node_id=NODE_B, start=4, end=12),
+            ),
+            n_prompt_tokens=130,
+            sampling=SAMPLING,
+            prefixes=PREFIXES,
+            kept_elsewhere=(
+                swarm.KeptElsewhere(stage=1, node_id=NODE_A, start=4, end=12, n_blocks=1),
+                swarm.KeptElsewhere(
+                    stage=1, node_id=NODE_A, start=0, end=12, n_blocks=2, names=bytes(range(64))
+                ),
+            ),
+        ),
+    ),
     ("tell-prompt", swarm.TellPrompt(request_id=REQUEST_ID, tokens=bytes.fromhex("c33a0000ffffff7f"))),
     ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),
     (
@@ -432,6 +453,19 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
         "prefix-kv-fetch",
         swarm.PrefixKvFetch(
             model_id=MODEL_ID, names=bytes(range(64)), kv_format="5e" * 16, first_row=96, n_rows=32
+        ),
+    ),
+    (
+        "prefix-kv-fetch-of-stage",
+        swarm.PrefixKvFetch(
+            model_id=MODEL_ID,
+            names=bytes(range(64)),
+            kv_format="5e" * 16,
+            first_row=96,
+            n_rows=32,
+            scope=NODE_A,
+            held=(0, 12),
+            layers=(4, 12),
         ),
     ),
     (
@@ -502,6 +536,10 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
     (
         "pipeline-ack-kernel-class",
         swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, kernel_class="0.3.36-avx2-f16-1f0e9d2c"),
+    ),
+    (
+        "pipeline-ack-fetched",
+        swarm.PipelineAck(request_id=REQUEST_ID, accepted=True, n_prefix_blocks=2, fetched=(1,)),
     ),
     (
         "pipeline-ack-picture-runs",

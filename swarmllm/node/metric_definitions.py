@@ -223,8 +223,8 @@ CHECKS = Definition(
 PREFIX_FETCHES = Definition(
     "swarmllm_prefix_fetches_total",
     "counter",
-    "Prompts whose beginning another node announced: its KV came (hit), did not come (miss), or was not "
-    "asked for because computing it was expected to take no longer (declined).",
+    "Prompts whose beginning another node keeps, of a whole model or of layers here: its KV came (hit), did "
+    "not come (miss), or was not asked for because computing it was expected to take no longer (declined).",
     ("outcome",),
 )
 PREFIX_TOKENS = Definition(

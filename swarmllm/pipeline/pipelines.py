@@ -34,6 +34,8 @@ from swarmllm.pipeline.own_models import OwnModels
 from swarmllm.pipeline.prefix.cached_rows import CachedRows
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PrefixServing, PrefixStore
+from swarmllm.pipeline.prefix.stage_fetching import StageFetcher
+from swarmllm.pipeline.prefix.transfer import PrefixTransfer
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
@@ -168,18 +170,9 @@ class Pipelines:
         own_models = OwnModels(catalogue)
         cached_rows: CountsCachedRows = NothingCached()
         if kept is not None and (fetch := settings.prefix_fetch).is_on:
-            self._prefixes = PrefixFetcher(
-                router,
-                registry,
-                kept,
-                fetch,
-                self._counts,
-                trust,
-                observations,
-                budget,
-                self._local_load,
-                prefix_key,
-            )
+            transfer = PrefixTransfer(router, kept, fetch, self._counts, trust, budget)
+            self._prefixes = PrefixFetcher(registry, transfer, observations, self._local_load, prefix_key)
+            self._sessions.fetches = StageFetcher(node_id, registry, transfer, observations, own_models)
             cached_rows = CachedRows(
                 node_id,
                 registry,
@@ -188,6 +181,7 @@ class Pipelines:
                 key=prefix_key,
             )
             prefix_serving = PrefixServing(
+                node_id,
                 kept,
                 own_models,
                 self._counts,

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import trio
+from msgspec import UNSET
 
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.forward_result import Hidden, checked_tensor
@@ -86,10 +87,15 @@ class KeptPrefixes:
         )
         return result.n_blocks
 
-    async def look_up_prefix(self, model: ModelFile, layers: LayerRange, names: bytes) -> PrefixLookedUp:
-        """How many of these blocks a request could get here, and how their KV would travel."""
+    async def look_up_prefix(
+        self, model: ModelFile, layers: LayerRange, names: bytes, scope: str = "", *, cuts: bool = False
+    ) -> PrefixLookedUp:
+        """How many of these blocks a request could get here, and how their KV would travel. `cuts`: segments
+        for exactly these layers are made first where there are none."""
         worker = await self._hosts.of(model).ready()
-        message = LookUpPrefix(id=worker.new_id(), start=layers.start, end=layers.end)
+        message = LookUpPrefix(
+            id=worker.new_id(), start=layers.start, end=layers.end, scope=scope, cuts=cuts or UNSET
+        )
         result, _ = await worker.call(
             message, PrefixLookedUp, payload=names, timeout_s=self._hosts.settings.call_timeout_s
         )
@@ -130,9 +136,10 @@ class KeptPrefixes:
         *,
         first_row: int = 0,
         n_rows: int = 0,
+        part: LayerRange | None = None,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
         """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`; with
-        `n_rows` only these rows of them, where all blocks are kept."""
+        `n_rows` only these rows of them, where all blocks are kept, and of `part` of the layers only."""
         worker = await self._hosts.of(model).ready()
         message = ExportPrefixSnapshot(
             id=worker.new_id(),
@@ -141,6 +148,7 @@ class KeptPrefixes:
             scope=scope,
             first_row=first_row,
             n_rows=n_rows,
+            layers=UNSET if part is None else (part.start, part.end),
         )
         return await worker.call(
             message, PrefixSnapshotResponse, payload=names, timeout_s=self._hosts.settings.call_timeout_s

@@ -19,6 +19,7 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.in_memory.signer import InMemorySigner
@@ -66,6 +67,7 @@ class FakeNode:
     pipelines: Pipelines
     stop: Callable[[], None]
     trust: Trust
+    observations: Observations
     commits: bool = False
     """To its rows."""
     picture_runs: bool = True
@@ -205,7 +207,10 @@ async def _start_node(
     catalogue = cast(Catalogue, FakeCatalogue(entry))
     signer = InMemorySigner(router.node_id) if commits else None
     parts = (router, registry, pool, catalogue, router.node_id, settings)
-    pipelines = Pipelines(*parts, trust=trust, signer=signer)
+    observations = Observations()
+    # A pool that gives and takes KV.
+    kept = pool if settings.prefix_fetch.is_on else None
+    pipelines = Pipelines(*parts, trust=trust, signer=signer, kept=kept, observations=observations)
     scope = trio.CancelScope()
 
     async def run(*, task_status: Any) -> None:
@@ -216,7 +221,9 @@ async def _start_node(
                 task_status.started()
 
     await nursery.start(run)
-    return FakeNode(router.node_id, router, registry, pool, pipelines, scope.cancel, trust, commits)
+    return FakeNode(
+        router.node_id, router, registry, pool, pipelines, scope.cancel, trust, observations, commits
+    )
 
 
 def _busy(node: FakeNode) -> bool:

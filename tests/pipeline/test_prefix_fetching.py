@@ -36,6 +36,7 @@ from swarmllm.pipeline.prefix.choice import (
 )
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PEER_MAX, PrefixServing
+from swarmllm.pipeline.prefix.transfer import PrefixTransfer
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
@@ -224,6 +225,8 @@ class Store:
     row_bytes: int = ROW_BYTES
     outcome: Any = "equal"
     refuses: str = ""
+    scopes: list[tuple[str, str]] = field(default_factory=list)
+    """(layers, scope) of what was asked for."""
     taken: list[int] = field(default_factory=list)
     checked: list[tuple[int, ...]] = field(default_factory=list)
     stands_still: bool = False
@@ -233,7 +236,9 @@ class Store:
     def loaded(self, model_id: ModelId) -> tuple[LayerRange, ...]:
         return (LAYERS,)
 
-    async def look_up_prefix(self, model: Any, layers: LayerRange, names: bytes) -> PrefixLookedUp:
+    async def look_up_prefix(
+        self, model: Any, layers: LayerRange, names: bytes, scope: str = "", *, cuts: bool = False
+    ) -> PrefixLookedUp:
         n_blocks = min(self.n_kept, len(names) // 32)
         return PrefixLookedUp(id=1, n_blocks=n_blocks, row_bytes=self.row_bytes, kv_format=self.kv_format)
 
@@ -246,7 +251,9 @@ class Store:
         *,
         first_row: int = 0,
         n_rows: int = 0,
+        part: LayerRange | None = None,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
+        self.scopes.append((str(part or layers), scope))
         if self.stands_still or first_row + n_rows > self.gives_rows:
             await trio.sleep_forever()
         if len(names) // 32 > self.n_kept:
@@ -353,25 +360,15 @@ async def pair(
 
 def fetcher_of(router: InMemoryRouter, registry: Registry, *rest: Any) -> PrefixFetcher:
     store, counts, events, observations, budget = rest
-    idle = SimpleNamespace(is_busy=lambda: False)
-    return PrefixFetcher(
-        router,
-        registry,
-        store,
-        PrefixFetchSettings(is_on=True),
-        counts,
-        events,
-        observations,
-        budget,
-        idle,
-        chance=lambda: 0.35,
-    )
+    idle: Any = SimpleNamespace(is_busy=lambda: False)
+    transfer = PrefixTransfer(router, store, PrefixFetchSettings(is_on=True), counts, events, budget)
+    return PrefixFetcher(registry, transfer, observations, idle, chance=lambda: 0.35)
 
 
 def handler_of(holder: Store | Handler) -> Any:
     if not isinstance(holder, Store):
         return holder
-    serving = PrefixServing(holder, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
+    serving = PrefixServing(ME, holder, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
 
     async def answer(sender: NodeId, body: bytes) -> bytes:
         request = decode_request(body)
@@ -464,7 +461,7 @@ async def test_what_came_before_a_holder_broke_off_is_used_and_checked(
     autojump_clock: MockClock, n_given: int
 ) -> None:
     async with pair(Store(n_kept=10, gives_rows=n_given * B)) as asker:
-        asker.fetcher.settings = PrefixFetchSettings(True, 99.0, 99.0)
+        asker.fetcher.transfer.settings = PrefixFetchSettings(True, 99.0, 99.0)
         began_s = trio.current_time()
         n_came = await asker.ask()
         fetching_s = trio.current_time() - began_s
@@ -483,7 +480,7 @@ async def test_another_holder_is_asked_where_one_breaks_off(
     """Also where it keeps a shorter beginning."""
     broken, other = Store(n_kept=10, gives_rows=4 * B), Store(n_kept=n_said_by_other)
     async with pair(broken, other, n_said_by_other=n_said_by_other) as asker:
-        asker.fetcher.settings = PrefixFetchSettings(True, 99.0, 99.0)
+        asker.fetcher.transfer.settings = PrefixFetchSettings(True, 99.0, 99.0)
         assert await asker.ask() == n_said_by_other * B
         assert asker.counts.prefix_misses == 1
         await trio.sleep(1)
@@ -518,7 +515,7 @@ async def test_a_holder_that_is_slow_until_the_time_of_the_request_is_up_is_left
     autojump_clock: MockClock,
 ) -> None:
     async with pair(Store(n_kept=10, stands_still=True)) as asker:
-        asker.fetcher.settings = PrefixFetchSettings(is_on=True, asker_timeout_s=0.2)
+        asker.fetcher.transfer.settings = PrefixFetchSettings(is_on=True, asker_timeout_s=0.2)
         assert await asker.ask() == 0
         assert asker.counts.prefix_misses == 1
         asked_s = trio.current_time()
@@ -581,7 +578,7 @@ async def test_kv_from_a_peer_is_fetched_within_the_room_of_its_payloads(
 
 async def test_one_peer_cannot_have_all_turns_of_a_holder(autojump_clock: MockClock) -> None:
     store = Store(n_kept=10, stands_still=True)
-    serving = PrefixServing(store, OneModel(), PipelineStatistics(), lambda node_id: node_id != FAR, 2.0)
+    serving = PrefixServing(ME, store, OneModel(), PipelineStatistics(), lambda node_id: node_id != FAR, 2.0)
     request = PrefixKvFetch(model_id=MODEL, names=b"".join(HASHES), kv_format="f16", first_row=0, n_rows=B)
     assert (await serving.answer(FAR, request)).status == "absent"
     answers: list[tuple[float, str]] = []
@@ -599,3 +596,16 @@ async def test_one_peer_cannot_have_all_turns_of_a_holder(autojump_clock: MockCl
     assert answers[-1][0] == 2.0
     store.stands_still = False
     assert (await serving.answer(NEAR, request)).status == "ok"
+
+
+async def test_what_stages_keep_is_given_under_the_names_of_the_origin(autojump_clock: MockClock) -> None:
+    """This node's own requests are in no scope."""
+    store = Store(n_kept=10)
+    serving = PrefixServing(ME, store, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
+    named = {"model_id": MODEL, "names": b"".join(HASHES), "kv_format": "f16", "first_row": 0, "n_rows": B}
+    of_other = PrefixKvFetch(scope=FAR, held=(0, N_LAYERS), layers=(4, 8), **named)
+    of_own = PrefixKvFetch(scope=ME, held=(2, 8), **named)
+    beyond = PrefixKvFetch(scope=FAR, held=(0, N_LAYERS + 1), layers=(4, 8), **named)
+    answers = [await serving.answer(NEAR, request) for request in (of_other, of_own, beyond)]
+    assert [answer.status for answer in answers] == ["ok", "ok", "absent"]
+    assert store.scopes == [("4:8", FAR), ("2:8", "")]

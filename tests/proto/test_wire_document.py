@@ -46,7 +46,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.FileAnnounce, swarm.FetchPiece, swarm.Piece, swarm.Outline),
     *(file_digests.FetchDigests, file_digests.Digests, file_digests.DigestRun),
     *(swarm.TellPrompt, swarm.ProbeStage, swarm.StageState, swarm.FetchRows, swarm.RowsPiece),
-    *(swarm.PrefixKvFetch, swarm.PrefixKv),
+    *(swarm.PrefixKvFetch, swarm.PrefixKv, swarm.KeptElsewhere),
     *(swarm.ProjectorAnnounce, swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
     *(Envelope, Heartbeat, Digest),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.ipc.kv import CheckPrefix, LookUpPrefix, PrefixChecked, PrefixLookedUp
-from swarmllm_proto.tensors import encode_tensor
+from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.cache.prefixes import token_name
-from swarmllm_workers.engine.kv_state import BadState, join_states, read_state, rows_apart
+from swarmllm_workers.engine.kv_state import BadState, join_states, layers_of, read_state, rows_apart
 from swarmllm_workers.engine.segment import Span
 
 from .client import GREEDY
@@ -292,6 +292,94 @@ def test_names_are_keyed_in_a_private_swarm(open_room: OpenRoom) -> None:  # noq
     room.run()
     assert n_known(room, names(TOKENS[: 4 * B])) == 0
     assert n_known(room, names(TOKENS[: 4 * B], key)) == 4
+
+
+STAGE = (1, 3)
+STAGE_NAMES = bytes(range(32)) + bytes(range(1, 33)) + bytes(range(2, 34)) + bytes(range(3, 35))
+"""As an origin gives them."""
+
+
+def forward(room: Room, request_id: str, layers: tuple[int, int], position: int, rows: np.ndarray) -> Any:
+    """f32, what the layers give; the request has its name before it begins."""
+    where = {"start": layers[0], "end": layers[1]}
+    named = send(room, ipc.PrefixFetchProbe(id=0, request_id=request_id, scope="o", **where), STAGE_NAMES)[0]
+    room.call(ipc.Forward, rows, request_id=request_id, position=position, want="hidden", **where)
+    room.run()
+    (data,) = [data for m, data in room.sent if isinstance(m, ipc.LayerResult) and m.id == room.n_calls]
+    return named.n_blocks, decode_tensor(memoryview(data))
+
+
+def of_stage(room: Room, held: tuple[int, int], layers: tuple[int, int], scope: str = "o") -> list[bytes]:
+    found = []
+    for at in range(0, 4 * B, B):
+        message = ipc.ExportPrefixSnapshot(
+            id=0, start=held[0], end=held[1], scope=scope, first_row=at, n_rows=B, layers=layers
+        )
+        found.append(send(room, message, STAGE_NAMES)[1])
+    return found
+
+
+@pytest.mark.parametrize("held", [STAGE, (0, 3)])
+def test_a_stage_goes_on_with_rows_of_a_stage_of_the_same_layers_or_of_more(
+    open_room: OpenRoom,  # noqa: F811
+    held: tuple[int, int],
+) -> None:
+    giving = open_room("llama", held, **SETTINGS)
+    cold = open_room("llama", STAGE, **SETTINGS)
+    taking = open_room("llama", (0, N_LAYERS), **SETTINGS)
+    rows = np.random.default_rng(5).standard_normal((4 * B + 5, 64)).astype(np.float32)
+    entering = rows
+    if held[0] == 0:
+        entering = forward(taking, "before", (0, 1), 0, rows)[1]
+    assert forward(giving, "r", held, 0, rows)[0] == 0
+    expected = forward(cold, "r", STAGE, 0, entering)[1]
+    for room in (giving, cold):
+        room.call(ipc.ReleaseRequestKv, request_id="r")
+    parts = of_stage(giving, held, STAGE)
+    assert parts == of_stage(cold, STAGE, STAGE)
+    assert of_stage(giving, held, STAGE, scope="another origin") == [b""] * 4
+    looked_up = send(taking, LookUpPrefix(id=0, start=1, end=3, scope="o", cuts=True), STAGE_NAMES)[0]
+    assert looked_up.n_blocks == 0
+    assert abs(looked_up.row_bytes * B / len(parts[0]) - 1) < 0.1
+    message = ipc.ImportPrefixSnapshot(
+        id=0,
+        start=1,
+        end=3,
+        scope="o",
+        n_blocks=4,
+        sizes=tuple(map(len, parts)),
+        digest=blake3(b"".join(blake3(part).digest() for part in parts)).hexdigest(),
+        from_peer=True,
+    )
+    assert send(taking, message, STAGE_NAMES + b"".join(parts))[0].n_blocks == 4
+    n_blocks, result = forward(taking, "again", STAGE, 4 * B, entering[4 * B :])
+    assert n_blocks == 4
+    np.testing.assert_allclose(result, expected[4 * B :], rtol=1e-4, atol=1e-4)
+    taking.call(ipc.ReleaseRequestKv, request_id="again")
+    # It computed none of it, and nobody can check it.
+    assert of_stage(taking, STAGE, STAGE) == [b""] * 4
+    assert n_told(taking) == 0
+
+
+def test_looking_up_cuts_no_segments_unless_it_is_wanted(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", (0, N_LAYERS), **SETTINGS)
+    layers = room.handlers.state.engine().layers
+    assert send(room, LookUpPrefix(id=0, start=1, end=3, scope="o"), STAGE_NAMES)[0].row_bytes == 0
+    assert len(layers.segments) == 1
+    found = send(room, LookUpPrefix(id=0, start=1, end=3, scope="o", cuts=True), STAGE_NAMES)[0]
+    whole = send(room, LookUpPrefix(id=0, start=0, end=1, scope="o"), STAGE_NAMES)[0]
+    assert found.row_bytes == 2 * whole.row_bytes > 0
+
+
+def test_layers_of_a_state_are_those_of_a_state_of_these_layers() -> None:
+    data = state_of(0, 9)
+    assert layers_of(data, 2, 0, 2) == data
+    one, other = layers_of(data, 2, 0, 1), layers_of(data, 2, 1, 2)
+    assert read_state(one).n_rows == 9
+    assert len(one) == len(other)
+    assert one != other
+    with pytest.raises(BadState):
+        layers_of(data, 3, 0, 1)
 
 
 @given(st.lists(st.integers(1, 4 * B - 1), max_size=6))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import Buffer
@@ -63,11 +63,23 @@ class ExportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     n_rows: TokenCount = 0
     """Only so many rows from `first_row` on, in one part, of blocks that are all kept and that this worker
     computed or checked; 0: all rows."""
+    layers: tuple[LayerIndex, LayerIndex] | UnsetType = UNSET
+    """With `n_rows`: KV of these layers only, [start, end); unset: of all that the names are of."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not UNSET:
+            start, end = self.layers
+            if not self.n_rows or not self.start <= start < end <= self.end:
+                raise ValueError(f"field `layers`: {start}:{end} is no part of {self.start}:{self.end}")
 
 
 class LookUpPrefix(_Blocks, frozen=True, tag=True, kw_only=True):
     """How many of these blocks could a request get now? Payload: their names. Answered by
     PrefixLookedUp."""
+
+    cuts: bool | UnsetType = UNSET
+    """Make segments for exactly these layers first, where there are none."""
 
 
 class CheckPrefix(_Blocks, frozen=True, tag=True, kw_only=True):
@@ -116,7 +128,7 @@ class PrefixLookedUp(WorkerMessage, frozen=True, tag=True, kw_only=True):
 
     n_blocks: BlockCount
     row_bytes: SizeBytes = 0
-    """KV of one row; 0: this model's KV neither leaves this worker nor enters it."""
+    """KV of one row in these layers; 0: this model's KV neither leaves this worker nor enters it."""
     kv_format: Annotated[str, Meta(max_length=64)] = ""
     """Equal where two workers write and compute KV alike."""
 

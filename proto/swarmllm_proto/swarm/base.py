@@ -17,7 +17,14 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import Digest as Digest
 from swarmllm_proto.identifiers import ModelId as ModelId
 from swarmllm_proto.identifiers import NodeId as NodeId
-from swarmllm_proto.ipc.base import LayerIndex, Position, RequestId, StageIndex, TokenCount
+from swarmllm_proto.ipc.base import (
+    LayerIndex,
+    Position,
+    RequestId,
+    StageIndex,
+    TokenCount,
+    require_layer_range,
+)
 from swarmllm_proto.limits import CHECKED_ROWS_MAX, COMMITMENT_MAX, PREFIX_KV_MAX
 
 WIRE_VERSION: Final = 1
@@ -82,9 +89,12 @@ class PrefixCacheAnnounce(msgspec.Struct, frozen=True, tag=True, kw_only=True, g
     prefixes: Annotated[tuple[KeptPrefix, ...], Meta(max_length=PREFIXES_MAX)]
 
 
+PrefixLayers = tuple[LayerIndex, LayerIndex]
+"""[start, end)."""
+
+
 class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Request: KV of rows [first_row, first_row + n_rows) of a prompt's beginning, of every layer. Answered
-    by PrefixKv."""
+    """Request: KV of rows [first_row, first_row + n_rows) of a prompt's beginning. Answered by PrefixKv."""
 
     v: int = WIRE_VERSION
     model_id: ModelId
@@ -94,12 +104,24 @@ class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker's: bytes of another one would be of no use to it."""
     first_row: Position
     n_rows: Annotated[int, Meta(ge=1, le=65536)]
+    scope: NodeId | UnsetType = UNSET
+    """The origin that gave the names, to a stage; unset: the receiver announces them to everybody."""
+    held: PrefixLayers | UnsetType = UNSET
+    """Layers of which the names are; with `scope`. Unset: all."""
+    layers: PrefixLayers | UnsetType = UNSET
+    """Of these layers, the ones that are wanted; unset: all of them."""
 
     def __post_init__(self) -> None:
         if len(self.names) % DIGEST_SIZE:
             raise ValueError(
                 f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
             )
+        if (self.held is UNSET) != (self.scope is UNSET) or (self.held is UNSET and self.layers is not UNSET):
+            raise ValueError("field `held`: layers and the scope of their names come together")
+        if self.held is not UNSET:
+            start, end = self.held if self.layers is UNSET else self.layers
+            if not self.held[0] <= start < end <= self.held[1]:
+                raise ValueError(f"field `layers`: {start}:{end} is no part of {self.held[0]}:{self.held[1]}")
         n_named = len(self.names) // DIGEST_SIZE * BLOCK_TOKENS
         if self.first_row + self.n_rows > n_named:
             raise ValueError(
@@ -164,6 +186,27 @@ class StageBlocks(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(
                 f"field `names`: {len(self.names)} bytes are no names of {DIGEST_SIZE} bytes each"
             )
+
+
+class KeptElsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stage may fetch KV of its layers: a node that was a stage of an earlier request of this origin
+    which began alike."""
+
+    stage: StageIndex
+    node_id: NodeId
+    start: LayerIndex
+    end: LayerIndex
+    """Layers [start, end) of the earlier stage; those of `stage` are among them."""
+    n_blocks: Annotated[int, Meta(ge=1, le=NAMES_MAX // DIGEST_SIZE)]
+    """First ones of the prompt that are kept there."""
+    names: Annotated[bytes, Meta(max_length=NAMES_MAX)] = b""
+    """Of these blocks in layers [start, end), 32 bytes each; empty where those are the layers of `stage`, of
+    which the assignment has the names."""
+
+    def __post_init__(self) -> None:
+        require_layer_range(self.start, self.end)
+        if self.names and len(self.names) != self.n_blocks * DIGEST_SIZE:
+            raise ValueError(f"field `names`: {len(self.names)} bytes for {self.n_blocks} blocks")
 
 
 class TellPrompt(msgspec.Struct, frozen=True, tag=True, kw_only=True):

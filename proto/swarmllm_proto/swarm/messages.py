@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from swarmllm_proto.ipc.base import StageIndex
 from swarmllm_proto.ipc.kv import BlockCount
 from swarmllm_proto.ipc.messages import (
     Fingerprint,
@@ -44,6 +45,7 @@ from swarmllm_proto.swarm.base import WIRE_VERSION as WIRE_VERSION
 from swarmllm_proto.swarm.base import Count as Count
 from swarmllm_proto.swarm.base import Digest as Digest
 from swarmllm_proto.swarm.base import FetchRows as FetchRows
+from swarmllm_proto.swarm.base import KeptElsewhere as KeptElsewhere
 from swarmllm_proto.swarm.base import KeptPrefix as KeptPrefix
 from swarmllm_proto.swarm.base import ModelId as ModelId
 from swarmllm_proto.swarm.base import NodeId as NodeId
@@ -127,6 +129,9 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     picture_runs: PictureRuns | UnsetType = UNSET
     """Rows of pictures that stand on a grid or see each other. A receiver that knows the field says so in its
     PipelineAck; the others would compute something else, and are not to take part."""
+    kept_elsewhere: Annotated[tuple[KeptElsewhere, ...], Meta(max_length=256)] | UnsetType = UNSET
+    """Of the receiver's stages: where KV of the prompt's beginning may be fetched. A receiver that does not
+    know the field computes the prompt."""
 
     def __post_init__(self) -> None:
         if self.n_generated is not UNSET and self.n_generated >= self.n_prompt_tokens:
@@ -171,6 +176,8 @@ class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of an exact request: what ShardAnnounce says of the layers here, at this moment."""
     picture_runs: bool | UnsetType = UNSET
     """The rows that the assignment's `picture_runs` name are computed as those say."""
+    fetched: Annotated[tuple[StageIndex, ...], Meta(max_length=256)] | UnsetType = UNSET
+    """Stages here whose first rows rest on KV that another node gave, for this request or an earlier one."""
 
 
 class ProbeStage(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,7 +9,7 @@ learn this now than to wait for a first token that never comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from swarmllm.errors import (
 )
 from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.prefix.names import give_names
+from swarmllm.pipeline.prefix.stage_fetching import FetchesForStages
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
 from swarmllm.swarm.router import Router
@@ -33,7 +34,7 @@ from swarmllm_proto.codec import decode_response, encode_request
 from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, StageBlocks
+from swarmllm_proto.swarm import KeptElsewhere, PipelineAck, PipelineAssignment, StageBlocks
 
 
 class Assigner(Protocol):
@@ -52,17 +53,23 @@ async def assign_with_prefixes(
     assigner: Assigner,
     *,
     timeout_s: float,
+    fetches: FetchesForStages,
+    sources: Sequence[KeptElsewhere] = (),
 ) -> tuple[int, dict[NodeId, PipelineAck]]:
-    """Ask every stage to take part. Returns the number of the prompt's first blocks of which all of them have
-    rows, and the acknowledgements of the other nodes. Raises as `assign` does."""
+    """Ask every stage to take part. `sources`: where stages may fetch KV of the prompt's beginning. Returns
+    the number of the prompt's first blocks of which all of them have rows, and the acknowledgements of the
+    other nodes. Raises as `assign` does."""
     view = context.view
-    n_here = await give_names(compute, context, assigner.prefixes_of(view.node_id))
+    prefixes = assigner.prefixes_of(view.node_id)
+    await fetches.bring(context, prefixes, sources)
+    n_here = await give_names(compute, context, prefixes)
     acks = await assign(
         router,
         assignment,
         timeout_s=timeout_s,
         blamed=assigner.blamed,
         prefixes_of=assigner.prefixes_of,
+        sources=sources,
     )
     n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
     if not acks or any(map(view.is_here, range(len(view.stages)))):
@@ -77,6 +84,7 @@ async def assign(
     timeout_s: float,
     blamed: Blamed | None = None,
     prefixes_of: Callable[[NodeId], tuple[StageBlocks, ...]] = lambda node_id: (),
+    sources: Sequence[KeptElsewhere] = (),
 ) -> dict[NodeId, PipelineAck]:
     """By node id. Returns when every stage elsewhere has accepted what `prefixes_of` names to its node, too.
     Raises RemoteError (NodeBusy where it may be asked again later) for the first that did not, after
@@ -88,7 +96,10 @@ async def assign(
 
         async def ask(node_id: NodeId) -> None:
             try:
-                named = msgspec.structs.replace(assignment, prefixes=prefixes_of(node_id))
+                theirs = tuple(each for each in sources if assignment.stages[each.stage].node_id == node_id)
+                named = msgspec.structs.replace(
+                    assignment, prefixes=prefixes_of(node_id), kept_elsewhere=theirs or UNSET
+                )
                 acks[node_id] = await _ask(router, node_id, named, timeout_s)
             except SwarmLLMError as error:
                 if not failures:

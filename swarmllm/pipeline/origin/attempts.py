@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -36,6 +36,7 @@ from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequ
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.names import PrefixNames, prefix_names
+from swarmllm.pipeline.prefix.stage_holders import StageHolders
 from swarmllm.pipeline.repair.probing import probe
 from swarmllm.pipeline.repair.rebuild import assign_resuming
 from swarmllm.pipeline.repair.retry_policy import PipelineSpeed
@@ -56,6 +57,7 @@ from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
     CancelInference,
+    KeptElsewhere,
     PipelineAck,
     PipelineError,
     TellPrompt,
@@ -88,6 +90,7 @@ class Attempts:
         prefixes: PrefixFetcher | None = None,
     ) -> None:
         self._prefixes = prefixes
+        self._stage_holders = StageHolders()
         self._requests = requests
         self._router = router
         self._registry = registry
@@ -157,7 +160,7 @@ class Attempts:
             checked_stage=self._drawn_stage(attempt, kind),
             pictures=request.pictures,
         )
-        if attempt.assignment.resumes and request.n_attempts > 2:
+        if attempt.assignment.resumes and (request.n_attempts > 2 or request.has_fetched):
             # What its stages took over may have come of several pipelines, and who sent what is not known.
             chain.checked_stage = None
         has_begun = False
@@ -191,6 +194,9 @@ class Attempts:
             note_trust_events(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
+                if (names := chain.prefix_names) is not None and self._prefixes is not None:
+                    now_s = trio.current_time()
+                    self._stage_holders.completed(names, chain.computed_tokens, chain.fetched, now_s)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
@@ -214,6 +220,41 @@ class Attempts:
             return None
         marks = () if request.pictures is None else request.pictures.marks
         return prefix_names(self._secret, assignment, marks)
+
+    def _sources(self, chain: Chain) -> tuple[KeptElsewhere, ...]:
+        """Where stages may fetch KV of the prompt's beginning."""
+        names = chain.prefix_names
+        if names is None or self._prefixes is None or len(names.stages) == 1:
+            return ()
+        may_give = (self._router.connected() | {self._router.node_id}).__contains__
+        return self._stage_holders.sources(names, chain.prompt, may_give, trio.current_time())
+
+    def _note_fetched(
+        self,
+        request: OriginRequest,
+        chain: Chain,
+        acks: Mapping[NodeId, PipelineAck],
+        sources: Collection[KeptElsewhere],
+    ) -> None:
+        """A stage that rests on fetched KV is not checked: if it is wrong, who is, the stage or the node that
+        gave the KV? A stage that was never told where to fetch has not fetched, whatever it says."""
+        names, view = chain.prefix_names, chain.context.view
+        if names is None:
+            return
+        told = {source.stage for source in sources}
+        here = self._sessions.fetches.fetched(chain.context, chain.prefixes_of(view.node_id), 1)
+        said = {(node_id, stage) for node_id, ack in acks.items() for stage in ack.fetched or ()}
+        said |= {(view.node_id, stage) for stage in here}
+        chain.fetched = frozenset(
+            stage
+            for node_id, stage in said
+            if stage < len(view.stages)
+            and view.stages[stage].node_id == node_id
+            and (stage in told or self._stage_holders.rests_on_peer(names, stage, chain.prompt))
+        )
+        request.has_fetched |= bool(chain.fetched)
+        if chain.checked_stage in chain.fetched:
+            chain.checked_stage = None
 
     def _check(self, attempt: Attempt, chain: Chain, stage: int) -> None:
         """Check the stage in a task of its own, and release the attempt's stages then."""
@@ -243,9 +284,18 @@ class Attempts:
             require_picture_runs(context, acks, chain.blamed)
             self._tell_prompt(attempt, acks)
             return partial(chain.resume, session, left)
+        sources = self._sources(chain)
         n_known, acks = await assign_with_prefixes(
-            self._pool, self._router, assignment, context, chain, timeout_s=timeout_s
+            self._pool,
+            self._router,
+            assignment,
+            context,
+            chain,
+            timeout_s=timeout_s,
+            fetches=self._sessions.fetches,
+            sources=sources,
         )
+        self._note_fetched(attempt.request, chain, acks, sources)
         require_alike(attempt, acks, chain.blamed)
         require_picture_runs(context, acks, chain.blamed)
         if weigh is not None:

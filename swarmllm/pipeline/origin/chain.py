@@ -105,7 +105,9 @@ class Chain:
         self.pictures = pictures
         self.n_cached_tokens = 0
         """Rows of the prompt that every stage had already."""
-        self._prefix_names = prefix_names
+        self.prefix_names = prefix_names
+        self.fetched: frozenset[int] = frozenset()
+        """Stages whose first rows rest on KV of another node."""
         self._generated: list[int] = []
         """In this attempt."""
         self._chunk_tokens = chunk_tokens
@@ -186,9 +188,9 @@ class Chain:
     def prefixes_of(self, node_id: NodeId) -> tuple[StageBlocks, ...]:
         """Of the prompt and what came of it, but for the newest token, which no stage has computed; of the
         prompt's last token there is always the logits to be computed."""
-        if self._prefix_names is None:
+        if self.prefix_names is None:
             return ()
-        return self._prefix_names.of_node(node_id, self.computed_tokens)
+        return self.prefix_names.of_node(node_id, self.computed_tokens)
 
     def start(self, session: Session, n_known_blocks: int = 0) -> None:
         """All stages have accepted: let the first chunks go, after what every stage has rows of."""

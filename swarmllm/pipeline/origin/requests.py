@@ -96,6 +96,8 @@ class OriginRequest:
     """The latest one; None: a route is being chosen."""
     n_attempts: int = 0
     """Attempts that began, without standbys. More than one route may be assigned in one."""
+    has_fetched: bool = False
+    """A stage rests on KV that another node gave it."""
     n_changes: int = 0
     """How often the swarm had changed when the latest attempt was made (see
     `PipelineOpener.wait_for_change`)."""

@@ -51,25 +51,36 @@ class PrefixNames:
         """`row_formats`: how rows come to each stage. What is computed from rounded rows has other names.
         `marks`: of the prompt's pictures; what comes before one of them is named as if it were not there."""
         self._marks = tuple(marks)
-        self._stages = tuple(stages)
-        self._roots = []
-        for index, stage in enumerate(self._stages):
+        self.model_id = model_id
+        self.stages = tuple(stages)
+        self._secrets = []
+        for index, stage in enumerate(self.stages):
             if row_formats and row_formats[index] == "q8_0":
                 secret = blake3(secret, key=_ROUNDED).update(stage.start.to_bytes(4, "little")).digest()
-            self._roots.append(secret_root(secret, model_id, stage.start, stage.end))
+            self._secrets.append(secret)
 
     def of_node(self, node_id: NodeId, tokens: Tensor) -> tuple[StageBlocks, ...]:
         """Names of the complete blocks of `tokens`, for each of the node's stages; as many as the messages
         have room for."""
-        mine = [index for index, stage in enumerate(self._stages) if stage.node_id == node_id]
+        mine = [index for index, stage in enumerate(self.stages) if stage.node_id == node_id]
         n_blocks = min(len(tokens) // BLOCK_TOKENS, NAMES_MAX // DIGEST_SIZE // max(1, len(mine)))
         if not n_blocks:
             return ()
         known = tokens[: n_blocks * BLOCK_TOKENS]
-        return tuple(
-            StageBlocks(index, join_names(marked_block_hashes(self._roots[index], known, self._marks)))
-            for index in mine
-        )
+        return tuple(StageBlocks(index, join_names(self.of_stage(index, known))) for index in mine)
+
+    def of_stage(
+        self, index: int, tokens: Tensor, layers: tuple[int, int] | None = None
+    ) -> tuple[bytes, ...]:
+        """Names of all complete blocks of `tokens` in a stage. `layers`: in these, [start, end), of which the
+        stage's are a part, and to which rows come as they come to the stage."""
+        start, end = layers or (self.stages[index].start, self.stages[index].end)
+        root = secret_root(self._secrets[index], self.model_id, start, end)
+        return marked_block_hashes(root, tokens, self._marks)
+
+    def rounding(self, index: int) -> bytes:
+        """Equal for stages whose rows were rounded at the same layers before."""
+        return self._secrets[index]
 
 
 def marked_block_hashes(root: bytes, tokens: Tensor, marks: Sequence[PictureMark]) -> tuple[bytes, ...]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 import trio
+from msgspec import UNSET
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.models.layers import LayerRange
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.workerpool.settings import ModelFile
@@ -45,7 +46,9 @@ class PrefixStore(Protocol):
 
     def kept_prefixes(self) -> Mapping[ModelId, tuple[KeptPrefix, ...]]: ...
 
-    async def look_up_prefix(self, model: ModelFile, layers: LayerRange, names: bytes) -> PrefixLookedUp: ...
+    async def look_up_prefix(
+        self, model: ModelFile, layers: LayerRange, names: bytes, scope: str = "", *, cuts: bool = False
+    ) -> PrefixLookedUp: ...
 
     async def export_prefix(
         self,
@@ -56,6 +59,7 @@ class PrefixStore(Protocol):
         *,
         first_row: int = 0,
         n_rows: int = 0,
+        part: LayerRange | None = None,
     ) -> tuple[PrefixSnapshotResponse, memoryview]: ...
 
     async def import_prefix(
@@ -83,13 +87,15 @@ def whole_range(store: PrefixStore, model_id: ModelId, n_layers: int) -> LayerRa
 class PrefixServing:
     def __init__(
         self,
+        node_id: NodeId,
         store: PrefixStore,
         own_models: FindsOwnModels,
         counts: PipelineStatistics,
         may_ask: Callable[[NodeId], bool],
         timeout_s: float,
     ) -> None:
-        """`may_ask`: whether that node is trusted enough."""
+        """`node_id`: of this node. `may_ask`: whether that node is trusted enough."""
+        self._node_id = node_id
         self._store = store
         self._own_models = own_models
         self._counts = counts
@@ -120,20 +126,36 @@ class PrefixServing:
 
     async def _rows(self, request: PrefixKvFetch) -> PrefixKv:
         model, n_layers = await self._model(request.model_id)
-        layers = whole_range(self._store, request.model_id, n_layers)
+        layers = self._held(request, n_layers)
         if layers is None:
             return _ABSENT
+        scope = "" if request.scope is UNSET or request.scope == self._node_id else request.scope
         if request.first_row == 0:
-            known = await self._store.look_up_prefix(model, layers, request.names)
+            known = await self._store.look_up_prefix(model, layers, request.names, scope)
             if known.kv_format != request.kv_format:
                 return _ABSENT
         snapshot, data = await self._store.export_prefix(
-            model, layers, request.names, first_row=request.first_row, n_rows=request.n_rows
+            model,
+            layers,
+            request.names,
+            scope,
+            first_row=request.first_row,
+            n_rows=request.n_rows,
+            part=None if request.layers is UNSET else LayerRange(*request.layers),
         )
         if not snapshot.n_blocks or len(data) > PREFIX_KV_MAX:
             return _ABSENT
         self._counts.prefix_given_bytes += len(data)
         return PrefixKv(status="ok", digest=bytes.fromhex(snapshot.digest), data=memoryview(data))
+
+    def _held(self, request: PrefixKvFetch, n_layers: int) -> LayerRange | None:
+        """The layers of which the names are; None: they are not loaded here. Names that an origin gave to a
+        stage are known to the two of them only: who has them was sent by the origin."""
+        if request.held is UNSET:
+            return whole_range(self._store, request.model_id, n_layers)
+        layers = LayerRange(*request.held)
+        is_here = layers.end <= n_layers and covers(self._store.loaded(request.model_id), layers)
+        return layers if is_here else None
 
     async def _model(self, model_id: ModelId) -> tuple[ModelFile, int]:
         found = self._models.get(model_id)

@@ -24,6 +24,7 @@ from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.layers import covers
 from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.prefix.names import ANSWER_TIMEOUT_S, give_names
+from swarmllm.pipeline.prefix.stage_fetching import FetchesForStages, FetchesNothing
 from swarmllm.pipeline.request import OriginSide, RequestContext, request_context
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.pipeline.stage.capacity import (
@@ -108,6 +109,7 @@ class Sessions:
     trust: NodeTrust = field(default_factory=NeutralTrust)
     budget: ByteBudget = field(default_factory=ByteBudget)
     row_committers: MakesRowCommitters = field(default_factory=NoRowCommitters)
+    fetches: FetchesForStages = field(default_factory=FetchesNothing)
     ended: EndedRequests = field(default_factory=EndedRequests)
     by_request: dict[str, Session] = field(default_factory=dict)
     """Those that run, and those that are held because their pipeline broke and another one may go on. The
@@ -140,6 +142,7 @@ class Sessions:
             )
         await self._reach_neighbours(context)
         kept = await self.take_over(context, assignment.resumes)
+        await self.fetches.bring(context, assignment.prefixes, assignment.kept_elsewhere or ())
         n_blocks = await give_names(self.compute, context, assignment.prefixes)
         if self.running(assignment.request_id) is None:
             await self._forget(context)
@@ -153,6 +156,7 @@ class Sessions:
             if context.sampling.exact
             else UNSET,
             picture_runs=bool(context.picture_runs) or UNSET,
+            fetched=self.fetches.fetched(context, assignment.prefixes, n_blocks) or UNSET,
         )
 
     def _guesses(self, context: RequestContext) -> bool:

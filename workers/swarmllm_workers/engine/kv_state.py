@@ -155,6 +155,20 @@ def join_states(parts: Sequence[bytes | memoryview]) -> bytes:
     return b"".join(pieces)
 
 
+def layers_of(data: bytes | memoryview, n_layers: int, first: int, end: int) -> bytes:
+    """The same rows in layers [first, end) of the `n_layers` of the state, counted from its first one. Raises
+    BadState as `read_state` does, and where not every layer has KV of its own."""
+    cache = _only_cache(data)
+    if cache.n_layers != n_layers:
+        raise BadState(f"{cache.n_layers} of {n_layers} layers have KV")
+    cells_end = _HEAD.size + _PAIR.size + len(cache.positions) * _CELL.itemsize
+    pieces = [bytes(memoryview(data).cast("B")[:cells_end]), _PAIR.pack(cache.transposed, end - first)]
+    for begin in range(0, len(cache.values), cache.n_layers):  # K, then V
+        for values in cache.values[begin + first : begin + end]:
+            pieces += [values.head, values.raw.tobytes()]
+    return b"".join(pieces)
+
+
 def n_cells(data: bytes | memoryview) -> int:
     """The number of cells of the first cache. Raises BadState if the bytes end before that."""
     reader = _Reader(memoryview(data).cast("B"))

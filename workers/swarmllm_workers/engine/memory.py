@@ -316,11 +316,9 @@ class Footprint:
     def weights_bytes(self, pieces: Iterable[Range]) -> int:
         return estimate(self._source, self._n_layers, pieces, self._settings).weights_bytes
 
-    @property
-    def row_bytes(self) -> int:
-        """The estimated KV bytes of one row in all layers."""
-        whole = [(0, self._n_layers)]
-        kv_bytes = estimate(self._source, self._n_layers, whole, self._settings).kv_bytes
+    def row_bytes(self, start: int, end: int) -> int:
+        """The estimated KV bytes of one row in layers [start, end)."""
+        kv_bytes = estimate(self._source, self._n_layers, [(start, end)], self._settings).kv_bytes
         return kv_bytes // self._settings.n_ctx
 
     def of(self, segments: Sequence[Segment]) -> Memory:

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from blake3 import blake3
+from msgspec import UNSET
 
 from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
@@ -19,14 +20,16 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Buffer, Name
-from swarmllm_workers.engine.kv_state import BadState, join_states, n_cells
+from swarmllm_workers.engine.kv_state import BadState, join_states, layers_of, n_cells
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.check_work import CheckPrefixWork
 from swarmllm_workers.server.worker_state import WorkerState
 
-_OfLayers: TypeAlias = ipc.PrefixFetchProbe | ipc.ExportPrefixSnapshot | ipc.ImportPrefixSnapshot
+_OfLayers: TypeAlias = (
+    ipc.PrefixFetchProbe | ipc.LookUpPrefix | ipc.ExportPrefixSnapshot | ipc.ImportPrefixSnapshot
+)
 
 
 class EndingHandlers:
@@ -116,12 +119,15 @@ class PrefixHandlers:
     def _look_up(self, message: ipc.LookUpPrefix, payload: memoryview) -> None:
         engine, name = self._state.engine(), Name(_names(payload), scope=message.scope)
         where = engine.layers.find_segments(message.start, message.end)
+        if where is None and message.cuts is True:
+            self._after_cutting(message, partial(self._look_up, message, payload))
+            return
         found = ipc.PrefixLookedUp(id=message.id, n_blocks=0)
-        if where is not None and engine.prefixes.travels(where) and where[0].is_whole:
+        if where is not None and engine.prefixes.travels(where):
             found = ipc.PrefixLookedUp(
                 id=message.id,
                 n_blocks=engine.prefixes.look_up(where, name),
-                row_bytes=engine.footprint.row_bytes,
+                row_bytes=engine.footprint.row_bytes(message.start, message.end),
                 kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
             )
         self._state.send(found)
@@ -145,7 +151,8 @@ class PrefixHandlers:
         where = engine.layers.find_segments(message.start, message.end)
         if message.n_rows:
             rows = None
-            if where is not None and message.n_rows * engine.footprint.row_bytes <= PREFIX_KV_MAX:
+            wanted = (message.start, message.end) if message.layers is UNSET else message.layers
+            if where is not None and message.n_rows * engine.footprint.row_bytes(*wanted) <= PREFIX_KV_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
             self._state.parsing.begin(
                 self._sending(message, name, rows), partial(self._state.fail, message.id)
@@ -158,6 +165,12 @@ class PrefixHandlers:
             )
 
     def _sending(self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None) -> Operation[None]:
+        if rows and message.layers is not UNSET:
+            first, end = (layer - message.start for layer in message.layers)
+            try:
+                rows = yield partial(layers_of, rows, message.end - message.start, first, end)
+            except BadState:
+                rows = None
         if not rows:
             self._state.send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return

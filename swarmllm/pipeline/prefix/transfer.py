@@ -1,0 +1,321 @@
+"""Fetches KV of a prompt's beginning from nodes that keep it, slice by slice, and has the worker take it in.
+
+Who keeps what, and whether a request fetches at all, is decided elsewhere (`fetching`, `stage_fetching`). A
+failed fetch is no error of the request: the worker computes the prompt as usual.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+from blake3 import blake3
+from msgspec import UNSET
+
+from swarmllm.errors import SwarmLLMError, WorkerError
+from swarmllm.log_filter import provoked_by
+from swarmllm.models.layers import LayerRange
+from swarmllm.pipeline.prefix.choice import (
+    LANES,
+    TRIES,
+    AvoidedPeers,
+    FetchClock,
+    HolderPath,
+    Offer,
+    PrefixFetchSettings,
+    Slices,
+    choose,
+)
+from swarmllm.pipeline.prefix.serving import PrefixStore
+from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
+from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
+from swarmllm.swarm.router import Router
+from swarmllm.workerpool.settings import ModelFile
+from swarmllm_proto.blocks import BLOCK_TOKENS
+from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.errors import ProtocolError
+from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import PrefixSnapshotResponse
+from swarmllm_proto.ipc.kv import join_names
+from swarmllm_proto.swarm import DIGEST_SIZE, PrefixKv, PrefixKvFetch
+
+log = logging.getLogger(__name__)
+
+FETCHES_MAX: Final = 4
+"""At the same time."""
+
+
+class NotGiven(Exception):
+    """The holder did not give what it keeps. `event`: what it did wrong, where it did."""
+
+    def __init__(self, why: str, event: TrustEvent | None = None) -> None:
+        super().__init__(why)
+        self.trust_event = event
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A holder of a beginning of the prompt."""
+
+    node_id: NodeId
+    names: Sequence[bytes]
+    """Of the blocks that it keeps, as it knows them."""
+    held: LayerRange | None = None
+    """Of which the names are; None: of the whole model, and announced."""
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.names)
+
+
+FindSources = Callable[[Container[NodeId]], Sequence[PrefixSource]]
+"""Sources of the longest beginning that anybody keeps but the nodes given; all of the same length."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """The beginning of a prompt that is requested."""
+
+    model: ModelFile
+    layers: LayerRange
+    names: Sequence[bytes]
+    """Of the prompt's blocks, as this node's worker knows them."""
+    kv_format: str
+    row_bytes: int
+    scope: NodeId | None = None
+    """The origin that named the blocks; None: names for everybody."""
+    worker_scope: str = ""
+    """The same as this node's worker knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """The rows that a holder gave, from the first one on."""
+
+    node_id: NodeId
+    wanted: WantedPrefix
+    n_rows: int
+    """Of whole blocks."""
+    parts: list[PrefixKv]
+    """Of exactly these rows."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(part.data) for part in self.parts)
+
+
+def _without_gap(every: Sequence[tuple[int, int]], found: Container[int]) -> tuple[int, int]:
+    """How many of the slices (first row, how many) are there from the first one on, up to the end of a block,
+    and how many rows they have."""
+    n_slices = n_rows = 0
+    for i, (first_row, n) in enumerate(every):
+        if i not in found:
+            break
+        end = first_row + n
+        if end % BLOCK_TOKENS == 0:
+            n_slices, n_rows = i + 1, end
+    return n_slices, n_rows
+
+
+@dataclass(slots=True)
+class PrefixTransfer:
+    router: Router
+    store: PrefixStore
+    settings: PrefixFetchSettings
+    counts: PipelineStatistics
+    trust: NodeTrust
+    budget: ByteBudget
+    avoided: AvoidedPeers = field(default_factory=AvoidedPeers)
+    _under_way: dict[bytes, trio.Event] = field(default_factory=dict)
+    """By the name of the last block."""
+
+    @asynccontextmanager
+    async def turn(self, name: bytes) -> AsyncIterator[bool]:
+        """Waits while another request fetches the same. False: too many others are fetched."""
+        while (other := self._under_way.get(name)) is not None:
+            await other.wait()
+        done = self._under_way[name] = trio.Event()
+        try:
+            yield len(self._under_way) <= FETCHES_MAX
+        finally:
+            del self._under_way[name]
+            done.set()
+
+    async def ask_sources(
+        self,
+        wanted: WantedPrefix,
+        find: FindSources,
+        n_known: int,
+        clock: FetchClock,
+        on_asking: Callable[[NodeId | None], None],
+        grants: ExitStack,
+    ) -> GivenRows | None:
+        """The most that a holder gave: of all sources of the longest beginning, and of shorter ones, the
+        soonest is asked first, and another one where it breaks off. `n_known`: rows that are here."""
+        best: GivenRows | None = None
+        asked: set[NodeId] = set()
+        while len(asked) < TRIES:
+            sources = {source.node_id: source for source in find(asked)}
+            n_blocks = max((source.n_blocks for source in sources.values()), default=0)
+            n_best = max(n_known, best.n_rows if best is not None else 0)
+            slices = Slices(n_blocks * BLOCK_TOKENS, wanted.row_bytes)
+            if slices.n_rows <= n_best:
+                break
+            spare_s = clock.spare_s(trio.current_time())
+            offer = choose(self._paths(sources), slices, n_best, clock.s_per_row, spare_s)
+            if offer is None:
+                self.counts.prefix_declined += not asked
+                break
+            asked.add(offer.path.node_id)
+            grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, slices.n_bytes)
+            if grant is None:
+                self.counts.prefix_misses += 1
+                break
+            grants.enter_context(grant)
+            source = sources[offer.path.node_id]
+            came = await self._fetch(wanted, source, slices, offer, clock, n_known, on_asking)
+            if came is not None and came.n_rows > n_best:
+                best = came
+            if came is not None and came.n_rows == slices.n_rows:
+                break
+        return best
+
+    async def take_in(self, came: GivenRows) -> bool:
+        """Whether the worker took it. Raises SwarmLLMError of this node's worker."""
+        try:
+            n_taken = await self._take(came)
+        except NotGiven as reason:
+            self._failed(came.node_id, reason)
+            return False
+        except SwarmLLMError:
+            self.counts.prefix_misses += 1
+            raise
+        if not n_taken:
+            return False
+        self.counts.prefix_hits += 1
+        self.counts.prefix_tokens += came.n_rows
+        self.counts.prefix_fetched_bytes += came.n_bytes
+        return True
+
+    def gave_up(self, holder: NodeId | None) -> None:
+        """The request's time for fetching is over. `holder`: the node that was to give something."""
+        self.counts.prefix_misses += 1
+        if holder is not None:
+            self.avoided.add(holder, trio.current_time())
+
+    def _paths(self, node_ids: Container[NodeId]) -> list[HolderPath]:
+        return [
+            HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s)
+            for peer in self.router.peers()
+            if peer.node_id in node_ids
+        ]
+
+    def _failed(self, node_id: NodeId, reason: NotGiven, lost_s: float = math.inf) -> None:
+        self.avoided.add(node_id, trio.current_time(), lost_s)
+        if reason.trust_event is not None:
+            self.trust.note(node_id, reason.trust_event, "kept KV")
+        provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
+        self.counts.prefix_misses += 1
+
+    async def _fetch(
+        self,
+        wanted: WantedPrefix,
+        source: PrefixSource,
+        slices: Slices,
+        offer: Offer,
+        clock: FetchClock,
+        n_known: int,
+        on_asking: Callable[[NodeId | None], None],
+    ) -> GivenRows | None:
+        """What came from one holder without a gap, in whole blocks; None: nothing, or it lied."""
+        node_id, every = offer.path.node_id, slices.all()
+        waiting = deque(enumerate(every))
+        found: dict[int, PrefixKv] = {}
+        failures: list[NotGiven] = []
+
+        async def lane() -> None:
+            try:
+                while waiting:
+                    index, (first_row, n_rows) = waiting.popleft()
+                    found[index] = await self._ask(wanted, source, first_row, n_rows)
+                    clock.came(_without_gap(every, found)[1] - n_known)
+                    scope.deadline = clock.deadline_s
+            except NotGiven as reason:
+                failures.append(reason)
+                nursery.cancel_scope.cancel()
+
+        on_asking(node_id)
+        began_s = trio.current_time()
+        with trio.move_on_at(clock.deadline_s) as scope:
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(LANES, len(waiting))):
+                    nursery.start_soon(lane)
+        on_asking(None)
+        n_slices, n_rows = _without_gap(every, found)
+        if n_slices < len(every):
+            lost_s = math.inf if failures else trio.current_time() - began_s
+            reason = failures[0] if failures else NotGiven("it did not come in time")
+            self._failed(node_id, reason, lost_s)
+            if reason.trust_event is not None:
+                return None
+        return GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
+
+    async def _ask(self, wanted: WantedPrefix, source: PrefixSource, first_row: int, n_rows: int) -> PrefixKv:
+        held = source.held
+        request = PrefixKvFetch(
+            model_id=wanted.model.model_id,
+            names=join_names(source.names),
+            kv_format=wanted.kv_format,
+            first_row=first_row,
+            n_rows=n_rows,
+            scope=UNSET if held is None or wanted.scope is None else wanted.scope,
+            held=UNSET if held is None else (held.start, held.end),
+            layers=UNSET if held in (None, wanted.layers) else (wanted.layers.start, wanted.layers.end),
+        )
+        try:
+            answer = await self.router.fetch(
+                source.node_id, encode_request(request), timeout_s=self.settings.network_timeout_s
+            )
+            piece = decode_response(answer)
+        except ProtocolError as error:
+            raise NotGiven(f"the answer cannot be read: {error}", TrustEvent.BROKE_PROTOCOL) from None
+        except SwarmLLMError as error:
+            raise NotGiven(error.message) from None
+        if not isinstance(piece, PrefixKv):
+            raise NotGiven("it answered something else", TrustEvent.BROKE_PROTOCOL)
+        if piece.status != "ok":
+            raise NotGiven(f"it is {piece.status}")
+        if len(piece.digest) != DIGEST_SIZE or not piece.data:
+            raise NotGiven("the answer has no rows or no digest", TrustEvent.BROKE_PROTOCOL)
+        return piece
+
+    async def _take(self, came: GivenRows) -> int:
+        """Raises NotGiven for what is no KV of these rows, SwarmLLMError of this node's worker."""
+        wanted, parts, n_blocks = came.wanted, came.parts, came.n_rows // BLOCK_TOKENS
+        snapshot = PrefixSnapshotResponse(
+            id=0,
+            n_blocks=n_blocks,
+            sizes=tuple(len(part.data) for part in parts),
+            digest=blake3(b"".join(part.digest for part in parts)).hexdigest(),
+        )
+        try:
+            return await self.store.import_prefix(
+                wanted.model,
+                wanted.layers,
+                join_names(wanted.names[:n_blocks]),
+                snapshot,
+                [part.data for part in parts],
+                wanted.worker_scope,
+                from_peer=True,
+            )
+        except WorkerError as error:
+            if error.kind not in ("bad_tensor", "bad_message"):
+                raise
+            raise NotGiven(error.message, TrustEvent.BAD_NUMBERS) from None
