@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import DEADLINE_S
 
+from bench.common.shapes import Shape, build
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 
 PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 90
@@ -134,3 +137,67 @@ def test_in_an_open_swarm_prompts_are_announced_by_whoever_wants_it(tmp_path: Pa
         assert announced(seer)["silent"] == 0
         seen = seer.http.get("/api/admin/peers/open").json()
         assert seen["connected"]["announced_prefixes"] > 0
+
+
+SLOW = Shape(n_layers=12, n_embd=512, n_heads=8, n_kv_heads=2, n_ff=2048, n_vocab=512, context_length=8192)
+N_SLOW_PROMPT, N_STREAM = 2000, 3000
+
+
+@pytest.mark.slow
+def test_a_node_that_takes_over_layers_begins_with_the_kv_of_the_one_that_leaves(tmp_path: Path) -> None:
+    """A token is a byte. The node that leaves finishes a stream, and gives its KV meanwhile."""
+    path = build(SLOW, tmp_path / "slow.gguf")
+    sharing = {"n_threads": 1, "n_ctx": 8000, "n_slots": 2, "share_prefix_cache_with_peers": "on"}
+    with ExitStack() as stack:
+        nodes: list[DaemonProcess] = []
+
+        def start(name: str, layers: str) -> DaemonProcess:
+            bootstrap = [address for each in nodes for address in each.addresses]
+            settings = {"load": [], "inference": sharing, "bootstrap": bootstrap}
+            node = running_daemon(tmp_path, name, node={"drain_timeout_s": 600}, **settings)
+            nodes.append(stack.enter_context(node))
+            for url, body in (("", {"path": str(path)}), ("/slow/load", {"layers": layers})):
+                answer = nodes[-1].http.post(f"/api/admin/models{url}", json=body)
+                assert '"error"' not in answer.text, answer.text
+            return nodes[-1]
+
+        first, second = start("first", "0:6"), start("second", "6:12")
+        wait_for(
+            lambda: is_complete(first, "slow"), DEADLINE_S, "the first one to know holders of all layers"
+        )
+        prompt = "".join(Random(5).choices("abcdefghijklmnopqrstuvwxyz", k=N_SLOW_PROMPT))
+        fields = {"model": "slow", "prompt": prompt, "ignore_eos": True}
+        cold = ask(first, **fields)
+        assert route(cold) == ["first", "second"]
+        endless = {"model": "slow", "prompt": "a", "max_tokens": N_STREAM, "ignore_eos": True, "stream": True}
+        stream = stack.enter_context(first.http.stream("POST", "/v1/completions", json=endless))
+        lines = stream.iter_lines()
+        next(lines)
+        third = start("third", "6:12")
+        second.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: is_near(third), DEADLINE_S, "a short round trip")
+        wait_for(lambda: holders(first) == {"third"}, DEADLINE_S, "the first one to plan without the second")
+        warm = ask(first, **fields)
+        assert second.process.poll() is None
+        assert route(warm) == ["first", "third"]
+        assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+        fetched = counted(third)
+        assert fetched['fetches_total{outcome="hit"}'] == 1, fetched
+        assert n_cached(warm) == fetched["fetched_tokens_total"] > 0
+        assert fetched["fetched_bytes_total"] == counted(second)["given_bytes_total"] > 0
+        # What no tokens are known of can be checked by nobody, and is told to nobody.
+        assert announced(first).get("third", 0) == 0
+
+
+def route(answer: dict[str, Any]) -> list[str]:
+    return [stage["nickname"] for stage in answer["swarm"]["route"]]
+
+
+def holders(node: DaemonProcess) -> set[str]:
+    """Of the second half of the model, by nickname."""
+    found = node.http.get("/api/admin/models/slow/status").json()["holders"]
+    return {each["nickname"] for each in found if each["layers"] == ["6:12"]}
+
+
+def is_complete(node: DaemonProcess, model: str) -> bool:
+    return bool(node.http.get(f"/api/admin/models/{model}/status").json()["complete"])
