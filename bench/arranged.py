@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from bench.common.q4_k_m import THIRTY_BILLION_EXPERTS, write_q4_k_m
+from bench.common.quantised_models import THIRTY_BILLION_EXPERTS, write_model
 from swarmllm_proto.ipc.base import KernelMode
 from swarmllm_workers.engine.arranged_weights import arranged
 from swarmllm_workers.engine.engine import Engine
@@ -87,7 +87,7 @@ def main() -> None:
         return
     shape = replace(THIRTY_BILLION_EXPERTS, n_layers=chosen.layers, n_vocab=32000)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
-        (path,) = write_q4_k_m(shape, Path(name))
+        (path,) = write_model(shape, Path(name))
         print(HEAD + "\n|" + "---|" * (HEAD.count("|") - 1), flush=True)
         for way in WAYS:
             command = [sys.executable, "-m", "bench.arranged", "--layers", str(chosen.layers)]

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from bench.common.figures import Figure, publish, ratios
-from bench.decode import half_billion
+from bench.common.models import half_billion
 from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import trio
 
 from bench.common.figures import RESULTS, machine
-from bench.decode import half_billion
+from bench.common.models import half_billion
 from bench.three_liars import CHECK_S, ORIGIN, counted_draws, open_nodes
 from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.catalogue import Catalogue

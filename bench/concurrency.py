@@ -7,8 +7,9 @@ Each answer is followed by one client from its own socket; figures are of the ti
 Rounds interleave servers and numbers of streams, so that the machine's drift hits all alike, and no prompt is
 asked twice. What of the processor a token takes, its share of a prompt of eight tokens included, counts
 daemon and worker; with one thread (`--threads 1`) other programs on the machine hardly change it.
-llama.cpp's server has as many slots as there are streams. `--without-batching` adds a daemon that computes
-the same streams in turn, `--ggml-kernels` one whose matrix products are all ggml's.
+llama.cpp's server has as many slots as there are streams. Nobody guesses tokens, because a random model
+repeats itself. `--without-batching` adds a daemon that computes the same streams in turn, `--ggml-kernels`
+one whose matrix products are all ggml's.
 """
 
 from __future__ import annotations
@@ -22,12 +23,9 @@ import numpy as np
 
 from bench.common.figures import Figure, publish, ratios, threads_suffix
 from bench.common.llama_server import NAME, add_option, llama_server
-from bench.common.q4_k_m import SIX_HUNDRED_MILLION, six_hundred_million
-from bench.common.shapes import HALF_BILLION
+from bench.common.models import MODELS, bench_model
 from bench.common.streamed import Endpoint, Together, ask_all, letters
 from bench.common.swarm_nodes import swarm_of
-from bench.decode import half_billion
-from swarmllm.guide import GUIDE_PATH
 
 N_PROMPT = 8
 CELLS_PER_STREAM = 512
@@ -51,12 +49,8 @@ Servers = dict[str, Callable[[int], Endpoint]]
 
 def start(arguments: argparse.Namespace, stack: ExitStack) -> Servers:
     n_slots = max(arguments.streams)
-    if arguments.model == "guide":
-        gguf, n_layers = GUIDE_PATH, 12
-    elif arguments.model == "0.6b-q4_k_m":
-        gguf, n_layers = six_hundred_million(), SIX_HUNDRED_MILLION.n_layers
-    else:
-        gguf, n_layers = half_billion(), HALF_BILLION.n_layers
+    model = bench_model(arguments.model)
+    gguf, n_layers = model.gguf, model.n_layers
 
     def daemon(name: str, **inference: object) -> Callable[[int], Endpoint]:
         swarm = swarm_of(
@@ -67,6 +61,7 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> Servers:
             n_ctx=n_slots * CELLS_PER_STREAM,
             n_slots=n_slots,
             max_concurrent_requests=n_slots,
+            ngram_lookup_enabled=False,
             **inference,
         )
         endpoint = stack.enter_context(swarm).endpoint(name)
@@ -131,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["guide", "0.5b", "0.6b-q4_k_m"], default="0.5b")
+    parser.add_argument("--model", choices=MODELS, default="0.5b")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)

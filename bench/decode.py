@@ -17,10 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.common.figures import Figure, ratios, table, write
-from bench.common.shapes import HALF_BILLION, build
+from bench.common.models import MODELS, bench_model
 from bench.common.swarm_nodes import Answer, Swarm, swarm_of
 from bench.common.uncut import Uncut
-from swarmllm.guide import GUIDE_PATH
 
 PROMPT = "What is a pipeline?"
 N_CTX = 2048
@@ -30,13 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["guide", "0.5b"], default="guide")
+    parser.add_argument("--model", choices=MODELS, default="guide")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
-    gguf, n_layers = (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), 24)
+    model = bench_model(arguments.model)
+    gguf, n_layers = model.gguf, model.n_layers
     command = (
         f"python -m bench.decode --model {arguments.model} --rounds {arguments.rounds} "
         f"--tokens {arguments.tokens} --threads {arguments.threads} "
@@ -99,14 +99,6 @@ def stages(n_nodes: int, answer: Answer) -> str:
         *([str(stage[key]) for key in keys] for stage in answer.swarm["route"]),
     ]
     return "\n".join([f"{n_nodes} node(s), last round:", "", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def half_billion() -> Path:
-    path = Path(__file__).parent / "cache" / "half-billion-q8_0.gguf"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        build(HALF_BILLION, path)
-    return path
 
 
 if __name__ == "__main__":

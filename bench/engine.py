@@ -4,10 +4,11 @@ llama-cpp-python's `Llama` and llama.cpp's own server.
     python -m bench.engine --rounds 5 --llama-server PATH
 
 All get the same prompt of about `--prompt` tokens, another one in each round, and go on greedily. The worker
-runs as the daemon starts it, with its defaults (speculation included), and its clock is that of the process
-it answers to. What goes through HTTP is timed by the client: from sending the request to the first text, and
-from there to the end. Memory is what the kernel counts for the worker process (PSS: shared pages in parts)
-before and after loading, against the file and against what was predicted.
+runs as the daemon starts it, with its defaults, except that nobody guesses tokens, because a random model
+repeats itself; its clock is that of the process it answers to. What goes through HTTP is timed by the client:
+from sending the request to the first text, and from there to the end. Memory is what the kernel counts for
+the worker process (PSS: shared pages in parts) before and after loading, against the file and against what
+was predicted.
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ import trio
 
 from bench.common.figures import Figure, publish, ratios, threads_suffix
 from bench.common.llama_server import NAME, add_option, llama_server
-from bench.common.shapes import HALF_BILLION
+from bench.common.models import MODELS, bench_model
 from bench.common.streamed import Endpoint, ask_all, letters
 from bench.common.swarm_nodes import swarm_of
 from bench.common.uncut import Uncut
-from bench.decode import half_billion
-from swarmllm.guide import GUIDE_PATH
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool.pool import WorkerPool
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
@@ -71,7 +70,7 @@ def start_servers(
     arguments: argparse.Namespace, gguf: Path, n_layers: int, stack: ExitStack
 ) -> list[Endpoint]:
     common = {"n_threads": arguments.threads, "n_ctx": N_CTX}
-    swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common))
+    swarm = stack.enter_context(swarm_of(1, gguf, n_layers, **common, ngram_lookup_enabled=False))
     endpoints = [swarm.endpoint(DAEMON)]
     if arguments.llama_server is not None:
         server = stack.enter_context(llama_server(arguments.llama_server, gguf, n_slots=1, **common))
@@ -84,7 +83,11 @@ async def measure(
 ) -> list[tuple[Figure, Figure | None]]:
     n_tokens = arguments.tokens
     settings = WorkerSettings(
-        cache_dir=folder / "segments", n_ctx=N_CTX, n_threads=arguments.threads, n_prefixes=0
+        cache_dir=folder / "segments",
+        n_ctx=N_CTX,
+        n_threads=arguments.threads,
+        n_prefixes=0,
+        ngram_max_size=0,
     )
     model = ModelFile("0" * 64, gguf)
     pool = WorkerPool(settings, folder / "run")
@@ -140,16 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["guide", "0.5b"], default="0.5b")
+    parser.add_argument("--model", choices=MODELS, default="0.5b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=513)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add_option(parser)
     arguments = parser.parse_args()
-    gguf, n_layers = (
-        (GUIDE_PATH, 12) if arguments.model == "guide" else (half_billion(), HALF_BILLION.n_layers)
-    )
+    model = bench_model(arguments.model)
+    gguf, n_layers = model.gguf, model.n_layers
     arguments.size_bytes = gguf.stat().st_size
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -19,7 +19,7 @@ import numpy as np
 import trio
 
 from bench.common.figures import Figure, ratios, table, write
-from bench.decode import half_billion
+from bench.common.models import half_billion
 from swarmllm.models.layers import LayerRange
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.codec import decode_job, decode_worker_message, encode_ipc, encode_job

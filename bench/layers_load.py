@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common.q4_k_m import SEVEN_BILLION, write_q4_k_m
+from bench.common.quantised_models import SEVEN_BILLION, write_model
 from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.operation import complete
@@ -109,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="layers-load-", dir=Path.cwd()) as name:
-        (path,) = write_q4_k_m(SHAPE, Path(name))
+        (path,) = write_model(SHAPE, Path(name))
         folder = Path(name) / "segments"
         probe = Engine(path, folder, EngineSettings())
         offset, size = stretch_of(probe, SHAPE.n_layers // 2)

@@ -24,7 +24,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from bench.common.figures import Figure, ratios, table, write
-from bench.decode import half_billion
+from bench.common.models import half_billion
 from bench.ring import connected
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, encode_job_frame

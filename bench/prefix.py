@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from random import Random
 
 from bench.common.figures import Figure, publish, ratios
+from bench.common.models import half_billion
 from bench.common.swarm_nodes import Swarm, swarm_of
-from bench.decode import N_CTX, half_billion
+from bench.decode import N_CTX
 
 N_PROMPT = 513
 N_ANSWER = 5

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.models import half_billion
 from bench.common.swarm_nodes import behind_proxy, demo_nodes, wait_for
-from bench.decode import half_billion
 from swarmllm.cli.client import Client
 from swarmllm_proto.blocks import BLOCK_TOKENS
 

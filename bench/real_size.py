@@ -27,7 +27,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from bench.common.q4_k_m import SEVEN_BILLION, THIRTY_BILLION_EXPERTS, TINY, TINY_EXPERTS, write_q4_k_m
+from bench.common.quantised_models import (
+    SEVEN_BILLION,
+    THIRTY_BILLION_EXPERTS,
+    TINY,
+    TINY_EXPERTS,
+    write_model,
+)
 from bench.common.swarm_nodes import Swarm, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 from swarmllm.cli.demo import DemoNode
@@ -127,7 +133,7 @@ def run(shape_name: str, n_layers: int, n_nodes: int, n_parts: int, folder: Path
     print(HEAD)
     report = Report()
     with report.step("write the file"):
-        paths = write_q4_k_m(shape, folder, stem=f"{NAME}-Q4_K_M", n_parts=n_parts)
+        paths = write_model(shape, folder, stem=f"{NAME}-Q4_K_M", n_parts=n_parts)
     size_bytes = sum(path.stat().st_size for path in paths)
     with report.step("read it plainly (the page cache is warm)", size_bytes):
         read_plainly(paths)

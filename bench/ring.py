@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.figures import Figure, ratios, table, write
-from bench.decode import half_billion
+from bench.common.models import half_billion
 from swarmllm_proto import ipc
 from swarmllm_proto.codec import decode_job, decode_worker_message, encode_ipc
 from swarmllm_proto.frames import Frame, FrameDecoder

@@ -36,7 +36,7 @@ import numpy as np
 from bench.common.figures import RESULTS, machine
 from bench.common.local_hub import REPOSITORY
 from bench.common.namespaces import cabled_namespaces, inside
-from bench.common.q4_k_m import SEVEN_BILLION, TINY, write_q4_k_m
+from bench.common.quantised_models import SEVEN_BILLION, TINY, write_model
 from swarmllm.cli.client import Client, CommandFailed
 from swarmllm.operating_system import family
 
@@ -242,7 +242,7 @@ def measure(shape_name: str, folder: Path, n_tokens: int, *, hub_for_all: bool) 
     files = folder / "hub"
     files.mkdir()
     began_s = time.perf_counter()
-    parts = write_q4_k_m(SHAPES[shape_name], files, stem=STEM, n_parts=N_PARTS)
+    parts = write_model(SHAPES[shape_name], files, stem=STEM, n_parts=N_PARTS)
     size_bytes = sum(part.stat().st_size for part in parts)
     steps = [Step("write the four parts", time.perf_counter() - began_s, size_bytes)]
     with ExitStack() as stack:

@@ -4,7 +4,7 @@
 
     python -m bench.small_batches --rounds 5
 
-    python -m bench.small_batches --rounds 5 --model q4_k_m
+    python -m bench.small_batches --rounds 5 --model 0.6b-q4_k_m
 
 A batch is one step of so many streams, or, of 64 rows and more, a prompt. Both sides are processes with the
 same model, a random one of 0.5B shape in Q8_0 or of 0.6B in Q4_K_M, and one thread, and take turns; a figure
@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common.figures import Figure, publish, ratios
-from bench.common.q4_k_m import six_hundred_million
-from bench.decode import half_billion
+from bench.common.models import MODELS, bench_model
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPTS = (64, 512)
@@ -96,7 +95,7 @@ class Side:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    gguf = half_billion() if arguments.model == "q8_0" else six_hundred_million()
+    gguf = bench_model(arguments.model).gguf
     prompts = () if arguments.no_prompts else PROMPTS
     sides = {name: Side(gguf, arguments.threads, name) for name in ("tiles", "ours", "worker")}
     figures = {(name, n): Figure(f"{n} rows, {name}", "ms") for n in (*ROWS, *prompts) for name in sides}
@@ -117,8 +116,7 @@ def measure(arguments: argparse.Namespace) -> None:
     command = f"python -m bench.small_batches --rounds {arguments.rounds} --threads {arguments.threads}"
     command += f" --model {arguments.model}"
     command += " --no-prompts" * arguments.no_prompts
-    name = "" if arguments.model == "q8_0" else f"-{arguments.model}"
-    publish(f"small-batches{name}-{arguments.threads}-threads", command, rows)
+    publish(f"small-batches-{arguments.model}-{arguments.threads}-threads", command, rows)
 
 
 def main() -> None:
@@ -127,7 +125,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", choices=["q8_0", "q4_k_m"], default="q8_0")
+    parser.add_argument("--model", choices=MODELS, default="0.5b")
     parser.add_argument("--no-prompts", action="store_true", help="steps only")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--side", default="worker", help=argparse.SUPPRESS)

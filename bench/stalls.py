@@ -18,11 +18,11 @@ import numpy as np
 
 from bench.common.figures import Figure, publish, ratios
 from bench.common.llama_server import NAME, add_option, llama_server
+from bench.common.models import half_billion
 from bench.common.raw_stream import Client
 from bench.common.shapes import HALF_BILLION
 from bench.common.streamed import Endpoint, Reading, letters
 from bench.common.swarm_nodes import swarm_of
-from bench.decode import half_billion
 
 N_BEFORE = 40
 """Pieces of the running answer before the prompt comes."""

@@ -1,7 +1,7 @@
 """Where the time of one decode step of a lone stream goes, in the worker.
 
     python -m bench.step --model 0.5b
-    python -m bench.step --model q4_k_m --threads 2
+    python -m bench.step --model 0.6b-q4_k_m --threads 2
 
 A worker's engine and scheduler in this process, as a worker has them: a request generates, each token becomes
 a message that is written to a socket. The step is timed from round to round, and in it libllama, choosing the
@@ -33,9 +33,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from bench.common.figures import RESULTS, machine, threads_suffix
-from bench.common.q4_k_m import six_hundred_million
-from bench.decode import half_billion
-from swarmllm.guide import GUIDE_PATH
+from bench.common.models import MODELS, bench_model
 from swarmllm_proto.codec import encode_ipc
 from swarmllm_proto.ipc import Generate, Sampling
 from swarmllm_workers.decode.decoding import Decoding
@@ -51,11 +49,6 @@ from swarmllm_workers.server.loop import OutgoingFrames
 
 N_CTX: Final = 2048
 N_WARM_UP: Final = 16
-MODELS: Final[dict[str, Callable[[], Path]]] = {
-    "guide": lambda: GUIDE_PATH,
-    "0.5b": half_billion,
-    "q4_k_m": six_hundred_million,
-}
 VIEWS: Final = ("RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE", "NONE")
 KEYS_AND_VALUES: Final = ("SET_ROWS", "GET_ROWS", "CPY")
 INSIDE: Final = ("weights", "attention", "KV", "other nodes")
@@ -213,7 +206,7 @@ def main() -> None:
     if not N_WARM_UP < arguments.steps <= N_CTX - arguments.prompt:
         parser.error(f"steps are more than {N_WARM_UP}, and with the prompt at most {N_CTX}")
     clock = time.thread_time_ns if arguments.threads == 1 else time.perf_counter_ns
-    path = MODELS[arguments.model]()
+    path = bench_model(arguments.model).gguf
     sizes = arguments.prompt, arguments.steps, arguments.threads
     with tempfile.TemporaryDirectory() as folder:
         parts = measure_step(path, Path(folder), *sizes, clock)

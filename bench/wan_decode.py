@@ -11,21 +11,27 @@ any model of the shape costs, and says the same 30 tokens again and again. "free
 layers, which never repeats itself: what trying costs. "guide": the bundled model answers questions, to the
 end of its answers, and its draft guesses. No prompt comes twice in four rounds. The bench fails if a text is
 another with guesses than without.
+
+With --llama-server, llama.cpp's server takes its turns, with part of the layers on RPC servers behind the
+same proxy (see bench.common.llama_rpc). Its ratio is to our chain without guesses.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Final
 
 from bench.common.figures import Figure, publish, ratios
+from bench.common.llama_rpc import NAME as RPC
+from bench.common.llama_rpc import llama_over_rpc
+from bench.common.llama_server import add_option
 from bench.common.shapes import HALF_BILLION, build
-from bench.common.swarm_nodes import Answer, Swarm, swarm_of_all
+from bench.common.swarm_nodes import Answer, ask_chat, swarm_of_all
 from bench.speculation import silence_layers
 from swarmllm.guide import GUIDE_PATH
 
@@ -46,29 +52,46 @@ QUESTIONS: Final = (
     "What is gossip used for?",
 )
 QUESTIONS_PER_ROUND: Final = 2
+N_CTX: Final = 1024
+
+Ask = Callable[[str, bool], Answer]
+"""A prompt, and whether the answer goes on behind its end."""
 
 
 @contextmanager
-def swarms(
-    ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_s: float, n_threads: int
-) -> Iterator[dict[tuple[str, str], Swarm]]:
+def contestants(
+    ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_s: float, arguments: argparse.Namespace
+) -> Iterator[dict[tuple[str, str], Ask]]:
     """By text and way."""
-    found: dict[tuple[str, str], Swarm] = {}
+    found: dict[tuple[str, str], Ask] = {}
     with ExitStack() as stack:
         for way in (PLAIN, OURS):
             of = swarm_of_all(
                 n_nodes,
                 dict(ggufs.values()),
                 rtt_s / 2,
-                n_threads=n_threads,
-                n_ctx=1024,
+                n_threads=arguments.threads,
+                n_ctx=N_CTX,
                 ngram_lookup_enabled=way == OURS,
                 speculative_decoding=way == OURS,
                 guess_from_prompt="on",
             )
             for text, swarm in zip(ggufs, stack.enter_context(of), strict=True):
-                found[text, way] = swarm
+                found[text, way] = _asked(swarm.client.api_url, swarm.model, arguments.tokens)
+        if arguments.llama_server:
+            for text, (gguf, n_layers) in ggufs.items():
+                of_rpc = llama_over_rpc(
+                    *(arguments.llama_server, gguf, n_layers, n_nodes, rtt_s / 2),
+                    n_threads=arguments.threads,
+                    n_ctx=N_CTX,
+                )
+                endpoint = stack.enter_context(of_rpc)
+                found[text, RPC] = _asked(endpoint.api_url, endpoint.model, arguments.tokens)
         yield found
+
+
+def _asked(api_url: str, model: str, n_tokens: int) -> Ask:
+    return lambda prompt, goes_on: ask_chat(api_url, model, prompt, n_tokens, ignore_eos=goes_on)
 
 
 def prompts(text: str, index: int) -> tuple[str, ...]:
@@ -80,27 +103,28 @@ def prompts(text: str, index: int) -> tuple[str, ...]:
     return tuple(QUESTIONS[(first + i) % len(QUESTIONS)] for i in range(QUESTIONS_PER_ROUND))
 
 
-def ask(swarm: Swarm, text: str, index: int, n_tokens: int) -> tuple[float, list[Answer]]:
-    """Tokens/s from the first token on, of all prompts of a round one after the other."""
-    answers = [swarm.ask(prompt, n_tokens, ignore_eos=text != "guide") for prompt in prompts(text, index)]
-    return sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers), answers
+def ask(way: Ask, text: str, index: int) -> tuple[float, list[str]]:
+    """Tokens/s from the first token on, of all prompts of a round one after the other, and what was said."""
+    answers = [way(prompt, text != "guide") for prompt in prompts(text, index)]
+    speed = sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers)
+    return speed, [answer.text for answer in answers]
 
 
 def measure(
     ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_ms: float, arguments: argparse.Namespace
 ) -> dict[tuple[str, str], Figure]:
     figures: dict[tuple[str, str], Figure] = {}
-    with swarms(ggufs, n_nodes, rtt_ms / 1e3, arguments.threads) as found:
+    with contestants(ggufs, n_nodes, rtt_ms / 1e3, arguments) as found:
         for index in range(arguments.rounds + 1):
+            said: dict[tuple[str, str], list[str]] = {}
+            for (text, way), asked in found.items():
+                label = f"{text}, {n_nodes} nodes, {rtt_ms:g} ms: {way}"
+                speed, said[text, way] = ask(asked, text, index)
+                if index:  # the first round makes links and learns what a trip costs
+                    figures.setdefault((text, way), Figure(label, SPEED)).values.append(speed)
             for text in ggufs:
-                said = []
-                for way in (PLAIN, OURS):
-                    label = f"{text}, {n_nodes} nodes, {rtt_ms:g} ms: {way}"
-                    speed, answers = ask(found[text, way], text, index, arguments.tokens)
-                    said.append([answer.text for answer in answers])
-                    if index:  # the first round makes links and learns what a trip costs
-                        figures.setdefault((text, way), Figure(label, SPEED)).values.append(speed)
-                assert said[0] == said[1], f"{text} over {n_nodes} nodes is another text with guesses"
+                if said[text, PLAIN] != said[text, OURS]:
+                    raise RuntimeError(f"{text} over {n_nodes} nodes is another text with guesses")
     return figures
 
 
@@ -116,6 +140,8 @@ def compare(
                 n_before = len(rows)
                 plain, ours = figures[text, PLAIN], figures[text, OURS]
                 rows += [(plain, None), (ours, ratios(ours, plain))]
+                if rival := figures.get((text, RPC)):
+                    rows.append((rival, ratios(rival, plain)))
                 if not rtt_ms:
                     near_s[text] = 1 / median(plain.values)
                 elif text in near_s:
@@ -150,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(build_all(arguments.texts, Path(folder)), arguments)

@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,9 +40,10 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def llama_server(
-    program: Path, gguf: Path, *, n_threads: int, n_ctx: int, n_slots: int
+    program: Path, gguf: Path, *, n_threads: int, n_ctx: int, n_slots: int, more: Sequence[str] = ()
 ) -> Iterator[Endpoint]:
-    """Where it listens, once it has loaded the model. `n_ctx`: cells for all slots together."""
+    """Where it listens, once it has loaded the model. `n_ctx`: cells for all slots together.
+    `more`: options."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -50,6 +51,7 @@ def llama_server(
         *(str(program), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)),
         *("--ctx-size", str(n_ctx), "--parallel", str(n_slots)),
         *("--threads", str(n_threads), "--threads-batch", str(n_threads), "--no-webui"),
+        *more,
     ]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:

@@ -53,44 +53,49 @@ class Swarm:
         return Endpoint(name, self.client.api_url, self.model, tuple(pids))
 
     def ask(self, prompt: str, n_tokens: int, *, ignore_eos: bool = True) -> Answer:
-        """Greedy, `n_tokens` exactly, or at most where the model may end its answer. Times are the client's:
-        first text to finish chunk."""
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0,
-            "max_tokens": n_tokens,
-            "ignore_eos": ignore_eos,
-        }
-        start_s = time.perf_counter()
-        events = stream_events(self.client.api_url, "/v1/chat/completions", body)
-        text: list[str] = []
-        first_s = end_s = 0.0
-        usage: dict[str, Any] = {}
-        swarm: dict[str, Any] = {}
-        for event in events:
-            if "error" in event.content:
-                raise RuntimeError(event.content["error"])
-            usage = event.content.get("usage") or usage
-            swarm = event.content.get("swarm") or swarm
-            for choice in event.content.get("choices", ()):
-                if piece := choice.get("delta", {}).get("content"):
-                    first_s = first_s or event.at_s
-                    text.append(piece)
-                if choice.get("finish_reason"):
-                    end_s = event.at_s
-        if not end_s:
-            raise RuntimeError("the answer had no end")
-        return Answer(
-            n_tokens=int(usage["completion_tokens"]),
-            n_prompt_tokens=int(usage["prompt_tokens"]),
-            first_token_s=first_s - start_s,
-            decode_s=end_s - first_s,
-            text="".join(text),
-            swarm=swarm,
-        )
+        """See `ask_chat`."""
+        return ask_chat(self.client.api_url, self.model, prompt, n_tokens, ignore_eos=ignore_eos)
+
+
+def ask_chat(api_url: str, model: str, prompt: str, n_tokens: int, *, ignore_eos: bool = True) -> Answer:
+    """Greedy, `n_tokens` exactly, or at most where the model may end its answer. Times are the client's:
+    first text to finish chunk."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": n_tokens,
+        "ignore_eos": ignore_eos,
+    }
+    start_s = time.perf_counter()
+    events = stream_events(api_url, "/v1/chat/completions", body)
+    text: list[str] = []
+    first_s = end_s = 0.0
+    usage: dict[str, Any] = {}
+    swarm: dict[str, Any] = {}
+    for event in events:
+        if "error" in event.content:
+            raise RuntimeError(event.content["error"])
+        usage = event.content.get("usage") or usage
+        swarm = event.content.get("swarm") or swarm
+        for choice in event.content.get("choices", ()):
+            if piece := choice.get("delta", {}).get("content"):
+                first_s = first_s or event.at_s
+                text.append(piece)
+            if choice.get("finish_reason"):
+                end_s = event.at_s
+    if not end_s:
+        raise RuntimeError("the answer had no end")
+    return Answer(
+        n_tokens=int(usage["completion_tokens"]),
+        n_prompt_tokens=int(usage["prompt_tokens"]),
+        first_token_s=first_s - start_s,
+        decode_s=end_s - first_s,
+        text="".join(text),
+        swarm=swarm,
+    )
 
 
 @contextmanager

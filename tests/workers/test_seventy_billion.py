@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.q4_k_m import SEVENTY_BILLION, write_q4_k_m
+from bench.common.quantised_models import SEVENTY_BILLION, write_model
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.memory import available_bytes
 from swarmllm_workers.engine.segment import EngineSettings
@@ -24,7 +24,7 @@ SETTINGS = EngineSettings(n_ctx=512, n_slots=1, n_threads=1, max_bytes=16 * GIB)
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_q4_k_m(SEVENTY_BILLION, tmp_path_factory.mktemp("70b"), n_parts=4, is_sparse=True)
+    return write_model(SEVENTY_BILLION, tmp_path_factory.mktemp("70b"), n_parts=4, is_sparse=True)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_two_layers_take_their_kv_and_nothing_of_the_disk(
 
 
 def test_a_file_that_ends_early_is_refused_by_its_header(tmp_path: Path) -> None:
-    (path,) = write_q4_k_m(replace(SEVENTY_BILLION, n_layers=8), tmp_path, is_sparse=True)
+    (path,) = write_model(replace(SEVENTY_BILLION, n_layers=8), tmp_path, is_sparse=True)
     os.truncate(path, path.stat().st_size - 2**30)
     with pytest.raises(CallError) as caught:
         Engine(path, tmp_path / "segments", SETTINGS)

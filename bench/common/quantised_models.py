@@ -1,4 +1,4 @@
-"""Random models of real sizes in llama.cpp's Q4_K_M, in as many parts as wanted.
+"""Random models of real sizes in some of llama.cpp's file types, in as many parts as wanted.
 
 The weights are random bytes, written block by block straight as quantised values; only the scales in each
 block are set, so that activations neither vanish nor overflow. 4 GB take seconds, and no array is larger
@@ -68,8 +68,27 @@ _ALIGNMENT = 32
 _BLOCKS_AT_ONCE = 2**14
 _DEVIATION = 0.02
 """Of the weights."""
-_SCALES_AT = {Type.Q4_K: 0, Type.Q6_K: 208}
+_SCALES_AT = {Type.Q4_K: 0, Type.Q6_K: 208, Type.Q8_0: 0, Type.Q4_0: 0}
 """Where a block has its f16 scale."""
+
+
+@dataclass(frozen=True)
+class FileType:
+    """Which types llama.cpp's quantisation gives to the matrices of a file."""
+
+    most: Type
+    some: Type
+    """Of the values and the second matrix of the feed-forward network in about half of the layers."""
+    output: Type
+
+
+FILE_TYPES = {
+    "q4_k_m": FileType(Type.Q4_K, Type.Q6_K, Type.Q6_K),
+    "q6_k": FileType(Type.Q6_K, Type.Q6_K, Type.Q6_K),
+    "q8_0": FileType(Type.Q8_0, Type.Q8_0, Type.Q8_0),
+    "q4_0": FileType(Type.Q4_0, Type.Q4_0, Type.Q6_K),
+}
+Q4_K_M = FILE_TYPES["q4_k_m"]
 
 
 @dataclass(frozen=True)
@@ -93,23 +112,20 @@ class _Tensor:
         return self.n_experts * self.n_rows * self.n_columns // block * block_bytes
 
 
-def six_hundred_million() -> Path:
-    """Written once."""
-    folder = Path(__file__).parents[1] / "cache"
-    path = folder / "six-hundred-million-q4_k_m.gguf"
-    if not path.exists():
-        folder.mkdir(exist_ok=True)
-        write_q4_k_m(SIX_HUNDRED_MILLION, folder, stem=path.stem)
-    return path
-
-
-def write_q4_k_m(
-    shape: Shape, folder: Path, *, stem: str = "random", n_parts: int = 1, is_sparse: bool = False
+def write_model(
+    shape: Shape,
+    folder: Path,
+    types: FileType = Q4_K_M,
+    *,
+    stem: str = "random",
+    n_parts: int = 1,
+    is_sparse: bool = False,
 ) -> list[Path]:
     """A llama model, or a qwen3moe model where the shape has experts, as llama-gguf-split would leave it: the
     files, in order. About 1 GB a second. `is_sparse`: the tensors are holes, which read as zeros and take no
     disk."""
-    tensors = list(_tensors(shape))
+    tensors = list(_tensors(shape, types))
+    n_tensors = len(tensors)
     metadata = _metadata(shape, folder / "metadata.tmp", stem)
     rng = np.random.default_rng(0)
     scales = {kind: _scales(rng, kind) for kind in _SCALES_AT}
@@ -126,7 +142,7 @@ def write_q4_k_m(
         if n_parts > 1:
             said = (("split.no", 2, number), ("split.count", 2, n_parts))
             keys += [_text(key) + struct.pack("<IH", kind, value) for key, kind, value in said]
-            keys.append(_text("split.tensors.count") + struct.pack("<Ii", 5, len(list(_tensors(shape)))))
+            keys.append(_text("split.tensors.count") + struct.pack("<Ii", 5, n_tensors))
             n_keys += 3
         path = folder / str(name)
         with path.open("wb") as file:
@@ -135,36 +151,36 @@ def write_q4_k_m(
     return paths
 
 
-def _tensors(shape: Shape) -> Iterator[_Tensor]:
-    """With llama.cpp's choice of types."""
+def _tensors(shape: Shape, types: FileType) -> Iterator[_Tensor]:
+    most = types.most
     n_kv, n_layers = shape.n_head * shape.n_kv_heads, shape.n_layers
     n_q, n_experts = shape.n_head * shape.n_heads, shape.n_experts
-    yield _Tensor("token_embd.weight", Type.Q4_K, shape.n_embd, shape.n_vocab)
+    yield _Tensor("token_embd.weight", most, shape.n_embd, shape.n_vocab)
     for layer in range(n_layers):
         eighth = n_layers // 8
         has_more = layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
-        more = Type.Q6_K if has_more else Type.Q4_K
+        more = types.some if has_more else most
         prefix = f"blk.{layer}."
         yield _Tensor(f"{prefix}attn_norm.weight", Type.F32, shape.n_embd)
-        yield _Tensor(f"{prefix}attn_q.weight", Type.Q4_K, shape.n_embd, n_q)
-        yield _Tensor(f"{prefix}attn_k.weight", Type.Q4_K, shape.n_embd, n_kv)
+        yield _Tensor(f"{prefix}attn_q.weight", most, shape.n_embd, n_q)
+        yield _Tensor(f"{prefix}attn_k.weight", most, shape.n_embd, n_kv)
         yield _Tensor(f"{prefix}attn_v.weight", more, shape.n_embd, n_kv)
-        yield _Tensor(f"{prefix}attn_output.weight", Type.Q4_K, n_q, shape.n_embd)
+        yield _Tensor(f"{prefix}attn_output.weight", most, n_q, shape.n_embd)
         yield _Tensor(f"{prefix}ffn_norm.weight", Type.F32, shape.n_embd)
         if n_experts:
             n_ff = shape.n_ff_expert
             yield _Tensor(f"{prefix}attn_q_norm.weight", Type.F32, shape.n_head)
             yield _Tensor(f"{prefix}attn_k_norm.weight", Type.F32, shape.n_head)
             yield _Tensor(f"{prefix}ffn_gate_inp.weight", Type.F32, shape.n_embd, n_experts)
-            yield _Tensor(f"{prefix}ffn_gate_exps.weight", Type.Q4_K, shape.n_embd, n_ff, n_experts)
-            yield _Tensor(f"{prefix}ffn_up_exps.weight", Type.Q4_K, shape.n_embd, n_ff, n_experts)
+            yield _Tensor(f"{prefix}ffn_gate_exps.weight", most, shape.n_embd, n_ff, n_experts)
+            yield _Tensor(f"{prefix}ffn_up_exps.weight", most, shape.n_embd, n_ff, n_experts)
             yield _Tensor(f"{prefix}ffn_down_exps.weight", more, n_ff, shape.n_embd, n_experts)
             continue
-        yield _Tensor(f"{prefix}ffn_gate.weight", Type.Q4_K, shape.n_embd, shape.n_ff)
-        yield _Tensor(f"{prefix}ffn_up.weight", Type.Q4_K, shape.n_embd, shape.n_ff)
+        yield _Tensor(f"{prefix}ffn_gate.weight", most, shape.n_embd, shape.n_ff)
+        yield _Tensor(f"{prefix}ffn_up.weight", most, shape.n_embd, shape.n_ff)
         yield _Tensor(f"{prefix}ffn_down.weight", more, shape.n_ff, shape.n_embd)
     yield _Tensor("output_norm.weight", Type.F32, shape.n_embd)
-    yield _Tensor("output.weight", Type.Q6_K, shape.n_embd, shape.n_vocab)
+    yield _Tensor("output.weight", types.output, shape.n_embd, shape.n_vocab)
 
 
 def _metadata(shape: Shape, path: Path, name: str) -> bytes:
@@ -249,10 +265,13 @@ def _scales(rng: np.random.Generator, kind: Type) -> Callable[[np.ndarray], None
     at = _SCALES_AT[kind]
 
     def with_scale(scale: float) -> Callable[[np.ndarray], None]:
-        values = [scale] if kind == Type.Q6_K else [scale, 7.5 * scale]
+        values = [scale, 7.5 * scale] if kind == Type.Q4_K else [scale]
         raw = np.array(values, np.float16).view(np.uint8)
 
         def set_them(blocks: np.ndarray) -> None:
+            if kind == Type.Q4_0:  # -8 has no counterpart
+                blocks[blocks < 0x10] |= 0x80
+                blocks[blocks & 0x0F == 0] |= 0x08
             blocks[:, at : at + len(raw)] = raw
 
         return set_them
