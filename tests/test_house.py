@@ -70,6 +70,7 @@ LAYERS = (
     "swarmllm_workers",
     "swarmllm_proto",
     "swarmllm.bootstrap",
+    "swarmllm.local_wheels",
     "swarmllm.pip_progress",
 )
 """Top to bottom: a module imports from its own entry and from those below it."""
@@ -129,7 +130,7 @@ ONLY_HOME = {
 }
 """Foreign library -> the only packages that may import it."""
 
-BEFORE_INSTALLATION = ("swarmllm.bootstrap", "swarmllm.pip_progress")
+BEFORE_INSTALLATION = ("swarmllm.bootstrap", "swarmllm.local_wheels", "swarmllm.pip_progress")
 
 PROTO_MAY_IMPORT = ("swarmllm_proto", "msgspec", "numpy", "blake3", "zstandard")
 PROTO_NEVER = (

@@ -199,9 +199,10 @@ def check_build(
         remedy = "install a C compiler, then swarmllm again" if "part" in shortcoming.split() else ""
         yield Finding("libllama", "warning", shortcoming, remedy)
     used = ", ".join(info["features"]) or "no extensions of the processor"
-    yield Finding(
-        "libllama", "ok", f"llama-cpp-python {info['version']}: {used}{', GPU' if info['gpu'] else ''}"
-    )
+    variant = info.get("cpu_variant")
+    build = f"portable build, variant {variant}" if variant else "built for one kind of processor"
+    has_gpu = ", GPU" if info["gpu"] else ""
+    yield Finding("libllama", "ok", f"llama-cpp-python {info['version']} ({build}): {used}{has_gpu}")
 
 
 def check_bootstrap(addresses: Iterable[str]) -> Iterator[Finding]:

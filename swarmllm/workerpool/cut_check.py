@@ -37,7 +37,8 @@ class CutVerdict:
 @cache
 def engine_version() -> str:
     """What a verdict holds for: another libllama may build other graphs."""
-    return f"llama-cpp-python {importlib.metadata.version('llama_cpp_python')}"
+    release, _, _ = importlib.metadata.version("llama_cpp_python").partition("+")
+    return f"llama-cpp-python {release}"
 
 
 class CutTrials:

@@ -133,7 +133,7 @@ def test_who_cannot_install_is_shown_the_line_to_run(
     monkeypatch.setenv("PATH", programs(tmp_path / "bin", apt_get="exit 99", **sudo))
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(BootstrapError) as error:
-        install_system_packages(MISSING, Screen())
+        install_system_packages(MISSING, (), Screen())
     assert error.value.exit_code == 2
     assert "lacks a C++ compiler and the GMP headers" in str(error.value)
     assert "sudo apt-get update && sudo apt-get install -y g++ libgmp-dev" in str(error.value)
@@ -144,7 +144,7 @@ def test_a_system_without_apt_is_told_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", programs(tmp_path / "bin"))
     with pytest.raises(BootstrapError) as error:
-        install_system_packages(MISSING, Screen())
+        install_system_packages(MISSING, (), Screen())
     assert error.value.exit_code == 2
     assert "the GMP headers" in str(error.value)
 
@@ -162,7 +162,7 @@ def test_who_can_install_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr(bootstrap, "LOG", tmp_path / "install.log")
     monkeypatch.setattr(bootstrap, "missing_parts", dict)
-    install_system_packages(MISSING, Screen())
+    install_system_packages(MISSING, (), Screen())
     assert calls.read_text().splitlines() == [
         "apt-get update",
         "apt-get install -y --no-install-recommends g++ libgmp-dev",

@@ -134,6 +134,8 @@ def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
     assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
     assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
+    (portable,) = doctor.check_build(built | {"cpu_variant": "haswell"}, frozenset(), 0)
+    assert (portable.level, "portable build, variant haswell" in portable.message) == ("ok", True)
     lacking = built | {"shortcomings": ["the compiled part tap is missing: slower", "not tried"]}
     missing, untried, rest = doctor.check_build(lacking, frozenset(), 0)
     assert (missing.level, missing.remedy != "", untried.level, untried.remedy) == (

@@ -24,7 +24,8 @@ import swarmllm_workers.server.loop
 assert not [name for name in {UNUSED} if name in sys.modules]
 from swarmllm_workers.kernels import small_batches
 import gguf, llama_cpp
-assert llama_cpp.__version__ == version("llama_cpp_python"), "read without running the package"
+installed, _, _ = version("llama_cpp_python").partition("+")
+assert llama_cpp.__version__ == installed, "read without running the package"
 assert "llama_cpp.llama" not in sys.modules
 functions = llama_cpp.llama_cpp
 assert llama_cpp.Llama.__module__ == "llama_cpp.llama"

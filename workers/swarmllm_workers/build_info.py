@@ -13,16 +13,19 @@ import llama_cpp
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.engine import runtime_check
+from swarmllm_workers.kernels import cpu_variants
 
 
 def build_info() -> dict[str, object]:
     """How libllama was built here. `features`: the names of the processor features that libllama says it
-    uses."""
+    uses. `cpu_variant`: of a portable build, the one that ggml chose for this processor; "" of another."""
+    cpu_variants.load()
     described = lib.llama_print_system_info().decode("utf-8", "replace")
     features = dict(re.findall(r"(\w+) = (\d+)", described))
     return {
         "version": llama_cpp.__version__,
         "features": sorted(name for name, value in features.items() if value != "0"),
+        "cpu_variant": cpu_variants.in_use(),
         "gpu": bool(lib.llama_supports_gpu_offload()),
         "mmap": bool(lib.llama_supports_mmap()),
     }

@@ -37,7 +37,7 @@ from swarmllm_workers.engine import huge_pages, shared_weights
 from swarmllm_workers.engine.positions import SECTIONS
 from swarmllm_workers.errors import CallError, Interrupted, Stopped
 from swarmllm_workers.gguf_file import files_of
-from swarmllm_workers.kernels import memory_calls, repacking, row_attention, small_batches
+from swarmllm_workers.kernels import cpu_variants, memory_calls, repacking, row_attention, small_batches
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,10 @@ def _on_log(level: int, text: bytes, _user_data: int | None) -> None:
 
 _log_callback = lib.llama_log_callback(_on_log)
 partial_packages.keep_set(lambda: lib.llama_log_set(_log_callback, ctypes.c_void_p()))
+cpu_variants.load()
 lib.llama_backend_init()
 small_batches.connect()
+memory_calls.connect()
 
 
 def engine_version() -> str:

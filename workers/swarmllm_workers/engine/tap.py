@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels import interposing
 
-ggml = ctypes.CDLL(str(min((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.[sd]*"))))
-"""`.so`, or `.dylib`."""
+ggml = interposing.mapped_libraries("libggml-base")[0]
 
 _get_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_get_name", ggml))
 _op_name = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("ggml_op_desc", ggml))

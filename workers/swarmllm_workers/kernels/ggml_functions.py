@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import Any, Final
 
-from swarmllm_workers.kernels import interposing
+from swarmllm_workers.kernels import cpu_variants, interposing
 
 F32: Final = 0
 F16: Final = 1
@@ -66,6 +66,7 @@ _FUNCTIONS: Final[dict[str, tuple[str, Any, tuple[Any, ...]]]] = {
 @cache
 def functions() -> dict[str, Any]:
     """Functions of the ggml that libllama uses, by name. Raises LookupError where one is missing."""
+    cpu_variants.load()
     libraries: dict[str, ctypes.CDLL] = {}
     found = {}
     for name, (library, result, arguments) in _FUNCTIONS.items():

@@ -21,7 +21,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from swarmllm_workers.kernels.interposing import stand_before_libllama
+from swarmllm_workers.kernels.interposing import stand_before_libllama, tell_ggmls_own
 
 _library: ctypes.CDLL | None = None
 
@@ -38,6 +38,12 @@ def install() -> None:
             _library.swarmllm_work_bytes.restype = ctypes.c_int64
             _library.swarmllm_next_cleared.argtypes = (ctypes.POINTER(ctypes.c_void_p),)
             _library.swarmllm_next_cleared.restype = ctypes.c_size_t
+
+
+def connect() -> None:
+    """After libllama is loaded: where the room for a graph is asked for."""
+    if _library is not None and hasattr(_library, "swarmllm_graph_plan"):
+        tell_ggmls_own(_library, "ggml_graph_plan", "swarmllm_graph_plan")
 
 
 def cleared() -> list[tuple[int, int]]:

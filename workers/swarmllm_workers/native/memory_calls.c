@@ -41,6 +41,8 @@ typedef const char *(*naming)(void *buffer);
 typedef void *(*placing)(void *buffer);
 typedef size_t (*sizing)(void *buffer);
 
+planning swarmllm_graph_plan; /* ggml's own, in a library that libllama need not be linked with; NULL: nobody has told it */
+
 /* In the thread that makes contexts. */
 static __thread int n_threads;
 static __thread int64_t work_bytes;
@@ -74,10 +76,9 @@ static void *find_own(const void *asking, const char *name) {
     return own;
 }
 
-static void look(const void *asking, const void *graph) {
-    planning plan = n_threads > 0 ? (planning)find(asking, "ggml_graph_plan") : NULL;
-    if (plan != NULL) {
-        int64_t bytes = (int64_t)plan(graph, n_threads, NULL).work_size;
+static void look(const void *graph) {
+    if (n_threads > 0 && swarmllm_graph_plan != NULL) {
+        int64_t bytes = (int64_t)swarmllm_graph_plan(graph, n_threads, NULL).work_size;
         if (bytes > work_bytes) {
             work_bytes = bytes;
         }
@@ -86,14 +87,14 @@ static void look(const void *asking, const void *graph) {
 
 __attribute__((visibility("default"))) bool ggml_backend_sched_reserve(void *scheduler, void *graph) {
     const void *asking = __builtin_return_address(0);
-    look(asking, graph);
+    look(graph);
     return ((reserving)find_own(asking, "ggml_backend_sched_reserve"))(scheduler, graph);
 }
 
 __attribute__((visibility("default"))) void ggml_backend_sched_reserve_size(void *scheduler, void *graph,
                                                                             size_t *sizes) {
     const void *asking = __builtin_return_address(0);
-    look(asking, graph);
+    look(graph);
     ((measuring)find_own(asking, "ggml_backend_sched_reserve_size"))(scheduler, graph, sizes);
 }
 

@@ -24,7 +24,7 @@ from swarmllm_proto.ipc import EncodeSound
 from swarmllm_proto.picture_runs import WHOLE_RUN_ROWS_MAX
 from swarmllm_workers import partial_packages
 from swarmllm_workers.errors import CallError
-from swarmllm_workers.kernels import small_batches
+from swarmllm_workers.kernels import cpu_variants, small_batches
 from swarmllm_workers.vision.sounds import samples_of
 
 PROBE_SIZE: Final = 48
@@ -49,6 +49,7 @@ _set_helper_log.argtypes = [type(_log_callback), ctypes.c_void_p]
 _set_helper_log.restype = None
 _set_helper_log(_log_callback, None)
 lib.llama_backend_init()
+cpu_variants.load()
 small_batches.connect()
 
 
