@@ -5,11 +5,11 @@ BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 # Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-neon compliance lint format dist wheel install clean
+.PHONY: help run test test-neon test-releases compliance lint format dist wheel install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install:  ## create .venv and install SwarmLLM into it
 	@$(BOOTSTRAP)
@@ -48,6 +48,19 @@ test-neon:  ## compare our kernels for ARM with ggml's, by emulation (says which
 	test -f $(SUITE)/$(LLAMA).tar.gz || $(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(SUITE) $(subst llama_cpp_python-,llama-cpp-python==,$(LLAMA))
 	tar -xzf $(SUITE)/$(LLAMA).tar.gz -C $(SUITE) $(addprefix $(LLAMA)/vendor/llama.cpp/ggml/,include src)
 	$(BIN)/pytest tests/workers/test_neon.py
+
+# pyproject.toml pins the newest one that was tried. Each is compiled where neither pip nor dist/ has a wheel.
+RELEASES ?= 0.3.35
+
+test-releases:  ## run the tests of workers with other releases of llama-cpp-python (RELEASES, compiled: minutes)
+	@$(BOOTSTRAP) --extra test
+	for release in $(RELEASES); do \
+	$(PYTHON) -m venv .venv-releases/$$release && \
+	.venv-releases/$$release/bin/pip install --quiet --find-links dist --editable '.[test]' && \
+	.venv-releases/$$release/bin/pip install --quiet --find-links dist --no-deps "llama-cpp-python==$$release" && \
+	.venv-releases/$$release/bin/python -m swarmllm_workers.build_info && \
+	.venv-releases/$$release/bin/pytest tests/workers tests/pipeline/test_guide_over_nodes.py || exit 1; \
+	done
 
 VOCABULARIES := $(addsuffix .gguf,$(addprefix ggml-vocab-,llama-spm starcoder bert-bge))
 
@@ -98,5 +111,5 @@ wheel:  ## build wheels into dist/ with which nothing is compiled, for a release
 	.venv-dist/bin/python tools/build_wheels.py dist --work $(WORK)
 
 clean:  ## remove .venv, caches and build leftovers
-	rm -rf .venv .venv-compliance .venv-dist build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-compliance .venv-dist .venv-releases build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
