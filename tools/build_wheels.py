@@ -51,7 +51,7 @@ CMAKE_SETTINGS: Final = {
 }
 LOAD: Final = "_lib = load_shared_library(_lib_base_name, _base_path)"
 LOAD_VARIANTS: Final = f"""{LOAD}
-# Of this build: ggml's functions for the processor are in libraries beside libllama. ggml would print which one.
+# Of this build: ggml loads its functions for the processor from beside libllama, and would print which.
 _quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
 _lib.ggml_log_set(_quiet, None)
 _lib.ggml_backend_load_all_from_path.argtypes = (ctypes.c_char_p,)
