@@ -61,6 +61,16 @@ def test_lost_stages_get_their_rows_from_the_nearest_journal(
     assert list(rebuilds(left, N_DUE)) == expected
 
 
+def test_stages_that_are_built_together_begin_behind_what_each_of_them_has() -> None:
+    left = [WHOLE, LOST, LOST, WHOLE]
+    assert rebuilds(left, N_DUE, {1: 6, 2: 4}) == (Rebuild(0, 2, 4),)
+    assert rebuilds(left, N_DUE, {1: 6}) == (Rebuild(0, 2),)
+    assert rebuilds([WHOLE, NO_JOURNAL, LOST], N_DUE, {2: 4}) == (Rebuild(0, 2),)
+    assert rebuilds([WHOLE, LOST], N_DUE, {1: 99}) == (Rebuild(0, 1, N_DUE - 1),)
+    feeding = RebuildSchedule(rebuilds([WHOLE, LOST], N_DUE, {1: 4}), N_DUE, 3)
+    assert [(each.position, each.n_tokens) for each in feeding.next_replays("r")] == [(4, 3), (7, 3)]
+
+
 def test_nothing_is_left_where_the_tokens_have_to_go_through_every_stage() -> None:
     assert is_anew(rebuilds([LOST, LOST], N_DUE), 2)
     assert is_anew(rebuilds([NO_JOURNAL, LOST], N_DUE), 2)

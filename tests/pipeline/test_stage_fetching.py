@@ -14,7 +14,7 @@ import pytest
 import trio
 from blake3 import blake3
 from deadlines import DEADLINE_S
-from node_ids import A, B, C, D
+from node_ids import A, B, C, D, E
 
 from bench.common.arithmetic import N_LAYERS, FakePool, uncut
 from swarmllm.models.layers import LayerRange
@@ -28,7 +28,7 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse, Sampling
-from swarmllm_proto.swarm import KeptPrefix, Stage
+from swarmllm_proto.swarm import KeptPrefix, NodeRecord, Stage
 
 from .fakes import Swarm, open_swarm
 
@@ -38,6 +38,7 @@ PROMPT = "where do the layers live, and who knows it? " * 5
 """220 tokens: three blocks and a rest."""
 ENOUGH = 20
 """Requests of which each other stage is drawn at least once."""
+N_TOKENS = 12
 PREFILL_S = 0.05
 """Of a row, in all layers, as each node believes."""
 MODEL = ModelId("ab" * 32)
@@ -131,10 +132,13 @@ async def leave(swarm: Swarm, node_id: str) -> None:
     """It announces no layers any more, as a node that is told to stop; it still runs."""
     record = swarm[node_id].registry.node(node_id)
     assert record is not None
-    gone = msgspec.structs.replace(record, sequence=record.sequence + 1, models=())
-    await swarm[node_id].router.publish(encode_record(gone))
+    await say(swarm, msgspec.structs.replace(record, sequence=record.sequence + 1, models=()))
+
+
+async def say(swarm: Swarm, record: NodeRecord) -> None:
+    await swarm[record.node_id].router.publish(encode_record(record))
     with trio.fail_after(DEADLINE_S):
-        while swarm[A].registry.nodes()[node_id].models:
+        while swarm[A].registry.nodes()[record.node_id].models != record.models:
             await trio.lowlevel.checkpoint()
 
 
@@ -300,3 +304,49 @@ def test_only_a_stage_that_was_told_to_fetch_rests_on_others_kv() -> None:
     assert not holders.rests_on_peer(names(*MOVED), 0, TOKENS)
     assert not holders.rests_on_peer(names(*MOVED), 1, TOKENS + 1)
     assert holders.sources(names(*STAGES), TOKENS, everybody, 1.0) == ()
+
+
+@pytest.mark.parametrize("keeps_itself", [False, True])
+async def test_a_stage_that_replaces_a_lost_one_computes_only_what_nobody_keeps(keeps_itself: bool) -> None:
+    """Of the same layers, for the same prompt: another node keeps it, or the new stage itself."""
+    pools = {A: GivingPool("0:4"), B: GivingPool("4:8"), C: GivingPool("8:12")}
+    new = B if keeps_itself else E
+    async with open_swarm(pools, settings=replace(SETTINGS, check_rate=1.0)) as swarm:
+        await ask(swarm)
+        pools[D] = GivingPool("4:8")
+        await swarm.start(D, pools[D])
+        before = swarm[B].registry.node(B)
+        assert before is not None
+        await leave(swarm, B)
+        knows_its_speed(swarm)
+        # It has sent all rows of the request that breaks.
+        pools[A].kept.clear()
+
+        async def break_off() -> None:
+            if keeps_itself:
+                await say(swarm, msgspec.structs.replace(before, sequence=before.sequence + 2))
+            else:
+                pools[E] = GivingPool("4:8")
+                await swarm.start(E, pools[E])
+                knows_its_speed(swarm)
+                with trio.fail_after(DEADLINE_S):
+                    while E not in swarm[A].registry.nodes():
+                        await trio.lowlevel.checkpoint()
+            pools[new].calls.clear()
+            assert hits(swarm, D) == 1
+            swarm.kill(D)
+
+        text = ""
+        sampling = Sampling(max_tokens=N_TOKENS)
+        async with swarm[A].pipelines.generate(Prompt(text=PROMPT), swarm.entry, sampling) as generation:
+            async for piece in generation:
+                text += piece.text
+                if piece.index == 5:
+                    await break_off()
+        await swarm.quiet()
+        assert text == await uncut(PROMPT, N_TOKENS)
+        assert [stage.node_id for stage in generation.route] == [A, new, C]
+        assert (generation.n_recoveries, generation.n_rebuilt) == (1, 1)
+        assert min(call[2] for call in pools[new].calls if call[0] == "forward") == 3 * BLOCK
+        assert hits(swarm, new) == (0 if keeps_itself else 1)
+        assert swarm[A].pipelines.statistics().checks_wrong == 0

@@ -334,6 +334,12 @@ def test_a_request_with_a_kept_beginning_shows_all_its_rows(worker: Worker) -> N
     for boundary, known in ((4, came_in), (8, np.concatenate((sent[0][:128], sent[1])))):
         shown = worker.call(ipc.ReadJournal, request_id="two", end=boundary, position=0, n_rows=140)
         np.testing.assert_array_equal(decode_tensor(shown.payload), known)
+    # Also to one that goes on in its place: a stage behind it that is built again gets all rows from here.
+    worker.call(ipc.HoldRequest, request_id="two", hold_s=60.0)
+    resumed = worker.call(ipc.ResumeRequest, request_id="three", resumes="two", n_rows=139, ranges=((4, 8),))
+    assert resumed.message.kept == (ipc.KeptRows(139, 139),)
+    shown = worker.call(ipc.ReadJournal, request_id="three", end=8, position=0, n_rows=139)
+    np.testing.assert_array_equal(decode_tensor(shown.payload), known[:139])
 
 
 def test_a_state_that_cannot_be_cut_is_not_kept(worker: Worker, tmp_path: Path) -> None:

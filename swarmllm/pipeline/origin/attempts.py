@@ -221,13 +221,14 @@ class Attempts:
         marks = () if request.pictures is None else request.pictures.marks
         return prefix_names(self._secret, assignment, marks)
 
-    def _sources(self, chain: Chain) -> tuple[KeptElsewhere, ...]:
-        """Where stages may fetch KV of the prompt's beginning."""
+    def _sources(self, chain: Chain, new: Collection[int] | None = None) -> tuple[KeptElsewhere, ...]:
+        """Where stages may fetch KV of the prompt's beginning. `new`: only they have to have it."""
         names = chain.prefix_names
         if names is None or self._prefixes is None or len(names.stages) == 1:
             return ()
         may_give = (self._router.connected() | {self._router.node_id}).__contains__
-        return self._stage_holders.sources(names, chain.prompt, may_give, trio.current_time())
+        stays = () if new is None else [i for i in range(len(names.stages)) if i not in new]
+        return self._stage_holders.sources(names, chain.prompt, may_give, trio.current_time(), stays)
 
     def _note_fetched(
         self,
@@ -277,13 +278,18 @@ class Attempts:
         """Ask every stage to take part. Returns the function that starts the chain then."""
         assignment, context, timeout_s = attempt.assignment, attempt.context, self._settings.ack_timeout_s
         if assignment.resumes:
-            left, acks = await assign_resuming(
-                self._sessions, assignment, context, chain, timeout_s=timeout_s
+            new = _new_stages(attempt)
+            sources = self._sources(chain, new)
+            remainder, acks = await assign_resuming(
+                self._sessions, assignment, context, chain, timeout_s=timeout_s, new=new, sources=sources
             )
+            self._note_fetched(attempt.request, chain, acks, sources)
+            if remainder.known:
+                chain.checked_stage = None
             require_alike(attempt, acks, chain.blamed)
             require_picture_runs(context, acks, chain.blamed)
             self._tell_prompt(attempt, acks)
-            return partial(chain.resume, session, left)
+            return partial(chain.resume, session, *remainder)
         sources = self._sources(chain)
         n_known, acks = await assign_with_prefixes(
             self._pool,
@@ -397,6 +403,21 @@ class Attempts:
     def nickname(self, node_id: NodeId) -> str:
         record = self._registry.node(node_id)
         return record.nickname if record is not None else ""
+
+
+def _new_stages(attempt: Attempt) -> tuple[int, ...]:
+    """Those that none of the pipelines had which the attempt resumes."""
+    resumed = {
+        (stage.node_id, stage.start, stage.end)
+        for each in attempt.request.attempts
+        if each is not attempt
+        for stage in each.assignment.stages
+    }
+    return tuple(
+        index
+        for index, stage in enumerate(attempt.assignment.stages)
+        if (stage.node_id, stage.start, stage.end) not in resumed
+    )
 
 
 def is_local(context: RequestContext) -> bool:

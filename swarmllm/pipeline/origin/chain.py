@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -211,10 +212,17 @@ class Chain:
         inner = () if self.pictures is None else self.pictures.ends
         return (*inner, self.context.n_prompt_tokens)
 
-    def resume(self, session: Session, left: Sequence[StageRemainder]) -> None:
-        """Start in the place of a pipeline that broke. `left`: what each stage still has of it."""
+    def resume(
+        self,
+        session: Session,
+        left: Sequence[StageRemainder],
+        known: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Start in the place of a pipeline that broke. `left`: what each stage still has of it. `known`: by
+        stage, how many first rows a new one has of an earlier request."""
         n_due = len(self.prompt) - 1
-        planned = rebuilds(left, n_due)
+        runs = self.context.picture_runs
+        planned = rebuilds(left, n_due, {stage: whole_before(runs, n) for stage, n in known.items()})
         log.info(
             "request %s resumes at row %d: of its stages %s have KV, %s a journal",
             self.context.request_id,
@@ -223,11 +231,11 @@ class Chain:
             [stage for stage, each in enumerate(left) if each.n_journal >= n_due],
         )
         if is_anew(planned, len(left)):
-            self.start(session)
+            self.start(session, planned[0].begin // BLOCK_TOKENS)
             return
         self._pass(ChainEvent.RESUME)
         self.recomputed = recomputed(planned)
-        ends, runs = self._ends, self.context.picture_runs
+        ends = self._ends
         self._feeding = RebuildSchedule(planned, n_due, self._chunk_tokens, ends, runs) if planned else None
         self.window = PromptWindow(len(self.prompt), self._chunk_tokens, len(left) + 1, n_due)
         self._begin(session)

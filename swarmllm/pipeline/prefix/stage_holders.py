@@ -25,7 +25,7 @@ from swarmllm_proto.swarm import DIGEST_SIZE, NAMES_MAX, KeptElsewhere
 from swarmllm_proto.tensors import Tensor
 
 REMEMBERED_MAX: Final = 512
-"""Beginnings, each at one stage; the least recently used one is forgotten."""
+"""Beginnings, each at one stage; the one that was computed longest ago is forgotten."""
 REMEMBERED_S: Final = 600.0
 """As long as stages keep KV by default that nobody asks for."""
 SOURCES_MAX: Final = 2
@@ -42,7 +42,7 @@ class _KeptAtStage:
     layers: tuple[int, int]
     names: tuple[bytes, ...]
     rests_on_peer: bool
-    used_s: float
+    computed_s: float
 
     @property
     def at(self) -> tuple[NodeId, tuple[int, int]]:
@@ -60,7 +60,7 @@ class _Found(NamedTuple):
 class StageHolders:
     def __init__(self) -> None:
         self._kept: list[_KeptAtStage] = []
-        """The most recently used one last."""
+        """The one that was computed last at the end."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -83,7 +83,7 @@ class StageHolders:
             )
             self._kept = [each for each in self._kept if not _replaces(kept, each)]
             self._kept.append(kept)
-        self._kept = [each for each in self._kept if each.used_s + REMEMBERED_S > now_s][-REMEMBERED_MAX:]
+        self._kept = [each for each in self._kept if each.computed_s + REMEMBERED_S > now_s][-REMEMBERED_MAX:]
 
     def rests_on_peer(self, names: PrefixNames, index: int, tokens: Tensor) -> bool:
         """Whether what a stage keeps of this prompt's first block rests on KV that it was told to fetch."""
@@ -97,10 +97,16 @@ class StageHolders:
         )
 
     def sources(
-        self, names: PrefixNames, tokens: Tensor, may_give: Callable[[NodeId], bool], now_s: float
+        self,
+        names: PrefixNames,
+        tokens: Tensor,
+        may_give: Callable[[NodeId], bool],
+        now_s: float,
+        stays: Collection[int] = (),
     ) -> tuple[KeptElsewhere, ...]:
         """Where the stages of a new request may fetch KV of the prompt's beginning: of as many blocks as
-        every stage has or may fetch, and nothing where all have them."""
+        every stage has or may fetch, and nothing where all have them. `stays`: stages that have all rows of
+        a pipeline that broke."""
         n_max = min(whole_blocks(len(tokens)), BLOCKS_MAX)
         prompt = tokens[: n_max * BLOCK_TOKENS]
         here: list[int] = []
@@ -108,7 +114,8 @@ class StageHolders:
         for index, stage in enumerate(names.stages):
             found = self._of_stage(names, index, prompt, now_s)
             at_stage = stage.node_id, (stage.start, stage.end)
-            here.append(max((n for n, kept, _ in found if kept.at == at_stage), default=0))
+            n_here = max((n for n, kept, _ in found if kept.at == at_stage), default=0)
+            here.append(n_max if index in stays else n_here)
             elsewhere.append(
                 [
                     each
@@ -140,7 +147,7 @@ class StageHolders:
             start, end = kept.layers
             if (kept.model_id, kept.rounding) != (names.model_id, names.rounding(index)):
                 continue
-            if not start <= stage.start < stage.end <= end or kept.used_s + REMEMBERED_S <= now_s:
+            if not start <= stage.start < stage.end <= end or kept.computed_s + REMEMBERED_S <= now_s:
                 continue
             hashes = by_layers.get(kept.layers)
             if hashes is None:

@@ -11,8 +11,9 @@ Pure: what the stages say comes in as values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from swarmllm.models.layers import LayerRange, covers
@@ -43,15 +44,19 @@ class Rebuild:
     source: int | None
     """The stage whose journal the rows come from; None: the origin embeds them."""
     until: int
+    begin: int = 0
+    """Rows before this one are there already, in each of these stages, of an earlier request."""
 
     @property
     def first(self) -> int:
         return 0 if self.source is None else self.source + 1
 
 
-def rebuilds(left: Sequence[StageRemainder], n_due: int) -> tuple[Rebuild, ...]:
+def rebuilds(
+    left: Sequence[StageRemainder], n_due: int, known: Mapping[int, int] = MappingProxyType({})
+) -> tuple[Rebuild, ...]:
     """What has to happen before a pipeline goes on whose stages have this left, until each has `n_due` rows;
-    top down."""
+    top down. `known`: by stage, how many first rows a new one has of an earlier request."""
     found: list[Rebuild] = []
     stage = len(left) - 1
     while stage >= 0:
@@ -61,7 +66,8 @@ def rebuilds(left: Sequence[StageRemainder], n_due: int) -> tuple[Rebuild, ...]:
         source = stage - 1
         while source >= 0 and min(left[source]) < n_due:
             source -= 1
-        found.append(Rebuild(source if source >= 0 else None, stage))
+        begin = min(known.get(each, 0) for each in range(source + 1, stage + 1))
+        found.append(Rebuild(source if source >= 0 else None, stage, min(begin, n_due - 1)))
         stage = source
     return tuple(reversed(found))
 
@@ -72,8 +78,8 @@ def recomputed(planned: Sequence[Rebuild]) -> frozenset[int]:
 
 
 def is_anew(planned: Sequence[Rebuild], n_stages: int) -> bool:
-    """Whether nothing is left that would be of use."""
-    return tuple(planned) == (Rebuild(None, n_stages - 1),)
+    """Whether nothing is left that would be of use, of this request."""
+    return [(each.source, each.until) for each in planned] == [(None, n_stages - 1)]
 
 
 def repair_route(query: RouteQuery, broken: Assembly) -> Assembly | None:

@@ -8,16 +8,26 @@ token's. That row then walks the whole pipeline, and gives the next token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from swarmllm.pipeline.origin.assignment import Assigner, assign
 from swarmllm.pipeline.origin.output import Chunk, PromptWindow
 from swarmllm.pipeline.repair.plan import Rebuild, StageRemainder
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.admission import Sessions
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.picture_runs import PictureRun
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, ReplayRows, Stage, StageRows
+from swarmllm_proto.swarm import (
+    KeptElsewhere,
+    PipelineAck,
+    PipelineAssignment,
+    ReplayRows,
+    Stage,
+    StageBlocks,
+    StageRows,
+)
 
 
 async def assign_resuming(
@@ -27,13 +37,43 @@ async def assign_resuming(
     assigner: Assigner,
     *,
     timeout_s: float,
-) -> tuple[tuple[StageRemainder, ...], dict[NodeId, PipelineAck]]:
-    """Ask every stage to take part in a pipeline that resumes a broken one. Returns what each stage still has
-    of it, and the acknowledgements of the other nodes. Raises as `assign` does."""
-    acks = await assign(sessions.router, assignment, timeout_s=timeout_s, blamed=assigner.blamed)
+    new: Collection[int] = (),
+    sources: Sequence[KeptElsewhere] = (),
+) -> tuple[Remainder, dict[NodeId, PipelineAck]]:
+    """Ask every stage to take part in a pipeline that resumes a broken one. `new`: stages of which that one
+    had none; they are told names, for KV of earlier requests, and `sources` say where they may fetch it.
+    Returns what each stage has, and the acknowledgements of the other nodes. Raises as `assign` does."""
+    stages, here = assignment.stages, context.view.node_id
+
+    def names_of(node_id: NodeId) -> tuple[StageBlocks, ...]:
+        mine = {stage for stage, each in enumerate(stages) if each.node_id == node_id}
+        return assigner.prefixes_of(node_id) if mine.issubset(new) else ()
+
+    acks = await assign(
+        sessions.router,
+        assignment,
+        timeout_s=timeout_s,
+        blamed=assigner.blamed,
+        prefixes_of=names_of,
+        sources=sources,
+    )
     kept_by = {node_id: ack.kept for node_id, ack in acks.items()}
-    kept_by[context.view.node_id] = await sessions.take_over(context, assignment.resumes)
-    return left_of(assignment.stages, kept_by), acks
+    kept_by[here] = await sessions.take_over(context, assignment.resumes)
+    n_blocks = {node_id: ack.n_prefix_blocks for node_id, ack in acks.items() if names_of(node_id)}
+    known = {
+        stage: n_blocks[each.node_id] * BLOCK_TOKENS
+        for stage, each in enumerate(stages)
+        if n_blocks.get(each.node_id)
+    }
+    return Remainder(left_of(stages, kept_by), known), acks
+
+
+class Remainder(NamedTuple):
+    """What a broken pipeline's stages have when another one resumes it."""
+
+    left: tuple[StageRemainder, ...]
+    known: Mapping[int, int]
+    """By new stage, how many first rows it has of an earlier request, its own or another node's."""
 
 
 def left_of(
@@ -75,7 +115,12 @@ class RebuildSchedule:
         if self.now is not None:
             size = self.now.until - self.now.first + 2
             self.window = PromptWindow(
-                self._n_due, self._chunk_tokens, size, ends=self._ends, runs=self._runs
+                self._n_due,
+                self._chunk_tokens,
+                size,
+                self.now.begin,
+                ends=self._ends,
+                runs=self._runs,
             )
 
     @property

@@ -134,10 +134,12 @@ class Journals:
         if self._n_bytes + self.kept.n_bytes > self._max_bytes:
             self._make_room(request_id, end)
 
-    def n_rows(self, request_id: str, end: int) -> int:
-        """The number of rows that can be read, from position 0 on."""
+    def n_rows(self, request_id: str, end: int, keys: Sequence[BlockKey] = ()) -> int:
+        """The number of rows that can be read, from position 0 on. `keys`: of the request's blocks."""
         journal = self._journals.get(request_id, {}).get(end)
-        return journal.n_rows if journal is not None and not journal.first else 0
+        if journal is None:
+            return 0
+        return journal.n_rows if self.kept.has(end, keys, journal.first) else 0
 
     def has(self, request_id: str, end: int) -> bool:
         """Whether any rows can be read."""

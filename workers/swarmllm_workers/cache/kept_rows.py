@@ -49,6 +49,11 @@ class KeptRows:
         start = position - first * BLOCK_TOKENS
         return np.concatenate([self._blocks[each][1] for each in wanted])[start : start + n_rows]
 
+    def has(self, boundary: int, keys: Sequence[BlockKey], n_rows: int) -> bool:
+        """Whether the first `n_rows` rows are kept. `keys`: of all blocks from position 0 on."""
+        wanted = keys[: -(-n_rows // BLOCK_TOKENS)]
+        return len(wanted) * BLOCK_TOKENS >= n_rows and all((boundary, key) in self._blocks for key in wanted)
+
     def touch(self, boundary: int, key: BlockKey) -> None:
         """Mark the rows as used: the KV of their blocks was used again."""
         if (found := self._blocks.get((boundary, key))) is not None:

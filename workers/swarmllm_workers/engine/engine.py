@@ -259,6 +259,12 @@ class Engine:
         ]
         return journals.read(request_id, boundary, position, n_rows, keys[0] if keys else ())
 
+    def n_sent_rows(self, request_id: str, start: int, end: int) -> int:
+        """The number of rows of [start, end) that `rows_at` can give, from position 0 on."""
+        has_route = (start, end) in self._routes.get(request_id, {})
+        keys = self._block_keys(request_id, start, end) if has_route else []
+        return self.journals.n_rows(request_id, end, keys)
+
     def _block_keys(self, request_id: str, start: int, end: int) -> list[BlockKey]:
         """Of the blocks that the request has in [start, end)."""
         route, n_rows = self._routes[request_id][start, end], self.n_rows(request_id, start, end)

@@ -81,7 +81,7 @@ class EndingHandlers:
         kept = tuple(
             ipc.KeptRows(
                 engine.n_rows(message.request_id, start, end),
-                min(message.n_rows, engine.journals.n_rows(message.request_id, end)),
+                min(message.n_rows, engine.n_sent_rows(message.request_id, start, end)),
             )
             for start, end in message.ranges
         )
