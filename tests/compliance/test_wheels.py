@@ -46,7 +46,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_that_the_index_has_as_sources_only_is_there_for_any_recent_linux(wheels: Path) -> None:
     names = sorted(path.name for path in wheels.glob("*.whl"))
     assert {name.partition("-")[0] for name in names} >= {"swarmllm", *local_wheels.COMPILED}
-    assert not [name for name in names if not re.search(r"-(manylinux_2_\d+_\w+|none-any)\.whl$", name)]
+    assert not [name for name in names if not re.search(r"[-.](manylinux_2_\d+_\w+|none-any)\.whl$", name)]
     folder = [str(wheels)]
     assert local_wheels.spared(folder, {}) == set(local_wheels.COMPILED)
 
