@@ -5,7 +5,7 @@ BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 # Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-neon test-releases compliance lint format dist wheel install clean
+.PHONY: help run test test-neon test-gpu test-releases compliance lint format dist wheel install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -61,6 +61,10 @@ test-releases:  ## run the tests of workers with other releases of llama-cpp-pyt
 	.venv-releases/$$release/bin/python -m swarmllm_workers.build_info && \
 	.venv-releases/$$release/bin/pytest tests/workers tests/pipeline/test_guide_over_nodes.py || exit 1; \
 	done
+
+test-gpu:  ## compare layers on a GPU with the processor's (needs a llama-cpp-python that was built for one)
+	@$(BOOTSTRAP) --extra test
+	SWARMLLM_TEST_GPU=1 $(BIN)/pytest tests/workers/test_gpu.py tests/test_gpu_daemon.py
 
 VOCABULARIES := $(addsuffix .gguf,$(addprefix ggml-vocab-,llama-spm starcoder bert-bge))
 

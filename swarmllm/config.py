@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from swarmllm.operating_system import n_cores
-from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
+from swarmllm_proto.ipc import FlashAttention, GpuLayers, KernelMode, KvType
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=65536)]
@@ -338,8 +338,10 @@ class ResourcesTable:
         " is a fifth of it.",
     )
     use_mlock: bool = _setting(False, "Keep the weights in memory, never paged out; needs `ulimit -l`.")
-    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = _setting(
-        0, "Layers of each segment put on the GPU; needs a llama-cpp-python built for it."
+    n_gpu_layers: GpuLayers = _setting(
+        "auto",
+        "Layers of each segment put on the GPU, the last ones; auto: as many as GPUs with memory of their own"
+        " have room for. Needs a llama-cpp-python built for it.",
     )
 
 
@@ -381,7 +383,9 @@ class AutoManageTable:
         (), "Names of the models that are placed on this node; empty: it loads only what it is told."
     )
     max_memory_gib: Annotated[float, Meta(ge=0, le=2**20)] = _setting(
-        0.0, "GiB for the layers of all models that are placed here; 0 means half of this machine's memory."
+        0.0,
+        "GiB for the layers of all models that are placed here; 0 means half of this machine's memory,"
+        " and that of GPUs on which layers may lie.",
     )
     max_pipes: Annotated[int, Meta(ge=0, le=65536)] = _setting(
         0, "Complete pipelines after which no new one is begun; 0 means no limit."

@@ -48,6 +48,12 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
+def gpu_vendor() -> str | None:
+    """NVIDIA or AMD, whose driver for computing is there; None: neither, or nobody says."""
+    drivers = {"NVIDIA": "/proc/driver/nvidia/version", "AMD": "/dev/kfd"} if IS_LINUX else {}
+    return next((vendor for vendor, path in drivers.items() if Path(path).exists()), None)
+
+
 def exit_descriptor(pid: int) -> int | None:
     """Readable once this child has exited, to be closed by the caller. None: it has to be looked at now and
     then. Raises OSError."""

@@ -140,9 +140,7 @@ def finish(built: Path, out: Path) -> None:
         if wheel.name.endswith("-none-any.whl"):
             shutil.copy(wheel, out)
         else:
-            # The variants are found by no path of their own: a second copy of what they use would be bundled.
-            own = ("--exclude", "libggml*", "--exclude", "libllama*")
-            run(Path(sys.executable).with_name("auditwheel"), "repair", *own, "--wheel-dir", out, wheel)
+            run(Path(sys.executable).with_name("auditwheel"), "repair", "--wheel-dir", out, wheel)
 
 
 def main() -> int:

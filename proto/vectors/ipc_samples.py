@@ -429,6 +429,25 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         ipc.Loaded(id=2, ranges=((0, 12),), weights_bytes=123_456_789, mapped_bytes=120_000_000),
         b"",
     ),
+    ("open-gpu-auto", ipc.Open(id=1, path="/models/m.gguf", cache_dir="/cache", n_gpu_layers="auto"), b""),
+    (
+        "loaded-gpu",
+        ipc.Loaded(
+            id=2,
+            ranges=((0, 12),),
+            gpus=(
+                ipc.Gpu(
+                    name="CUDA0",
+                    description="NVIDIA GeForce RTX 3060",
+                    total_bytes=12_884_901_888,
+                    free_bytes=9_663_676_416,
+                    has_own_memory=True,
+                ),
+            ),
+            n_gpu_layers=13,
+        ),
+        b"",
+    ),
     (
         "loaded-kernel-class",
         ipc.Loaded(id=2, ranges=((0, 12),), kernel_class="0.3.36-avx2-f16-1f0e9d2c"),

@@ -333,6 +333,18 @@ LAYING_OUT_RECORD = swarm.NodeRecord(
     node_id=NODE_A, sequence=9, capability=swarm.NodeCapability(picture_runs=True)
 )
 
+GPU_RECORD = swarm.NodeRecord(
+    node_id=NODE_A,
+    sequence=9,
+    capability=swarm.NodeCapability(
+        gpus=(
+            swarm.GpuMemory(
+                name="NVIDIA GeForce RTX 3060", total_bytes=12_884_901_888, free_bytes=9_663_676_416
+            ),
+        )
+    ),
+)
+
 PACKING_RECORD = swarm.NodeRecord(
     node_id=NODE_A,
     sequence=9,

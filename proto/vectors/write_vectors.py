@@ -25,6 +25,7 @@ from swarm_samples import (
     ACCEPTING_RECORD,
     CONTROL_FRAMES,
     GIVING_PROJECTOR_RECORD,
+    GPU_RECORD,
     HEARING_RECORD,
     JOB_MESSAGES,
     KERNEL_CLASS_RECORD,
@@ -90,6 +91,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
         yield f"data-plane/{name}.bin", control_frame(kind, content)
     yield "record/node-record.bin", encode_record(RECORD)
     yield "record/packing-node-record.bin", encode_record(PACKING_RECORD)
+    yield "record/gpu-node-record.bin", encode_record(GPU_RECORD)
     yield "record/laying-out-node-record.bin", encode_record(LAYING_OUT_RECORD)
     yield "record/sharing-node-record.bin", encode_record(SHARING_RECORD)
     yield "record/accepting-node-record.bin", encode_record(ACCEPTING_RECORD)

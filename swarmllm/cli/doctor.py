@@ -9,13 +9,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
-import json
 import os
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +28,7 @@ from swarmllm.config import Config
 from swarmllm.config_sources import load_config
 from swarmllm.errors import ConfigError
 from swarmllm.memory_info import memory_bytes
-from swarmllm.operating_system import cpu_features
+from swarmllm.operating_system import cpu_features, gpu_vendor
 
 if TYPE_CHECKING:
     from swarmllm.models.segment_copies import CopiesView
@@ -43,9 +40,9 @@ LOW_MEMORY_BYTES = 1 * GIB
 LOW_DISK_BYTES = 2 * GIB
 MIN_OPEN_FILES = 4096
 CONNECT_TIMEOUT_S = 3.0
-BUILD_INFO_TIMEOUT_S = 60.0
 STA_UNSYNC = 0x0040
 """linux/timex.h: nobody keeps the clock right."""
+GPU_BUILDS = {"NVIDIA": "-DGGML_CUDA=on", "AMD": "-DGGML_HIP=on"}
 CPU_FEATURES = {
     "avx": "AVX",
     "avx2": "AVX2",
@@ -167,8 +164,12 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
 
 
 def check_build(
-    info: dict[str, Any] | None, cpu_features: frozenset[str], n_gpu_layers: int
+    info: dict[str, Any] | None,
+    cpu_features: frozenset[str],
+    n_gpu_layers: int | str,
+    vendor: str | None = None,
 ) -> Iterator[Finding]:
+    """`vendor`: of a GPU whose driver is there (see `gpu_vendor`)."""
     if info is None:
         yield Finding(
             "libllama",
@@ -187,14 +188,7 @@ def check_build(
             "build it here: CMAKE_ARGS=-DGGML_NATIVE=on pip install --force-reinstall --no-binary "
             "llama-cpp-python llama-cpp-python",
         )
-    if n_gpu_layers and not info["gpu"]:
-        yield Finding(
-            "libllama",
-            "problem",
-            f"resources.n_gpu_layers is {n_gpu_layers}, but libllama was built without a GPU",
-            "build it with one: CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary "
-            "llama-cpp-python llama-cpp-python",
-        )
+    yield from check_gpus(info, n_gpu_layers, vendor)
     for shortcoming in info.get("shortcomings", ()):
         remedy = "install a C compiler, then swarmllm again" if "part" in shortcoming.split() else ""
         yield Finding("libllama", "warning", shortcoming, remedy)
@@ -203,6 +197,27 @@ def check_build(
     build = f"portable build, variant {variant}" if variant else "built for one kind of processor"
     has_gpu = ", GPU" if info["gpu"] else ""
     yield Finding("libllama", "ok", f"llama-cpp-python {info['version']} ({build}): {used}{has_gpu}")
+
+
+def check_gpus(info: dict[str, Any], n_gpu_layers: int | str, vendor: str | None) -> Iterator[Finding]:
+    flags = GPU_BUILDS.get(vendor or "", "-DGGML_CUDA=on")
+    build = f"CMAKE_ARGS={flags} pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python"
+    if not info["gpu"]:
+        if n_gpu_layers not in (0, "auto"):
+            text = f"resources.n_gpu_layers is {n_gpu_layers}, but libllama was built without a GPU"
+            yield Finding("gpu", "problem", text, f"build it with one: {build}")
+        elif vendor is not None:
+            text = f"there is a driver for GPUs of {vendor}, but libllama was built without one"
+            yield Finding("gpu", "warning", text, f"build it with one: {build}")
+        return
+    for gpu in info.get("gpus", ()):
+        free = f"{_gib(gpu['free_bytes'])} of {_gib(gpu['total_bytes'])} free"
+        where = "" if gpu["has_own_memory"] else ", of the machine's memory"
+        chosen = f"resources.n_gpu_layers is {n_gpu_layers}"
+        yield Finding("gpu", "ok", f"{gpu['name']} {gpu['description']}: {free}{where}; {chosen}")
+    if not info.get("gpus"):
+        text = "libllama was built for a GPU and sees none"
+        yield Finding("gpu", "warning", text, "look at the driver: nvidia-smi, rocm-smi or vulkaninfo")
 
 
 def check_bootstrap(addresses: Iterable[str]) -> Iterator[Finding]:
@@ -383,17 +398,6 @@ def open_files_limit() -> int:
     return hard if hard != resource.RLIM_INFINITY else 2**31
 
 
-def build_info() -> dict[str, Any] | None:
-    """How libllama was built, from a process of its own; None where it does not load."""
-    command = [sys.executable, "-m", "swarmllm_workers.build_info"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=BUILD_INFO_TIMEOUT_S, check=True)
-        info = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return info if isinstance(info, dict) else None
-
-
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.1f} GiB"
 
@@ -448,11 +452,18 @@ def examine(config_file: Path | None, api_url: str) -> Iterator[Finding]:
     yield from check_open_files(open_files_limit())
     yield from check_disk(config.data_dir)
     yield from check_copies(segment_copies(config))
-    yield from check_build(build_info(), cpu_features(), config.resources.n_gpu_layers)
+    yield from check_build(build_info(), cpu_features(), config.resources.n_gpu_layers, gpu_vendor())
     if stats is not None:
         yield from check_daemon(stats)
     if stats is None or not stats["peers_connected"]:
         yield from check_bootstrap(bootstrap_of(config))
+
+
+def build_info() -> dict[str, Any] | None:
+    # Late, as below.
+    from swarmllm.workerpool import gpus
+
+    return gpus.build_info()
 
 
 def bootstrap_of(config: Config) -> tuple[str, ...]:

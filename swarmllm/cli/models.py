@@ -20,7 +20,7 @@ from rich.progress import (
 
 from swarmllm.cli.client import Client, CommandFailed, path_segment
 from swarmllm.cli.display import make_console, print_json, safe, size, table
-from swarmllm.cli.options import api_option, json_option
+from swarmllm.cli.options import GpuLayersParam, api_option, json_option
 from swarmllm.cli.presets import alias, create, preset
 from swarmllm.cli.pull import pull, pulls, search
 
@@ -152,7 +152,11 @@ def add(path: Path, name: str | None, mmproj: Path | None, as_json: bool, api_ur
 @click.option("--ctx", "n_ctx", type=click.IntRange(16, 2**24), help="KV cells, shared by its requests.")
 @click.option("--threads", "n_threads", type=click.IntRange(1, 1024), help="Compute threads.")
 @click.option(
-    "--gpu-layers", "n_gpu_layers", type=click.IntRange(0, 65535), help="Layers of each segment on the GPU."
+    "--gpu-layers",
+    "n_gpu_layers",
+    metavar="N|auto",
+    type=GpuLayersParam(),
+    help="Layers of each segment on the GPU; auto: as many as fit.",
 )
 @click.option("--kv-type", type=click.Choice(["f16", "q8_0"]), help="What keys and values are stored as.")
 @click.option(

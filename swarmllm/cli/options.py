@@ -6,13 +6,25 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
 DEFAULT_API_URL = "http://127.0.0.1:8800"
 
 Command = TypeVar("Command", bound=Callable[..., object])
+
+
+class GpuLayersParam(click.IntRange):
+    """0 to 65535, or auto."""
+
+    name = "layers"
+
+    def __init__(self) -> None:
+        super().__init__(0, 65535)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
 
 
 def api_option(command: Command) -> Command:

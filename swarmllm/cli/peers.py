@@ -90,6 +90,8 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for kernel_class in dict.fromkeys(model.get("kernel_class") for model in link.get("models", ())):
             if kernel_class:
                 yield "kernels", f"{kernel_class}, equal bits with nodes that say the same"
+        for gpu in link.get("gpus", ()):
+            yield "gpu", f"{gpu['name']}, {size(gpu['free_bytes'])} of {size(gpu['total_bytes'])} free"
         for address in link["addresses"]:
             yield "address", address
     why = f"{trust['listed']} by the settings" if trust["listed"] else "0.50 is where everybody starts"

@@ -58,6 +58,9 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     if dht := stats.get("dht"):
         yield "dht", _dht(dht)
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
+    if gpus := [_gpu(each) for each in stats.get("gpus", ())]:
+        n_layers = sum(worker.get("n_gpu_layers", 0) for worker in stats.get("workers", ()))
+        yield from lines("gpus", [*gpus, f"{n_layers} layers are on them, output matrices counted as layers"])
     if said := [f"{each['name']}: {each['cause']}; {each['remedy']}" for each in stats.get("projectors", ())]:
         yield from lines("projectors", said)
     classes = dict.fromkeys(worker.get("kernel_class", "") for worker in stats.get("workers", ()))
@@ -99,6 +102,12 @@ def serving_line(served: dict[str, Any]) -> str:
     return (
         f"{model}  layers {', '.join(served['layers'])}  for {who}, {now}, {served['tokens']} tokens so far"
     )
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    free = f"{size(gpu['free_bytes'])} of {size(gpu['total_bytes'])} free"
+    shared = "" if gpu["has_own_memory"] else ", of the machine's memory"
+    return f"{gpu['name']}  {gpu['description']}, {free}{shared}"
 
 
 def _share(share: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ from swarmllm.swarm.router import DhtStatistics, Reachability, Router
 from swarmllm.transfer import ModelTransfer, TransferStatistics
 from swarmllm.workerpool import LoadOptions, WorkerPool, WorkerStatistics
 from swarmllm_proto.identifiers import ModelId, NodeId
-from swarmllm_proto.ipc import Sampling
+from swarmllm_proto.ipc import Gpu, Sampling
 from swarmllm_proto.swarm import NodeCapability, ProjectorAnnounce
 
 if TYPE_CHECKING:
@@ -272,6 +272,10 @@ class Node:
     def served_tokens(self) -> Mapping[ModelId, int]:
         """By model, for all other nodes together, since the start."""
         return self._pipelines.served_tokens()
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self._pool.gpus.seen
 
     def worker_statistics(self) -> tuple[WorkerStatistics, ...]:
         return self._pool.statistics()
@@ -505,6 +509,7 @@ class Node:
             self.placing.free_disk_bytes,
             self.placing.accepts,
             commits=self._pipelines.commits,
+            gpus=self._pool.gpus.seen,
         )
 
 

@@ -21,6 +21,7 @@ from swarmllm.errors import Conflict, WorkerDied
 from swarmllm.models.layers import LayerRange, subtract
 from swarmllm.supervision import Outcome, detach, spawn
 from swarmllm.workerpool.calls import OnProgress
+from swarmllm.workerpool.gpus import KnownGpus
 from swarmllm.workerpool.settings import (
     AS_CONFIGURED,
     LoadOptions,
@@ -37,6 +38,8 @@ log = logging.getLogger("swarmllm.workerpool")
 
 class HostingPool(Protocol):
     """The part of the pool that a hosted model uses."""
+
+    gpus: KnownGpus
 
     def notice(
         self, model_id: ModelId, worker: Worker, message: AnyWorkerMessage, payload: memoryview
@@ -68,6 +71,8 @@ class HostedModel:
         self.memory = ModelMemory()
         self.kernels: tuple[KernelChoice, ...] = ()
         self.kernel_class = ""
+        self.n_gpu_layers = 0
+        """The output matrix counts as one."""
         self.n_starts = 0
         self.inode: tuple[int, int] | None = None
         """Device and number of the file that the worker opened."""
@@ -216,7 +221,7 @@ class HostedModel:
                 given_back = self.memory.weights_bytes
                 self.wanted = ()
                 self.memory = ModelMemory()
-                self.kernels, self.kernel_class = (), ""
+                self.kernels, self.kernel_class, self.n_gpu_layers = (), "", 0
                 self.settings = self._configured
                 await self.stop("was stopped because its last layers were unloaded")
                 if on_progress is not None:
@@ -239,7 +244,7 @@ class HostedModel:
                 await self._starting.over()
             self.wanted = ()
             self.memory = ModelMemory()
-            self.kernels, self.kernel_class = (), ""
+            self.kernels, self.kernel_class, self.n_gpu_layers = (), "", 0
             self.settings = self._configured
             self._homes.clear()
             await self.stop(reason)
@@ -251,8 +256,14 @@ class HostedModel:
 
     def _hold(self, loaded: Loaded) -> None:
         self.wanted = tuple(LayerRange(start, end) for start, end in loaded.ranges)
+        self._note(loaded)
+
+    def _note(self, loaded: Loaded) -> None:
         self.memory = memory_of(loaded)
         self.kernels, self.kernel_class = loaded.kernels, loaded.kernel_class or ""
+        self.n_gpu_layers = loaded.n_gpu_layers or 0
+        if loaded.gpus:
+            self._host.gpus.note(loaded.gpus)
 
     async def _start(self) -> Worker:
         settings = self.settings
@@ -311,8 +322,7 @@ class HostedModel:
             self.opened, _ = await worker.call(message, Opened, timeout_s=settings.load_timeout_s)
             for layers in self.wanted:
                 loaded = await self._load(worker, layers, None)
-                self.memory = memory_of(loaded)
-                self.kernels, self.kernel_class = loaded.kernels, loaded.kernel_class or ""
+                self._note(loaded)
         except BaseException:
             worker.kill("could not be brought up")
             raise

@@ -18,6 +18,7 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, WorkerDied, WorkerError
 from swarmllm.supervision import Outcome, detach, spawn, supervise
+from swarmllm.workerpool.gpus import KnownGpus
 from swarmllm.workerpool.hosted import HostedModel
 from swarmllm.workerpool.process import SOCKET_PATH_MAX
 from swarmllm.workerpool.settings import ModelFile, WorkerSettings
@@ -44,6 +45,7 @@ class HostedModels:
         self.settings = settings
         self.command = command
         self.socket_dir = runtime_dir
+        self.gpus = KnownGpus(is_used=settings.n_gpu_layers != 0)
         self.on_notice: OnNotice = lambda model_id, worker, message, payload: None
         self._runtime_dir = runtime_dir
         self._hosted: dict[ModelId, HostedModel] = {}

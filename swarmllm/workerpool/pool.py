@@ -99,6 +99,8 @@ class WorkerStatistics:
     """What it measured of its matrix products."""
     kernel_class: str = ""
     """See `ShardAnnounce`; "": nobody's bits are known to be equal."""
+    n_gpu_layers: int = 0
+    """Of what is loaded; the output matrix counts as one."""
     n_threads: int = 0
     """With which it computes: fewer than configured while other workers are at work, too. 0 without one."""
 
@@ -120,6 +122,7 @@ def statistics_of(hosted: HostedModel) -> WorkerStatistics:
         last_failure=hosted.last_failure,
         kernels=hosted.kernels,
         kernel_class=hosted.kernel_class,
+        n_gpu_layers=hosted.n_gpu_layers,
         n_threads=worker.n_threads if worker else 0,
     )
 
@@ -140,6 +143,7 @@ class WorkerPool:
         self._settings = settings
         self._hosts = hosts = HostedModels(settings, runtime_dir, command)
         hosts.on_notice = self._notice
+        self.gpus = hosts.gpus
         self.ring = RingCalls(hosts)
         self.cuts = CutTrials(hosts)
         self.on_notice: Callable[[ModelId, AnyWorkerMessage, memoryview], None] | None = None

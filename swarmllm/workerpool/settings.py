@@ -12,12 +12,11 @@ from swarmllm.errors import InvalidRequest
 from swarmllm.models import CatalogueEntry
 from swarmllm.models.manifest import checked_unit
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.ipc import FlashAttention, KernelMode, KvType
+from swarmllm_proto.ipc import FlashAttention, GpuLayers, KernelMode, KvType
 from swarmllm_proto.segment_names import FOLDER
 
 ContextCells = Annotated[int, Meta(ge=16, le=2**24)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
-GpuLayers = Annotated[int, Meta(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class WorkerSettings:
     log_level: str = "warning"
     """Of what workers write to the log: debug, info, warning or error."""
     use_mmap: bool = True
-    n_gpu_layers: int = 0
+    n_gpu_layers: GpuLayers = 0
     continuous_batching: bool = True
     prefill_chunk_tokens: int = 128
     """Rows of one prompt in one batch."""

@@ -55,6 +55,7 @@ from swarmllm.swarm.peers.trust import NeutralTrust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import AS_CONFIGURED, LoadOptions, WorkerStatistics
+from swarmllm.workerpool.gpus import KnownGpus
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId
@@ -321,6 +322,10 @@ class FakePool:
 
     def cut(self, model_id: str, layers: LayerRange, *, if_idle: bool = False) -> None:
         pass
+
+    @property
+    def gpus(self) -> KnownGpus:
+        return KnownGpus(is_used=True)
 
     def kernel_class(self, model_id: str) -> str:
         return "fake" if self.loaded(model_id) else ""

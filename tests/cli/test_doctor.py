@@ -131,8 +131,17 @@ def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     arm = built | {"features": ["NEON", "ARM_FMA"]}
     (unused, _) = doctor.check_build(arm, frozenset({"asimd", "asimddp"}), 0)
     assert (unused.level, "DOTPROD" in unused.message) == ("warning", True)
-    assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("libllama", "problem")
-    assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20)) == [("libllama", "ok")]
+    assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("gpu", "problem")
+    assert levels(doctor.check_build(built, frozenset(), "auto")) == [("libllama", "ok")]
+    card = {"name": "CUDA0", "description": "a card", "total_bytes": 2**34, "free_bytes": 2**33}
+    with_card = built | {"gpu": True, "gpus": [card | {"has_own_memory": True}]}
+    found = list(doctor.check_build(with_card, frozenset(), "auto"))
+    assert levels(found) == [("gpu", "ok"), ("libllama", "ok")]
+    assert found[0].message == "CUDA0 a card: 8.0 GiB of 16.0 GiB free; resources.n_gpu_layers is auto"
+    assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20))[0] == ("gpu", "warning")
+    unbuilt, _ = doctor.check_build(built, frozenset(), "auto", "AMD")
+    assert unbuilt.level == "warning"
+    assert "-DGGML_HIP=on" in unbuilt.remedy
     assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
     (portable,) = doctor.check_build(built | {"cpu_variant": "haswell"}, frozenset(), 0)
     assert (portable.level, "portable build, variant haswell" in portable.message) == ("ok", True)

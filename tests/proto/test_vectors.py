@@ -101,6 +101,7 @@ def test_the_golden_record_decodes_to_its_message() -> None:
     assert codec.decode_record(read("record/seeing-node-record.bin")) == swarm_samples.SEEING_RECORD
     laying_out = codec.decode_record(read("record/laying-out-node-record.bin"))
     assert laying_out == swarm_samples.LAYING_OUT_RECORD
+    assert codec.decode_record(read("record/gpu-node-record.bin")) == swarm_samples.GPU_RECORD
 
 
 def test_parts_of_pictures_without_a_grid_decode_as_nodes_of_before_write_them() -> None:
@@ -197,6 +198,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     messages += [part for shared in spreading.shared_files or () for part in shared.parts]
     messages += [swarm_samples.PACKING_RECORD.capability, swarm_samples.ACCEPTING_RECORD.capability]
     messages += [COMMITTING_RECORD.capability, swarm_samples.LAYING_OUT_RECORD.capability]
+    messages.append(swarm_samples.GPU_RECORD.capability)
     messages += [swarm_samples.OUTLINE, SAMPLING, EXACT, FINGERPRINTED, SHORT_MEMORY]
     messages += [run for message in messages if isinstance(message, FetchDigests) for run in message.known]
     unseen = {(type(m).__name__, name) for m in messages for name in type(m).__struct_fields__}

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.memory import _ggml, gpu_free_bytes, predict
+from swarmllm_workers.engine.gpus import RESERVE_BYTES, Gpu, gpus, n_layers_that_fit
+from swarmllm_workers.engine.memory import estimate, predict
 from swarmllm_workers.engine.ranges import merge, subtract
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.engine.slots import Slots
@@ -145,19 +146,59 @@ def test_what_goes_to_a_gpu_is_held_against_its_memory_too(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmllm_workers.engine.memory.available_bytes", lambda: 1000)
-    monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 2**34)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.gpus.gpus", lambda: (card(2**34),))
     with pytest.raises(CallError, match="are available:"):
         open_engine().layers.load(0, 4)
     open_engine(n_gpu_layers=99).layers.load(0, 4)
-    monkeypatch.setattr("swarmllm_workers.engine.memory.gpu_free_bytes", lambda: 1000)
+    monkeypatch.setattr("swarmllm_workers.engine.memory.gpus.gpus", lambda: (card(RESERVE_BYTES + 1000),))
     with pytest.raises(CallError, match="on this machine and its GPUs together"):
         open_engine(n_gpu_layers=99).layers.load(0, 4)
 
 
-def test_a_libllama_without_a_gpu_has_no_memory_there() -> None:
-    if not llama_cpp.llama_supports_gpu_offload():
-        assert gpu_free_bytes() == 0
-    assert _ggml() is not None
+def card(free_bytes: int, *, has_own_memory: bool = True) -> Gpu:
+    return Gpu("GPU0", "a card", 2**35, free_bytes, has_own_memory)
+
+
+def test_a_libllama_without_a_gpu_sees_none() -> None:
+    assert bool(gpus()) is bool(llama_cpp.llama_supports_gpu_offload())
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "expected"),
+    [
+        (0, 0),
+        (10 + 5, 0),
+        (10 + 5 + 3, 2),
+        (10 + 5 + 3 + 2 - 1, 2),
+        (10 + 5 + 3 + 2, 3),
+        (10 + 5 + 3 + 2 + 1, 4),
+        (1000, 4),
+    ],
+)
+def test_the_last_layers_go_to_a_gpu_as_far_as_they_fit(room_bytes: int, expected: int) -> None:
+    assert n_layers_that_fit([1, 2, 3], head_bytes=5, work_bytes=10, room_bytes=room_bytes) == expected
+
+
+def test_how_many_layers_go_to_gpus_follows_from_what_they_have_free(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(*cards: Gpu) -> list[int]:
+        monkeypatch.setattr("swarmllm_workers.engine.memory.gpus.gpus", lambda: cards)
+        engine = open_engine(n_gpu_layers="auto")
+        engine.layers.load(0, 4)
+        return [segment.n_gpu_layers for segment in engine.layers.segments]
+
+    engine = open_engine()
+    whole = estimate(engine.source, 4, [(0, 4)], engine.settings).total_bytes
+    by_room = [chosen(card(RESERVE_BYTES + whole * n // 16))[0] for n in range(17)]
+    assert by_room == sorted(by_room)
+    assert by_room[0] == 0
+    assert by_room[-1] == 5
+    assert len(set(by_room)) > 2
+    assert chosen() == [0]
+    assert chosen(card(2**34)) == [5]
+    assert chosen(card(2**34, has_own_memory=False)) == [0]
+    assert chosen(card(RESERVE_BYTES)) == [0]
 
 
 def test_unloading_a_part_cuts_what_remains(open_engine: OpenEngine) -> None:

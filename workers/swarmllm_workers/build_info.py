@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 import llama_cpp
 from llama_cpp import llama_cpp as lib
 
 from swarmllm_workers.engine import runtime_check
+from swarmllm_workers.engine.gpus import gpus
 from swarmllm_workers.kernels import cpu_variants
 
 
@@ -27,6 +29,7 @@ def build_info() -> dict[str, object]:
         "features": sorted(name for name, value in features.items() if value != "0"),
         "cpu_variant": cpu_variants.in_use(),
         "gpu": bool(lib.llama_supports_gpu_offload()),
+        "gpus": [asdict(gpu) for gpu in gpus()],
         "mmap": bool(lib.llama_supports_mmap()),
     }
 

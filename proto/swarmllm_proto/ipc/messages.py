@@ -75,6 +75,8 @@ from swarmllm_proto.ipc.kv import (  # noqa: F401
 from swarmllm_proto.ipc.model import (  # noqa: F401
     Bye,
     FlashAttention,
+    Gpu,
+    GpuLayers,
     KvType,
     Load,
     Loaded,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.ipc.base import (
@@ -24,6 +25,7 @@ from swarmllm_proto.ipc.base import (
 
 KvType = Literal["f16", "q8_0"]
 FlashAttention = Literal["auto", "on", "off"]
+GpuLayers = Annotated[int, Meta(ge=0, le=65535)] | Literal["auto"]
 
 
 class Open(DaemonMessage, frozen=True, tag=True):
@@ -42,7 +44,8 @@ class Open(DaemonMessage, frozen=True, tag=True):
     n_slots: Annotated[int, Meta(ge=1, le=256)] = 8
     n_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     use_mmap: bool = True
-    n_gpu_layers: Annotated[int, Meta(ge=0, le=65535)] = 0
+    n_gpu_layers: GpuLayers = 0
+    """Of each segment; auto: as many as the GPUs have room for."""
     continuous_batching: bool = True
     """Requests that run at the same time share libllama's batches."""
     prefill_chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
@@ -150,6 +153,18 @@ class Progress(WorkerMessage, frozen=True, tag=True):
     total_bytes: SizeBytes
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One that libllama sees."""
+
+    name: Annotated[str, Meta(max_length=128)]
+    """As ggml calls it, such as CUDA0."""
+    description: Annotated[str, Meta(max_length=128)]
+    total_bytes: SizeBytes
+    free_bytes: SizeBytes
+    has_own_memory: bool
+    """Integrated ones use the machine's."""
+
+
 class Loaded(WorkerMessage, frozen=True, tag=True):
     """Answers Load and Unload: what the worker now holds."""
 
@@ -165,6 +180,10 @@ class Loaded(WorkerMessage, frozen=True, tag=True):
     """What was measured about the products of these layers; none where nothing was to be chosen."""
     kernel_class: KernelClass | UnsetType = UNSET
     """As nodes announce it (see `swarm.ShardAnnounce`); unset: nobody's bits are known to be equal."""
+    gpus: Annotated[tuple[Gpu, ...], Meta(max_length=64)] | UnsetType = UNSET
+    """As they were after that; unset: there are none."""
+    n_gpu_layers: Annotated[int, Meta(ge=0, le=2**20)] | UnsetType = UNSET
+    """Layers on them, the output matrix counted as one; unset: none."""
 
 
 class Bye(WorkerMessage, frozen=True, tag=True):

@@ -59,10 +59,12 @@ from swarmllm_proto.swarm.base import StageBlocks as StageBlocks
 from swarmllm_proto.swarm.base import StageRows as StageRows
 from swarmllm_proto.swarm.base import TellPrompt as TellPrompt
 from swarmllm_proto.swarm.base import TensorName as TensorName
+from swarmllm_proto.swarm.record import MAX_GPUS as MAX_GPUS
 from swarmllm_proto.swarm.record import MODEL_RANGES_MAX as MODEL_RANGES_MAX
 from swarmllm_proto.swarm.record import RECORD_MODELS_MAX as RECORD_MODELS_MAX
 from swarmllm_proto.swarm.record import RECORD_RANGES_MAX as RECORD_RANGES_MAX
 from swarmllm_proto.swarm.record import FileAnnounce as FileAnnounce
+from swarmllm_proto.swarm.record import GpuMemory as GpuMemory
 from swarmllm_proto.swarm.record import HeldRanges as HeldRanges
 from swarmllm_proto.swarm.record import NetworkCoordinate as NetworkCoordinate
 from swarmllm_proto.swarm.record import NodeCapability as NodeCapability

@@ -108,6 +108,15 @@ class NetworkCoordinate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its own relative doubt."""
 
 
+MAX_GPUS: Final = 16
+
+
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    name: ShortText
+    total_bytes: Count
+    free_bytes: Count = 0
+
+
 class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """How much a node can take on, and how fast it has been."""
 
@@ -147,6 +156,8 @@ class NodeCapability(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=Fal
     """It commits to the rows that it sends, where the origin asks for it, and reads RowsCommitments."""
     picture_runs: bool | UnsetType = UNSET
     """It computes rows as `picture_runs` of a PipelineAssignment says. Unset: it does not know the field."""
+    gpus: Annotated[tuple[GpuMemory, ...], Meta(max_length=MAX_GPUS)] | UnsetType = UNSET
+    """On which it can compute layers. Unset: none, or it does not say."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):

@@ -83,6 +83,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "reason": readiness.reason,
         "addresses": node.addresses,
         "peers_connected": len(node.peers()),
+        "gpus": [msgspec.to_builtins(gpu) for gpu in node.gpus],
         "reachability": _reachability(node.reachability),
         "dht": node.dht_statistics(),
         "requests": {
@@ -250,6 +251,7 @@ def peer_json(view: PeerView, n_shown: int = PEER_MODELS_SHOWN) -> Json:
         "connected_s": round(trio.current_time() - info.connected_since, 3),
         "memory_total_bytes": capability.memory_total_bytes,
         "memory_free_bytes": capability.memory_free_bytes,
+        "gpus": [msgspec.to_builtins(gpu) for gpu in capability.gpus or ()],
         "active_requests": capability.active_requests,
         "max_requests": capability.max_requests,
         "models": [

@@ -427,9 +427,9 @@ def _message(message: OllamaMessage, path: str, pictures: RequestPictures) -> Me
 
 def _on_gpus(view: ModelView) -> Json:
     """Nothing where layers are on a GPU: how many bytes these take there is not known."""
-    said = view.settings.n_gpu_layers if view.settings else None
-    n_gpu_layers = current_config().resources.n_gpu_layers if said is None else said
-    return {} if n_gpu_layers else {"size_vram": 0}
+    workers = current_node().worker_statistics()
+    is_there = any(worker.model_id == view.model_id and worker.n_gpu_layers for worker in workers)
+    return {} if is_there else {"size_vram": 0}
 
 
 def _expiry(view: ModelView) -> Json:

@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from swarmllm.errors import InvalidRequest
-from swarmllm.workerpool.settings import ContextCells, GpuLayers, Threads
+from swarmllm.workerpool.settings import ContextCells, Threads
 from swarmllm_proto.identifiers import NOT_PUBLISHED, PublishedName
-from swarmllm_proto.ipc import Effort, FlashAttention, KvType, Sampling
+from swarmllm_proto.ipc import Effort, FlashAttention, GpuLayers, KvType, Sampling
 
 Text = Annotated[str, Meta(max_length=4 * 2**20)]
 Json = dict[str, object]

@@ -191,8 +191,9 @@ class Announcer:
                 await trio.sleep(SPEAK_S)
 
     async def measure(self, file: Path) -> None:
-        """Learn how fast this machine is, from `file` or by a probe of a second."""
+        """Learn how fast this machine is, from `file` or by a probe of a second, and which GPUs it has."""
         self._observations.machine = await trio.to_thread.run_sync(machine_speed, file)
+        await self._pool.gpus.look()
         self.look()
 
     def look(self) -> None:

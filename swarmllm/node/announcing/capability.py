@@ -31,7 +31,15 @@ from swarmllm.scheduling.speeds import MAX_MODELS, MachineSpeed, Observations
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.identifiers import ModelId
-from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
+from swarmllm_proto.ipc import Gpu
+from swarmllm_proto.swarm import (
+    MAX_GPUS,
+    GpuMemory,
+    NetworkCoordinate,
+    NodeCapability,
+    ObservedLatency,
+    ObservedLink,
+)
 from swarmllm_proto.tensors import ROW_FORMATS
 
 MEMORY_BUDGET_S = 0.75
@@ -121,6 +129,7 @@ def describe(
     accepts_shares_of: tuple[str, ...] = (),
     *,
     commits: bool = False,
+    gpus: tuple[Gpu, ...] = (),
 ) -> NodeCapability:
     total_bytes, free_bytes = memory_bytes()
     measured = sorted(
@@ -161,7 +170,13 @@ def describe(
         accepts_shares_of=accepts_shares_of or UNSET,
         commits=commits or UNSET,
         picture_runs=True,
+        gpus=tuple(map(_announced, gpus[:MAX_GPUS])) or UNSET,
     )
+
+
+def _announced(gpu: Gpu) -> GpuMemory:
+    name = gpu.description or gpu.name
+    return GpuMemory(name=name, total_bytes=gpu.total_bytes, free_bytes=gpu.free_bytes)
 
 
 def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: Registry) -> Coordinate:
@@ -217,6 +232,7 @@ def _counts(capability: NodeCapability) -> tuple[object, ...]:
         capability.placed_models,
         capability.memory_bytes_per_s,
         capability.flops,
+        [(gpu.name, gpu.total_bytes) for gpu in capability.gpus or ()],
     )
 
 

@@ -123,6 +123,7 @@ class AutoShardManager:
             self.accepts, max(0, min(ACCEPTED_MAX, MAX_MODELS - len(settings.models)))
         )
         self._budget_bytes = memory_budget_bytes(settings)
+        self._counts_gpus = not settings.max_memory_gib
         self._max_pipes = settings.max_pipes or None
         self._interval_s = settings.interval_s
         self._node_id = node_id
@@ -350,9 +351,11 @@ class AutoShardManager:
     def own_room(self) -> tuple[int, int]:
         """(bytes of memory, bytes of disk) that are left of the budgets, whether or not this node takes
         part in anything yet."""
-        memory_bytes = max(0, self._budget_bytes - self._used_bytes())
+        gpu_bytes, gpu_free_bytes = self._pool.gpus.room if self._counts_gpus else (0, 0)
+        memory_bytes = max(0, self._budget_bytes + gpu_bytes - self._used_bytes())
         if (free_bytes := self._pool.free_bytes()) is not None:
             # In steps: what other programs take from one moment to the next is no news for the plan.
+            free_bytes += gpu_free_bytes
             memory_bytes = min(memory_bytes, free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES)
         return memory_bytes, 2**62 if self._disk is None else self._disk.free_bytes
 

@@ -131,6 +131,7 @@ class PlacingDisk:
 
 
 def memory_budget_bytes(settings: AutoManageTable) -> int:
+    """Of the machine's memory."""
     return int(settings.max_memory_gib * 2**30) or memory_bytes()[0] // 2
 
 

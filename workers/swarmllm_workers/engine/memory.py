@@ -11,16 +11,13 @@ token, and a model that does not fit crawls.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Final
 
-from llama_cpp import llama_cpp as lib
-
 from swarmllm_proto.ipc import KvType
+from swarmllm_workers.engine import gpus
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory_dry_run import dry_run, other_bytes
 from swarmllm_workers.engine.ranges import Range, join, merge
@@ -28,7 +25,6 @@ from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_setti
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 from swarmllm_workers.kernels import row_attention
-from swarmllm_workers.kernels.interposing import mapped_libraries
 
 _F32: Final = 4
 _F16: Final = 2
@@ -38,8 +34,6 @@ _NO_LIMIT: Final = 2**60
 AVAILABLE: Final = "are available"
 WITH_GPU: Final = "are available on this machine and its GPUs together"
 ALLOWED: Final = "are allowed (resources.max_model_gib)"
-_GPU: Final = 1
-"""GGML_BACKEND_DEVICE_TYPE_GPU: with memory of its own. Integrated ones (2) use the machine's."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +206,7 @@ def refuse_beside(
     # their room makes each token wait for the disk. What is mapped and leaves is available already.
     given_back = leaving.total_bytes - leaving.mapped_bytes
     in_use_bytes = held.mapped_bytes - leaving.mapped_bytes + mapped_beside_bytes
-    on_gpus = gpu_free_bytes() if settings.n_gpu_layers else 0
+    on_gpus = gpus.free_bytes(gpus.gpus()) if settings.n_gpu_layers else 0
     limit_bytes = max(0, available_bytes() - in_use_bytes) + on_gpus + given_back
     refuse_what_does_not_fit(needed, what, limit_bytes, WITH_GPU if on_gpus else AVAILABLE)
     if settings.max_bytes:
@@ -266,35 +260,25 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def gpu_free_bytes() -> int:
-    """Of all GPUs with memory of their own together; 0 where libllama was built for none or sees none."""
-    if not lib.llama_supports_gpu_offload() or (ggml := _ggml()) is None:
-        return 0
-    total = 0
-    for index in range(ggml.ggml_backend_dev_count()):
-        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(index))
-        if ggml.ggml_backend_dev_type(device) == _GPU:
-            free, whole = ctypes.c_size_t(), ctypes.c_size_t()
-            ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(whole))
-            total += free.value
-    return total
-
-
-@cache
-def _ggml() -> ctypes.CDLL | None:
-    """The copy of ggml's registry of devices that libllama uses: others know of no device."""
-    ggml = next(iter(mapped_libraries("libggml.so")), None)
-    if ggml is None:
-        return None
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.argtypes = (ctypes.c_size_t,)
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_type.argtypes = (ctypes.c_void_p,)
-    ggml.ggml_backend_dev_type.restype = ctypes.c_int
-    pointer = ctypes.POINTER(ctypes.c_size_t)
-    ggml.ggml_backend_dev_memory.argtypes = (ctypes.c_void_p, pointer, pointer)
-    ggml.ggml_backend_dev_memory.restype = None
-    return ggml
+def n_gpu_layers_of(source: GgufFile, n_layers: int, piece: Range, settings: EngineSettings) -> int:
+    """How many layers of a segment of this range libllama is to put on the GPUs: as the settings say, or as
+    many as fit at this moment."""
+    if isinstance(settings.n_gpu_layers, int):
+        return settings.n_gpu_layers
+    start, end = piece
+    layers = [
+        _weights_bytes(source, layer, layer + 1, has_head=False) + _kv_bytes(source, layer, settings)
+        for layer in range(start, end)
+    ]
+    others_bytes = _weights_bytes(source, 0, 0, has_head=False)
+    head_bytes = _weights_bytes(source, end, end, has_head=True) if end == n_layers else 0
+    work_bytes = _work_bytes(source, settings, N_BATCH, has_head=end == n_layers)
+    return gpus.n_layers_that_fit(
+        [size - others_bytes for size in layers],
+        max(0, head_bytes - others_bytes),
+        work_bytes + others_bytes,
+        gpus.free_bytes(gpus.gpus()),
+    )
 
 
 class Footprint:

@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from swarmllm_proto.architectures import Architecture
-from swarmllm_proto.ipc import FlashAttention, KvType
+from swarmllm_proto.ipc import FlashAttention, GpuLayers, KvType
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_workers.cache.prefixes import PrefixSettings
@@ -51,7 +51,7 @@ class EngineSettings:
     """What the held layers may take by prediction; 0: what the machine has left."""
     kv_type: KvType = "f16"
     flash_attention: FlashAttention = "off"
-    n_gpu_layers: int = 0
+    n_gpu_layers: GpuLayers = 0
     model_id: str = "0" * 64
     prefix_key: str = field(default="", repr=False)
     """What names of kept KV are keyed with; 64 hex digits, or "": they are not."""
@@ -165,13 +165,16 @@ class Segment:
         self.apart_segments: list[Segment] = []
         self._n_layers = n_layers
         self._settings = settings
+        assert settings.n_gpu_layers != "auto"  # whoever makes a segment has looked at the GPUs
+        self.n_gpu_layers = settings.n_gpu_layers
+        """Of its last layers, and of the output matrix as one more behind them."""
         self._architecture = architecture
         self._feeds_tokens = architecture is not None and architecture.feeds_tokens
         self._model = Model(
             path,
             use_mmap=settings.use_mmap,
             use_mlock=settings.use_mlock,
-            n_gpu_layers=settings.n_gpu_layers,
+            n_gpu_layers=self.n_gpu_layers,
             on_progress=on_progress,
             numbers=numbers,
             part=part,

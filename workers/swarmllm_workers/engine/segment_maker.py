@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,7 +28,7 @@ from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine import segment_file, shared_weights
 from swarmllm_workers.engine.container_segments import ContainerSegments
-from swarmllm_workers.engine.memory import predict
+from swarmllm_workers.engine.memory import n_gpu_layers_of, predict
 from swarmllm_workers.engine.ranges import Cuts, Range
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.shared_weights import Part
@@ -118,13 +119,7 @@ class SegmentMaker:
 
     def shares(self, within: Segment) -> bool:
         """Whether parts of this segment, closed or not, have the same pages of its file."""
-        return within.is_shared and self._shares_pages
-
-    @property
-    def _shares_pages(self) -> bool:
-        settings = self._settings
-        is_mapped = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
-        return is_mapped and shared_weights.is_supported()
+        return within.is_shared and _shares_pages(self._settings)
 
     def open(
         self, start: int, end: int, progress: LoadProgress | None = None, within: Segment | None = None
@@ -133,10 +128,12 @@ class SegmentMaker:
         that has these layers and more: their pages are in memory."""
         is_whole, architecture = (start, end) == (0, self._n_layers), self._cuts.architecture
         path = self._files.whole() if is_whole else None
-        part = self._part(architecture, start, end)
+        n_gpu_layers = n_gpu_layers_of(self._source, self._n_layers, (start, end), self._settings)
+        settings = replace(self._settings, n_gpu_layers=n_gpu_layers)
+        part = self._part(architecture, start, end, settings)
         if part is not None:
             try:
-                return self._open_part(part, start, end, progress, is_new=within is None)
+                return self._open_part(part, settings, start, end, progress, is_new=within is None)
             except CallError as error:
                 if error.kind != "bad_model":
                     raise
@@ -145,7 +142,7 @@ class SegmentMaker:
             assert architecture is not None  # cut_rule lets no other model be cut
             path = self._files.ensure(architecture, start, end, progress)
         size_bytes = sum(each.stat().st_size for each in files_of(path))
-        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
+        needed = predict(self._source, self._n_layers, [(start, end)], settings)
         with mapping(needed.total_bytes + 2 * size_bytes):
             return Segment(
                 path,
@@ -153,7 +150,7 @@ class SegmentMaker:
                 end,
                 n_layers=self._n_layers,
                 architecture=self._architecture_of(start, end),
-                settings=self._settings,
+                settings=settings,
                 on_progress=_in_bytes(progress, size_bytes),
             )
 
@@ -161,10 +158,12 @@ class SegmentMaker:
         is_whole = (start, end) == (0, self._n_layers)
         return None if is_whole and not self._cuts.is_fed_tokens else self._cuts.architecture
 
-    def _part(self, architecture: Architecture | None, start: int, end: int) -> Part | None:
+    def _part(
+        self, architecture: Architecture | None, start: int, end: int, settings: EngineSettings
+    ) -> Part | None:
         """None: it has to be a file, the original or a segment file. The original does where ggml rearranges
         none of its matrices; where it does, only parts have these once together."""
-        if not self._shares_pages:
+        if not _shares_pages(settings):
             return None
         if (start, end) == (0, self._n_layers):
             arranges = small_batches.leaves_weights() and repacking.rearranges(files_of(self._source.path))
@@ -176,13 +175,14 @@ class SegmentMaker:
     def _open_part(
         self,
         part: Part,
+        settings: EngineSettings,
         start: int,
         end: int,
         progress: LoadProgress | None,
         *,
         is_new: bool,
     ) -> Segment:
-        needed = predict(self._source, self._n_layers, [(start, end)], self._settings)
+        needed = predict(self._source, self._n_layers, [(start, end)], settings)
         with mapping(needed.total_bytes + part.mapped_bytes):
             if is_new:
                 part.read_in(_in_bytes(progress, needed.weights_bytes))
@@ -192,7 +192,7 @@ class SegmentMaker:
                 end,
                 n_layers=self._n_layers,
                 architecture=self._architecture_of(start, end),
-                settings=self._settings,
+                settings=settings,
                 part=part,
                 file_layers=(0, self._n_layers),
             )
@@ -205,6 +205,11 @@ class SegmentMaker:
     def maps_source(self, segment: Segment) -> bool:
         """Whether the original must not change as long as this segment is there."""
         return segment.path == self._source.path
+
+
+def _shares_pages(settings: EngineSettings) -> bool:
+    is_mapped = settings.use_mmap and not settings.use_mlock and not settings.n_gpu_layers
+    return is_mapped and shared_weights.is_supported()
 
 
 def _in_bytes(progress: LoadProgress | None, size_bytes: int) -> Callable[[float], None] | None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +18,11 @@ from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
+from swarmllm_workers.engine.gpus import free_bytes, gpus
 from swarmllm_workers.engine.kernel_class import kernel_class
 from swarmllm_workers.engine.libllama import Threads
 from swarmllm_workers.engine.operation import Operation
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.read_ahead import ReadAhead
@@ -47,7 +49,7 @@ def engine_settings(
         max_bytes=message.max_bytes,
         kv_type=message.kv_type,
         flash_attention=message.flash_attention,
-        n_gpu_layers=message.n_gpu_layers,
+        n_gpu_layers=0 if message.n_gpu_layers == "auto" and not free_bytes(gpus()) else message.n_gpu_layers,
         model_id=message.model_id,
         prefix_key=message.prefix_key,
         prefixes=_prefix_settings(message),
@@ -79,6 +81,10 @@ def _prefix_settings(message: ipc.Open) -> PrefixSettings:
         ttl_s=message.prefix_ttl_s,
         session_ttl_s=message.session_ttl_s,
     )
+
+
+def _n_gpu_layers(segments: Sequence[Segment]) -> int:
+    return sum(min(each.n_gpu_layers, each.end - each.start + 1) for each in segments)
 
 
 PROGRESS_INTERVAL_S: Final = 0.05
@@ -208,6 +214,8 @@ class LoadHandlers:
         memory = engine.memory
         if speculation is not None:
             memory += speculation.memory
+        # Drivers take memory as soon as they are asked.
+        seen = tuple(ipc.Gpu(**asdict(gpu)) for gpu in gpus()) if engine.settings.n_gpu_layers else ()
         self._state.send(
             ipc.Loaded(
                 id=call_id,
@@ -218,5 +226,7 @@ class LoadHandlers:
                 mapped_bytes=memory.mapped_bytes or UNSET,
                 kernels=self._state.kernels.choices,
                 kernel_class=kernel_class(engine.source, engine.settings) or UNSET,
+                gpus=seen or UNSET,
+                n_gpu_layers=(seen and _n_gpu_layers(engine.layers.segments)) or UNSET,
             )
         )

@@ -16,7 +16,12 @@ import numpy as np
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
-from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
+from swarmllm_workers.engine.memory import (
+    available_bytes,
+    n_gpu_layers_of,
+    predict,
+    refuse_what_does_not_fit,
+)
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
@@ -48,7 +53,7 @@ class DraftModel:
                     path,
                     use_mmap=settings.use_mmap,
                     use_mlock=settings.use_mlock,
-                    n_gpu_layers=settings.n_gpu_layers,
+                    n_gpu_layers=n_gpu_layers_of(source, n_layers, (0, n_layers), settings),
                 )
         except CallError as error:
             raise CallError(error.kind, f"draft model: {error.message}", "draft_path") from None

@@ -47,7 +47,7 @@ export function renderSwarm(root, state) {
 
 const self = (node) => ({
   node_id: node.node_id, nickname: node.nickname, isSelf: true, rtt_ms: null, data_plane: "",
-  memory_total_bytes: node.memory_total_bytes, memory_free_bytes: node.memory_available_bytes,
+  memory_total_bytes: node.memory_total_bytes, memory_free_bytes: node.memory_available_bytes, gpus: node.gpus,
   active_requests: node.requests.active, max_requests: node.requests.max, resident: node.resident_bytes + node.workers.reduce((sum, worker) => sum + worker.resident_bytes, 0),
 });
 
@@ -87,6 +87,8 @@ function spark() {
     h("path", { class: "area", d: `M${HISTORY - history.length},31 L${points.join(" L")} L${HISTORY},31 Z` }), h("path", { d: `M${points.join(" L")}` }));
 }
 
+const gpuText = (gpus = []) => gpus.length > 0 && ` · ${gpus.length === 1 ? "GPU" : `${gpus.length} GPUs`}: ${bytes(gpus.reduce((sum, gpu) => sum + gpu.free_bytes, 0))} free of ${bytes(gpus.reduce((sum, gpu) => sum + gpu.total_bytes, 0))}`;
+
 function nodeCard(node) {
   const used = node.memory_total_bytes - node.memory_free_bytes;
   const distance = node.isSelf ? "" : [node.rtt_ms === null ? null : `${node.rtt_ms.toFixed(1)} ms away`, node.data_plane === "none" ? "no data connection" : node.data_plane].filter(Boolean).join(" · ");
@@ -94,7 +96,7 @@ function nodeCard(node) {
     h("div", { class: "name" }, h("span", { class: "swatch", style: hue(node.node_id) }), h("span", { class: "cut" }, node.nickname || shortId(node.node_id)), node.isSelf && h("span", { class: "tag" }, "this node")),
     h("div", { class: "muted small cut", title: node.node_id }, h("span", { class: "mono" }, shortId(node.node_id)), distance && ` · ${distance}`),
     node.memory_total_bytes > 0 && h("div", { class: "meter", role: "img", "aria-label": `Memory: ${bytes(used)} of ${bytes(node.memory_total_bytes)} used` }, h("i", { style: { width: `${(100 * used) / node.memory_total_bytes}%` } })),
-    node.memory_total_bytes > 0 && h("div", { class: "muted small" }, `${bytes(node.memory_free_bytes)} free of ${bytes(node.memory_total_bytes)}`, node.active_requests > 0 && ` · ${node.active_requests} running`));
+    node.memory_total_bytes > 0 && h("div", { class: "muted small" }, `${bytes(node.memory_free_bytes)} free of ${bytes(node.memory_total_bytes)}`, gpuText(node.gpus), node.active_requests > 0 && ` · ${node.active_requests} running`));
 }
 
 const leftSince = (node) => `left ${seconds(Date.now() / 1000 - node.left_at)} ago`;
