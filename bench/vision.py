@@ -4,7 +4,8 @@
 
 The guide with a random projector as large as SigLIP-B (86 million parameters, 576 rows), over daemons on
 loopback: one node, two nodes that share the layers, and a node whose pictures another one encodes. Each round
-has a picture of its own; the second turn asks about it again.
+has a picture of its own, which libmtmd gets right before the nodes; the second turn asks about it again.
+`--encoder guide`: with the guide's own projector, which encodes in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,26 @@ import numpy as np
 from gguf import GGUFWriter
 from PIL import Image
 
-from bench.common.figures import RESULTS, Figure, machine, ratios, table
+from bench.common.figures import Figure, publish, ratios
+from bench.common.streamed import cpu_s
 from bench.common.swarm_nodes import demo_nodes, is_complete, wait_for
 from bench.vision_uncut import N_BATCH, N_CTX, PROMPT
 from swarmllm.cli.client import Client
-from swarmllm.guide import GUIDE_PATH
+from swarmllm.cli.demo import DemoNodes
+from swarmllm.guide import GUIDE_PATH, PROJECTOR_PATH
+from swarmllm.operating_system import family
 
 CACHE = Path(__file__).parent / "cache"
 N_EMBD, N_LAYERS = 256, 12
 """Of the guide."""
 WIDTH, N_FF, DEPTH, IMAGE, PATCH = 768, 3072, 12, 384, 16
 SIZE = 640, 480
+ROWS = 36
+"""Of a picture, in the projector that makes the fewest."""
 ANSWER_S = 300.0
+MEASURED = "first token", "processor time to it"
+
+Rows = list[tuple[Figure, Figure | None]]
 
 
 def siglip_b() -> Path:
@@ -114,8 +123,8 @@ def pictures(n: int) -> list[Path]:
 class Node:
     """The one that is asked, among others."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, nodes: DemoNodes) -> None:
+        self._client, self._nodes = client, nodes
 
     def first_token(self, path: Path, more: str = "") -> tuple[float, dict[str, Any]]:
         """Milliseconds; the answer has one token."""
@@ -127,6 +136,11 @@ class Node:
         answer = httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False).raise_for_status().json()
         return (time.perf_counter() - start_s) * 1000, dict(answer)
 
+    def cpu_s(self) -> float:
+        """What all nodes, with their workers, have had of the processor."""
+        pids = {mark.pid for node in self._nodes.nodes for mark in family(node.process.pid)}
+        return sum(map(cpu_s, pids))
+
     def n_bytes(self) -> int:
         """To and from other nodes."""
         peers = self._client.get("/api/admin/peers")["peers"]
@@ -136,7 +150,7 @@ class Node:
 @contextmanager
 def nodes_of(layers: Sequence[str], encoder: int, mmproj: Path, n_threads: int) -> Iterator[Node]:
     """A node for each of `layers` ("": none), of which the first is asked, and that with the number
-    `encoder` has the projector."""
+    `encoder` encodes pictures."""
     with demo_nodes() as nodes, ExitStack() as stack:
         clients: list[Client] = []
         bootstrap: list[str] = []
@@ -147,14 +161,16 @@ def nodes_of(layers: Sequence[str], encoder: int, mmproj: Path, n_threads: int) 
             clients.append(stack.enter_context(Client(told["api_url"])))
             bootstrap = bootstrap or list(told["addresses"])
         for index, (client, held) in enumerate(zip(clients, layers, strict=True)):
-            body = {"path": str(GUIDE_PATH), "name": "guide"}
-            body |= {"mmproj": str(mmproj)} if index == encoder else {}
+            # Without a projector of its own a node would take the one that lies beside the guide.
+            body = {"path": str(GUIDE_PATH), "name": "guide", "mmproj": str(mmproj)}
             for _ in client.post_progress("/api/admin/models", body):
                 pass
+            if index != encoder:
+                client.post("/api/admin/models/guide/unload", {"layers": "mmproj"})
             for _ in client.post_progress("/api/admin/models/guide/load", {"layers": held}) if held else ():
                 pass
         wait_for(lambda: is_complete(clients[0], "guide"), "a pipeline")
-        first = Node(clients[0])
+        first = Node(clients[0], nodes)
         wait_for(lambda: sees(first), "an encoder")
         yield first
 
@@ -175,37 +191,68 @@ LAYOUTS = {
 }
 
 
+@contextmanager
+def one_process(mmproj: Path, n_threads: int) -> Iterator[Callable[[Path], tuple[float, float]]]:
+    """libmtmd and libllama in a process that stays: milliseconds of a picture, and of the processor."""
+    command = [sys.executable, "-m", "bench.vision_uncut", str(GUIDE_PATH), str(mmproj), str(n_threads)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def first_token(path: Path) -> tuple[float, float]:
+            process.stdin.write(f"{path}\n")
+            process.stdin.flush()
+            took_ms, cpu_ms = json.loads(process.stdout.readline())
+            return took_ms, cpu_ms
+
+        first_token(pictures(1)[0])
+        try:
+            yield first_token
+        finally:
+            process.stdin.close()
+
+
+def measure(name: str, mmproj: Path, shown: Sequence[Path], n_threads: int) -> Rows:
+    """Of one layout: each round asks the one process, then the nodes, then these for a second turn."""
+    layers, encoder = LAYOUTS[name]
+    rival, rival_cpu = (Figure(f"libmtmd in one process: {what}", "ms") for what in MEASURED)
+    first, first_cpu = (Figure(f"{name}: {what}", "ms") for what in MEASURED)
+    again = Figure(f"{name}: second turn", "ms")
+    on_wire = Figure(f"{name}: between the nodes for a new picture", "kB")
+    with nodes_of(layers, encoder, mmproj, n_threads) as node, one_process(mmproj, n_threads) as uncut:
+        for path in shown:
+            took_ms, took_cpu_ms = uncut(path)
+            rival.values.append(took_ms)
+            rival_cpu.values.append(took_cpu_ms)
+            before, before_s = node.n_bytes(), node.cpu_s()
+            first.values.append(node.first_token(path)[0])
+            first_cpu.values.append((node.cpu_s() - before_s) * 1000)
+            on_wire.values.append((node.n_bytes() - before) / 1000)
+            assert len(layers) == 1 or on_wire.values[-1] > ROWS * N_EMBD * 4 / 1000, "the other took no part"
+            again.values.append(node.first_token(path, " And what is on the left?")[0])
+    rows: Rows = [(rival, None), (first, ratios(first, rival))]
+    rows += [(rival_cpu, None), (first_cpu, ratios(first_cpu, rival_cpu)), (again, ratios(first, again))]
+    return rows + ([(on_wire, None)] if len(layers) > 1 else [])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--encoder", choices=("siglip-b", "guide"), default="siglip-b")
     arguments = parser.parse_args()
-    mmproj, shown = siglip_b(), pictures(arguments.rounds + 1)
-    command = [sys.executable, "-m", "bench.vision_uncut", str(GUIDE_PATH), str(mmproj)]
-    command += [str(arguments.threads), *map(str, shown)]
-    told = subprocess.run(command, check=True, capture_output=True, timeout=900)
-    rival = Figure("libmtmd in one process: first token", "ms", json.loads(told.stdout)[1:])
-    rows: list[tuple[Figure, Figure | None]] = [(rival, None)]
-    for name, (layers, encoder) in LAYOUTS.items():
-        first, again = Figure(f"{name}: first token", "ms"), Figure(f"{name}: second turn", "ms")
-        on_wire = Figure(f"{name}: between the nodes for a new picture", "kB")
-        with nodes_of(layers, encoder, mmproj, arguments.threads) as node:
-            for path in shown[1:]:
-                before = node.n_bytes()
-                first.values.append(node.first_token(path)[0])
-                on_wire.values.append((node.n_bytes() - before) / 1000)
-                again.values.append(node.first_token(path, " And what is on the left?")[0])
-        rows += [(first, ratios(first, rival)), (again, ratios(first, again))]
-        rows += [(on_wire, None)] if len(layers) > 1 else []
-    text = table(rows)
-    print(text)
-    figures = [figure.as_json() for row in rows for figure in row if figure is not None]
+    mmproj = siglip_b() if arguments.encoder == "siglip-b" else PROJECTOR_PATH
+    shown = pictures(arguments.rounds + 1)[1:]
+    rows: Rows = []
+    for name in LAYOUTS:
+        rows += measure(name, mmproj, shown, arguments.threads)
     said = f"python -m bench.vision --rounds {arguments.rounds} --threads {arguments.threads}"
-    data = {"machine": machine(), "command": said, "figures": figures}
-    (RESULTS / "vision.json").write_text(json.dumps(data, indent=1) + "\n")
-    (RESULTS / "vision.md").write_text(text + "\n")
+    suffix = "" if arguments.encoder == "siglip-b" else f"-{arguments.encoder}"
+    publish(f"vision{suffix}", f"{said} --encoder {arguments.encoder}", rows)
 
 
 if __name__ == "__main__":

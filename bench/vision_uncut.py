@@ -1,8 +1,9 @@
 """Times the first token of prompts with a picture in one process, by libmtmd and libllama alone.
 
-    python -m bench.vision_uncut MODEL.gguf MMPROJ.gguf THREADS PICTURE.png ...
+    python -m bench.vision_uncut MODEL.gguf MMPROJ.gguf THREADS
 
-Prints the milliseconds of each picture as JSON: from decoded pixels to the first token.
+Reads the path of a picture from each line of its input, and answers with a line of JSON: the milliseconds and
+the processor's, from the file to the first token.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Uncut:
         self.encoder = mtmd.mtmd_init_from_file(str(mmproj).encode(), self.model, settings)
         assert self.encoder, "libmtmd refuses the projector"
 
-    def first_token_ms(self, path: Path) -> float:
-        start_s = time.perf_counter()
+    def first_token_ms(self, path: Path) -> tuple[float, float]:
+        """And of the processor."""
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         image = np.ascontiguousarray(Image.open(path).convert("RGB"))
         data = image.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bitmap = mtmd.mtmd_bitmap_init(image.shape[1], image.shape[0], data)
@@ -50,16 +52,17 @@ class Uncut:
         assert mtmd.mtmd_helper_eval_chunks(*arguments, ctypes.byref(n_past)) == 0
         n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         int(np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, -1), (n_vocab,)).argmax())
-        took_ms = (time.perf_counter() - start_s) * 1000
+        took_ms = (time.perf_counter() - start_s) * 1000, (time.process_time() - start_cpu_s) * 1000
         mtmd.mtmd_input_chunks_free(chunks)
         mtmd.mtmd_bitmap_free(bitmap)
         return took_ms
 
 
 def main() -> None:
-    model, mmproj, n_threads, *pictures = sys.argv[1:]
+    model, mmproj, n_threads = sys.argv[1:]
     uncut = Uncut(Path(model), Path(mmproj), int(n_threads))
-    print(json.dumps([uncut.first_token_ms(Path(each)) for each in pictures]))
+    for line in sys.stdin:
+        print(json.dumps(uncut.first_token_ms(Path(line.rstrip("\n")))), flush=True)
 
 
 if __name__ == "__main__":

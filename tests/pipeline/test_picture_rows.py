@@ -26,12 +26,14 @@ from swarmllm.pictures import Picture, PromptPictures, parse_picture
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin import prompts
 from swarmllm.pipeline.origin.pictures import FIRST_ROW_ID
+from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
 from swarmllm_proto.ipc import Sampling
 from swarmllm_workers.decode.sampling import logprobs
 
 from .fakes import Swarm, open_swarm
+from .test_stage_fetching import hits, leave
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +61,27 @@ def entry_of(folder: Path, family: str, text: str, **options: Any) -> CatalogueE
     return catalogue.attach(entry.model_id, read_projector(path))
 
 
+def worker_settings(folder: Path) -> WorkerSettings:
+    return WorkerSettings(
+        cache_dir=folder / "cache",
+        kernel_timings=KERNEL_TIMINGS,
+        n_ctx=1024,
+        n_slots=2,
+        flash_attention="off",
+        ngram_max_size=0,
+    )
+
+
+@asynccontextmanager
+async def worker_of(
+    folder: Path, entry: CatalogueEntry, node_id: str, layers: str
+) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(worker_settings(folder), folder / f"run-{node_id}")
+    async with pool.running():
+        await pool.load(ModelFile(entry.model_id, entry.path), LayerRange.parse(layers))
+        yield pool
+
+
 @asynccontextmanager
 async def swarm_of(
     folder: Path, entry: CatalogueEntry, holdings: dict[str, str], **settings: object
@@ -66,15 +89,7 @@ async def swarm_of(
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id in holdings:
-            worker = WorkerSettings(
-                cache_dir=folder / "cache",
-                kernel_timings=KERNEL_TIMINGS,
-                n_ctx=1024,
-                n_slots=2,
-                flash_attention="off",
-                ngram_max_size=0,
-            )
-            pools[node_id] = WorkerPool(worker, folder / f"run-{node_id}")
+            pools[node_id] = WorkerPool(worker_settings(folder), folder / f"run-{node_id}")
             await stack.enter_async_context(pools[node_id].running())
         async with trio.open_nursery() as nursery:
             for node_id, held in holdings.items():
@@ -143,7 +158,9 @@ async def test_a_picture_may_stand_at_both_ends_and_beside_another(tmp_path: Pat
 async def test_the_same_prompt_is_not_computed_again_and_another_picture_is(tmp_path: Path) -> None:
     entry = entry_of(tmp_path / "models", "janus_pro", "llama", image=64)
     text = "<__media__>" + "what can be seen in this picture? " * 3
-    async with swarm_of(tmp_path, entry, HALVES) as swarm:
+    # However long it takes.
+    fetching = PrefixFetchSettings(True, *(DEADLINE_S,) * 3)
+    async with swarm_of(tmp_path, entry, HALVES, prefix_fetch=fetching) as swarm:
         first = await seen_by(swarm, asking([picture(70, 50, 1)], text))
         again = await seen_by(swarm, asking([picture(70, 50, 1)], text))
         other = await seen_by(swarm, asking([picture(70, 50, 2)], text))
@@ -152,6 +169,16 @@ async def test_the_same_prompt_is_not_computed_again_and_another_picture_is(tmp_
         assert other.logprobs != first.logprobs
         images = [pixels(70, 50, 2)]
         assert other == expected(entry, images, text)
+        # A node that takes over layers gets the KV of the picture's rows from the one before.
+        async with worker_of(tmp_path, entry, C, "2:4") as pool:
+            await swarm.start(C, pool)
+            await leave(swarm, B)
+            swarm[C].observations.observe(entry.model_id, "prefill", DEADLINE_S, 4, 1)
+            moved = await seen_by(swarm, asking([picture(70, 50, 2)], text))
+            assert moved == other._replace(n_cached=128)
+            new = await seen_by(swarm, asking([picture(70, 50, 3)], text))
+            assert (new.n_cached, hits(swarm, C)) == (0, 1)
+            swarm.kill(C)
 
 
 async def test_a_later_turn_with_one_more_picture_begins_after_what_is_there(tmp_path: Path) -> None:
