@@ -2,7 +2,9 @@
 
 What is measured are the two files that are shipped, through libmtmd and libllama in one process, with greedy
 decoding. Pictures and questions are held out: what is on them was on no picture of the training, and no
-question has the wording of one. An answer is right only when it is the whole caption.
+question has the wording of one. An answer is right only when it is the whole caption. `--split validation`
+shows other pictures, which were on none of the training either, with questions in its words: recipes are
+chosen by those.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import ctypes
 import json
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from swarmllm.guide.template import ANSWER_PREFIX, IM_END, IM_START
 from swarmllm.guide.vision.captions import caption
 from swarmllm.guide.vision.drawing import draw
 from swarmllm.guide.vision.questions import ask_about
-from swarmllm.guide.vision.scenes import KINDS, scene
+from swarmllm.guide.vision.scenes import KINDS, Split, scene
 
 from llama_cpp import llama_cpp as lib  # isort: skip
 from llama_cpp import mtmd_cpp as mtmd  # isort: skip
@@ -96,14 +99,16 @@ class Looker:
         lib.llama_model_free(self._model)
 
 
-def measured(looker: Looker, n: int, seed: int) -> dict[str, list[tuple[str, str, str]]]:
-    """For each kind (question, caption, answer) of `n` held-out pictures."""
+def measured(
+    looker: Looker, n: int, seed: int, split: Split = "heldout", kinds: Sequence[str] = KINDS
+) -> dict[str, list[tuple[str, str, str]]]:
+    """For each kind (question, caption, answer) of `n` pictures of the split."""
     found: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    rng = random.Random(seed)
-    for kind in KINDS:
+    for kind in kinds:
+        rng = random.Random(f"{seed} {kind}")
         for _ in range(n):
-            shown = scene(kind, rng, heldout=True)
-            question = ask_about(shown, rng, heldout=True)
+            shown = scene(kind, rng, split)
+            question = ask_about(shown, rng, heldout=split == "heldout")
             pixels = np.asarray(draw(shown, rng))
             found[kind].append((question, caption(shown), looker.answer(pixels, question)))
     return found
@@ -113,14 +118,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=GUIDE_PATH)
     parser.add_argument("--projector", type=Path, default=PROJECTOR_PATH)
-    parser.add_argument("--pictures", type=int, default=250, help="of each kind")
+    parser.add_argument("--split", choices=("heldout", "validation"), default="heldout")
+    parser.add_argument("--pictures", type=int, default=400, help="of each kind")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--wrong", type=int, default=0, help="show this many wrong answers per kind")
     parser.add_argument("--json", type=Path, help="file for the shares")
     args = parser.parse_args()
     looker = Looker(args.model, args.projector)
     shares: dict[str, Any] = {}
-    for kind, answers in measured(looker, args.pictures, args.seed).items():
+    for kind, answers in measured(looker, args.pictures, args.seed, args.split).items():
         wrong = [each for each in answers if each[1] != each[2]]
         shares[kind] = 1 - len(wrong) / len(answers)
         n_captions = len({expected for _, expected, _ in answers})

@@ -34,7 +34,7 @@ from swarmllm_workers.vision.projector import Projector
 pytestmark = pytest.mark.slow
 
 SHAPE = TowerShape(width=32, n_layers=2, n_heads=2, n_ff=64)
-RECIPE = ProjectorRecipe(n_steps=6, n_batch=8, n_warm_up=1, n_raw_steps=3, n_word_steps=2, n_word_batch=4)
+RECIPE = ProjectorRecipe(n_steps=6, n_batch=8, n_late_steps=2, n_warm_up=1, n_word_steps=2, n_word_batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,20 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     resumed.load(tmp_path / "checkpoint")
     resumed.step()
     assert state_hash(resumed.tower) == state_hash(whole.tower)
+
+
+def test_a_projector_that_was_trained_before_takes_the_late_steps_only(targets: TargetRows) -> None:
+    before = ProjectorTraining(SHAPE, RECIPE, targets)
+    before.step()
+    training = ProjectorTraining(SHAPE, RECIPE, targets)
+    training.start_late(before.tower)
+    assert state_hash(training.tower) == state_hash(before.tower)
+    n_steps = 0
+    while training.n_steps_done < RECIPE.n_steps:
+        training.step()
+        n_steps += 1
+    assert n_steps == RECIPE.n_late_steps
+    assert state_hash(training.tower) != state_hash(before.tower)
 
 
 def test_the_words_are_learned_alike_twice() -> None:
@@ -108,7 +122,7 @@ def test_libmtmd_makes_the_rows_of_the_tower(tmp_path: Path) -> None:
     projector = Projector(GUIDE_PATH, path, 1)
     rng = random.Random(3)
     for kind in KINDS:
-        image = draw(scene(kind, rng, heldout=False), rng)
+        image = draw(scene(kind, rng, "training"), rng)
         (part,) = projector.encode(np.asarray(image))
         with torch.no_grad():
             ours = tower(torch.from_numpy(as_seen(image).copy())[None])[0].numpy()
@@ -121,7 +135,7 @@ def test_every_caption_fits_its_rows() -> None:
     tokenizer, rng = guide_tokenizer(GUIDE_PATH), random.Random(4)
     for kind in KINDS:
         for _ in range(200):
-            text = caption(scene(kind, rng, heldout=False))
+            text = caption(scene(kind, rng, "training"))
             rows = token_rows(tokenizer, text)
             assert len(rows) == N_ROWS - N_ENDING
             assert tokenizer.decode(rows[-N_CAPTION:]).strip() == text

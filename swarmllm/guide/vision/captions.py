@@ -34,7 +34,7 @@ def caption(scene: Scene) -> str:
             plural = "s" if scene.count > 1 else ""
             return f"{scene.count} {scene.colour} {scene.noun}{plural} {scene.place}"
         case Bars():
-            return " ".join(map(str, scene.heights))
+            return f"bars {''.join(map(str, scene.heights))}"
         case Strips():
             if scene.missing is None:
                 return "none missing"

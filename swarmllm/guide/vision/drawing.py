@@ -33,14 +33,18 @@ GLYPH_WIDTH, GLYPH_HEIGHT = 5, 7
 CANVAS: Final = 192
 """Pixels on each side of a picture, and the width of strips."""
 DOT: Final = 10
-JITTER: Final = 4
-"""Pixels by which things lie beside their places at most, in varied pictures."""
+JITTER: Final = 1
+"""Pixels by which things lie beside their places at most."""
 _HUES: Final = {
     "red": (0.0, 0.85, 0.85),
     "orange": (0.08, 0.95, 0.98),
     "green": (0.36, 0.8, 0.65),
     "blue": (0.61, 0.8, 0.85),
     "pink": (0.88, 0.5, 0.97),
+    "yellow": (0.15, 0.9, 0.95),
+    "purple": (0.77, 0.7, 0.6),
+    "black": (0.0, 0.08, 0.1),
+    "grey": (0.0, 0.08, 0.55),
 }
 """Hue, saturation, value."""
 
@@ -60,69 +64,53 @@ def _rgb(hue: float, saturation: float, value: float) -> Colour:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def _paper(rng: random.Random, varied: bool) -> tuple[Colour, bool]:
-    """The colour of the background, and whether it is dark."""
-    if not varied:
-        level = rng.randint(240, 255)
-        return (level, level, level), False
-    is_dark = rng.random() < 0.35
-    level = rng.randint(14, 40) if is_dark else rng.randint(228, 255)
-    return (level, min(255, level + rng.randint(-3, 3)), min(255, level + rng.randint(-3, 5))), is_dark
+def _paper(rng: random.Random) -> Colour:
+    level = rng.randint(240, 255)
+    return level, level, level
 
 
-def draw(scene: Scene, rng: random.Random, *, varied: bool = False, scattered: bool = False) -> Image.Image:
-    """In RGB; shades, and a little the places, vary with `rng`. `varied`: on dark paper, too, in all colours,
-    and with more play.
-    `scattered`: shapes are anywhere in their quarter, and not in lines of three."""
+def draw(scene: Scene, rng: random.Random) -> Image.Image:
+    """In RGB; shades, and a little the places, vary with `rng`."""
     match scene:
         case Number():
-            return _number(scene, rng, varied)
+            return _number(scene, rng)
         case Shapes():
-            return _shapes(scene, rng, varied, scattered)
+            return _shapes(scene, rng)
         case Bars():
-            return _bars(scene, rng, varied)
+            return _bars(scene, rng)
         case Strips():
-            return _strips(scene, rng, varied)
+            return _strips(scene, rng)
 
 
-def _number(scene: Number, rng: random.Random, varied: bool) -> Image.Image:
+def _number(scene: Number, rng: random.Random) -> Image.Image:
     columns = len(scene.digits) * (GLYPH_WIDTH + 1) - 1
-    paper, is_dark = _paper(rng, varied)
-    image = Image.new("RGB", (CANVAS, CANVAS), paper)
+    image = Image.new("RGB", (CANVAS, CANVAS), _paper(rng))
     pen = ImageDraw.Draw(image)
-    if varied:
-        hue, saturation = rng.random(), rng.uniform(0, 0.9)
-        ink = _rgb(hue, saturation, rng.uniform(0.85, 1) if is_dark else rng.uniform(0, 0.45))
-    else:
-        ink = _rgb(0, 0, rng.uniform(0, 0.25))
-    dot, jitter = DOT, JITTER if varied else 1
-    left = (CANVAS - columns * dot) // 2 + rng.randint(-jitter, jitter)
-    top = (CANVAS - GLYPH_HEIGHT * dot) // 2 + rng.randint(-jitter, jitter)
+    ink = _rgb(0, 0, rng.uniform(0, 0.25))
+    left = (CANVAS - columns * DOT) // 2 + rng.randint(-JITTER, JITTER)
+    top = (CANVAS - GLYPH_HEIGHT * DOT) // 2 + rng.randint(-JITTER, JITTER)
     for at, digit in enumerate(scene.digits):
         for y, line in enumerate(_FONT[digit].split()):
             for x, dots in enumerate(line):
                 if dots == "1":
-                    x0 = left + (at * (GLYPH_WIDTH + 1) + x) * dot
-                    y0 = top + y * dot
-                    pen.rectangle((x0, y0, x0 + dot - 1, y0 + dot - 1), fill=ink)
+                    x0 = left + (at * (GLYPH_WIDTH + 1) + x) * DOT
+                    y0 = top + y * DOT
+                    pen.rectangle((x0, y0, x0 + DOT - 1, y0 + DOT - 1), fill=ink)
     return image
 
 
-def _shapes(scene: Shapes, rng: random.Random, varied: bool, scattered: bool) -> Image.Image:
+def _shapes(scene: Shapes, rng: random.Random) -> Image.Image:
     side = CANVAS
-    paper, _ = _paper(rng, varied)
-    image = Image.new("RGB", (side, side), paper)
+    image = Image.new("RGB", (side, side), _paper(rng))
     pen = ImageDraw.Draw(image)
     down, right = divmod(PLACES.index(scene.place), 2)
     cell_width, cell_height = side / 2 / 3, side / 2 / 2
     radius = rng.uniform(13, 14.5)
     colour = _colour(*_HUES[scene.colour], rng)
-    jitter = JITTER if varied else 1
-    cells = rng.sample(range(6), scene.count) if scattered else range(scene.count)
-    for cell in cells:
+    for cell in range(scene.count):
         row, column = divmod(cell, 3)
         x = right * side / 2 + (column + 0.5) * cell_width + rng.uniform(-1, 1)
-        y = down * side / 2 + (row + 0.5) * cell_height + rng.uniform(-jitter, jitter)
+        y = down * side / 2 + (row + 0.5) * cell_height + rng.uniform(-JITTER, JITTER)
         _shape(pen, scene.noun, x, y, radius, colour)
     return image
 
@@ -143,13 +131,11 @@ def _shape(pen: ImageDraw.ImageDraw, noun: str, x: float, y: float, radius: floa
         pen.polygon(corners, fill=colour)
 
 
-def _bars(scene: Bars, rng: random.Random, varied: bool) -> Image.Image:
+def _bars(scene: Bars, rng: random.Random) -> Image.Image:
     width, height = CANVAS, CANVAS
-    paper, is_dark = _paper(rng, varied)
-    image = Image.new("RGB", (width, height), paper)
+    image = Image.new("RGB", (width, height), _paper(rng))
     pen = ImageDraw.Draw(image)
-    line = (150, 150, 150) if is_dark else (90, 90, 90)
-    faint = (70, 72, 76) if is_dark else (206, 206, 204)
+    line, faint = (90, 90, 90), (206, 206, 204)
     left, right, top, bottom = 12, width - 8, 10, height - 10
     unit = (bottom - top) / HEIGHT_MAX
     for level in range(1, HEIGHT_MAX + 1):
@@ -158,28 +144,21 @@ def _bars(scene: Bars, rng: random.Random, varied: bool) -> Image.Image:
     n = len(scene.heights)
     step = (right - left) / n
     thickness = step * rng.uniform(0.55, 0.7)
-    if varied:
-        one = _rgb(rng.random(), rng.uniform(0.5, 0.9), rng.uniform(0.55, 0.9))
-    else:
-        one = _colour(*_HUES["blue"], rng)
-    is_mixed = varied and rng.random() < 0.5
+    fill = _colour(*_HUES["blue"], rng)
     for at, level in enumerate(scene.heights):
         x = left + (at + 0.5) * step
-        fill = _rgb(rng.random(), rng.uniform(0.5, 0.9), rng.uniform(0.55, 0.9)) if is_mixed else one
         pen.rectangle((x - thickness / 2, bottom - level * unit, x + thickness / 2, bottom), fill=fill)
     pen.line((left, top, left, bottom), fill=line, width=2)
     pen.line((left, bottom, right, bottom), fill=line, width=2)
     return image
 
 
-def _strips(scene: Strips, rng: random.Random, varied: bool) -> Image.Image:
-    """As the dashboard draws them, in its light or its dark colours: a line for each node, and below them
-    what is covered in green and what is missing in red."""
-    is_dark = varied and rng.random() < 0.5
-    panel, sunk = ((23, 25, 28), (30, 33, 37)) if is_dark else ((255, 255, 255), (240, 240, 237))
-    good, bad = ((98, 207, 152), (255, 143, 133)) if is_dark else ((26, 122, 72), (179, 38, 30))
-    play = 2 if varied else 1
-    cell, left, top, line = 15, 6 + rng.randint(-play, play), 12 + rng.randint(-play, play), 26
+def _strips(scene: Strips, rng: random.Random) -> Image.Image:
+    """As the dashboard draws them, in its light colours: a line for each node, and below them what is covered
+    in green and what is missing in red."""
+    panel, sunk = (255, 255, 255), (240, 240, 237)
+    good, bad = (26, 122, 72), (179, 38, 30)
+    cell, left, top, line = 15, 6 + rng.randint(-JITTER, JITTER), 12 + rng.randint(-JITTER, JITTER), 26
     image = Image.new("RGB", (CANVAS, top + NODES_MAX * line + 24), panel)
     pen = ImageDraw.Draw(image)
     for at, (start, end) in enumerate(scene.held):
@@ -187,7 +166,7 @@ def _strips(scene: Strips, rng: random.Random, varied: bool) -> Image.Image:
         for layer in range(N_LAYERS):
             x = left + layer * cell
             pen.rectangle((x, y, x + cell - 2, y + 18), fill=sunk)
-        colour = _rgb(rng.random(), rng.uniform(0.45, 0.6), 0.8 if is_dark else 0.65)
+        colour = _rgb(rng.random(), rng.uniform(0.45, 0.6), 0.65)
         pen.rounded_rectangle((left + start * cell, y, left + end * cell - 2, y + 18), 4, fill=colour)
     y = top + NODES_MAX * line
     for start, end in _covered(scene):

@@ -1,20 +1,24 @@
 """What can be on a picture: numbers, shapes, bar charts, and the dashboard's strips of layers.
 
-A scene is drawn by chance from a seed. About one in ten is held out, by what is on it and not by its seed: no
-training picture shows the same number, the same shapes at the same place, the same bars or the same strips.
+A scene is drawn by chance from a seed. About one in ten is held out and one in ten kept for validation, by
+what is on it and not by its seed: no training picture shows the same number, the same shapes at the same
+place, the same bars or the same strips.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 from zlib import crc32
 
 NUMBER, SHAPES, BARS, STRIPS = "number", "shapes", "bars", "strips"
 KINDS: Final = (NUMBER, SHAPES, BARS, STRIPS)
 COLOURS: Final = ("red", "green", "blue", "orange", "pink")
+MORE_COLOURS: Final = ("yellow", "purple", "black", "grey")
+"""Drawn while the projector is trained and never shown to the guide: shapes of the five colours are few, and
+a projector that sees no others learns some of them by heart and miscounts those that are held out."""
 NOUNS: Final = ("circle", "square", "triangle", "star")
 PLACES: Final = ("upper left", "upper right", "lower left", "lower right")
 SHAPES_MAX: Final = 6
@@ -24,8 +28,11 @@ BARS_MAX: Final = 5
 HEIGHT_MAX: Final = 9
 N_LAYERS: Final = 12
 NODES_MAX: Final = 3
-HELDOUT_SHARE: Final = 10
-"""One in so many scenes is held out."""
+N_PARTS: Final = 10
+"""One of so many parts of all scenes is held out, and one is for validation."""
+
+Split = Literal["training", "validation", "heldout"]
+"""Recipes are chosen by the validation scenes; the held-out ones are for the last measurement."""
 
 Layers = tuple[int, int]
 """The first, and the one behind the last."""
@@ -118,13 +125,19 @@ _MAKERS: Final[dict[str, Callable[[random.Random], Scene]]] = {
 }
 
 
-def is_heldout(scene: Scene) -> bool:
-    return crc32(repr(scene).encode()) % HELDOUT_SHARE == 0
+def split_of(scene: Scene) -> Split:
+    part = crc32(repr(scene).encode()) % N_PARTS
+    return "heldout" if part == 0 else "validation" if part == 1 else "training"
 
 
-def scene(kind: str, rng: random.Random, *, heldout: bool) -> Scene:
-    """One of the training, or one that is held out."""
+def with_another_colour(scene: Scene, rng: random.Random) -> Scene:
+    """Shapes in one of `MORE_COLOURS`; any other scene as it is."""
+    return replace(scene, colour=rng.choice(MORE_COLOURS)) if isinstance(scene, Shapes) else scene
+
+
+def scene(kind: str, rng: random.Random, split: Split) -> Scene:
+    """A scene of that split."""
     while True:
         found = _MAKERS[kind](rng)
-        if is_heldout(found) == heldout:
+        if split_of(found) == split:
             return found

@@ -28,9 +28,9 @@ from .. import GUIDE_PATH, PROJECTOR_PATH
 from ..train import Muon
 from .captions import N_CAPTION, N_ENDING, N_ROWS, caption, token_rows
 from .drawing import as_seen, draw
-from .export import export_projector
+from .export import export_projector, read_tower
 from .frozen import FrozenGuide, guide_model, guide_tokenizer
-from .scenes import BARS, KINDS, SHAPES, Scene, scene
+from .scenes import BARS, KINDS, SHAPES, Scene, Split, scene, with_another_colour
 from .tower import Tower, TowerShape
 from .words import PictureWords
 
@@ -39,7 +39,7 @@ SHARPNESS: Final = 2.0
 """By how much a row's squared distance from a token's counts."""
 LOG_STEPS: Final = 25
 SAVE_STEPS: Final = 50
-LATE_KINDS: Final = (*KINDS, SHAPES, SHAPES, BARS, SHAPES)
+LATE_KINDS: Final = (*KINDS, SHAPES, BARS, SHAPES, BARS)
 WORD_WARM_UP: Final = 10
 
 
@@ -54,32 +54,18 @@ class ProjectorRecipe:
     ending_rate: float = 0.02
     change_rate: float = 0.005
     n_steps: int = 1200
-    n_late_steps: int = 300
+    n_late_steps: int = 700
+    """The last of these steps draw more of the kinds that are hard, and weigh distances more."""
     n_batch: int = 24
     muon_rate: float = 0.01
     adam_rate: float = 0.002
     n_warm_up: int = 50
-    fall_share: float = 0.5
+    fall_share: float = 0.6
     distance_weight: float = 0.04
-    late_peak: float = 0.4
-    """The late steps draw shapes in lines, not scattered, and more of the kinds that are hard, and learn the
-    rows before the caption as those of the guide, not as changed rows. Their rate falls from this share."""
+    more_colours_share: float = 0.4
+    """Of pictures of shapes."""
     late_distance_weight: float = 0.2
     """Of the mean squared distance of all rows from what they should be, beside the captions' loss."""
-    n_varied_steps: int = 400
-    """For so many steps pictures vary more than they do later, and in the evaluation."""
-    n_raw_steps: int = 500
-    """For so many steps the projector learns the rows of tokens without changes, and no ending."""
-
-    @property
-    def n_all_steps(self) -> int:
-        return self.n_steps + self.n_late_steps
-
-    def share(self, step: int) -> float:
-        """Of the projector's full learning rates."""
-        if step < self.n_steps:
-            return rate_share(step, self.n_steps, self.n_warm_up, self.fall_share)
-        return self.late_peak * max(LEAST_RATE_SHARE, (self.n_all_steps - step) / self.n_late_steps)
 
 
 def rate_share(step: int, n_steps: int, n_warm_up: int, fall_share: float) -> float:
@@ -121,7 +107,7 @@ def train_words(recipe: ProjectorRecipe, tokenizer: Tokenizer, log: Path | None 
     )
     rng = random.Random(recipe.seed)
     for step in range(recipe.n_word_steps):
-        loss, right = words.loss(words.batch(recipe.n_word_batch, rng, heldout=False), rng)
+        loss, right = words.loss(words.batch(recipe.n_word_batch, rng), rng)
         loss.backward()
         share = rate_share(step, recipe.n_word_steps, WORD_WARM_UP, recipe.fall_share)
         for group, rate in zip(adam.param_groups, rates.values(), strict=True):
@@ -143,7 +129,8 @@ class TargetRows:
         found: set[int] = set()
         for kind in KINDS:
             for _ in range(3000):
-                found.update(self._rows(scene(kind, rng, heldout=False)))
+                shown = scene(kind, rng, "training")
+                found.update(self._rows(shown) + self._rows(with_another_colour(shown, rng)))
         self.tokens = sorted(found)
         self.raw = embeddings[self.tokens]
         """f32 [number of different tokens, n_embd]"""
@@ -165,17 +152,17 @@ class TargetRows:
 def picture_batch(
     n: int,
     rng: random.Random,
-    *,
-    heldout: bool,
-    varied: bool = False,
-    scattered: bool = False,
+    split: Split,
     kinds: Sequence[str] = KINDS,
+    more_colours_share: float = 0.0,
 ) -> tuple[list[Scene], Tensor]:
     """Scenes of all kinds in turn, and their pictures, u8 [n, SIDE, SIDE, 3]."""
-    scenes = [scene(kinds[number % len(kinds)], rng, heldout=heldout) for number in range(n)]
-    return scenes, torch.from_numpy(
-        np.stack([as_seen(draw(each, rng, varied=varied, scattered=scattered)) for each in scenes])
-    )
+    scenes = [scene(kinds[number % len(kinds)], rng, split) for number in range(n)]
+    if more_colours_share:
+        scenes = [
+            with_another_colour(each, rng) if rng.random() < more_colours_share else each for each in scenes
+        ]
+    return scenes, torch.from_numpy(np.stack([as_seen(draw(each, rng)) for each in scenes]))
 
 
 class ProjectorTraining:
@@ -207,6 +194,11 @@ class ProjectorTraining:
         torch.save(state, part)
         part.replace(path)
 
+    def start_late(self, tower: Tower) -> None:
+        """Begin with the late steps, and with the weights of a projector that was trained before."""
+        self.tower.load_state_dict(tower.state_dict())
+        self.n_steps_done = self.recipe.n_steps - self.recipe.n_late_steps
+
     def load(self, path: Path) -> None:
         """Go on where `save` was called."""
         state = torch.load(path)
@@ -217,53 +209,40 @@ class ProjectorTraining:
         version, internal, gauss = state["rng"]
         self.rng.setstate((version, tuple(internal), gauss))
 
-    @property
-    def _tokens(self) -> Tensor:
-        is_raw = self.n_steps_done < self.recipe.n_raw_steps
-        return self.targets.raw if is_raw else self.targets.changed
-
     def scores(self, rows: Tensor) -> Tensor:
         """How much each row [..., n_embd] is each of the tokens: minus its squared distance, scaled."""
-        tokens = self._tokens
+        tokens = self.targets.changed
         distance = rows.square().sum(-1, keepdim=True) - 2 * rows @ tokens.T + tokens.square().sum(-1)
         return -SHARPNESS * distance
 
     def step(self) -> tuple[float, list[float]]:
         """Train on one batch; its loss per row of a caption, and that of each kind."""
         recipe = self.recipe
-        is_late = self.n_steps_done >= recipe.n_steps
-        scenes, pixels = picture_batch(
-            recipe.n_batch,
-            self.rng,
-            heldout=False,
-            varied=self.n_steps_done < recipe.n_varied_steps,
-            scattered=not is_late,
-            kinds=LATE_KINDS if is_late else KINDS,
-        )
+        is_late = self.n_steps_done >= recipe.n_steps - recipe.n_late_steps
+        kinds = LATE_KINDS if is_late else KINDS
+        scenes, pixels = picture_batch(recipe.n_batch, self.rng, "training", kinds, recipe.more_colours_share)
         numbers = self.targets.numbers(scenes)
         rows = self.tower(pixels)
         first = N_ROWS - N_ENDING - N_CAPTION
         scores = self.scores(rows[:, first : first + N_CAPTION])
         wanted = numbers[:, first:]
         losses = cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-        whole = self._tokens[numbers]
-        if is_late:
-            whole = torch.cat((self.targets.raw[numbers[:, :first]], whole[:, first:]), 1)
-        if self.n_steps_done >= recipe.n_raw_steps:
-            whole = torch.cat((whole, self.targets.ending.expand(len(scenes), -1, -1)), 1)
-        distance = (rows[:, : whole.shape[1]] - whole).square().sum(-1).mean()
+        targets = self.targets
+        due = targets.raw[numbers[:, :first]], targets.changed[numbers[:, first:]]
+        whole = torch.cat((*due, targets.ending.expand(len(scenes), -1, -1)), 1)
+        distance = (rows - whole).square().sum(-1).mean()
         weight = recipe.late_distance_weight if is_late else recipe.distance_weight
         (losses.mean() + weight * distance).backward()
         torch.nn.utils.clip_grad_norm_(self.tower.parameters(), 1.0)
-        share = recipe.share(self.n_steps_done)
+        share = rate_share(self.n_steps_done, recipe.n_steps, recipe.n_warm_up, recipe.fall_share)
         self.muon.step(recipe.muon_rate * share)
         for group in self.adam.param_groups:
             group["lr"] = recipe.adam_rate * share
         self.adam.step()
         self.tower.zero_grad(set_to_none=True)
         self.n_steps_done += 1
-        kinds = [losses[[each.kind == kind for each in scenes]].mean().item() for kind in KINDS]
-        return losses.mean().item(), kinds
+        each_kind = [losses[[each.kind == kind for each in scenes]].mean().item() for kind in KINDS]
+        return losses.mean().item(), each_kind
 
     def right(self, scenes: list[Scene], pixels: Tensor) -> dict[str, float]:
         """For each kind the share of captions all of whose rows are nearest to the right tokens."""
@@ -280,28 +259,36 @@ def _write(log: Path, line: str) -> None:
 
 
 def run(
-    shape: TowerShape, recipe: ProjectorRecipe, targets: TargetRows, checkpoint: Path | None, log: Path | None
+    shape: TowerShape,
+    recipe: ProjectorRecipe,
+    targets: TargetRows,
+    checkpoint: Path | None,
+    log: Path | None,
+    start: Tower | None = None,
 ) -> tuple[Tower, dict[str, Any]]:
-    """Train to the end of the recipe; the projector and a report."""
+    """Train to the end of the recipe; the projector and a report. `start`: one that was trained before, which
+    takes the late steps only."""
     training = ProjectorTraining(shape, recipe, targets)
     if checkpoint is not None and checkpoint.exists():
         training.load(checkpoint)
-    heldout = picture_batch(256, random.Random(recipe.seed + 1), heldout=True)
+    elif start is not None:
+        training.start_late(start)
+    shown = picture_batch(256, random.Random(recipe.seed + 1), "validation")
     started_s, curve, recent = time.monotonic(), [], []
     with Progress() as progress:
-        task = progress.add_task("projector", total=recipe.n_all_steps, completed=training.n_steps_done)
-        while training.n_steps_done < recipe.n_all_steps:
+        task = progress.add_task("projector", total=recipe.n_steps, completed=training.n_steps_done)
+        while training.n_steps_done < recipe.n_steps:
             recent.append(training.step())
             progress.advance(task)
             done = training.n_steps_done
-            if done % LOG_STEPS and done != recipe.n_all_steps:
+            if done % LOG_STEPS and done != recipe.n_steps:
                 continue
             kinds = [sum(each) / len(recent) for each in zip(*(kinds for _, kinds in recent), strict=True)]
             curve.append((done, round(sum(loss for loss, _ in recent) / len(recent), 4)))
             recent.clear()
             line = f"{done} {curve[-1][1]} kinds {' '.join(f'{each:.3f}' for each in kinds)}"
-            if done % SAVE_STEPS == 0 or done == recipe.n_all_steps:
-                right = training.right(*heldout)
+            if done % SAVE_STEPS == 0 or done == recipe.n_steps:
+                right = training.right(*shown)
                 line += f" right {' '.join(f'{kind} {share:.3f}' for kind, share in right.items())}"
                 if checkpoint is not None:
                     training.save(checkpoint)
@@ -314,7 +301,7 @@ def run(
         "recipe": asdict(recipe),
         "n_parameters": sum(weight.numel() for weight in training.tower.parameters()),
         "loss_curve": curve,
-        "heldout_captions": training.right(*heldout),
+        "validation_captions": training.right(*shown),
         "weights_sha256": state_hash(training.tower),
     }
     return training.tower, report
@@ -336,6 +323,7 @@ def learned_words(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=ProjectorRecipe.n_steps)
+    parser.add_argument("--start", type=Path, help="a projector that takes the late steps only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=PROJECTOR_PATH, help="the GGUF file")
@@ -355,7 +343,8 @@ def main() -> None:
     words = learned_words(recipe, tokenizer, args.checkpoints, args.log)
     targets = TargetRows(tokenizer, guide_model(GUIDE_PATH).token_embd.weight, words)
     checkpoint = args.checkpoints / "projector.pt" if args.checkpoints is not None else None
-    tower, report = run(TowerShape(), recipe, targets, checkpoint, args.log)
+    start = read_tower(args.start) if args.start is not None else None
+    tower, report = run(TowerShape(), recipe, targets, checkpoint, args.log, start)
     export_projector(tower, args.out, name="guide")
     if args.report is not None:
         args.report.write_text(json.dumps({"torch": torch.__version__} | report, indent=1) + "\n")

@@ -50,13 +50,13 @@ class PictureWords(nn.Module):  # type: ignore[misc]
         guide.begin(embed(before))
 
     def batch(
-        self, n: int, rng: random.Random, *, heldout: bool, kinds: Sequence[str] = LEARNED_KINDS
+        self, n: int, rng: random.Random, *, kinds: Sequence[str] = LEARNED_KINDS
     ) -> list[tuple[str, str, str]]:
-        """(kind, question, caption) of n scenes."""
+        """(kind, question, caption) of n scenes of the training."""
         found = []
         for number in range(n):
-            shown = scene(kinds[number % len(kinds)], rng, heldout=heldout)
-            found.append((shown.kind, ask_about(shown, rng, heldout=heldout), caption(shown)))
+            shown = scene(kinds[number % len(kinds)], rng, "training")
+            found.append((shown.kind, ask_about(shown, rng, heldout=False), caption(shown)))
         return found
 
     def loss(self, asked: list[tuple[str, str, str]], rng: random.Random | None) -> tuple[Tensor, Tensor]:
