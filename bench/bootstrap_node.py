@@ -57,7 +57,7 @@ def somebody() -> Identity:
     return Identity(NodeId(str(ID.from_pubkey(keys.public_key))), keys)
 
 
-def record_of(node_id: NodeId) -> bytes:
+def record_of(node_id: NodeId, nickname: str = "somebody") -> bytes:
     others = [NodeId(str(ID(b"\x00\x24\x08\x01\x12\x20" + bytes([n]) * 32))) for n in range(16)]
     models = tuple(
         ShardAnnounce(
@@ -71,7 +71,7 @@ def record_of(node_id: NodeId) -> bytes:
     links = tuple(ObservedLink(node_id=each, rtt_s=0.02, bytes_per_s=1e7) for each in others)
     capability = NodeCapability(memory_total_bytes=2**36, max_requests=8, observed_links=links)
     return encode_record(
-        NodeRecord(node_id=node_id, nickname="somebody", started_at=1e9, models=models, capability=capability)
+        NodeRecord(node_id=node_id, nickname=nickname, started_at=1e9, models=models, capability=capability)
     )
 
 

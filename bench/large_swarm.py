@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from swarmllm.pipeline.route.untried import unless_much_longer
 from swarmllm.pipeline.route.warming import DIALS_MAX, EVERY_S, ROUTES
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage
+from swarmllm.swarm.records.spread import HEARTBEATS_PER_S
 from swarmllm_proto.identifiers import NodeId
 
 DEADLINE_S = 60.0
@@ -144,6 +146,7 @@ async def assign(
 ) -> set[NodeId]:
     """All stages at once: who does not accept; in `told`, what runs on those that do."""
     refused: set[NodeId] = set()
+    following = {each.node_id: after.node_id for each, after in pairwise(route)}
 
     async def one(stage: RouteStage) -> None:
         if not await reach(swarm, origin, stage.node_id):
@@ -152,6 +155,7 @@ async def assign(
         node = swarm.nodes.get(stage.node_id)
         if node is not None:
             await trio.sleep(origin.node.place.rtt_s(node.place))
+            await swarm.meet(node, following.get(stage.node_id))
         if node is None or not node.alive or node.lacks or not holds(node, stage):
             refused.add(stage.node_id)
         else:
@@ -292,7 +296,7 @@ async def simulate(
         for origin in swarm.origins:
             origin.heard(swarm.book.node_ids(), trio.current_time())
         nursery.start_soon(regularly, SPEAK_S, swarm.speak)
-        nursery.start_soon(regularly, 0.5, swarm.beat)
+        nursery.start_soon(regularly, 1 / HEARTBEATS_PER_S, swarm.beat)
         nursery.start_soon(regularly, PLAN_EVERY_S, look)
         nursery.start_soon(regularly, EVERY_S, keep_warm)
         nursery.start_soon(every, ask_every_s / n_nodes, lambda: nursery.start_soon(ask, swarm, nursery))

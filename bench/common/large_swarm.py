@@ -22,6 +22,7 @@ import trio
 
 from bench.common.large_swarm_nodes import (
     ADDRESS,
+    DIAL_RTTS,
     HARDWARE,
     MODELS,
     N_MODELS,
@@ -83,6 +84,8 @@ class LargeSwarm:
         self.died = trio.Event()
         self.vanished: set[NodeId] = set()
         """Of the dead: nothing answers in their place."""
+        self._met: set[frozenset[NodeId]] = set()
+        """Pairs of stages that have been connected."""
         self._n_born = 0
         self._changes = ("join", "join", "leave", "kill", "vanish", "slow")
         for _ in range(n_nodes):
@@ -139,6 +142,14 @@ class LargeSwarm:
         for _ in range(4):
             self._look(node, [peer for peer in peers if peer != node.node_id])
         self.publish(node)
+
+    async def meet(self, node: Node, following: NodeId | None) -> None:
+        """A stage dials the one behind it before it accepts, unless they have worked together."""
+        other = self.nodes.get(following or node.node_id, node)
+        pair = frozenset((node.node_id, other.node_id))
+        if len(pair) == 2 and pair not in self._met:
+            await trio.sleep(DIAL_RTTS * node.place.rtt_s(other.place))
+            self._met.add(pair)
 
     def dies(self, node: Node, *, vanishes: bool) -> None:
         node.alive = False
@@ -290,7 +301,7 @@ class LargeSwarm:
         self.decoded[node.node_id] = (record, content, with_load(decode_record(record), decode_load(content)))
 
     def beat(self) -> None:
-        """A heartbeat of somebody: all together send two in a second."""
+        """A heartbeat of somebody."""
         node = self.nodes[self.rng.choice(list(self.nodes))]
         if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
             self.n_fetched += 1

@@ -38,8 +38,9 @@ SPEAK_S = 1.0
 PLAN_EVERY_S = 15.0
 PLACE_ROUNDS = 12
 """Of looks at four peers each, before anybody asks."""
-DIAL_RTTS = 5
-"""Of a new connection: TCP, Noise, yamux, and the comparison of records."""
+DIAL_RTTS = 2
+"""Of a new connection: TCP and Noise. What is asked goes with the last message of Noise, beside the
+comparison of records."""
 VANISHED_S = 5.0
 ADDRESS = "/ip4/192.0.2.1/tcp/8810"
 OBSERVER = node_id_named("observer")

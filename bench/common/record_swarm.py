@@ -40,8 +40,8 @@ from swarmllm_proto.identifiers import Multiaddr, NodeId
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-DIAL_RTTS = 5
-"""Of a new connection: TCP, Noise and yamux; comparing records comes after it."""
+DIAL_RTTS = 2
+"""Of a new connection: TCP and Noise; comparing records comes after it."""
 ASK_S = 10.0
 MESH_LOW, MESH, MESH_HIGH = 4, 5, 8
 """As the product has gossipsub keep them."""

@@ -213,8 +213,17 @@ class Libp2pRouter:
         self.plane.watch_while(is_working)
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
-        if node_id != self.node_id:
-            await self._reachable.reach(node_id, timeout_s)
+        if node_id == self.node_id or node_id in self._connected:
+            return
+        began_s = trio.current_time()
+        if node_id not in self.reachable():
+            # It has dialled this node, which has never heard of it.
+            with trio.move_on_after(timeout_s):
+                await self._liveness.exchanged(node_id)
+        elif self.host.is_connected(node_id):
+            return
+        self.plane.dial_beside(node_id)
+        await self._reachable.reach(node_id, max(0.0, began_s + timeout_s - trio.current_time()))
 
     def peers(self) -> tuple[PeerInfo, ...]:
         return tuple(

@@ -20,12 +20,14 @@ from swarmllm.swarm.discovery.dialler import (
     DIALS_MAX,
     DOUBT_FIRST_S,
     DOUBT_MAX_S,
+    EAGER_PEERS,
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
     PROBE_S,
     QUICK_S,
     SLOW_S,
+    UNHURRIED_S,
     DialCandidate,
     Dialler,
 )
@@ -371,6 +373,36 @@ async def test_who_wants_a_node_shares_its_dial_with_others_and_hears_how_it_end
     kept.d.forget("zoe")
     with pytest.raises(NodeUnreachable):
         await forgotten.within(1.0, "a test")
+
+
+def test_the_connections_beyond_those_that_gossip_needs_are_made_one_by_one() -> None:
+    d = Dialler("me", random.Random(0))
+    for number in range(40):
+        d.suggest(f"peer {number}", HERE, now=0.0)
+    connected: set[NodeId] = set()
+    made_s = []
+    now = 10.0
+    while now < 120.0 and len(connected) < PEERS_MAX:
+        dialling, next_s = d.due(now, connected)
+        for node_id, _ in dialling:
+            d.dialled(node_id, now, succeeded=True)
+            connected.add(NodeId(node_id))
+            made_s.append(now)
+        now = now if dialling else min(next_s, now + 1.0)
+    assert made_s[:EAGER_PEERS] == [10.0] * EAGER_PEERS
+    pauses = [later - sooner for sooner, later in itertools.pairwise(made_s[EAGER_PEERS:])]
+    assert len(pauses) == PEERS_MAX - EAGER_PEERS - 1
+    assert min(pauses) >= UNHURRIED_S / 2
+
+
+async def test_who_wants_a_node_need_not_wait_until_records_are_exchanged(autojump_clock: MockClock) -> None:
+    kept = Kept()
+    kept.d.suggest("zoe", HERE, now=0.0)
+    wanted = kept.d.want("zoe", 1.0)
+    assert names(kept.d.due(1.0, set())) == ["zoe"]
+    kept.d.met("zoe")
+    await wanted.within(1.0, "a test")
+    assert names(kept.d.due(9.0, set())) == [], "it is being dialled until the dial is over"
 
 
 def test_a_wanted_node_is_dialled_although_it_is_connected_and_waits_for_no_place() -> None:

@@ -17,7 +17,13 @@ from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
-from swarmllm.swarm.libp2p.negotiation import FIRST_MAX_BYTES, PROPOSALS_MAX, agree, propose
+from swarmllm.swarm.libp2p.negotiation import (
+    FIRST_MAX_BYTES,
+    PROPOSALS_MAX,
+    agree,
+    propose,
+    propose_without_waiting,
+)
 
 GREETING = b"\x13/multistream/1.0.0\n"
 GIVEN = TProtocol("/given/1")
@@ -158,3 +164,32 @@ def test_any_bytes_end_in_one_of_two_errors(junk: bytes, greets: bool) -> None:
                 await (propose(here, [GIVEN]) if side == "dialler" else agree(here, lambda name: False))
 
     trio.run(hear)
+
+
+@pytest.mark.parametrize("is_stock", [True, False], ids=["the library's listener", "ours"])
+async def test_the_only_protocol_is_spoken_before_the_listener_has_answered(is_stock: bool) -> None:
+    dialler, listener = ends()
+
+    async def handler(_: object) -> None: ...
+
+    await propose_without_waiting(dialler, GIVEN)
+    await dialler.write(b"first words")
+    async with trio.open_nursery() as nursery:
+        if is_stock:
+            stock = Multiselect({GIVEN: handler})
+            await stock.negotiate(MultiselectCommunicator(listener), 5)  # type: ignore[arg-type]
+        else:
+            await agree(listener, lambda name: name == GIVEN)
+        assert await listener.read(100) == b"first words"
+        await listener.write(b"an answer")
+        assert await dialler.read(3) == b"an "
+        assert await dialler.read(100) == b"answer"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_listener_that_does_not_take_the_only_protocol_is_noticed_at_the_first_read() -> None:
+    dialler, listener = ends()
+    await propose_without_waiting(dialler, GIVEN)
+    await listener.write(GREETING + b"\x03na\n" + bytes(100))
+    with pytest.raises(MultiselectError, match="does not take /given/1"):
+        await dialler.read(1)

@@ -336,7 +336,7 @@ class Attempts:
         """Tell the attempt's stages that nobody will go on with what they hold of it."""
         here = self._router.node_id
         header, payload = encode_job(CancelInference(request_id=attempt.id))
-        for node_id in attempt.assembly.node_ids & {here, *self._router.connected()}:
+        for node_id in attempt.assembly.node_ids & {here, *self._router.reachable()}:
             if node_id == here:
                 self._sessions.cancel(here, attempt.id)
             else:

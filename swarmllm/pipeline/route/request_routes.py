@@ -149,7 +149,7 @@ class RequestRoutes:
         load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
         now = trio.current_time()
         self.warming.asked(entry, size, now)
-        if request.risked & request.recovery.avoid - self._router.connected():
+        if request.risked & request.recovery.avoid - self._router.reachable():
             self._untried.failed(now)
         untried = self._router.untried()
         # Who waits already, or has stages that have accepted, takes no risk.

@@ -21,8 +21,8 @@ from swarmllm_proto.identifiers import NodeId
 
 GAIN: Final = 1.25
 """So many times longer must the route without untried nodes take."""
-DIAL_S: Final = 0.3
-"""What a new connection costs a request: five round trips, between nodes that are neither near nor far."""
+DIAL_S: Final = 0.12
+"""What a new connection costs a request: two round trips, between nodes that are neither near nor far."""
 PAUSE_S: Final = 60.0
 PAUSE_MAX_S: Final = 3600.0
 """After a dial in vain; twice as long after each that follows."""

@@ -180,6 +180,21 @@ class DataPlane:
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
 
+    def dial_beside(self, node_id: NodeId) -> None:
+        """Have a direct connection, if there is such a way, while libp2p's is being made. Where there is
+        none, `send` looks for another way."""
+        if not self.has_connection(node_id) and self.addresses_of(node_id):
+            spawn(self._nursery, "connection", self._dial_beside, node_id)
+
+    async def _dial_beside(self, node_id: NodeId) -> None:
+        neighbour = self._neighbour(node_id)
+        async with neighbour.establishing:
+            if neighbour.connections or trio.current_time() < neighbour.retry_at_s:
+                return
+            connection = await self.dial(node_id)
+            if connection is not None and await connection.says_hello():
+                neighbour.sending = connection
+
     def _forget_unreachable(self) -> None:
         for node_id, each in list(self._neighbours.items()):
             if not each.is_in_use:

@@ -44,6 +44,11 @@ PEERS_MAX = 16
 6 to 12."""
 WANTED_MAX = 64
 """Nodes that callers wait for at once."""
+EAGER_PEERS = 8
+"""So many connections are made as fast as can be: gossip and exchanges of records need no more. Those beyond
+are made one by one: two hundred nodes that start together have other things to do with their processors."""
+UNHURRIED_S = 2.0
+"""Between two of them, on average."""
 CANDIDATES_MAX = 4096
 ADDRESSES_PER_NODE = 12
 DIALS_FIRST = 2
@@ -111,6 +116,8 @@ class Dialler:
         self._changed = trio.Event()
         self._n_dials_max = DIALS_FIRST
         self._peers_max = peers_max
+        self._unhurried_due_s = -math.inf
+        """When the next connection beyond EAGER_PEERS may be looked for."""
         self._probe_due_s = -math.inf
         """When a lost node may be dialled next though all places are taken."""
 
@@ -215,8 +222,8 @@ class Dialler:
 
     def want(self, node_id: NodeId, now: float) -> Outcome[None]:
         """Dial it now, however many connections there are. How that dial ends: with an error, or it is
-        connected. Raises NodeUnreachable where it is not known where that node is, or callers wait for too
-        many."""
+        connected, though records may still be exchanged. Raises NodeUnreachable where it is not known where
+        that node is, or callers wait for too many."""
         candidate = self._candidates.get(node_id)
         if candidate is None or not candidate.addresses:
             raise NodeUnreachable(f"it is not known where node {node_id} is")
@@ -227,6 +234,12 @@ class Dialler:
             candidate.due_at_s = now
             self.wake()
         return candidate.wanted
+
+    def met(self, node_id: NodeId) -> None:
+        """There is a connection with it, by either node's dial; records have not been exchanged yet. Callers
+        need wait no longer."""
+        if (candidate := self._candidates.get(node_id)) is not None:
+            self._answer_callers(node_id, candidate, succeeded=True)
 
     def forget(self, node_id: NodeId) -> None:
         candidate = self._candidates.get(node_id)
@@ -255,6 +268,13 @@ class Dialler:
                 others.append((node_id, candidate))
         # Lots are drawn among those only that have a place: strangers are many in a large swarm.
         n_drawn = max(0, min(room, n_places))
+        n_eager = max(0, EAGER_PEERS - len(connected) - n_dialling)
+        if n_drawn > n_eager and others:
+            is_due = now >= self._unhurried_due_s
+            n_drawn = max(n_eager, int(is_due))
+            if is_due:
+                self._unhurried_due_s = now + UNHURRIED_S * self._random.uniform(0.5, 1.5)
+            next_s = min(next_s, self._unhurried_due_s)
         if n_drawn:
             others = self._drawn(others)
         picked, others = others[:n_drawn], others[n_drawn:]

@@ -7,6 +7,10 @@
 py-libp2p sends each line on its own, waits for the other's first line before it proposes, and reads lengths
 byte by byte. Here the dialler proposes at once, may send the beginning of what it has to say along with it,
 and the listener answers both lines together. Other implementations do the same.
+
+A new connection is negotiated twice in the same way, for its security and for its multiplexer, and this node
+offers one of each. So the dialler takes the answer for granted: it goes on at once, and looks at the answer
+when it reads for the first time. That saves three of the five round trips of a connection.
 """
 
 from __future__ import annotations
@@ -56,6 +60,40 @@ def propose_at_once(host: Any) -> None:
 
     host.new_stream = new_stream
     host.multiselect.negotiate = negotiate
+    for multistream in (swarm.upgrader.security_multistream, swarm.upgrader.muxer_multistream):
+        _take_the_answer_for_granted(multistream._selector)
+
+
+def _take_the_answer_for_granted(selector: Any) -> None:
+    """For one of what a connection is negotiated with, of which this node offers one."""
+    stock = selector.select
+
+    async def select(conn: Any, is_initiator: bool, *timeout_s: int) -> tuple[TProtocol, Any]:
+        if not is_initiator or len(selector.handlers) != 1:
+            chosen: tuple[TProtocol, Any] = await stock(conn, is_initiator, *timeout_s)
+            return chosen
+        (protocol,) = selector.handlers
+        await propose_without_waiting(conn, protocol)
+        return protocol, selector.handlers[protocol]
+
+    selector.select = select
+
+
+async def propose_without_waiting(conn: Any, protocol: TProtocol) -> None:
+    """The only one that is offered. The first read of `conn` raises MultiselectError where the other end does
+    not take it."""
+    proposal = _GREETING + _line(protocol.encode())
+
+    async def read(n: int | None = None) -> bytes:
+        del conn.read
+        # Who takes it says the same two lines.
+        if await _read_exactly(conn, len(proposal)) != proposal:
+            raise MultiselectError(f"the other end does not take {protocol}")
+        received: bytes = await conn.read(n)
+        return received
+
+    conn.read = read
+    await conn.write(proposal)
 
 
 async def propose(stream: Any, protocols: Sequence[TProtocol], first: bytes = b"") -> TProtocol:

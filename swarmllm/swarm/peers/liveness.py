@@ -127,13 +127,17 @@ class Liveness:
         self._plane = plane
         self._host.watch_peers(self)
 
+    async def exchanged(self, node_id: NodeId) -> None:
+        """Returns when no exchange of records with the peer is under way."""
+        if (exchange := self._exchange_of(node_id)) is not None:
+            await exchange.wait()
+
     async def dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         """Returns once the node counts as connected, so that a caller that limits dials limits all that
         follows from them. Raises NodeUnreachable, NodeUnresponsive."""
         await self._host.dial(node_id, addresses)
         with trio.move_on_after(_DIAL_AND_EXCHANGE_S):
-            if (exchange := self._exchange_of(node_id)) is not None:
-                await exchange.wait()
+            await self.exchanged(node_id)
         if node_id not in self.connected:
             raise NodeUnresponsive(f"node {node_id} takes a connection and does not answer")
 
@@ -207,6 +211,7 @@ class Liveness:
                 failed=partial(self._has_failed, node_id),
             )
         self._settle(node_id)
+        self._dialler.met(node_id)
 
     def _gives_way_no_more(self, node_id: NodeId) -> None:
         if (peer := self._peers.get(node_id)) is not None:

@@ -108,7 +108,7 @@ class ReachableNodes:
         return Look(contact, self._dialler.may_answer_from_s(node_id, heard_at_s))
 
     async def reach(self, node_id: NodeId, timeout_s: float) -> None:
-        """Raises NodeUnreachable, DeadlineExceeded."""
+        """Returns when there is a connection. Raises NodeUnreachable, DeadlineExceeded."""
         if node_id in self._connected:
             return
         if node_id not in self.at(trio.current_time()):
@@ -135,7 +135,9 @@ class ReachableNodes:
         `n_bytes`: of all messages with each connected node so far."""
         for node_id, use in list(self._uses.items()):
             if node_id not in n_bytes:
-                self._uses.drop(node_id)
+                # It may have been dialled so lately that records are still being exchanged.
+                if now - use.since_s >= IDLE_S:
+                    self._uses.drop(node_id)
             elif n_bytes[node_id] != use.n_bytes:
                 use.n_bytes, use.since_s = n_bytes[node_id], now
         found = sorted((use.since_s, node_id) for node_id, use in self._uses.items())

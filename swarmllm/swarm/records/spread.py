@@ -51,8 +51,9 @@ HEARTBEAT_S = 5.0
 HEARTBEAT_MAX_S = 60.0
 """While there is nothing new, of which only those need to hear that have no connection with this node. More
 rarely where the swarm is large (EXPIRY_NODES)."""
-HEARTBEATS_PER_S = 2.0
-"""Of the whole swarm: each node hears all of them, several times."""
+HEARTBEATS_PER_S = 1.7
+"""Of the whole swarm: each node hears all of them, about five times. A node is forgotten after four that did
+not come (`envelope_book.expiry_s`)."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
