@@ -31,6 +31,10 @@ PRIVATE = {
     "_write_lock": (YAMUX, "fast_paths takes a lock that the library does not"),
     "_auto_tune_and_send_window_update": (YAMUX, "guards.batch_window_updates batches nothing"),
     "_grow_threshold": (YAMUX, "guards.batch_window_updates does not know half of a window"),
+    "_selector": (
+        "security/security_multistream.py",
+        "negotiation.propose_at_once waits for the answer to each proposal of a new connection",
+    ),
     "_set_reuse_flags": ("transport/tcp/tcp.py", "guards.listen_on_one_family has no effect"),
     "_run_and_manage_task": (MANAGER, "guards.find_parents_of_tasks_at_once remembers no task"),
     "_find_parent_task": (MANAGER, "guards.find_parents_of_tasks_at_once has no effect"),

@@ -45,8 +45,10 @@ class AddressSources:
         self._bootstrap: set[NodeAddress] = set()
         self.named: set[NodeId] = set()
         """Nodes that a person has written down."""
+        self._dial: Dial = host.dial
 
     def begin(self, bootstrap: Iterable[NodeAddress], dial: Dial) -> None:
+        self._dial = dial
         self._meet_also(bootstrap)
         supervise(self._nursery, "dialler", self._dialler.run, dial, self._host.connected)
 
@@ -150,7 +152,7 @@ class AddressSources:
             await trio.sleep(_RESOLVE_AGAIN_S if addresses else _RESOLVE_RETRY_S)
 
     async def _dial_for_caller(self, node_id: NodeId, where: Callable[[], Awaitable[list[Address]]]) -> None:
-        await self._host.dial(node_id, await where())
+        await self._dial(node_id, await where())
 
 
 def usable(texts: Iterable[str]) -> list[Address]:
