@@ -79,7 +79,7 @@ class Client:
     def untried(self) -> frozenset[NodeId]:
         return frozenset()
 
-    def connected(self) -> frozenset[NodeId]:
+    def reachable(self) -> frozenset[NodeId]:
         return frozenset(self.says_s)
 
     def holders(self, model_id: str) -> Collection[NodeId]:

@@ -73,7 +73,7 @@ class Stand:
     def untried(self) -> frozenset[str]:
         return frozenset(self.untried_nodes)
 
-    def connected(self) -> frozenset[str]:
+    def reachable(self) -> frozenset[str]:
         return frozenset({A, B, C, D} - set(self.untried_nodes))
 
     async def choose(
