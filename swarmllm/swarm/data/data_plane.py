@@ -35,9 +35,10 @@ from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades, ask_for_link, give_link
-from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, Wire, noise_handshake
+from swarmllm.swarm.data.wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, Wire, noise_handshake
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import first_to_answer
+from swarmllm.swarm.libp2p.handshake_turns import HandshakeTurns
 from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity
@@ -53,7 +54,7 @@ CONNECTIONS_MAX = 1024
 """Unless the node has more of libp2p's: every peer that counts has one of each."""
 CONNECTIONS_PER_PEER = 6
 HANDSHAKES_MAX = 64
-"""Accepted connections of which the peer is not known yet; for more the oldest make room."""
+"""Accepted connections of which the peer is not known yet."""
 
 _DIAL_S = 3.0
 _BACKOFF_FIRST_S = 0.25
@@ -116,8 +117,7 @@ class DataPlane:
         self.upgrades = Upgrades(self._neighbours, self, identity.node_id)
         self._pacing = TransferPacing()
         self._timer = ConnectionTimer()
-        self._half_open: dict[trio.SocketStream, None] = {}
-        """The oldest first."""
+        self._handshakes = HandshakeTurns(half_open_max=HANDSHAKES_MAX, stale_s=HANDSHAKE_S / 2)
         self.port = 0
         self._listening: list[str] = []
         self.on_link: LinkHandler | None = None
@@ -422,18 +422,16 @@ class DataPlane:
             await self._take_in(stream)
 
     async def _take_in(self, stream: trio.SocketStream) -> None:
-        if len(self._half_open) >= HANDSHAKES_MAX:
-            # A peer that says nothing must not keep others out.
-            del self._half_open[oldest := next(iter(self._half_open))]
-            await trio.aclose_forcefully(oldest)
-        self._half_open[stream] = None
+        handshake = await self._handshakes.begin(stream)
+        if handshake is None:
+            return
         try:
             node_id, wire = await noise_handshake(stream, self._identity, None, self._gater)
         except HandshakeFailed as error:
             provoked_by(log, "unknown").debug("a connection was refused: %s", error)
             return
         finally:
-            self._half_open.pop(stream, None)
+            handshake.end()
         if self._may_come(node_id):
             self._start(node_id, wire, dialled=False)
         else:

@@ -34,15 +34,13 @@ from libp2p.tools.anyio_service.exceptions import DaemonTaskExit
 from swarmllm.log_filter import provoked_by
 from swarmllm.operating_system import limit_silence
 from swarmllm.swarm.libp2p.bounded_yamux import STREAMS_OF_EACH
+from swarmllm.swarm.libp2p.handshake_turns import HALF_OPEN_MAX, HandshakeTurns
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
 DEPARTED_MAX = 64
 """Peers without a connection of which something is kept."""
-HALF_OPEN_MAX = 64
-"""Inbound connections in the middle of their handshakes."""
-
 STREAMS_MAX = 10_000
 """Of all connections, and for many connections more (see bounded_yamux)."""
 
@@ -198,29 +196,27 @@ def return_inbound_slots(swarm: Any) -> None:
     its inbound slot meanwhile: after 250 inbound connections in its life a host refuses everybody. Here it
     ends with its connection.
 
-    It also holds it for ten seconds while a peer says nothing, so 300 silent ones keep everybody else out.
-    Here the one that has said nothing for longest makes room for the next."""
+    It also holds it for ten seconds while a peer says nothing, so 300 silent ones keep everybody else out,
+    and begins all handshakes at once. Here they have turns (`handshake_turns`)."""
     upgrade, handle = swarm.upgrade_inbound_raw_conn, swarm._do_handle_inbound_connection
-    half_open: dict[trio.SocketStream, None] = {}
+    turns = HandshakeTurns()
 
     async def handle_and_mark(stream: Any, address: Any, event: Any) -> None:
-        socket_below = stream.stream
-        if len(half_open) >= HALF_OPEN_MAX:
-            await trio.aclose_forcefully(oldest := next(iter(half_open)))
-            half_open.pop(oldest, None)
-        half_open[socket_below] = None
-        _from_listener.set(socket_below)
+        handshake = await turns.begin(stream.stream)
+        if handshake is None:
+            return
+        _from_listener.set(handshake)
         try:
             await handle(stream, address, event)
         finally:
-            half_open.pop(socket_below, None)
+            handshake.end()
 
     async def upgrade_and_stay(raw_connection: Any, address: Any) -> Any:
         called_by_listener = _from_listener.get()
         _from_listener.set(None)
         muxed = await upgrade(raw_connection, address)
         if called_by_listener is not None:
-            half_open.pop(called_by_listener, None)
+            called_by_listener.end()
             await muxed.event_closed.wait()
             # The caller's only way out other than the end of the swarm; it closes the connection, which is
             # closed.

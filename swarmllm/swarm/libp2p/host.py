@@ -40,6 +40,7 @@ from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
 from swarmllm.swarm.libp2p.control_keepalive import judge_connections_by_what_comes
+from swarmllm.swarm.libp2p.handshake_turns import HALF_OPEN_MAX
 from swarmllm.swarm.libp2p.negotiation import propose_at_once
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
@@ -408,10 +409,10 @@ async def run_libp2p(
         muxer_opt={TProtocol(yamux.PROTOCOL_ID): yamux.Yamux},
         connection_config=ConnectionConfig(
             # Who is one too many is decided when it is known who it is (`liveness`), and not before.
-            max_connections=connections_max + host_guards.HALF_OPEN_MAX,
+            max_connections=connections_max + HALF_OPEN_MAX,
             min_connections=0,
             low_watermark=0,
-            high_watermark=connections_max + host_guards.HALF_OPEN_MAX,
+            high_watermark=connections_max + HALF_OPEN_MAX,
             # A frozen peer is never noticed otherwise.
             enable_health_monitoring=True,
             health_initial_delay=5,
