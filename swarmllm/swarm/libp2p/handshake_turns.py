@@ -1,9 +1,9 @@
-"""Takes accepted connections through their handshakes a few at a time, in the order in which they spoke.
+"""Takes accepted connections through their handshakes a few at a time, in the order in which they began.
 
 Two hundred nodes may start at once and know one address. If all their handshakes were under way at the same
 time, none would be over before its dialler gave up, and all would come again. So a few have a turn, the
 others wait, and one that has waited for so long that its dialler is about to give up is closed: what is begun
-gets done. A peer that says nothing has no turn, and one that falls silent in its turn keeps it for TURN_S.
+gets done. A peer that sends nothing has no turn, and one that falls silent in its turn keeps it for TURN_S.
 
 Where too many wait, a silent one makes room, else one that is drawn by lot among those without a turn: a peer
 that opens many connections cannot push out all others.
@@ -31,7 +31,7 @@ class Handshake:
     def __init__(self, turns: HandshakeTurns, stream: trio.SocketStream) -> None:
         self._turns = turns
         self.stream = stream
-        self.has_spoken = False
+        self.has_sent = False
         self.turn_at_s: float | None = None
         self.woken = trio.Event()
 
@@ -55,7 +55,7 @@ class HandshakeTurns:
         self._half_open_max = half_open_max
         self._stale_s = stale_s
         self._all: dict[Handshake, None] = {}
-        """In the order in which they came; of those that wait for a turn, in which they spoke."""
+        """In the order in which they came; of those that wait for a turn, in which they sent something."""
 
     def __repr__(self) -> str:
         n_turns = sum(each.turn_at_s is not None for each in self._all)
@@ -71,8 +71,8 @@ class HandshakeTurns:
         try:
             with trio.move_on_after(SPEAKS_S):
                 await self._speaks(stream)
-                mine.has_spoken = True
-            if mine.has_spoken and mine in self._all:
+                mine.has_sent = True
+            if mine.has_sent and mine in self._all:
                 self._all[mine] = self._all.pop(mine)
                 began = await self._has_turn(mine)
         except (OSError, trio.ClosedResourceError, trio.BusyResourceError):
@@ -112,7 +112,7 @@ class HandshakeTurns:
         return now if len(under_way) < TURNS else under_way[len(under_way) - TURNS]
 
     def _first(self) -> Handshake | None:
-        return next((each for each in self._all if each.has_spoken and each.turn_at_s is None), None)
+        return next((each for each in self._all if each.has_sent and each.turn_at_s is None), None)
 
     def _wake_first(self) -> None:
         if (first := self._first()) is not None:
@@ -120,7 +120,7 @@ class HandshakeTurns:
 
     async def _make_room(self, newcomer: Handshake) -> bool:
         """False: the newcomer gives way itself."""
-        silent = next((each for each in self._all if not each.has_spoken), None)
+        silent = next((each for each in self._all if not each.has_sent), None)
         waiting = [each for each in self._all if each.turn_at_s is None]
         overdue = [each for each in self._all if each.turn_at_s is not None]
         leaving = silent or (self._random.choice([*waiting, newcomer]) if waiting else overdue[0])
