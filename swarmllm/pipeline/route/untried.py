@@ -19,7 +19,7 @@ from typing import Final
 from swarmllm.pipeline.route.assembly import Assembly
 from swarmllm_proto.identifiers import NodeId
 
-GAIN: Final = 1.25
+GAIN: Final = 1.1
 """So many times longer must the route without untried nodes take."""
 DIAL_S: Final = 0.12
 """What a new connection costs a request: two round trips, between nodes that are neither near nor far."""
