@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
+from deadlines import DEADLINE_S
 
 from swarmllm.workerpool.gpus import has_gpu_backend
 
@@ -34,11 +35,13 @@ def test_a_pipeline_over_a_gpu_and_a_processor_answers_as_a_processor_does(tmp_p
         running_daemon(tmp_path, "gpu", load=["guide:0:6"]) as gpu,
         running_daemon(tmp_path, "cpu", load=["guide:6:12"], bootstrap=gpu.addresses, **here) as cpu,
     ):
-        wait_for(lambda: stats(gpu)["gpus"], "the GPU to be seen")
+        wait_for(lambda: stats(gpu)["gpus"], DEADLINE_S, "the GPU to be seen")
         (worker,) = (each for each in stats(gpu)["workers"] if each["pid"])
         assert worker["n_gpu_layers"] == 7
         assert not any(each["n_gpu_layers"] for each in stats(cpu)["workers"])
-        wait_for(lambda: gpu.http.get("/api/admin/plan?model=guide").status_code == 200, "a pipeline")
+        wait_for(
+            lambda: gpu.http.get("/api/admin/plan?model=guide").status_code == 200, DEADLINE_S, "a pipeline"
+        )
         assert answer(gpu) == answer(whole)
         told = [each["gpus"] for each in cpu.http.get("/api/admin/peers").json()["peers"]]
         assert [gpu["total_bytes"] > 0 for (gpu,) in told] == [True]

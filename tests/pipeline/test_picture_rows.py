@@ -181,6 +181,25 @@ async def test_the_same_prompt_is_not_computed_again_and_another_picture_is(tmp_
             swarm.kill(C)
 
 
+async def test_a_whole_model_gets_the_kv_of_a_picture_from_the_node_before(
+    tmp_path: Path,
+) -> None:
+    entry = entry_of(tmp_path / "models", "janus_pro", "llama", image=64)
+    text = "<__media__>" + "what can be seen in this picture? " * 3
+    fetching = PrefixFetchSettings(True, *(DEADLINE_S,) * 3)
+    async with (
+        swarm_of(tmp_path, entry, {A: "", B: "0:4"}, prefix_fetch=fetching) as swarm,
+        worker_of(tmp_path, entry, C, "0:4") as pool,
+    ):
+        before = await seen_by(swarm, asking([picture(70, 50, 1)], text))
+        await swarm.start(C, pool)
+        await leave(swarm, B)
+        swarm[C].observations.observe(entry.model_id, "prefill", DEADLINE_S, 4, 1)
+        assert await seen_by(swarm, asking([picture(70, 50, 1)], text)) == before._replace(n_cached=128)
+        assert hits(swarm, C) == 1
+        swarm.kill(C)
+
+
 async def test_a_later_turn_with_one_more_picture_begins_after_what_is_there(tmp_path: Path) -> None:
     entry = entry_of(tmp_path / "models", "janus_pro", "llama", image=64)
     text = "<__media__>" + "what can be seen in this picture? " * 3

@@ -224,8 +224,8 @@ class Attempts:
     def _sources(self, chain: Chain, new: Collection[int] | None = None) -> tuple[KeptElsewhere, ...]:
         """Where stages may fetch KV of the prompt's beginning. `new`: only they have to have it."""
         names = chain.prefix_names
-        if names is None or self._prefixes is None or len(names.stages) == 1:
-            return ()
+        if names is None or self._prefixes is None or isinstance(chain, RemoteChain):
+            return ()  # the node of a RemoteChain looks for KV itself
         may_give = (self._router.connected() | {self._router.node_id}).__contains__
         stays = () if new is None else [i for i in range(len(names.stages)) if i not in new]
         return self._stage_holders.sources(names, chain.prompt, may_give, trio.current_time(), stays)
