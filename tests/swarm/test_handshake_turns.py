@@ -19,7 +19,8 @@ from swarmllm.swarm.libp2p.handshake_turns import (
 
 
 class FakeStream(trio.abc.AsyncResource):
-    def __init__(self) -> None:
+    def __init__(self, network: str) -> None:
+        self.network = network
         self.spoken = trio.Event()
         self.is_closed = False
 
@@ -33,18 +34,23 @@ class Stand:
     def __init__(self, nursery: trio.Nursery, half_open_max: int = 64) -> None:
         self._nursery = nursery
         speaks: Callable[[Any], Awaitable[None]] = self._speaks
-        self.turns = HandshakeTurns(speaks, random.Random(0), half_open_max=half_open_max)
+        self.turns = HandshakeTurns(
+            speaks, random.Random(0), network=self._network, half_open_max=half_open_max
+        )
         self.begun: dict[int, Handshake] = {}
         self.streams: list[FakeStream] = []
+
+    def _network(self, stream: Any) -> str:
+        return str(stream.network)
 
     async def _speaks(self, stream: FakeStream) -> None:
         await stream.spoken.wait()
         if stream.is_closed:
             raise trio.ClosedResourceError
 
-    async def come(self, n: int, *, speaks: bool = True) -> None:
+    async def come(self, n: int, network: str = "a", *, speaks: bool = True) -> None:
         for _ in range(n):
-            stream = FakeStream()
+            stream = FakeStream(network)
             self.streams.append(stream)
             self._nursery.start_soon(self._begin, len(self.streams) - 1)
             if speaks:
@@ -104,4 +110,29 @@ async def test_a_crowd_of_speakers_does_not_push_out_who_has_a_turn(autojump_clo
         assert len(stand.closed) == 4 * TURNS
         assert min(stand.closed) >= TURNS
         assert stand.closed[-TURNS:] != list(range(5 * TURNS, 6 * TURNS)), "the latest are not always refused"
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_next_turn_is_for_the_network_with_fewest(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        stand = Stand(nursery)
+        await stand.come(4 * TURNS, "crowd")
+        await stand.come(1, "home")
+        await stand.come(1, "other home")
+        await trio.sleep(TURN_S + 0.1)
+        assert {4 * TURNS, 4 * TURNS + 1} <= set(stand.begun)
+        assert len(stand.begun) == 2 * TURNS
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_network_that_has_most_makes_room(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        stand = Stand(nursery, half_open_max=3 * TURNS)
+        await stand.come(3 * TURNS, "crowd")
+        homes = {len(stand.streams) + n for n in range(3)}
+        for number in homes:
+            await stand.come(1, f"home {number}")
+        await stand.come(6 * TURNS, "crowd")
+        assert len(stand.closed) == 6 * TURNS + 3
+        assert not homes & set(stand.closed)
         nursery.cancel_scope.cancel()
