@@ -47,6 +47,7 @@ from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.transfer import ModelTransfer, TransferSettings
 from swarmllm.workerpool import LoadOptions, WorkerStatistics
+from swarmllm.workerpool.gpus import KnownGpus
 from swarmllm.workerpool.settings import ModelMemory
 from swarmllm_proto.ipc import Sampling
 
@@ -86,6 +87,7 @@ class NodePool(FakePool):
     def __init__(self, model_id: str, n_embd: int, layers: str) -> None:
         super().__init__(layers, n_embd=n_embd)
         self._model_id = model_id
+        self.gpus = KnownGpus(is_used=False)
 
     def models(self) -> dict[str, Any]:
         return {self._model_id: self.ranges}
