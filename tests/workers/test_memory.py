@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
+import json
 import logging
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from deadlines import DEADLINE_S
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
@@ -19,7 +20,7 @@ from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory import Memory, available_bytes, estimate, predict, refuse_beside
 from swarmllm_workers.engine.memory_dry_run import MemoryUse, dry_run
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import interposing
 
@@ -34,6 +35,7 @@ needs_memory_calls = pytest.mark.skipif(
     interposing.find_library("memory_calls") is None, reason="not built here: memory_calls"
 )
 
+MEASURED = Path(__file__).with_name("process_memory.py")
 SETTINGS = {
     "plain": EngineSettings(n_ctx=2048),
     "long": EngineSettings(n_ctx=8192, n_slots=2),
@@ -70,14 +72,6 @@ def assert_close(engine: Engine, log: str) -> None:
     assert all(use.compute_bytes > 0 for use in uses)
 
 
-def private_bytes() -> int:
-    """Of this process, after what nobody uses was given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
-
-
 @needs_memory_calls
 @pytest.mark.parametrize(
     ("family", "layers"), [("llama-3.1", (0, 4)), ("llama-3.1", (1, 3)), ("deepseek-v3", (0, 4))]
@@ -85,19 +79,10 @@ def private_bytes() -> int:
 def test_prediction_is_what_the_process_takes(tmp_path: Path, family: str, layers: tuple[int, int]) -> None:
     """Once its cells are full: not only of what libllama speaks."""
     path = write(tmp_path / "model.gguf", FAMILIES[family])
-    engine = Engine(path, tmp_path / "segments", SETTINGS["long"])
-    engine.footprint.predicted([layers])
-    before = private_bytes()
-    engine.layers.load(*layers)
-    route, slot = engine.route("r", *layers), engine.take_slot("r")
-    rows = np.zeros(N_BATCH, np.int32) if layers[0] == 0 else np.zeros((N_BATCH, engine.n_embd), np.float32)
-    for position in range(0, 8192, N_BATCH):
-        engine.run(route, [Span(slot, position, rows, "none")])
-    taken = private_bytes() - before
-    predicted = engine.memory.kv_bytes + engine.memory.work_bytes
-    # Earlier tests of this process leave the allocator some room (bench.memory_by_shape has fresh ones).
-    assert predicted == pytest.approx(taken, rel=0.03, abs=6 * 2**20)
-    engine.close()
+    command = [sys.executable, MEASURED, path, tmp_path / "segments", *map(str, layers)]
+    measured = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    predicted, taken = json.loads(measured.stdout)
+    assert predicted == pytest.approx(taken, rel=0.03, abs=3 * 2**20)
 
 
 def test_graphs_that_may_have_many_operations_and_rows_that_replace_token_ids_count(tmp_path: Path) -> None:
