@@ -139,8 +139,8 @@ def test_in_an_open_swarm_prompts_are_announced_by_whoever_wants_it(tmp_path: Pa
         assert seen["connected"]["announced_prefixes"] > 0
 
 
-SLOW = Shape(n_layers=12, n_embd=512, n_heads=8, n_kv_heads=2, n_ff=2048, n_vocab=512, context_length=8192)
-N_SLOW_PROMPT, N_STREAM = 2000, 3000
+SLOW = Shape(n_layers=12, n_embd=512, n_heads=8, n_kv_heads=2, n_ff=8192, n_vocab=512, context_length=8192)
+N_SLOW_PROMPT, N_STREAM = 1200, 3000
 
 
 @pytest.mark.slow
