@@ -157,6 +157,7 @@ async def settle(router: Libp2pRouter, node_id: NodeId, punch_s: float, upgrade_
         while node_id not in router.connected():
             try:
                 await router.reach(node_id, timeout_s=REACH_S)
+                await trio.sleep(0.1)  # records are exchanged behind it
             except SwarmLLMError:
                 await trio.sleep(1.0)
     with trio.move_on_after(punch_s):

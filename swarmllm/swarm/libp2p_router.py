@@ -214,6 +214,7 @@ class Libp2pRouter:
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
         if node_id == self.node_id or node_id in self._connected:
+            await trio.lowlevel.checkpoint()
             return
         began_s = trio.current_time()
         if node_id not in self.reachable():
@@ -221,6 +222,7 @@ class Libp2pRouter:
             with trio.move_on_after(timeout_s):
                 await self._liveness.exchanged(node_id)
         elif self.host.is_connected(node_id):
+            await trio.lowlevel.checkpoint()
             return
         self.plane.dial_beside(node_id)
         await self._reachable.reach(node_id, max(0.0, began_s + timeout_s - trio.current_time()))
