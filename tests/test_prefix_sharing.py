@@ -73,7 +73,7 @@ def members(folder: Path, *names: str, **inference: Any) -> Iterator[list[Daemon
 
 
 OUTCOMES = ("miss", "declined", "hit")
-TRIES = 4
+TRIES = 6
 """This model is so quick that a busy machine may not bring its KV within a twentieth of the prompt's time."""
 
 
