@@ -16,7 +16,7 @@ from swarmllm_workers.engine.operation import complete
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.kernels import interposing, memory_calls
 
-from .test_memory import private_bytes
+from .process_memory import private_bytes
 
 pytestmark = pytest.mark.skipif(
     interposing.find_library("memory_calls") is None, reason="not built here: memory_calls"
