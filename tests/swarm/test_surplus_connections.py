@@ -46,7 +46,8 @@ async def test_of_two_connections_one_is_left_and_everything_goes_on(tmp_path: P
                 nursery.start_soon(dial_once_more, smaller, larger)
             if dialler != "smaller":
                 nursery.start_soon(dial_once_more, larger, smaller)
-        assert len(connections(a, b)) > 1
+        # Who accepts it may have it a moment later.
+        assert max(len(connections(a, b)), len(connections(b, a))) > 1
         await has_one_each(a, b)
         (kept,) = connections(smaller, larger)
         if dialler != "larger":
