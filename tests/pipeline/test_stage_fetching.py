@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
@@ -22,13 +23,14 @@ from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.origin.generation import Generation
 from swarmllm.pipeline.prefix.choice import PrefixFetchSettings
 from swarmllm.pipeline.prefix.names import PrefixNames
+from swarmllm.pipeline.prefix.stage_fetching import StageFetcher
 from swarmllm.pipeline.prefix.stage_holders import REMEMBERED_MAX, REMEMBERED_S, StageHolders
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import PrefixLookedUp, PrefixSnapshotResponse, Sampling
-from swarmllm_proto.swarm import KeptPrefix, NodeRecord, Stage
+from swarmllm_proto.swarm import KeptElsewhere, KeptPrefix, NodeRecord, PipelineAssignment, Stage
 
 from .fakes import Swarm, open_swarm
 
@@ -182,6 +184,25 @@ async def test_nodes_that_take_over_layers_compute_only_what_follows(later: dict
         assert {hits(swarm, node_id) for node_id in later} == {1}
 
 
+@pytest.mark.parametrize(
+    ("stage", "start", "end", "field"),
+    [(1, 0, 8, "kept_elsewhere[0]"), (1, 6, 12, "kept_elsewhere[0]"), (2, 0, 12, "kept_elsewhere[0].stage")],
+)
+def test_an_assignment_names_no_layers_that_a_stage_does_not_have(
+    stage: int, start: int, end: int, field: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"field `{field}`")):
+        PipelineAssignment(
+            request_id="r",
+            model_id=MODEL,
+            origin=A,
+            n_prompt_tokens=1,
+            sampling=Sampling(),
+            stages=(Stage(node_id=A, start=0, end=4), Stage(node_id=B, start=4, end=12)),
+            kept_elsewhere=(KeptElsewhere(stage=stage, node_id=C, start=start, end=end, n_blocks=1),),
+        )
+
+
 async def test_nobody_is_sent_to_a_stage_that_fetched_its_kv_itself() -> None:
     pools = {A: GivingPool("0:4"), B: GivingPool("4:12")}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
@@ -218,6 +239,12 @@ async def test_where_the_kv_does_not_come_the_prompt_is_computed(why: str) -> No
         assert text == await uncut(PROMPT, 8)
         assert generation.n_cached_tokens == 0
         assert hits(swarm, C) == 0
+        if why == "dropped":
+            # The origin was wrong, not the node that it named.
+            fetcher = swarm[C].pipelines._sessions.fetches
+            assert isinstance(fetcher, StageFetcher)
+            assert fetcher.transfer.counts.prefix_misses == 1
+            assert not fetcher.transfer.avoided.has(B, trio.current_time())
 
 
 async def test_a_stage_that_rests_on_kv_of_another_node_is_not_checked() -> None:

@@ -152,6 +152,17 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             if stage.start != expected:
                 raise ValueError(f"field `stages[{index}].start`: {stage.start} where {expected} must follow")
             expected = stage.end
+        for index, kept in enumerate(self.kept_elsewhere or ()):
+            if kept.stage >= len(self.stages):
+                raise ValueError(
+                    f"field `kept_elsewhere[{index}].stage`: {kept.stage} of {len(self.stages)} stages"
+                )
+            stage = self.stages[kept.stage]
+            if not kept.start <= stage.start < stage.end <= kept.end:
+                raise ValueError(
+                    f"field `kept_elsewhere[{index}]`: layers {stage.start}:{stage.end} are no part of "
+                    f"{kept.start}:{kept.end}"
+                )
 
 
 class PipelineAck(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -60,6 +60,10 @@ class NotGiven(Exception):
         self.trust_event = event
 
 
+class NotKept(NotGiven):
+    """It says that it does not have the rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
     """A holder of a beginning of the prompt."""
@@ -217,8 +221,16 @@ class PrefixTransfer:
             if peer.node_id in node_ids
         ]
 
-    def _failed(self, node_id: NodeId, reason: NotGiven, lost_s: float = math.inf) -> None:
-        self.avoided.add(node_id, trio.current_time(), lost_s)
+    def _failed(
+        self,
+        node_id: NodeId,
+        reason: NotGiven,
+        lost_s: float = math.inf,
+        named_by: NodeId | None = None,
+    ) -> None:
+        """`named_by`: the origin that said what is kept there; None: the node announced it itself."""
+        if named_by is None or not isinstance(reason, NotKept):
+            self.avoided.add(node_id, trio.current_time(), lost_s)
         if reason.trust_event is not None:
             self.trust.note(node_id, reason.trust_event, "kept KV")
         provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
@@ -262,7 +274,7 @@ class PrefixTransfer:
         if n_slices < len(every):
             lost_s = math.inf if failures else trio.current_time() - began_s
             reason = failures[0] if failures else NotGiven("it did not come in time")
-            self._failed(node_id, reason, lost_s)
+            self._failed(node_id, reason, lost_s, named_by=wanted.scope)
             if reason.trust_event is not None:
                 return None
         return GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
@@ -290,6 +302,8 @@ class PrefixTransfer:
             raise NotGiven(error.message) from None
         if not isinstance(piece, PrefixKv):
             raise NotGiven("it answered something else", TrustEvent.BROKE_PROTOCOL)
+        if piece.status == "absent":
+            raise NotKept("it does not keep that")
         if piece.status != "ok":
             raise NotGiven(f"it is {piece.status}")
         if len(piece.digest) != DIGEST_SIZE or not piece.data:
