@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.common.delay_proxy import delay_proxy, free_port
-from bench.common.llama_server import START_TIMEOUT_S, STOP_TIMEOUT_S, llama_server
+from bench.common.llama_server import START_TIMEOUT_S, llama_server, stop
 from bench.common.streamed import Endpoint
 
 NAME: Final = "llama.cpp's RPC"
@@ -62,12 +62,7 @@ def _rpc_server(program: Path, one_way_s: float, n_threads: int) -> Iterator[str
         with delay_proxy([((HOST, far_port), (HOST, port))], one_way_s):
             yield f"{HOST}:{far_port}"
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
 
 
 def _listens(port: int) -> bool:
