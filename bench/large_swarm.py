@@ -27,7 +27,7 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
-from bench.common.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine, refuse_without_matplotlib
 from bench.common.large_swarm import LargeSwarm
 from bench.common.large_swarm_nodes import (
     DIAL_RTTS,
@@ -378,6 +378,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
+    refuse_without_matplotlib(parser, options.picture)
     columns: dict[str, dict[str, Any]] = {}
     swarms: dict[str, LargeSwarm] = {}
     for n_nodes in options.nodes:

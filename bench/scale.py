@@ -20,7 +20,7 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
-from bench.common.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine, refuse_without_matplotlib
 from bench.simulation import simulate
 
 
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    refuse_without_matplotlib(parser, arguments.picture)
     if arguments.one:
         times_s = arguments.ask_every_s, arguments.change_every_s
         print(json.dumps(asdict(measure(arguments.one, arguments.minutes, *times_s, arguments.seed))))

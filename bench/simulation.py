@@ -21,7 +21,7 @@ from pathlib import Path
 import trio
 from trio.testing import MockClock
 
-from bench.common.figures import RESULTS, machine
+from bench.common.figures import RESULTS, machine, refuse_without_matplotlib
 from bench.common.simulated_network import SimulatedNetwork
 from bench.common.simulated_swarm import N_SLOTS, SPEAK_S, TICK_S, Figures, SimulatedNode, World, busy
 from swarmllm.errors import SwarmLLMError
@@ -302,6 +302,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
+    refuse_without_matplotlib(parser, options.picture)
     began_s = time.perf_counter()
     duration_s = options.minutes * 60
     world = trio.run(simulate, options.nodes, duration_s, options.seed, clock=MockClock(autojump_threshold=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from swarmllm_workers.kernels.kernel_tuning import processor
@@ -44,6 +46,12 @@ def ratios(ours: Figure, rival: Figure) -> Figure:
     """Ours over the rival's, round by round: the drift of a noisy machine hits both sides of a pair alike."""
     pairs = zip(ours.values, rival.values, strict=True)
     return Figure(f"{ours.name} / {rival.name}", "x", [a / b for a, b in pairs])
+
+
+def refuse_without_matplotlib(parser: argparse.ArgumentParser, picture: Path | None) -> None:
+    """Before minutes of measuring, not after them."""
+    if picture is not None and find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: .venv/bin/pip install -e '.[bench]'")
 
 
 def machine() -> dict[str, object]:
