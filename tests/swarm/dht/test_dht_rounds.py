@@ -13,7 +13,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.dht import ANNOUNCE_EVERY_S, ENOUGH_PROVIDERS, Dht
 from swarmllm.swarm.discovery.dht.messages import Contact, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
-from swarmllm.swarm.discovery.dht.table import EXPIRY_S
+from swarmllm.swarm.discovery.dht.table import EXPIRY_S, ProviderBook
 from swarmllm.swarm.router import DhtMode
 from swarmllm_proto.identifiers import NodeId
 
@@ -29,6 +29,7 @@ class Node(DhtNode):
     def __init__(self, network: MemoryNetwork, node_id: NodeId, mode: DhtMode, peers_max: int) -> None:
         self.host = network.host(node_id)
         self.let_in = True
+        self.knows_all = False
         self.gone: list[NodeId] = []
         host: Any = self.host
         self.dht = Dht(host, network.nursery, self, mode=mode, peers_max=peers_max)
@@ -42,6 +43,9 @@ class Node(DhtNode):
 
     def lets_in(self, node_id: NodeId) -> bool:
         return self.let_in
+
+    def knows_the_swarm(self) -> bool:
+        return self.knows_all
 
     def let_go(self, node_id: NodeId) -> None:
         self.gone.append(node_id)
@@ -235,3 +239,35 @@ async def test_who_is_not_let_in_is_not_asked(autojump_clock: MockClock) -> None
         assert one.host.asked_of == []
         assert other.node_id not in one.dht.core.table
         assert one.node_id in other.dht.core.table
+
+
+async def test_where_all_know_each_other_nobody_is_dialled_unless_somebody_waits_for_the_result(
+    autojump_clock: MockClock,
+) -> None:
+    async with nodes() as made:
+        one, middle, far = made.start(), made.start(), made.start()
+        one.knows_all = True
+        one.dht.provide([KEY])
+        far.dht.provide([OTHER_KEY])
+        await made.introduce(middle, far)
+        await made.introduce(one, middle)
+        assert one.host.dialled[1:] == []
+        assert (middle.n_held, far.n_held) == (2, 0), "it is told to those with whom there is a connection"
+        middle.dht.core.providers = ProviderBook()
+        assert [c.node_id for c in await one.dht.find_providers(OTHER_KEY)] == [far.node_id]
+        assert one.host.dialled[1:] == [far.node_id]
+
+
+async def test_a_slow_answer_costs_no_connection_and_one_that_never_comes_does(
+    autojump_clock: MockClock,
+) -> None:
+    """The machines may be short of processor time, and others use the connection."""
+    async with nodes() as made:
+        one, other = made.start(), made.start()
+        await one.host.dial(other.node_id, list(HERE))
+        one.host.opens_streams = False
+        one.dht.met(other.node_id)
+        await trio.sleep(SOON_S)
+        assert one.host.closed == []
+        await trio.sleep(2 * SOON_S)
+        assert one.host.closed == [other.node_id]

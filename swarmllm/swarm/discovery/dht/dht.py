@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 ASK_S = 5.0
 """For a question and its answer, the dial included."""
 UNDER_WAY_MAX = 16
-_STUCK_S = 10.0
+_STUCK_S = 60.0
+"""Slow is not stuck: two nodes that are short of processor time would lose the connection that others use, and
+make it anew."""
 _END_S = 2.0
 PROTOCOL = "/swarmllm/kad/1.0.0"
 ANNOUNCE_EVERY_S = 3600.0
@@ -122,11 +124,12 @@ class DhtClient:
         answer: Message | None = None
         failure = "no answer in time"
         is_stranger = not self._host.is_connected(contact.node_id)
+        if is_stranger:
+            # It has deadlines of its own, and half a dial cancelled would leave half a connection.
+            await self._host.dial(contact.node_id, list(contact.addresses))
 
         with trio.move_on_after(_STUCK_S) as stuck:
             try:
-                if is_stranger:
-                    await self._host.dial(contact.node_id, list(contact.addresses))
                 stream = await self._host.open_stream(
                     contact.node_id, self._protocol, framed(encode(message))
                 )
@@ -193,6 +196,7 @@ class Dht:
     ) -> None:
         parts = parts or DhtParts()
         self._host = host
+        self._node = node
         self._mode = mode
         self._own_key = node_key(host.node_id)
         self.core = DhtCore(host.node_id, node, parts.n_entries, parts.contacts)
@@ -247,7 +251,7 @@ class Dht:
             if (not n_before and len(self.core.table)) or now >= refresh_at_s:
                 refresh_at_s = now + _REFRESH_S
                 self.core.providers.expire(now)
-                await self._search(DhtMessageKind.FIND_NODE, self._own_key)
+                await self._search(DhtMessageKind.FIND_NODE, self._own_key, is_asked_for=False)
             await self._announce()
 
     async def find_providers(self, key: bytes, *, n_enough: int = ENOUGH_PROVIDERS) -> list[Contact]:
@@ -279,9 +283,17 @@ class Dht:
         return answer is not None
 
     async def _search(
-        self, kind: DhtMessageKind, key: bytes, is_enough: Callable[[Message], bool] = lambda answer: False
+        self,
+        kind: DhtMessageKind,
+        key: bytes,
+        is_enough: Callable[[Message], bool] = lambda answer: False,
+        *,
+        is_asked_for: bool = True,
     ) -> list[Contact]:
-        """The nodes nearest to a key that answer."""
+        """The nodes nearest to a key that answer. `is_asked_for`: somebody waits for the result. Otherwise
+        nobody is dialled for it in a swarm whose nodes all know each other without the DHT: two hundred that
+        start together would make thousands of connections."""
+        may_dial = is_asked_for or not self._node.knows_the_swarm()
         lookup = Lookup(place(key), self._host.node_id, self.core.table.closest(place(key)))
         changed = trio.Event()
 
@@ -291,6 +303,9 @@ class Dht:
                 contact = lookup.next()
                 if contact is None:
                     await changed.wait()
+                    continue
+                if not may_dial and contact.node_id not in self._node.connected():
+                    lookup.failed(contact.node_id)
                     continue
                 answer = await self._ask(self.core.placed(contact), Message(kind, key))
                 if answer is None:
@@ -335,7 +350,7 @@ class Dht:
 
     async def _announce(self) -> None:
         for key in self._due():
-            nearest = await self._search(DhtMessageKind.FIND_NODE, key)
+            nearest = await self._search(DhtMessageKind.FIND_NODE, key, is_asked_for=False)
             own = self.core.placed(Contact(self._host.node_id))
             statement = Message(DhtMessageKind.ADD_PROVIDER, key, providers=(own,))
             n_told = await self._tell_all(nearest[:_HOLDERS], statement)

@@ -71,6 +71,10 @@ class DhtNode:
         """Whether others should count on this node, which they should not where they cannot dial it."""
         return True
 
+    def knows_the_swarm(self) -> bool:
+        """Whether it knows all nodes and their models without the DHT."""
+        return False
+
     def let_go(self, node_id: NodeId) -> None:
         """End the connection with a node that was asked in passing."""
         return
