@@ -181,6 +181,9 @@ class RecordNode:
         found = (self.spread.envelope(node_id) for node_id in self.connected)
         return [(each.node_id, each.addresses) for each in found if each is not None]
 
+    def n_heard_of(self) -> int:
+        return len(self.spread.book)
+
     def remembered_addresses(self) -> Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]:
         return ()
 
@@ -265,7 +268,7 @@ class RecordNode:
     async def _greet(self, node_id: NodeId) -> None:
         link = self.links.get(node_id)
         try:
-            await self.spread.exchange.synchronise(node_id)
+            await self.spread.synchronise(node_id)
         except (NodeUnreachable, DeadlineExceeded, RemoteError):
             self.loses(node_id)
             return
@@ -315,7 +318,7 @@ class RecordNode:
     def _answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         if kind == KIND_PEERS:
             return self._peers.answer(sender, body)
-        return self.spread.exchange.answer(kind, body)
+        return self.spread.answer(sender, kind, body)
 
 
 def _name(topic: str, content: bytes) -> bytes:

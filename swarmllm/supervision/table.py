@@ -64,6 +64,12 @@ TASKS: Final = (
     LongLived("connection upgrades", "restart", "looks for direct connections", "streams stay on relays"),
     LongLived("messages to self", "restart", "delivers messages of this node to itself", "local stages wait"),
     LongLived("heartbeats", "restart", "tells the version of this node's record", "missed news stays missed"),
+    LongLived(
+        "record comparisons",
+        "restart",
+        "compares records with connected nodes",
+        "what gossip misses is learned later",
+    ),
     LongLived("record expiry", "restart", "forgets records of absent nodes", "records of absent nodes stay"),
     LongLived(
         "peer expiry",

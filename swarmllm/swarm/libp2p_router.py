@@ -73,7 +73,9 @@ from swarmllm_proto.identifiers import Multiaddr, NodeId
 log = logging.getLogger(__name__)
 
 _GOODBYE_S = 1.0
-_EXCHANGE_S = 10.0
+_EXCHANGE_S = 30.0
+"""For a question of the swarm's own. A connection whose other end is dead ends sooner, and a question that is
+given up where everybody is short of processor time is asked again, which takes what is left of it."""
 _MEMBERSHIP_CHECK_S = 5.0
 _FORGET_S = 15.0
 _REACH_S = 5.0
@@ -357,6 +359,9 @@ class Libp2pRouter:
         envelopes = [self.spread.envelope(node_id) for node_id in self._connected]
         return [(envelope.node_id, envelope.addresses) for envelope in envelopes if envelope is not None]
 
+    def n_heard_of(self) -> int:
+        return len(self.spread.book)
+
     def remembered_addresses(self) -> list[tuple[NodeId, tuple[Multiaddr, ...]]]:
         return self._memory.known
 
@@ -372,7 +377,7 @@ class Libp2pRouter:
     # What it does itself.
 
     async def _exchange_records(self, node_id: NodeId) -> None:
-        await self.spread.exchange.synchronise(node_id)
+        await self.spread.synchronise(node_id)
         self.wide_area.dht.met(node_id)
         spawn(self._nursery, "peer", self._peer_exchange.learn_from, node_id)
 
@@ -391,7 +396,7 @@ class Libp2pRouter:
         if kind == KIND_PEERS:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
-            return self.spread.exchange.answer(kind, body)
+            return self.spread.answer(sender, kind, body)
         return await self.answer(sender, body)
 
     async def _have_connected(self, node_id: NodeId, timeout_s: float) -> float:

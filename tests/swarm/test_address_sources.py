@@ -3,16 +3,18 @@ reached."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable, RemoteError
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.peer_exchange import ENOUGH_CONNECTIONS, PeerExchange
+from swarmllm.swarm.discovery.peer_exchange import ENOUGH_CONNECTIONS, ENOUGH_KNOWN, PeerExchange
 from swarmllm.swarm.discovery.reachability import ReachabilityChecks
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.store import PeerStore, open_peer_memory
@@ -44,6 +46,10 @@ class Book:
     def __init__(self, connected: Known = (), remembered: Known = ()) -> None:
         self.connected, self.remembered = connected, remembered
         self.heard: dict[str, list[Address]] = {}
+        self.n_envelopes = len(connected)
+
+    def n_heard_of(self) -> int:
+        return self.n_envelopes
 
     def hear(self, node_id: str, addresses: list[Address]) -> None:
         self.heard[node_id] = addresses
@@ -92,6 +98,9 @@ async def test_who_knows_enough_or_gets_nonsense_hears_nothing() -> None:
     await PeerExchange(nonsense, hearing).learn_from(A)
     await PeerExchange(refuse, hearing).learn_from(A)
     await PeerExchange(much, Book(many)).learn_from(A)
+    informed = Book(many[:1])
+    informed.n_envelopes = ENOUGH_KNOWN
+    await PeerExchange(much, informed).learn_from(A)
     assert hearing.heard == {}
     await PeerExchange(unusable, hearing).learn_from(A)
     assert hearing.heard == {X: []}
@@ -118,6 +127,30 @@ async def test_a_check_asks_another_peer_where_one_does_not_answer() -> None:
     assert checks.result.asked == asked[1]
     assert (checks.result.control, checks.result.data) == (((WHERE[0], True),), ())
     assert not await ReachabilityChecks(ask, (), random.Random(1)).check()
+
+
+async def test_who_is_refused_asks_again_ever_more_rarely_and_who_is_alone_waits_for_peers(
+    autojump_clock: MockClock,
+) -> None:
+    connected: set[NodeId] = set()
+    asked_at_s: list[float] = []
+
+    async def ask(node_id: str, body: bytes) -> bytes:
+        asked_at_s.append(trio.current_time())
+        raise RemoteError("others are being dialled back")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ReachabilityChecks(ask, connected, random.Random(1)).run)
+        await trio.sleep(300.0)
+        connected.add(A)
+        met_at_s = trio.current_time()
+        await trio.sleep(600.0)
+        nursery.cancel_scope.cancel()
+    assert asked_at_s[0] - met_at_s <= 10.0
+    waits_s = [later - sooner for sooner, later in itertools.pairwise(asked_at_s)]
+    assert waits_s[0] <= 10.0
+    assert waits_s == sorted(waits_s)
+    assert 45.0 <= waits_s[-1] <= 65.0
 
 
 @pytest.mark.slow

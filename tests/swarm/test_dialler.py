@@ -10,6 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
+from swarmllm.swarm.discovery import dialler as dialler_module
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import (
     ADDRESSES_PER_NODE,
@@ -27,7 +28,9 @@ from swarmllm.swarm.discovery.dialler import (
     PROBE_S,
     QUICK_S,
     SLOW_S,
+    UNHURRIED_MAX_S,
     UNHURRIED_S,
+    UNHURRIED_SHARE,
     DialCandidate,
     Dialler,
 )
@@ -161,7 +164,8 @@ def dial_all_due(
     return len(due)
 
 
-def test_quick_dials_make_room_for_more_and_slow_ones_for_fewer() -> None:
+def test_quick_dials_make_room_for_more_and_slow_ones_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler_module, "EAGER_PEERS", DIALS_MAX)
     d = dialler()
     for number in range(200):
         d.suggest(f"z{number}", HERE, now=0.0)
@@ -375,24 +379,42 @@ async def test_who_wants_a_node_shares_its_dial_with_others_and_hears_how_it_end
         await forgotten.within(1.0, "a test")
 
 
-def test_the_connections_beyond_those_that_gossip_needs_are_made_one_by_one() -> None:
+def made_one_by_one(took_s: float, until_s: float) -> list[float]:
+    """When each connection is begun of a node that knows many others, each of which takes so long."""
     d = Dialler("me", random.Random(0))
     for number in range(40):
         d.suggest(f"peer {number}", HERE, now=0.0)
     connected: set[NodeId] = set()
-    made_s = []
+    begun_s: list[float] = []
     now = 10.0
-    while now < 120.0 and len(connected) < PEERS_MAX:
+    while now < until_s and len(connected) < PEERS_MAX:
         dialling, next_s = d.due(now, connected)
         for node_id, _ in dialling:
-            d.dialled(node_id, now, succeeded=True)
+            d.dialled(node_id, now + took_s, succeeded=True)
             connected.add(NodeId(node_id))
-            made_s.append(now)
+            begun_s.append(now)
         now = now if dialling else min(next_s, now + 1.0)
-    assert made_s[:EAGER_PEERS] == [10.0] * EAGER_PEERS
-    pauses = [later - sooner for sooner, later in itertools.pairwise(made_s[EAGER_PEERS:])]
-    assert len(pauses) == PEERS_MAX - EAGER_PEERS - 1
-    assert min(pauses) >= UNHURRIED_S / 2
+    return begun_s
+
+
+def pauses(begun_s: list[float]) -> list[float]:
+    return [later - sooner for sooner, later in itertools.pairwise(begun_s[EAGER_PEERS:])]
+
+
+def test_the_connections_beyond_those_that_gossip_needs_are_made_one_by_one() -> None:
+    begun_s = made_one_by_one(0.0, 120.0)
+    assert begun_s[:EAGER_PEERS] == [10.0] * EAGER_PEERS
+    assert len(pauses(begun_s)) == PEERS_MAX - EAGER_PEERS - 1
+    assert min(pauses(begun_s)) >= UNHURRIED_S / 2
+
+
+def test_those_beyond_wait_for_longer_where_dials_are_slow() -> None:
+    took_s = UNHURRIED_S
+    slow = pauses(made_one_by_one(took_s, 900.0))
+    assert len(slow) == PEERS_MAX - EAGER_PEERS - 1
+    assert min(slow) >= UNHURRIED_SHARE * took_s / 2
+    very_slow = pauses(made_one_by_one(10 * UNHURRIED_MAX_S, 3600.0))
+    assert max(very_slow) <= 1.5 * UNHURRIED_MAX_S + 1.0
 
 
 async def test_who_wants_a_node_need_not_wait_until_records_are_exchanged(autojump_clock: MockClock) -> None:

@@ -44,6 +44,8 @@ PRIVATE = {
     "_do_handle_inbound_connection": (SWARM, "guards.return_inbound_slots returns none"),
     "_handle_inbound_connection": (SWARM, "guards.remember_sockets forgets those that were accepted"),
     "_is_subscribed_to_msg": (PUBSUB, "UnsignedPubsub limits no peer's gossip"),
+    "_handle_dead_peer": (PUBSUB, "UnsignedPubsub keeps a peer whose gossip has ended"),
+    "_queue": ("pubsub/rpc_queue.py", "gossip_batches sends each message on its own"),
     "_is_msg_seen": (PUBSUB, "UnsignedPubsub handles each message once per neighbour"),
     "_mark_msg_seen": (PUBSUB, "UnsignedPubsub does not bound the ids that it has seen"),
     "_peer_is_connected": (PUBSUB, "UnsignedPubsub forgets the subscriptions of who came back"),

@@ -576,6 +576,7 @@ async def test_a_heartbeat_that_tells_of_news_has_it_fetched_once_at_a_time_and_
         await trio.testing.wait_all_tasks_blocked()
         assert asked.sources == [OTHER.node_id], "its writer, where that is connected"
         for writer in writers:
+            spread.take(envelope(writer, sequence=1), {})
             spread.receive(HEALTH, heartbeat(writer))
         await trio.testing.wait_all_tasks_blocked()
         assert len(asked.sources) == FETCHES_MAX

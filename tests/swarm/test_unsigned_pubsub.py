@@ -75,7 +75,7 @@ async def listener(folder: Path) -> AsyncIterator[Listener]:
     gossip = Gossip(
         "",
         ValidGossip(lambda topic, content: made[0].take(topic, content)),
-        size_max_bytes={MODELS: 4000},
+        size_max_bytes={MODELS: 6000},
     )
     async with run_libp2p(host, own_addresses("127.0.0.1"), 0), run_gossip(gossip, host):
         made.append(Listener(host, gossip))
@@ -288,7 +288,7 @@ async def test_neighbours_are_told_of_large_messages_only_that_they_need_not_com
         await b.hears(b"valid and small")
         await trio.testing.wait_all_tasks_blocked()
         assert told == []
-        large = b"valid and large" + bytes(3000)
+        large = b"valid and large" + bytes(5000)
         await a.gossip.publish(MODELS, large)
         await b.hears(large)
         await trio.testing.wait_all_tasks_blocked()

@@ -44,11 +44,15 @@ PEERS_MAX = 16
 6 to 12."""
 WANTED_MAX = 64
 """Nodes that callers wait for at once."""
-EAGER_PEERS = 8
+EAGER_PEERS = 4
 """So many connections are made as fast as can be: gossip and exchanges of records need no more. Those beyond
 are made one by one: two hundred nodes that start together have other things to do with their processors."""
 UNHURRIED_S = 2.0
-"""Between two of them, on average."""
+"""Between two of them, on average, at least."""
+UNHURRIED_SHARE = 20.0
+UNHURRIED_MAX_S = 60.0
+"""So many times as long as the last dial took, where that is longer: dials are slow where the nodes have no
+processor time, or no network, to spare."""
 CANDIDATES_MAX = 4096
 ADDRESSES_PER_NODE = 12
 DIALS_FIRST = 2
@@ -115,6 +119,7 @@ class Dialler:
         self._candidates: Parts[DialCandidate] = Parts.alone() if peers is None else peers
         self._changed = trio.Event()
         self._n_dials_max = DIALS_FIRST
+        self._dial_took_s = 0.0
         self._peers_max = peers_max
         self._unhurried_due_s = -math.inf
         """When the next connection beyond EAGER_PEERS may be looked for."""
@@ -273,7 +278,8 @@ class Dialler:
             is_due = now >= self._unhurried_due_s
             n_drawn = max(n_eager, int(is_due))
             if is_due:
-                self._unhurried_due_s = now + UNHURRIED_S * self._random.uniform(0.5, 1.5)
+                pause_s = max(UNHURRIED_S, min(UNHURRIED_MAX_S, UNHURRIED_SHARE * self._dial_took_s))
+                self._unhurried_due_s = now + pause_s * self._random.uniform(0.5, 1.5)
             next_s = min(next_s, self._unhurried_due_s)
         if n_drawn:
             others = self._drawn(others)
@@ -331,6 +337,7 @@ class Dialler:
             wanted.fail(NodeUnreachable(f"node {node_id} was dialled and could not be reached"))
 
     def _learn(self, took_s: float) -> None:
+        self._dial_took_s = took_s
         if took_s >= SLOW_S:
             self._n_dials_max = max(1, self._n_dials_max // 2)
         elif took_s <= QUICK_S:

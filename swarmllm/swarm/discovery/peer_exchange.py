@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 ENOUGH_CONNECTIONS = 8
 """A node with as many peers finds everybody through gossip, and asks nobody."""
+ENOUGH_KNOWN = 32
+"""Nor does one that knows where as many are: a peer has told it of them when the two compared records."""
 
 Addresses = Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]
 """(node id, addresses of the control plane)"""
@@ -41,6 +43,10 @@ class AddressBook(Protocol):
     """The addresses that this node tells others, and the place for those that it learns."""
 
     def connected_addresses(self) -> Addresses: ...
+
+    def n_heard_of(self) -> int:
+        """Of how many nodes it has a signed statement where they are."""
+        ...
 
     def remembered_addresses(self) -> Addresses:
         """Of peers of earlier runs, the latest first."""
@@ -64,7 +70,8 @@ class PeerExchange:
 
     async def learn_from(self, node_id: NodeId) -> None:
         """Ask a peer, unless this node knows enough."""
-        if sum(1 for _ in self._book.connected_addresses()) >= ENOUGH_CONNECTIONS:
+        n_connected = sum(1 for _ in self._book.connected_addresses())
+        if n_connected >= ENOUGH_CONNECTIONS or self._book.n_heard_of() >= ENOUGH_KNOWN:
             return
         try:
             answered = await self._ask(node_id, encode_neighbour(PeerExchangeRequest()))

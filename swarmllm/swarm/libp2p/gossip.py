@@ -23,12 +23,14 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 import trio
+from libp2p.io.exceptions import IOException, MessageTooLarge
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.peer.id import ID
 from libp2p.pubsub import gossipsub
 from libp2p.pubsub.mcache import CacheEntry, MessageCache
@@ -38,6 +40,7 @@ from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
 from swarmllm.shared_ticks import next_tick_s
+from swarmllm.swarm.libp2p.gossip_batches import ReadAhead, note_failure, read_rpc, send_batches
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
@@ -52,7 +55,7 @@ MESSAGES_BURST: Final = 5_000.0
 BYTES_PER_S: Final = 2.0 * 2**20
 BYTES_BURST: Final = 32.0 * 2**20
 PEERS_MAX: Final = 1024
-_WORTH_REFUSING_BYTES = 1024
+_WORTH_REFUSING_BYTES = 4 * 1024
 AUDIENCE_MAX: Final = 16
 """Neighbours to whom a node sends itself what it says. With more it leaves that to the mesh."""
 SEEN_MAX = 65_536
@@ -61,8 +64,6 @@ comes again is checked again, and is not new."""
 RECENT_MAX_BYTES = 32 * 2**20
 """Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
 all the same, and a node that missed it learns of it by comparing records."""
-_sender: ContextVar[NodeId | None] = ContextVar("gossip_sender", default=None)
-"""The peer whose stream this task reads."""
 MODELS = "swarm/models"
 HEALTH = "swarm/health"
 UPKEEP_S: Final = 1.0
@@ -205,16 +206,45 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
 
     async def continuously_read_stream(self, stream: Any) -> None:
         """Each stream is read by a task of its own."""
-        _sender.set(NodeId(str(stream.muxed_conn.peer_id)))
-        await super().continuously_read_stream(stream)
+        peer_id, ahead = stream.muxed_conn.peer_id, ReadAhead(stream)
+        try:
+            while self.manager.is_running:
+                await self._take(peer_id, await read_rpc(ahead, self.max_inbound_rpc_size))
+        except MessageTooLarge:
+            await stream.reset()
+            self._handle_dead_peer(peer_id)
+        except (StreamEOF, StreamError, IOException, RawConnError) as error:
+            log.debug("gossip of %s ended: %s", peer_id, type(error).__name__)
 
-    def _is_subscribed_to_msg(self, msg: Any) -> bool:
-        """Asked before a task is made for a message: of those that several neighbours send, one is enough."""
-        sender = _sender.get()
-        if sender and not self.budget.admit(sender, len(msg.data), trio.current_time()):
+    async def _take(self, peer_id: ID, rpc: rpc_pb2.RPC) -> None:
+        sender = _node_id(peer_id)
+        for message in rpc.publish:
+            try:
+                if self._is_wanted(sender, message):
+                    await self.push_msg(peer_id, message)
+            except Exception as error:
+                note_failure(sender, error)
+            # Checking a signature takes a tenth of a millisecond, and there may be hundreds.
+            await trio.lowlevel.checkpoint()
+        if len(rpc.subscriptions) <= self.max_subscriptions_per_rpc:
+            for subscription in rpc.subscriptions:
+                self.handle_subscription(peer_id, subscription)
+        if rpc.HasField("control"):
+            await self.router.handle_rpc(rpc, peer_id)
+
+    def _is_wanted(self, sender: NodeId, message: rpc_pb2.Message) -> bool:
+        """Of those that several neighbours send, one is enough."""
+        if not self.budget.admit(sender, len(message.data), trio.current_time()):
             self.note(sender, TrustEvent.FLOODED)
             return False
-        return super()._is_subscribed_to_msg(msg) and not self._is_msg_seen(msg)
+        return self._is_subscribed_to_msg(message) and not self._is_msg_seen(message)
+
+    async def handle_sending_messages(self, peer_id: ID, stream: Any, queue: Any) -> None:
+        try:
+            await send_batches(queue, partial(self.write_msg, stream))
+        except Exception as error:
+            log.debug("gossip to %s ended: %s", peer_id, type(error).__name__)
+            self._handle_dead_peer(peer_id)
 
     def _forget_all_subscriptions(self, peer_id: ID) -> None:
         """A peer tells its subscriptions once, with its first message on a new connection. The end of an

@@ -24,7 +24,7 @@ from libp2p.host.exceptions import StreamFailure
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectError
 
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 """For each line. What is written is not under a deadline: half a write, cancelled, makes everything after it
 undecipherable."""
 FIRST_MAX_BYTES = 128 * 1024

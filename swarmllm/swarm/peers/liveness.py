@@ -57,7 +57,7 @@ the turns."""
 _EXCHANGE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 _NO_ANSWERS_MAX = 12
 """A peer that does not answer in time is slow, not strange, and asked again this often."""
-_DIAL_AND_EXCHANGE_S = 30.0
+_DIAL_AND_EXCHANGE_S = 45.0
 _LIBP2P_GRACE_S = 10.0
 """How long a healthy data connection carries a peer that libp2p has lost."""
 _SILENT_TOO_LONG_S = 15.0

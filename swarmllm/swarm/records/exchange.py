@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 import trio
@@ -36,6 +36,8 @@ KIND_PEERS = 3
 KIND_DIAL_BACK = 4
 KIND_LET_GO = 5
 
+NO_DIGESTS: Final = msgspec.msgpack.encode(())
+"""The answer where two nodes know the same."""
 _RESPONSE_BYTES = REQUEST_MAX - 64 * 1024
 _PER_ASKING = 256
 
@@ -79,8 +81,9 @@ class RecordExchange:
         self._ask = ask
         self._reader = reader
 
-    async def synchronise(self, node_id: NodeId) -> None:
-        """Learn everything `node_id` knows. Raises NodeUnreachable, DeadlineExceeded, RemoteError."""
+    async def synchronise(self, node_id: NodeId) -> int:
+        """Learn everything `node_id` knows. Of how many other nodes it told what was lacking here. Raises
+        NodeUnreachable, DeadlineExceeded, RemoteError."""
         known = self._book.fingerprints(self._reader.is_lost)
         answered = await self._ask(node_id, KIND_DIGESTS, known)
         try:
@@ -88,13 +91,16 @@ class RecordExchange:
         except _UNREADABLE as error:
             raise self._unreadable(node_id, "digests", error) from None
         lacking = self._book.lacking(digests, trio.current_time())
-        await self.fetch(node_id, lacking)
+        fetched = await self.fetch(node_id, lacking)
         if node_id in lacking:
             self._reader.pass_on(node_id)
+        return len(fetched - {node_id})
 
-    async def fetch(self, node_id: NodeId, wanted: dict[NodeId, float]) -> None:
-        """Ask `node_id` for the envelopes of these nodes (with their ages). Raises as `synchronise`."""
+    async def fetch(self, node_id: NodeId, wanted: dict[NodeId, float]) -> set[NodeId]:
+        """Ask `node_id` for the envelopes of these nodes (with their ages). Whose came. Raises as
+        `synchronise`."""
         left = list(wanted)
+        fetched: set[NodeId] = set()
         while left:
             body = msgspec.msgpack.encode(left[:_PER_ASKING])
             answered = await self._ask(node_id, KIND_ENVELOPES, body)
@@ -104,12 +110,15 @@ class RecordExchange:
                 raise self._unreadable(node_id, "envelopes", error) from None
             received = set()
             for sealed in envelopes:
-                received.add(self._take_one(node_id, sealed, wanted))
+                if (writer := self._take_one(node_id, sealed, wanted)) is not None:
+                    received.add(writer)
                 # Checking and decoding the largest takes a few milliseconds, and there may be hundreds.
                 await trio.lowlevel.checkpoint()
             if received.isdisjoint(left):
-                return
+                break
+            fetched.update(received.intersection(left))
             left = [wanted_id for wanted_id in left if wanted_id not in received]
+        return fetched
 
     def answer(self, kind: int, body: bytes) -> bytes:
         """Raises RequestRefused."""

@@ -27,8 +27,9 @@ from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
+from swarmllm.swarm.records.comparison_pace import ComparisonPace
 from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
-from swarmllm.swarm.records.exchange import Ask, RecordExchange
+from swarmllm.swarm.records.exchange import KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
@@ -123,6 +124,8 @@ class RecordSpread:
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
         self.exchange = RecordExchange(self._book, ask, self)
+        self._pace = ComparisonPace(random.Random(random.random()))
+        self._pace_changed = trio.Event()
         self.records: Mapping[NodeId, bytes] = self._book.records()
         self.loads = self._book.loads
 
@@ -133,6 +136,23 @@ class RecordSpread:
         self._book.write_own(self.own, seal(self.own, self._identity.sign), trio.current_time())
         supervise(self._nursery, "heartbeats", self._send_heartbeats, gossip)
         supervise(self._nursery, "record expiry", self._keep_house)
+        self._pace.begin(trio.current_time())
+        supervise(self._nursery, "record comparisons", self._keep_comparing)
+
+    async def synchronise(self, node_id: NodeId) -> None:
+        """Learn everything that a node knows with which there is a new connection. Raises as
+        `RecordExchange.synchronise`."""
+        if await self.exchange.synchronise(node_id):
+            self._learned()
+
+    def answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
+        """To another node that compares records with this one. Raises RequestRefused."""
+        answered = self.exchange.answer(kind, body)
+        # Of few nodes there are no fingerprints, and nothing says whether the two know the same.
+        if kind == KIND_DIGESTS and body and answered != NO_DIGESTS and sender in self._connected:
+            self._pace.differs(sender, trio.current_time())
+            self._pace_changed.set()
+        return answered
 
     async def publish(self, record: bytes) -> None:
         self.own = msgspec.structs.replace(
@@ -244,7 +264,10 @@ class RecordSpread:
         node_id = heartbeat.node_id
         if node_id == self._identity.node_id:
             return
-        if self._book.hear(node_id, heartbeat.version, trio.current_time()):
+        if self._book.envelope(node_id) is None and node_id not in self._connected:
+            # Seldom only that one is missing here.
+            self._learned()
+        elif self._book.hear(node_id, heartbeat.version, trio.current_time()):
             self._fetch_soon(node_id)
         elif heartbeat.load and self._book.hear_load(
             node_id, heartbeat.version, heartbeat.beat, heartbeat.load
@@ -282,6 +305,31 @@ class RecordSpread:
 
         spawn(self._nursery, "peer", fetch)
 
+    def _learned(self) -> None:
+        self._pace.learned(trio.current_time())
+        self._pace_changed.set()
+
+    async def _keep_comparing(self) -> None:
+        while True:
+            self._pace_changed = trio.Event()
+            with trio.move_on_at(self._pace.due_at_s):
+                await self._pace_changed.wait()
+                continue
+            await self._compare()
+
+    async def _compare(self) -> None:
+        """With a connected node."""
+        began_s, n_new, node_id = trio.current_time(), 0, self._pace.first
+        if node_id not in self._connected:
+            node_id = random.choice(list(self._connected)) if self._connected else None
+        if node_id is not None:
+            try:
+                n_new = await self.exchange.synchronise(node_id)
+            except SwarmLLMError as error:
+                provoked_by(log, node_id).debug("comparing records with %s: %s", node_id, error)
+        now = trio.current_time()
+        self._pace.compared(n_new, now - began_s, now)
+
     async def _send_heartbeats(self, gossip: Gossip) -> None:
         while True:
             self._n_beats += 1
@@ -292,12 +340,13 @@ class RecordSpread:
     async def _until_next_beat(self, last_at_s: float) -> None:
         jitter = random.uniform(0.8, 1.2)
         while True:
-            self._changed = trio.Event()
+            # The swarm may have grown meanwhile: nodes that start together have few others to know at first.
             interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_change)
+            if trio.current_time() >= last_at_s + interval_s * jitter:
+                return
+            self._changed = trio.Event()
             with trio.move_on_at(last_at_s + interval_s * jitter):
                 await self._changed.wait()
-                continue
-            return
 
     async def _keep_house(self) -> None:
         while True:

@@ -43,8 +43,8 @@ ASK_S = 5.0
 """For a question and its answer, the dial included."""
 UNDER_WAY_MAX = 16
 _STUCK_S = 60.0
-"""Slow is not stuck: two nodes that are short of processor time would lose the connection that others use, and
-make it anew."""
+"""Slow is not stuck: two nodes that are short of processor time would lose the connection that others use,
+and make it anew."""
 _END_S = 2.0
 PROTOCOL = "/swarmllm/kad/1.0.0"
 ANNOUNCE_EVERY_S = 3600.0

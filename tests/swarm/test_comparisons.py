@@ -1,0 +1,75 @@
+"""When a node compares its records again with those that it is connected with."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from bench.common.record_swarm import RecordNetwork, RecordNode
+from bench.disturbances import RecordSwarm, started
+from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.records.comparison_pace import BUSY_MAX_S, BUSY_SHARE, FIRST_S, MAX_S, ComparisonPace
+
+A, B = node_id_named("a"), node_id_named("b")
+
+
+def pace() -> ComparisonPace:
+    made = ComparisonPace(random.Random(1))
+    made.begin(0.0)
+    return made
+
+
+def test_where_nothing_is_new_it_is_ever_rarer() -> None:
+    p = pace()
+    assert p.due_at_s >= 0.75 * MAX_S
+    p.learned(10.0)
+    assert p.due_at_s <= 10.0 + 1.25 * FIRST_S
+    waits_s = []
+    now = p.due_at_s
+    for _ in range(12):
+        p.compared(0, 0.0, now)
+        waits_s.append(p.due_at_s - now)
+        now = p.due_at_s
+    assert waits_s[0] <= 2.5 * FIRST_S
+    assert waits_s == sorted(waits_s) or min(waits_s[-4:]) >= 0.75 * MAX_S
+    assert max(waits_s) <= 1.25 * MAX_S
+    p.compared(3, 0.0, now)
+    assert p.due_at_s - now <= 1.25 * FIRST_S
+
+
+def test_who_asks_and_knows_something_else_is_asked_next_and_only_so_often() -> None:
+    p = pace()
+    p.differs(A, 10.0)
+    p.differs(B, 10.0)
+    assert p.first == A
+    assert p.due_at_s <= 10.0 + FIRST_S
+    p.compared(0, 0.0, 11.0)
+    assert p.first is None
+    p.differs(B, 11.0)
+    assert p.first == B
+    assert p.due_at_s >= 11.0 + 0.75 * FIRST_S, "whatever it says how often"
+
+
+def test_a_slow_comparison_is_followed_by_a_longer_pause() -> None:
+    p = pace()
+    p.compared(1, FIRST_S, 10.0)
+    assert p.due_at_s >= 10.0 + 0.75 * BUSY_SHARE * FIRST_S
+    p.compared(1, 100 * BUSY_MAX_S, 100.0)
+    assert 100.0 + 0.75 * BUSY_MAX_S <= p.due_at_s <= 100.0 + 1.25 * BUSY_MAX_S
+    p.learned(100.0)
+    assert p.due_at_s >= 100.0 + 0.75 * BUSY_MAX_S
+
+
+async def test_all_learn_of_all_without_gossip(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nodes that start together, most news comes by comparisons, each of which only two take part in."""
+    monkeypatch.setattr(RecordNode, "_fill_mesh", lambda self: None)
+    async with trio.open_nursery() as nursery:
+        swarm = RecordSwarm(RecordNetwork(nursery, 1), random.Random(1), peers_max=3)
+        with trio.fail_after(90.0):
+            await started(swarm, 60)
+        nursery.cancel_scope.cancel()
