@@ -21,7 +21,8 @@ from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, NodeUnrespons
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
-from swarmllm.swarm.peers.liveness import Liveness, LivenessParts
+from swarmllm.swarm.peers.liveness import GUEST_S, GUESTS_MAX, Liveness, LivenessParts
+from swarmllm.swarm.records.exchange import KIND_LET_GO
 from swarmllm_proto.identifiers import NodeId
 
 HERE = (Address("192.0.2.1", 8810),)
@@ -42,6 +43,7 @@ class Host:
         self.voices: list[Any] = []
         """What carries the streams of every peer."""
         self.watcher: PeerWatcher | None = None
+        self.ips: dict[NodeId, str] = {}
 
     def watch_peers(self, watcher: PeerWatcher) -> None:
         self.watcher = watcher
@@ -66,7 +68,7 @@ class Host:
         return {node_id: n for node_id, n in self.n_of.items() if n}
 
     def remote_ip(self, node_id: NodeId) -> str:
-        return "192.0.2.1"
+        return self.ips.get(node_id, "192.0.2.1")
 
     def surplus(self, node_id: NodeId) -> list[int]:
         return [0] * (self.n_of[node_id] - 1)
@@ -109,6 +111,12 @@ class Plane:
 class Requests:
     def __init__(self) -> None:
         self.lost: list[NodeId] = []
+        self.asked: list[tuple[NodeId, int]] = []
+
+    async def request(self, node_id: NodeId, kind: int, body: bytes, *, timeout_s: float) -> bytes:
+        await trio.lowlevel.checkpoint()
+        self.asked.append((node_id, kind))
+        raise NodeUnreachable("it has left")
 
     def lose(self, node_id: NodeId) -> None:
         self.lost.append(node_id)
@@ -464,8 +472,12 @@ async def test_where_there_are_too_many_strangers_give_way_and_their_places_coun
             it.host.open(node_id)
         await trio.sleep(0.1)
         it.host.open(NodeId("newcomer"))
-        await trio.sleep(5.0)
+        await trio.sleep(GUEST_S - 0.5)
+        assert it.host.closed == [], "it may ask whom this node knows"
+        assert it.requests.asked == []
+        await trio.sleep(1.0)
         assert sorted(it.greeted) == [A, C]
+        assert it.requests.asked == [(NodeId("newcomer"), KIND_LET_GO)]
         assert it.host.closed == ["newcomer"]
         assert sorted(it.liveness.connected) == [A, C]
         assert list(it.parts.attempts) == []
@@ -486,8 +498,34 @@ async def test_one_that_gives_way_and_comes_again_before_it_has_left_takes_a_pla
         newcomer = NodeId("newcomer")
         it.host.open(newcomer)
         it.host.open(newcomer)
-        await trio.sleep(5.0)
+        await trio.sleep(2 * GUEST_S)
         assert sorted(it.greeted) == [A, C], "its second connection is one too many, too"
+        assert sorted(it.liveness.connected) == [A, C]
+        assert list(it.parts.attempts) == []
+
+
+async def test_so_many_guests_stay_and_those_of_one_network_push_out_each_other(
+    autojump_clock: MockClock,
+) -> None:
+    async with node(connections_max=2) as it:
+        for node_id in (A, C):
+            it.host.open(node_id)
+        await trio.sleep(0.1)
+        honest = NodeId("honest")
+        it.host.ips[honest] = "203.0.113.9"
+        it.host.ips[C] = "192.0.2.2"
+        crowd = [NodeId(f"crowd {number}") for number in range(2 * GUESTS_MAX)]
+        it.host.ips |= dict.fromkeys(crowd, "198.51.100.1")
+        for node_id in crowd[:GUESTS_MAX]:
+            it.host.open(node_id)
+        it.host.open(honest)
+        for node_id in crowd[GUESTS_MAX:]:
+            it.host.open(node_id)
+        await trio.sleep(GUEST_S / 2)
+        assert len(set(it.host.closed)) == GUESTS_MAX + 1
+        assert set(it.host.closed) <= set(crowd)
+        await trio.sleep(GUEST_S)
+        assert set(it.host.closed) == {*crowd, honest}
         assert sorted(it.liveness.connected) == [A, C]
         assert list(it.parts.attempts) == []
 

@@ -26,7 +26,7 @@ HALF_OPEN_MAX: Final = 64
 TURNS: Final = 8
 TURN_S: Final = 2.0
 SPEAKS_S: Final = 10.0
-STALE_S: Final = 5.0
+STALE_S: Final = 15.0
 
 
 class Handshake:

@@ -95,7 +95,9 @@ def _cannot_listen(ip: str, port: int, error: OSError, field: str) -> ConfigErro
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 3.0
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 30.0
+"""Of both ends. Two nodes that are short of processor time would begin anew after each ten seconds, and so
+would all that want to meet the same one."""
 _PUNCH_S = 4.0
 """A first packet that is dropped is sent again after 1 s and after 3 s."""
 
@@ -410,6 +412,8 @@ async def run_libp2p(
         connection_config=ConnectionConfig(
             # Who is one too many is decided when it is known who it is (`liveness`), and not before.
             max_connections=connections_max + HALF_OPEN_MAX,
+            inbound_upgrade_timeout=_HANDSHAKE_S,
+            outbound_upgrade_timeout=_HANDSHAKE_S,
             min_connections=0,
             low_watermark=0,
             high_watermark=connections_max + HALF_OPEN_MAX,

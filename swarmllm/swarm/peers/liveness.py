@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,6 +42,7 @@ from swarmllm.swarm.peers.connection_limits import (
     who_gives_way,
 )
 from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.records.exchange import KIND_LET_GO
 from swarmllm.swarm.router import Change
 from swarmllm_proto.identifiers import NodeId
 
@@ -58,10 +59,15 @@ _EXCHANGE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 _NO_ANSWERS_MAX = 12
 """A peer that does not answer in time is slow, not strange, and asked again this often."""
 _DIAL_AND_EXCHANGE_S = 45.0
-_LIBP2P_GRACE_S = 10.0
+_LIBP2P_GRACE_S = 30.0
 """How long a healthy data connection carries a peer that libp2p has lost."""
 _SILENT_TOO_LONG_S = 15.0
 """For its connection to be kept, after it has ceased to count. A new one would cost two busy nodes more."""
+GUESTS_MAX = 16
+GUEST_S = 5.0
+"""Where all places are taken, so many newcomers stay for so long: time enough to ask this node whom it knows,
+and to look for a place elsewhere."""
+_FAREWELL_S = 1.0
 _LARGER_ID_WAITS_S = 3.0
 _SURPLUS_S = 2.0
 """Between looks at a peer with more than one connection."""
@@ -76,7 +82,7 @@ class PeerLiveness:
     is_thinning: bool = False
     """A task waits for surplus connections to fall idle."""
     gives_way: bool = False
-    """Its connections are being ended for want of places."""
+    """Its connections are being ended for want of places, or it is a guest."""
     lets_go: bool = False
     """It has said that it ends its connections with this node, and lives on."""
 
@@ -195,7 +201,7 @@ class Liveness:
 
     def libp2p_connected(self, node_id: NodeId) -> None:
         self._gives_way_no_more(node_id)
-        if self._make_room() == node_id:
+        if self._make_room(node_id) == node_id:
             return
         peer = self._peer(node_id)
         if not peer.is_thinning and self._host.surplus(node_id):
@@ -218,21 +224,44 @@ class Liveness:
             peer.gives_way = False
             self._settle(node_id)
 
-    def _make_room(self) -> NodeId | None:
+    def _make_room(self, newcomer: NodeId) -> NodeId | None:
         """The node that had to give way for the connection that has just been made."""
         counted = self._host.n_connections()
         leaving = {node_id for node_id, peer in self._peers.items() if peer.gives_way}
         staying = {node_id: n for node_id, n in counted.items() if node_id not in leaving}
         if sum(staying.values()) <= self._connections_max:
             return None
-        standing, remote_ip = self._admission.standing, self._host.remote_ip
-        node_id = who_gives_way(
-            Candidate(node_id, standing(node_id), network_of(remote_ip(node_id)), n)
-            for node_id, n in staying.items()
-        )
+        node_id = self._who_gives_way(staying)
         self._peer(node_id).gives_way = True
-        self.drop(node_id, GAVE_WAY)
-        return node_id
+        if node_id != newcomer:
+            self.drop(node_id, GAVE_WAY)
+            return node_id
+        guests = {each: n for each, n in counted.items() if each in leaving or each == newcomer}
+        if len(guests) > GUESTS_MAX:
+            self.drop(self._who_gives_way(guests), GAVE_WAY)
+        if newcomer in self._peers:
+            spawn(self._nursery, "peer", self._see_off, newcomer)
+        return newcomer
+
+    def _who_gives_way(self, n_of_each: Mapping[NodeId, int]) -> NodeId:
+        standing, remote_ip = self._admission.standing, self._host.remote_ip
+        return who_gives_way(
+            Candidate(node_id, standing(node_id), network_of(remote_ip(node_id)), n)
+            for node_id, n in n_of_each.items()
+        )
+
+    async def _see_off(self, guest: NodeId) -> None:
+        """It is answered as everybody is, and does not count."""
+        await trio.sleep(GUEST_S)
+        peer = self._peers.get(guest)
+        if peer is None or not peer.gives_way or not self._host.is_connected(guest):
+            return
+        try:
+            # Else it would dial again at once, and be a guest again.
+            await self._requests.request(guest, KIND_LET_GO, b"", timeout_s=_FAREWELL_S)
+        except SwarmLLMError as error:
+            provoked_by(log, guest).debug("guest %s was not told that it is let go: %s", guest, error)
+        self.drop(guest, GAVE_WAY)
 
     async def _thin_out(self, node_id: NodeId) -> None:
         """Two nodes that dial each other at the same moment, or of which one has missed the end of a
