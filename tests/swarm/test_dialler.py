@@ -22,6 +22,7 @@ from swarmllm.swarm.discovery.dialler import (
     DOUBT_FIRST_S,
     DOUBT_MAX_S,
     EAGER_PEERS,
+    EAGER_PEERS_SLOW,
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
@@ -165,7 +166,8 @@ def dial_all_due(
 
 
 def test_quick_dials_make_room_for_more_and_slow_ones_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler_module, "EAGER_PEERS", DIALS_MAX)
+    for name in ("EAGER_PEERS", "EAGER_PEERS_SLOW"):
+        monkeypatch.setattr(dialler_module, name, DIALS_MAX)
     d = dialler()
     for number in range(200):
         d.suggest(f"z{number}", HERE, now=0.0)
@@ -406,6 +408,19 @@ def test_the_connections_beyond_those_that_gossip_needs_are_made_one_by_one() ->
     assert begun_s[:EAGER_PEERS] == [10.0] * EAGER_PEERS
     assert len(pauses(begun_s)) == PEERS_MAX - EAGER_PEERS - 1
     assert min(pauses(begun_s)) >= UNHURRIED_S / 2
+
+
+def test_where_dials_are_slow_fewer_connections_are_made_at_once() -> None:
+    d = Dialler("me", random.Random(0))
+    for number in range(40):
+        d.suggest(f"peer {number}", HERE, now=0.0)
+    connected: set[NodeId] = set()
+    for node_id in names(d.due(10.0, connected)):
+        d.dialled(node_id, 10.0 + SLOW_S, succeeded=True)
+        connected.add(NodeId(node_id))
+    assert len(connected) == DIALS_FIRST == EAGER_PEERS_SLOW
+    assert len(names(d.due(20.0, connected))) == 1, "the first of those that are made one by one"
+    assert names(d.due(20.5, connected)) == []
 
 
 def test_those_beyond_wait_for_longer_where_dials_are_slow() -> None:

@@ -47,6 +47,8 @@ WANTED_MAX = 64
 EAGER_PEERS = 4
 """So many connections are made as fast as can be: gossip and exchanges of records need no more. Those beyond
 are made one by one: two hundred nodes that start together have other things to do with their processors."""
+EAGER_PEERS_SLOW = 2
+"""Where the last dial was slow: others have no connection yet, and wait for the same processors."""
 UNHURRIED_S = 2.0
 """Between two of them, on average, at least."""
 UNHURRIED_SHARE = 20.0
@@ -273,7 +275,8 @@ class Dialler:
                 others.append((node_id, candidate))
         # Lots are drawn among those only that have a place: strangers are many in a large swarm.
         n_drawn = max(0, min(room, n_places))
-        n_eager = max(0, EAGER_PEERS - len(connected) - n_dialling)
+        n_eager_max = EAGER_PEERS_SLOW if self._dial_took_s >= SLOW_S else EAGER_PEERS
+        n_eager = max(0, n_eager_max - len(connected) - n_dialling)
         if n_drawn > n_eager and others:
             is_due = now >= self._unhurried_due_s
             n_drawn = max(n_eager, int(is_due))
