@@ -45,8 +45,9 @@ log = logging.getLogger(__name__)
 DIAL_BACK_EVERY_S = 30.0
 CHECK_EVERY_S = 600.0
 _FIRST_CHECK_S = 2.0
-_RETRY_S = (5.0, 60.0)
-"""At first, and at most: where many start at once, those who are asked are busy."""
+_RETRY_S = 5.0
+_RETRY_MAX_S = 60.0
+"""Where many start at once, those who are asked are busy."""
 _TCP_S = 3.0
 _PEERS_ASKED = 3
 _ASKERS_MAX = 1024
@@ -183,15 +184,15 @@ class ReachabilityChecks:
         self.result: Reachability | None = None
 
     async def run(self) -> None:
-        wait_s, (retry_s, retry_max_s) = _FIRST_CHECK_S, _RETRY_S
+        wait_s, retry_s = _FIRST_CHECK_S, _RETRY_S
         while True:
             await sleep_until_tick(wait_s)
             if not self._connected:
-                wait_s = _RETRY_S[0]
+                wait_s = _RETRY_S
             elif await self.check():
-                wait_s, retry_s = CHECK_EVERY_S, _RETRY_S[0]
+                wait_s, retry_s = CHECK_EVERY_S, _RETRY_S
             else:
-                wait_s, retry_s = retry_s, min(retry_max_s, 2 * retry_s)
+                wait_s, retry_s = retry_s, min(_RETRY_MAX_S, 2 * retry_s)
 
     async def check(self) -> bool:
         """Whether somebody answered."""
