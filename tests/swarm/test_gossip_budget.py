@@ -8,7 +8,6 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.pubsub.pb import rpc_pb2
-from libp2p.pubsub.pubsub import Pubsub
 
 from swarmllm.swarm.libp2p.gossip import (
     BYTES_BURST,
@@ -58,32 +57,32 @@ def test_peers_that_left_are_forgotten() -> None:
     assert len(budget) == 16
 
 
-class FakeStream:
-    def __init__(self, peer: str) -> None:
-        self.muxed_conn = type("Muxed", (), {"peer_id": peer})()
-
-
-async def test_a_flood_is_dropped_and_noted_with_the_peer_that_passed_it_on(monkeypatch: Any) -> None:
+async def test_a_flood_is_dropped_and_noted_with_the_peer_that_passed_it_on() -> None:
     events: list[tuple[str, TrustEvent]] = []
     taken: list[str] = []
     pubsub: Any = UnsignedPubsub.__new__(UnsignedPubsub)
     pubsub.budget = GossipBudget()
     pubsub.note = lambda node_id, event, _detail="": events.append((node_id, event))
 
-    async def read(self: Any, stream: Any) -> None:
-        for n in range(6000 if stream.muxed_conn.peer_id == "hostile" else 600):
-            message = rpc_pb2.Message(data=b"%d" % n, topicIDs=["t"])
-            if self._is_subscribed_to_msg(message):
-                taken.append(stream.muxed_conn.peer_id)
-            if n % 100 == 0:
-                await trio.lowlevel.checkpoint()
+    pubsub._is_subscribed_to_msg = lambda _message: True
+    pubsub._is_msg_seen = lambda _message: False
 
-    monkeypatch.setattr(Pubsub, "continuously_read_stream", read)
-    monkeypatch.setattr(Pubsub, "_is_subscribed_to_msg", lambda _self, _message: True)
-    monkeypatch.setattr(Pubsub, "_is_msg_seen", lambda _self, _message: False)
+    async def push(forwarder: Any, _message: Any) -> None:
+        taken.append(str(forwarder))
+
+    pubsub.push_msg = push
+
+    async def send(peer: str, n: int) -> None:
+        for first in range(0, n, 100):
+            messages = [
+                rpc_pb2.Message(data=b"%d" % each, topicIDs=["t"]) for each in range(first, first + 100)
+            ]
+            await pubsub._take(peer, rpc_pb2.RPC(publish=messages))
+
+    pubsub.max_subscriptions_per_rpc = 1
     async with trio.open_nursery() as nursery:
-        for peer in ("hostile", "honest"):
-            nursery.start_soon(pubsub.continuously_read_stream, FakeStream(peer))
+        nursery.start_soon(send, "hostile", 6000)
+        nursery.start_soon(send, "honest", 600)
     assert taken.count("honest") == 600
     assert MESSAGES_BURST <= taken.count("hostile") < 6000
     assert set(events) == {("hostile", TrustEvent.FLOODED)}
