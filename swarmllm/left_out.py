@@ -1,6 +1,7 @@
 """Keeps out of memory what packages import when they are imported, and this project never uses: of py-libp2p
-its QUIC transport (with aioquic) and automatic TLS certificates (with requests), of dnspython DNS over QUIC,
-of httpx its command line (with rich). That is a twelfth of a daemon's memory.
+its QUIC transport (with aioquic) and automatic TLS certificates (with requests), of dnspython DNS over QUIC
+and over HTTPS (with a second HTTP client), of httpx its command line (with rich). That is a ninth of a
+daemon's memory.
 
 Stand-ins have the names that the rest of a package imports of these modules. They can do nothing, and say
 so. The version of py-libp2p is pinned (pyproject.toml); `tests/test_left_out.py` looks whether each name is
@@ -48,6 +49,8 @@ def leave_out() -> None:
             dns.quic = sys.modules["dns.quic"] = _stand_in("dns.quic", ())  # type: ignore[attr-defined]
             # Its version is not pinned: whatever dnspython's own modules name is there.
             dns.quic.__dict__.update(have_quic=False, __getattr__=_left_out)
+            # Its own switch for what an installation has or lacks.
+            importlib.import_module("dns._features").force("doh", False)
     if "httpx" not in sys.modules:
         sys.modules[HTTPX_COMMAND_LINE] = None  # type: ignore[assignment]
 
