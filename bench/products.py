@@ -24,7 +24,7 @@ from swarmllm_workers.kernels import interposing, small_batches
 from swarmllm_workers.kernels.ggml_functions import F32, InitParams, functions, no_memory
 from swarmllm_workers.kernels.kernel_choice import Way
 
-import llama_cpp  # noqa: F401  isort: skip  (after the worker's package, which stands before it)
+import llama_cpp.llama_cpp  # noqa: F401  isort: skip  (after the worker's package, which stands before it)
 
 ROWS: Final = (1, 2, 4, 8, 16, 64)
 N_MATRICES: Final = 8

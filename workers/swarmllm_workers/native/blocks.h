@@ -68,6 +68,10 @@ struct q8_k {
     int16_t sums[VALUES / 16];
 };
 
+/* Columns of a batch lie together as kernels with AVX2 read them, at multiples of a register's size: of blocks as ggml
+ * leaves them, half of the loads cross from one line of the cache into the next. */
+enum { REGISTER = 32 };
+
 /* Eight scales and eight minima of six bits each, as bytes. */
 INLINE void six_bit_scales(const uint8_t *packed, uint64_t *scales, uint64_t *minima) {
     uint32_t a, b, c;

@@ -73,17 +73,23 @@ AVX2 INLINE float sum_of_eight(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
+/* Up to COLUMNS columns of a batch, as the kernels read them. */
+struct __attribute__((aligned(REGISTER))) columns {
+    float scales[BLOCKS_MAX][COLUMNS];             /* 0 for columns that are not there */
+    int8_t values[BLOCKS_MAX * COLUMNS][REGISTER]; /* a block of each column, block by block */
+};
+
 /* One block of a row times a block of each of `n` columns, added to their sums. */
-AVX2 INLINE void add_block(const int type, const int n, const struct product_32 *t, const char *block, int64_t l,
-                           const float *scales, __m256 *sums) {
+AVX2 INLINE void add_block(const int type, const int n, const char *block, int64_t l,
+                           const struct columns *columns, __m256 *sums) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const struct q8_0 *y = (const struct q8_0 *)t->b + l;
+    const int8_t(*y)[REGISTER] = columns->values + l * n;
     const __m256i signs = weights(type, block), size = _mm256_sign_epi8(signs, signs);
     /* By way of memory: a broadcast from there takes no unit that products need. */
     float both[COLUMNS] __attribute__((aligned(32)));
-    _mm256_store_ps(both, _mm256_mul_ps(_mm256_set1_ps(scale_of(type, block)), _mm256_load_ps(scales + l * COLUMNS)));
+    _mm256_store_ps(both, _mm256_mul_ps(_mm256_set1_ps(scale_of(type, block)), _mm256_load_ps(columns->scales[l])));
     UNROLL for (int j = 0; j < n; j++) {
-        const __m256i column = _mm256_loadu_si256((const __m256i *)(const void *)y[j * t->ldb].values);
+        const __m256i column = _mm256_load_si256((const __m256i *)(const void *)y[j]);
         const __m256i twos = _mm256_maddubs_epi16(size, _mm256_sign_epi8(column, signs));
         const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, twos));
         sums[j] = _mm256_fmadd_ps(_mm256_broadcast_ss(both + j), fours, sums[j]);
@@ -91,7 +97,7 @@ AVX2 INLINE void add_block(const int type, const int n, const struct product_32 
 }
 
 AVX2 INLINE void row(const int type, const int n, const bool asks, const struct product_32 *t, const char *blocks,
-                     const float *scales, float *c) {
+                     const struct columns *columns, float *c) {
     const bool has_two = type == IQ4_NL || type == MXFP4;
     __m256 even[COLUMNS], odd[COLUMNS];
     UNROLL for (int j = 0; j < n; j++) even[j] = odd[j] = _mm256_setzero_ps();
@@ -99,10 +105,10 @@ AVX2 INLINE void row(const int type, const int n, const bool asks, const struct 
         if (asks) {
             _mm_prefetch(blocks + l * block_bytes(type) + STREAM_AHEAD, _MM_HINT_T0);
         }
-        add_block(type, n, t, blocks + l * block_bytes(type), l, scales, even);
+        add_block(type, n, blocks + l * block_bytes(type), l, columns, even);
         if (has_two) {
             l++;
-            add_block(type, n, t, blocks + l * block_bytes(type), l, scales, odd);
+            add_block(type, n, blocks + l * block_bytes(type), l, columns, odd);
         }
     }
     UNROLL for (int j = 0; j < n; j++) {
@@ -110,12 +116,12 @@ AVX2 INLINE void row(const int type, const int n, const bool asks, const struct 
     }
 }
 
-typedef void (*row_kernel)(const struct product_32 *t, const char *blocks, const float *scales, float *c);
+typedef void (*row_kernel)(const struct product_32 *t, const char *blocks, const struct columns *columns, float *c);
 
 #define ROW(type, n, asks)                                                                                            \
-    AVX2 static void row_##asks##_##type##_##n(const struct product_32 *t, const char *blocks, const float *scales, \
-                                               float *c) {                                                            \
-        row(type, n, asks, t, blocks, scales, c);                                                                     \
+    AVX2 static void row_##asks##_##type##_##n(const struct product_32 *t, const char *blocks,                        \
+                                               const struct columns *columns, float *c) {                             \
+        row(type, n, asks, t, blocks, columns, c);                                                                    \
     }
 #define ASKING(type, n) ROW(type, n, 0) ROW(type, n, 1)
 #define ROWS(type)                                                                                  \
@@ -129,11 +135,14 @@ static const row_kernel rows[4][2][COLUMNS] = {{EACH(row_0_Q4_0_), EACH(row_1_Q4
                                                {EACH(row_0_IQ4_NL_), EACH(row_1_IQ4_NL_)},
                                                {EACH(row_0_MXFP4_), EACH(row_1_MXFP4_)}};
 
-/* [k][COLUMNS]; 0 for columns that are not there. */
-AVX2 static void scales_of(const struct product_32 *t, int n, float *scales) {
+AVX2 static void align_columns(const struct product_32 *t, int n, struct columns *out) {
     for (int64_t l = 0; l < t->k; l++) {
         for (int j = 0; j < COLUMNS; j++) {
-            scales[l * COLUMNS + j] = j < n ? _cvtsh_ss(((const struct q8_0 *)t->b)[j * t->ldb + l].scale) : 0;
+            const struct q8_0 *y = (const struct q8_0 *)t->b + j * t->ldb + l;
+            out->scales[l][j] = j < n ? _cvtsh_ss(y->scale) : 0;
+            if (j < n) {
+                memcpy(out->values[l * n + j], y->values, REGISTER);
+            }
         }
     }
 }
@@ -143,7 +152,7 @@ bool swarmllm_product_32(const struct product_32 *t) {
     if (which < 0 || t->k > BLOCKS_MAX || (which > 1 && t->k % 2 != 0)) {
         return false;
     }
-    float scales[BLOCKS_MAX * COLUMNS] __attribute__((aligned(32)));
+    struct columns columns;
     const int64_t row_bytes = t->lda * block_bytes(t->type);
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
@@ -156,9 +165,9 @@ bool swarmllm_product_32(const struct product_32 *t) {
             struct product_32 part = *t;
             const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
             part.b = (const struct q8_0 *)t->b + j * t->ldb;
-            scales_of(&part, n, scales);
+            align_columns(&part, n, &columns);
             for (int64_t i = from; i < to; i++) {
-                rows[which][t->asks][n - 1](&part, (const char *)t->a + i * row_bytes, scales, t->c + j * t->ldc + i);
+                rows[which][t->asks][n - 1](&part, (const char *)t->a + i * row_bytes, &columns, t->c + j * t->ldc + i);
             }
         }
     }

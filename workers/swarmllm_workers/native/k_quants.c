@@ -35,8 +35,8 @@ static int64_t block_bytes(int type) {
                           : sizeof(struct iq4_xs);
 }
 
-AVX2 INLINE __m128i sums_of_groups(const struct q8_k *y) {
-    const __m128i *sums = (const __m128i *)(const void *)y->sums;
+AVX2 INLINE __m128i sums_of_groups(const int16_t *of_halves) {
+    const __m128i *sums = (const __m128i *)(const void *)of_halves;
     return _mm_hadd_epi16(_mm_loadu_si128(sums), _mm_loadu_si128(sums + 1));
 }
 
@@ -63,7 +63,25 @@ AVX2 INLINE float with_minima(const int type, float sum, __m128 minima) {
 
 AVX2 INLINE __m256i load_256(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
 
-/* ---- AVX2: columns as they are. ---- */
+/* ---- AVX2: columns as `align_columns` leaves them. ---- */
+
+/* A block of a column. The columns of a batch have one after the other, block by block. */
+struct __attribute__((aligned(REGISTER))) aligned_column {
+    int8_t values[VALUES];
+    int16_t sums[VALUES / 16];
+    float scale;
+};
+
+static void align_columns(const struct k_product *t, int n, struct aligned_column *out) {
+    for (int64_t l = 0; l < t->k; l++) {
+        for (int j = 0; j < n; j++, out++) {
+            const struct q8_k *y = (const struct q8_k *)t->b + j * t->ldb + l;
+            memcpy(out->values, y->values, sizeof y->values);
+            memcpy(out->sums, y->sums, sizeof y->sums);
+            out->scale = y->scale;
+        }
+    }
+}
 
 /* Group `g` of 32 weights, one in each byte. */
 AVX2 INLINE __m256i group_256(const int type, const char *block, const int g) {
@@ -92,7 +110,8 @@ AVX2 INLINE __m256i group_256(const int type, const char *block, const int g) {
     return _mm256_or_si256(low, _mm256_and_si256(at_four, _mm256_set1_epi8(0x10)));
 }
 
-AVX2 INLINE void row_256(const int type, const int n, const bool asks, const struct k_product *t, const char *row, float *c) {
+AVX2 INLINE void row_256(const int type, const int n, const bool asks, const struct k_product *t,
+                         const struct aligned_column *columns, const char *row, float *c) {
     const int64_t n_bytes = type == Q4_K ? sizeof(struct q4_k) : type == Q5_K ? sizeof(struct q5_k) : sizeof(struct q6_k);
     __m256 floats[COLUMNS];
     __m128 minima[COLUMNS];
@@ -102,7 +121,7 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
     }
     for (int64_t l = 0; l < t->k; l++) {
         const char *block = row + l * n_bytes;
-        const struct q8_k *y = (const struct q8_k *)t->b + l;
+        const struct aligned_column *y = columns + l * n;
         __m256i sums[COLUMNS];
         if (asks) {
             UNROLL for (int at = 0; at < n_bytes; at += LINE) _mm_prefetch(block + STREAM_AHEAD + at, _MM_HINT_T0);
@@ -115,7 +134,7 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
             const __m256i minus = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(words, 5));
             scale = _cvtsh_ss(x->scale);
             _mm256_storeu_si256((__m256i *)(void *)scales, words);
-            UNROLL for (int j = 0; j < n; j++) sums[j] = _mm256_madd_epi16(load_256(y[j * t->ldb].sums), minus);
+            UNROLL for (int j = 0; j < n; j++) sums[j] = _mm256_madd_epi16(load_256(y[j].sums), minus);
         } else {
             const struct q4_k *x = (const void *)block;
             uint64_t low, high;
@@ -125,8 +144,8 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
             _mm_storeu_si128((__m128i *)(void *)scales, _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)low)));
             const __m128i words = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)high));
             UNROLL for (int j = 0; j < n; j++) {
-                const __m128i four = _mm_madd_epi16(words, sums_of_groups(y + j * t->ldb));
-                const __m128 both = _mm_set1_ps(-y[j * t->ldb].scale * minimum);
+                const __m128i four = _mm_madd_epi16(words, sums_of_groups(y[j].sums));
+                const __m128 both = _mm_set1_ps(-y[j].scale * minimum);
                 minima[j] = _mm_fmadd_ps(both, _mm_cvtepi32_ps(type == Q5_K ? sum_in_all(four) : four), minima[j]);
                 sums[j] = _mm256_setzero_si256();
             }
@@ -137,12 +156,12 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
                                        ? _mm256_set_m128i(_mm_set1_epi16(scales[2 * g + 1]), _mm_set1_epi16(scales[2 * g]))
                                        : _mm256_set1_epi16(scales[g]);
             UNROLL for (int j = 0; j < n; j++) {
-                const __m256i twos = _mm256_maddubs_epi16(x, load_256(y[j * t->ldb].values + GROUP * g));
+                const __m256i twos = _mm256_maddubs_epi16(x, load_256(y[j].values + GROUP * g));
                 sums[j] = _mm256_add_epi32(sums[j], _mm256_madd_epi16(twos, scaled));
             }
         }
         UNROLL for (int j = 0; j < n; j++) {
-            const __m256 both = _mm256_set1_ps(y[j * t->ldb].scale * scale);
+            const __m256 both = _mm256_set1_ps(y[j].scale * scale);
             floats[j] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[j]), floats[j]);
         }
     }
@@ -153,13 +172,14 @@ AVX2 INLINE void row_256(const int type, const int n, const bool asks, const str
 }
 
 /* Weights have signs and come from a table, with a scale for each group. */
-AVX2 INLINE void row_xs(const int n, const bool asks, const struct k_product *t, const char *row, float *c) {
+AVX2 INLINE void row_xs(const int n, const bool asks, const struct k_product *t, const struct aligned_column *columns,
+                        const char *row, float *c) {
     const __m256i weights = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)iq4_weights));
     __m256 floats[COLUMNS];
     UNROLL for (int j = 0; j < n; j++) floats[j] = _mm256_setzero_ps();
     for (int64_t l = 0; l < t->k; l++) {
         const struct iq4_xs *x = (const struct iq4_xs *)(const void *)row + l;
-        const struct q8_k *y = (const struct q8_k *)t->b + l;
+        const struct aligned_column *y = columns + l * n;
         __m256i sums[COLUMNS];
         if (asks) {
             UNROLL for (int at = 0; at < (int)sizeof *x; at += LINE) {
@@ -175,24 +195,25 @@ AVX2 INLINE void row_xs(const int n, const bool asks, const struct k_product *t,
             const int low = x->low_scales[g / 2] >> (4 * (g % 2)) & 15, high = x->high_scales >> (2 * g) & 3;
             const __m256i scale = _mm256_set1_epi16((int16_t)((low | high << 4) - 32));
             UNROLL for (int j = 0; j < n; j++) {
-                const __m256i column = _mm256_sign_epi8(load_256(y[j * t->ldb].values + GROUP * g), signs);
+                const __m256i column = _mm256_sign_epi8(load_256(y[j].values + GROUP * g), signs);
                 const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(size, column), scale);
                 sums[j] = _mm256_add_epi32(sums[j], fours);
             }
         }
         UNROLL for (int j = 0; j < n; j++) {
-            const __m256 both = _mm256_set1_ps(_cvtsh_ss(x->scale) * y[j * t->ldb].scale);
+            const __m256 both = _mm256_set1_ps(_cvtsh_ss(x->scale) * y[j].scale);
             floats[j] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[j]), floats[j]);
         }
     }
     UNROLL for (int j = 0; j < n; j++) c[j * t->ldc] = sum_of_eight(floats[j]);
 }
 
-typedef void (*row_kernel)(const struct k_product *t, const char *row, float *c);
+typedef void (*row_kernel)(const struct k_product *t, const struct aligned_column *columns, const char *row, float *c);
 
-#define ROW(type, n, asks)                                                                                  \
-    AVX2 static void row_##asks##_##type##_##n(const struct k_product *t, const char *row, float *c) { \
-        type == IQ4_XS ? row_xs(n, asks, t, row, c) : row_256(type, n, asks, t, row, c);                    \
+#define ROW(type, n, asks)                                                                                           \
+    AVX2 static void row_##asks##_##type##_##n(const struct k_product *t, const struct aligned_column *columns,     \
+                                               const char *row, float *c) {                                          \
+        type == IQ4_XS ? row_xs(n, asks, t, columns, row, c) : row_256(type, n, asks, t, columns, row, c);           \
     }
 #define ASKING(type, n) ROW(type, n, 0) ROW(type, n, 1)
 #define ROWS(type)                                                                                  \
@@ -240,7 +261,7 @@ AVX512 static void prepare_columns(const struct q8_k *b, int64_t ldb, int n, int
             for (int g = 0; g < 8; g++) memcpy(o->values[p][g] + GROUP * half, y->values + GROUP * g, GROUP);
             _mm256_store_ps(o->scales[p] + 8 * half, _mm256_set1_ps(y->scale));
             memcpy(o->sums[p] + 16 * half, y->sums, sizeof y->sums);
-            _mm_store_si128((__m128i *)(void *)(o->group_sums[j / 4] + 8 * (j % 4)), sums_of_groups(y));
+            _mm_store_si128((__m128i *)(void *)(o->group_sums[j / 4] + 8 * (j % 4)), sums_of_groups(y->sums));
             _mm_store_ps(o->minus_scales[j / 4] + 4 * (j % 4), _mm_set1_ps(-y->scale));
         }
     }
@@ -255,7 +276,7 @@ AVX512 static void prepare_column(const struct q8_k *y, const int type, int64_t 
             _mm512_store_si512(out->values[2 * i + 1], halves(load_256(from + GROUP * second), load_256(from + GROUP * 3)));
         }
         memcpy(out->sums, y->sums, sizeof y->sums);
-        _mm_store_si128((__m128i *)(void *)out->group_sums, sums_of_groups(y));
+        _mm_store_si128((__m128i *)(void *)out->group_sums, sums_of_groups(y->sums));
         out->scale = y->scale;
     }
 }
@@ -537,6 +558,19 @@ AVX512 __attribute__((noinline)) static void some_columns(const struct k_product
 
 static int kind_of(int type) { return type >= Q4_K && type <= Q6_K ? type - Q4_K : type == IQ4_XS ? 3 : -1; }
 
+__attribute__((noinline)) static void aligned_columns(const struct k_product *t, int64_t j, int64_t first, int64_t end) {
+    struct aligned_column columns[BLOCKS_MAX * COLUMNS];
+    const int64_t row_bytes = t->lda * block_bytes(t->type);
+    const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
+    struct k_product part = *t;
+    part.b = (const struct q8_k *)t->b + j * t->ldb;
+    align_columns(&part, n, columns);
+    const row_kernel kernel = rows_256[kind_of(t->type)][t->way != K_AVX2][n - 1];
+    for (int64_t i = first; i < end; i++) {
+        kernel(&part, columns, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
+    }
+}
+
 int64_t swarmllm_k_block_bytes(int type) { return kind_of(type) < 0 ? 0 : block_bytes(type); }
 
 bool swarmllm_k_product(const struct k_product *t) {
@@ -550,23 +584,13 @@ bool swarmllm_k_product(const struct k_product *t) {
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;
     if (is_512 && t->n == 1) {
         one_column(t, first, end);
-    } else if (is_512) {
-        const int64_t row_bytes = t->lda * block_bytes(t->type);
-        const int64_t n_rows = t->n <= COLUMNS || row_bytes > NEAR / SHARE ? t->m : NEAR / row_bytes;
-        for (int64_t i = first; i < end; i += n_rows) { /* rows stay in the cache until all columns had them */
-            for (int64_t j = 0; j < t->n; j += COLUMNS) {
-                some_columns(t, j, i, end - i < n_rows ? end : i + n_rows);
-            }
-        }
-    } else {
-        const int64_t row_bytes = t->lda * block_bytes(t->type);
+        return true;
+    }
+    const int64_t row_bytes = t->lda * block_bytes(t->type);
+    const int64_t n_rows = t->n <= COLUMNS || row_bytes > NEAR / SHARE ? t->m : NEAR / row_bytes;
+    for (int64_t i = first; i < end; i += n_rows) { /* rows stay in the cache until all columns had them */
         for (int64_t j = 0; j < t->n; j += COLUMNS) {
-            struct k_product part = *t;
-            const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
-            part.b = (const struct q8_k *)t->b + j * t->ldb;
-            for (int64_t i = first; i < end; i++) {
-                rows_256[kind][t->way != K_AVX2][n - 1](&part, (const char *)t->a + i * row_bytes, t->c + j * t->ldc + i);
-            }
+            (is_512 ? some_columns : aligned_columns)(t, j, i, end - i < n_rows ? end : i + n_rows);
         }
     }
     return true;

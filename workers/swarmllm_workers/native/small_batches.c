@@ -21,6 +21,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* The head of ggml's `struct ggml_tensor`. */
 struct tensor {
@@ -51,7 +52,7 @@ enum { HAS_NEON = 1 }; /* and Q8_0 is with the other types in blocks of 32 */
 #else
 enum { HAS_NEON = 0 };
 #endif
-enum { F32 = 0, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14 };
+enum { F32 = 0, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14, NEAR = 3 << 17 };
 enum { SHAPES_MAX = 64, CLASSES = 11 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
@@ -123,6 +124,7 @@ struct task {
     const struct block *b;  /* columns, each `ldb` blocks from the one before */
     int64_t ldb;
     const float *scales;    /* of the columns: [k][columns] */
+    const int8_t *values;   /* of the columns, if there are several: [k][columns][BLOCK], for kernels with AVX2 */
     float *c;               /* [columns][ldc] */
     int64_t ldc;
     int64_t ahead;          /* bytes from here to what is asked of memory */
@@ -156,11 +158,18 @@ AVX2 INLINE void rows_256(const struct task *t, const int n_rows, const int n_co
             _mm_prefetch((const char *)x + t->ahead, _MM_HINT_T0);
             const __m256i signs = values_of(x), size = _mm256_sign_epi8(signs, signs);
             const float scale = _cvtsh_ss(x->scale);
+            /* By way of memory: a broadcast from there takes no unit that products need. */
+            float both[COLUMNS] __attribute__((aligned(REGISTER)));
+            if (n_columns > 1) {
+                _mm256_store_ps(both, _mm256_mul_ps(_mm256_set1_ps(scale), _mm256_loadu_ps(t->scales + l * n_columns)));
+            } else {
+                both[0] = scale * t->scales[l];
+            }
             UNROLL for (int j = 0; j < n_columns; j++) {
-                const __m256i y = _mm256_sign_epi8(values_of(t->b + j * t->ldb + l), signs);
+                const int8_t *column = n_columns > 1 ? t->values + (l * n_columns + j) * BLOCK : t->b[l].values;
+                const __m256i y = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)(const void *)column), signs);
                 const __m256i fours = _mm256_madd_epi16(ones, _mm256_maddubs_epi16(size, y));
-                const __m256 both = _mm256_set1_ps(scale * t->scales[l * n_columns + j]);
-                sums[r][j] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(fours), sums[r][j]);
+                sums[r][j] = _mm256_fmadd_ps(_mm256_broadcast_ss(both + j), _mm256_cvtepi32_ps(fours), sums[r][j]);
             }
         }
     }
@@ -270,9 +279,16 @@ AVX2 static void scales_of(const struct task *t, int n, float *scales) {
     }
 }
 
+static void align_columns(const struct task *t, int n, int8_t *values) {
+    for (int64_t l = 0; l < t->k; l++) {
+        for (int j = 0; j < n; j++, values += BLOCK) memcpy(values, t->b[j * t->ldb + l].values, BLOCK);
+    }
+}
+
 /* `n` columns, at most COLUMNS, times rows [first, end) of the matrix. */
 static void product_of_rows(struct task task, int which, int n, int64_t first, int64_t end) {
-    float scales[BLOCKS_MAX * COLUMNS];
+    float scales[(BLOCKS_MAX + 1) * COLUMNS]; /* registers of eight are read */
+    int8_t values[BLOCKS_MAX * COLUMNS * BLOCK] __attribute__((aligned(REGISTER)));
     const int n_few = kernels[which].n_few;
     const int64_t n_many = kernels[which].n_many[n - 1];
     const int64_t group = n_many * task.lda * (int64_t)sizeof(struct block);
@@ -280,6 +296,10 @@ static void product_of_rows(struct task task, int which, int n, int64_t first, i
     here.ahead = which == STREAMED - BITS_256 ? STREAM_AHEAD : group < FAR_ENOUGH ? 2 * group : group;
     here.scales = scales;
     scales_of(&task, n, scales);
+    if (n > 1 && which <= STREAMED - BITS_256) {
+        align_columns(&task, n, values);
+        here.values = values;
+    }
     int64_t i = first;
     for (; i + n_many <= end; i += n_many) {
         here.a = task.a + i * task.lda;
@@ -315,11 +335,16 @@ static bool compute(const struct thread *thread, int way, int64_t m, int64_t n, 
         task.ldb = task.ldc = 0;
         n = 2;
     }
-    for (int64_t j = 0; j < n; j += COLUMNS) {
-        struct task part = task;
-        part.b += j * task.ldb;
-        part.c += j * task.ldc;
-        product_of_rows(part, way - BITS_256, (int)(n - j < COLUMNS ? n - j : COLUMNS), first, next < m ? next : m);
+    const int64_t row_bytes = task.lda * (int64_t)sizeof(struct block), end = next < m ? next : m;
+    const int64_t n_rows = n <= COLUMNS || row_bytes > NEAR / ROWS_MAX ? m : NEAR / row_bytes / ROWS_MAX * ROWS_MAX;
+    for (int64_t from = first; from < end; from += n_rows) { /* rows stay in the cache until all columns had them */
+        for (int64_t j = 0; j < n; j += COLUMNS) {
+            struct task part = task;
+            part.b += j * task.ldb;
+            part.c += j * task.ldc;
+            product_of_rows(part, way - BITS_256, (int)(n - j < COLUMNS ? n - j : COLUMNS), from,
+                            end - from < n_rows ? end : from + n_rows);
+        }
     }
     return true;
 }
@@ -342,6 +367,7 @@ struct task {
     const void *b;
     int64_t ldb;
     const float *scales;
+    const int8_t *values;
     float *c;
     int64_t ldc;
     int64_t ahead;
@@ -370,7 +396,7 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
             return swarmllm_tiled != NULL &&
                    swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
         }
-        if (compute(params, way, m, n, (struct task){k, a, lda, b, ldb, NULL, c, ldc, 0})) {
+        if (compute(params, way, m, n, (struct task){k, a, lda, b, ldb, NULL, NULL, c, ldc, 0})) {
             return true;
         }
     }
