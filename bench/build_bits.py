@@ -28,6 +28,8 @@ from swarmllm.guide import GUIDE_PATH
 N_PROMPT: Final = 96
 N_STEPS: Final = 16
 TYPES: Final = ("F16", "Q8_0", "Q4_K_M", "Q6_K", "Q4_0")
+BUNDLED: Final = "llama_cpp_python.libs/*"
+"""Libraries of the building system, beside the package."""
 TEXT: Final = Path(__file__).resolve().parents[1] / "README.md"
 
 
@@ -81,7 +83,8 @@ def variants(libraries: Path, folder: Path) -> dict[str, Path]:
     for variant in sorted(libraries.glob("libggml-cpu-*.so")):
         alone = folder / variant.stem.removeprefix("libggml-cpu-")
         shutil.copytree(libraries, alone, ignore=shutil.ignore_patterns("libggml-cpu-*"))
-        shutil.copy(variant, alone)
+        for library in (variant, *libraries.parents[1].glob(BUNDLED)):
+            shutil.copy(library, alone)
         found[alone.name] = alone
     return found
 
