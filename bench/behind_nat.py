@@ -146,7 +146,7 @@ async def run_node(arguments: argparse.Namespace) -> None:
             result["connected_after_s"] = round(trio.current_time() - began_s, 1)
             if arguments.punches:
                 with trio.move_on_after(PUNCH_S):
-                    while way(router, arguments.ask) in ("relay", "none"):  # noqa: ASYNC110
+                    while way(router, arguments.ask) != "direct TCP":  # noqa: ASYNC110
                         await trio.sleep(0.02)
                     result["direct_after_s"] = round(trio.current_time() - began_s, 1)
             result |= await round_trips(router, arguments.ask, ask)

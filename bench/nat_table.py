@@ -42,7 +42,8 @@ COMMAND = "python -m bench.nat_table"
 READY_S = 120.0
 REACH_S = 40.0
 PUNCH_S = 30.0
-"""A hole is tried three times, a few seconds apart."""
+"""A hole for libp2p is tried three times, a few seconds apart; one for the data port once, and again after a
+minute."""
 UPGRADE_S = 40.0
 """For a data connection over the data port, where one of the two can be dialled: a better way is looked for
 every 30 s."""
@@ -57,7 +58,7 @@ class Way:
     control: str
     """Of libp2p's connection: direct, hole, relay, none."""
     data: str
-    """Of the data connection: data port, stream, relay, none."""
+    """Of the data connection: direct (over the data port), hole, stream, relay, none."""
     answers: bool
     """A request was answered, and a message came back."""
 
@@ -160,10 +161,7 @@ async def settle(router: Libp2pRouter, node_id: NodeId, punch_s: float, upgrade_
                 await trio.sleep(0.1)  # records are exchanged behind it
             except SwarmLLMError:
                 await trio.sleep(1.0)
-    with trio.move_on_after(punch_s):
-        while way(router, node_id) not in ((True, "direct"), (True, "libp2p")):  # noqa: ASYNC110
-            await trio.sleep(0.2)
-    with trio.move_on_after(upgrade_s):
+    with trio.move_on_after(max(punch_s, upgrade_s)):
         while way(router, node_id) != (True, "direct"):  # noqa: ASYNC110
             await trio.sleep(0.2)
 
@@ -272,7 +270,8 @@ def named(seen: Seen, *, is_dialled: bool) -> Way:
     if seen.is_direct is None:
         return Way("none", "none", seen.answers)
     control = ("direct" if is_dialled else "hole") if seen.is_direct else "relay"
-    return Way(control, {"direct": "data port", "libp2p": "stream"}.get(seen.data, seen.data), seen.answers)
+    data = {"direct": "direct" if is_dialled else "hole", "libp2p": "stream"}.get(seen.data, seen.data)
+    return Way(control, data, seen.answers)
 
 
 def table(kinds: Sequence[Kind], ways: Ways) -> str:

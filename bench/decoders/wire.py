@@ -102,6 +102,8 @@ class _Wire:
 
     kind = "direct"
     has_leftover = False
+    seen_at = ""
+    port = 0
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -56,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sender acknowledges messages."""
     rests: bool = False
     """The sender pings, and expects pings, more rarely while there are no messages."""
+    seen: Annotated[str, msgspec.Meta(max_length=80)] = ""
+    """Where the sender sees the receiver's end, as `/ip4/192.0.2.1/tcp/40000`; empty: it does not know."""
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

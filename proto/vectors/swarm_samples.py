@@ -713,6 +713,11 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
 CONTROL_FRAMES: list[tuple[str, FrameKind, bytes | Hello]] = [
     ("hello", FrameKind.HELLO, Hello(v=VERSION, acks=True)),
     ("hello-of-one-that-rests", FrameKind.HELLO, Hello(v=VERSION, acks=True, rests=True)),
+    (
+        "hello-to-a-dialler",
+        FrameKind.HELLO,
+        Hello(v=VERSION, acks=True, rests=True, seen="/ip4/192.0.2.1/tcp/40000"),
+    ),
     ("hello-of-a-link", FrameKind.HELLO, Hello(v=VERSION, link=MODEL_ID)),
     ("hello-of-bulk", FrameKind.HELLO, Hello(v=VERSION, bulk=True)),
     ("ping", FrameKind.PING, bytes(range(8))),

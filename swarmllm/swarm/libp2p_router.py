@@ -152,6 +152,8 @@ class Libp2pRouter:
             neighbours=directory.neighbours,
             bulk_peers=directory.bulk_peers,
             connections_max=settings.max_connections,
+            hole_turns=directory.hole_turns,
+            hole_punching=settings.hole_punching,
         )
         self._dial_backs = DialBacks(identity, gater, self.spread, host, directory.dial_back_turns)
         self._checks = ReachabilityChecks(
@@ -331,6 +333,15 @@ class Libp2pRouter:
     def data_addresses_of(self, node_id: NodeId) -> list[Address]:
         envelope = self.spread.envelope(node_id)
         return usable(envelope.data_addresses) if envelope else []
+
+    def own_data_addresses(self) -> list[Address]:
+        found = self.reachability
+        seen = [Address(found.observed_ip, self.plane.port)] if found and found.observed_ip else []
+        return [*seen, *usable(self.data_addresses)]
+
+    def observers(self) -> list[NodeId]:
+        relays = self.wide_area.relaying.relays
+        return sorted(filter(self.host.is_direct, self._connected), key=lambda node_id: node_id not in relays)
 
     def lost(self, node_id: NodeId, how: str) -> None:
         self._liveness.drop(node_id, how)

@@ -47,6 +47,8 @@ class MemoryWire:
 
     kind: Literal["direct"] = "direct"
     has_leftover = False
+    seen_at = ""
+    port = 0
 
     def __init__(self, out: trio.MemorySendChannel[bytes], into: trio.MemoryReceiveChannel[bytes]) -> None:
         self._out = out

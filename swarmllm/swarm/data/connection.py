@@ -126,6 +126,8 @@ class Connection:
         """What the peer did that ended it, where that costs trust."""
         self.link_asked = ""
         """What the peer wants a link for, where that is how this ended; its wire is then still open."""
+        self.seen = ""
+        """Where the peer says it sees this end, as a multiaddr."""
         self.rtt_s: float | None = None
         self._n_rtts = 0
         self._rtt_at_s = 0.0
@@ -198,7 +200,8 @@ class Connection:
             with self._tasks, self._timer.looking_at(self):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write_queue)
-                    hello = Hello(v=VERSION, bulk=self.bulk, acks=True, rests=True)
+                    seen = self._wire.seen_at
+                    hello = Hello(v=VERSION, bulk=self.bulk, acks=True, rests=True, seen=seen)
                     self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
                     await self._read()
         except* _LinkAsked:
@@ -484,6 +487,7 @@ class Connection:
             self.link_asked = hello.link
             raise _LinkAsked
         self.bulk |= hello.bulk and not self.dialled
+        self.seen = hello.seen
         self._acknowledges = hello.acks
         if hello.rests:
             self._keepalive.may_rest(trio.current_time())

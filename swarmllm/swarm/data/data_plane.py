@@ -31,6 +31,7 @@ from swarmllm.swarm.byte_budget import ByteBudget, PayloadRoom, reserve_or_displ
 from swarmllm.swarm.data.bulk import Bulk, BulkPeer
 from swarmllm.swarm.data.connection import Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
+from swarmllm.swarm.data.holes import Holes, HoleTurn
 from swarmllm.swarm.data.neighbour import LinkStatus, Neighbour
 from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamOpening
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
@@ -69,6 +70,14 @@ class DataPlaneUser(Protocol):
         """The addresses of a peer's data port."""
         ...
 
+    def own_data_addresses(self) -> Sequence[Address]:
+        """Where this node's data port may be found."""
+        ...
+
+    def observers(self) -> Sequence[NodeId]:
+        """Peers that may say where they see this node, the best first."""
+        ...
+
     async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None: ...
 
     def lost(self, node_id: NodeId, how: str) -> None:
@@ -94,6 +103,8 @@ class DataPlane:
         neighbours: Parts[Neighbour] | None = None,
         bulk_peers: Parts[BulkPeer] | None = None,
         connections_max: int = CONNECTIONS_MAX,
+        hole_turns: Parts[HoleTurn] | None = None,
+        hole_punching: bool = True,
     ) -> None:
         self.connections_max = max(CONNECTIONS_MAX, connections_max)
         """For twice as many peers, those are forgotten that could not be reached."""
@@ -119,13 +130,15 @@ class DataPlane:
         self._timer = ConnectionTimer()
         self._handshakes = HandshakeTurns(half_open_max=HANDSHAKES_MAX, stale_s=HANDSHAKE_S / 2)
         self.port = 0
-        self._listening: list[str] = []
+        self.listening: list[str] = []
+        """The IPs it listens on."""
+        self._holes = Holes(identity, gater, host, self, hole_turns) if hole_punching else None
         self.on_link: LinkHandler | None = None
         """Takes what peers open; without it links are refused."""
 
     def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
         """Take connections from now on."""
-        self._listening = [each.socket.getsockname()[0] for each in listeners]
+        self.listening = [each.socket.getsockname()[0] for each in listeners]
         self.port = listeners[0].socket.getsockname()[1]
         supervise(self._nursery, "data port", self._serve_port, list(listeners))
         for protocol in (PROTOCOL, BULK_PROTOCOL):
@@ -136,7 +149,7 @@ class DataPlane:
     async def _serve_port(self, listeners: list[trio.SocketListener]) -> None:
         if not listeners:
             # An earlier life has closed them.
-            listeners += await open_listeners(self._listening, self.port)
+            listeners += await open_listeners(self.listening, self.port)
         life, listeners[:] = list(listeners), []
         await trio.serve_listeners(self._accept, life)
 
@@ -248,11 +261,49 @@ class DataPlane:
         )
 
     async def turn_to_direct(self, node_id: NodeId) -> None:
+        if self._holes is not None:
+            self._holes.forgive(node_id)
+        self.try_hole(node_id)
         for _ in range(_TURN_TRIES):
             # The first data connection may still be on its way, through the relay.
             if await self.upgrades.upgrade(node_id) or self.status(node_id).kind == "libp2p":
                 return
             await trio.sleep(_TURN_AGAIN_S)
+
+    def try_hole(self, node_id: NodeId) -> None:
+        """Where messages take a stream, have both ends dial at the same moment, and turn to what comes."""
+        is_needed = self.has_connection(node_id) and not self.has_direct(node_id)
+        if self._holes is not None and is_needed:
+            spawn(self._nursery, "connection", self._try_hole, node_id, self._holes)
+
+    async def _try_hole(self, node_id: NodeId, holes: Holes) -> None:
+        wire = await holes.punch(node_id)
+        if wire is not None:
+            await self._turn_to(node_id, self._start(node_id, wire, dialled=True))
+
+    def came_through_hole(self, node_id: NodeId, wire: NoiseWire, *, dialled: bool) -> None:
+        if not self._may_come(node_id):
+            wire.abort()
+            return
+        connection = self._start(node_id, wire, dialled=dialled)
+        spawn(self._nursery, "connection", self._turn_to, node_id, connection)
+
+    async def _turn_to(self, node_id: NodeId, connection: Connection) -> None:
+        if await connection.says_hello():
+            await self.upgrades.upgrade(node_id)
+
+    def has_direct(self, node_id: NodeId) -> bool:
+        return any(connection.wire_kind == "direct" for connection in self.connections(node_id))
+
+    def seen_by(self, node_id: NodeId) -> str:
+        own = [c for c in self.all_connections(node_id) if c.alive and c.wire.port == self.port]
+        return next((connection.seen for connection in own if connection.seen), "")
+
+    def own_addresses(self) -> Sequence[Address]:
+        return self._user.own_data_addresses()
+
+    def observers(self) -> Sequence[NodeId]:
+        return self._user.observers()
 
     def forgive(self, node_id: NodeId) -> None:
         """Something has been heard of this peer: the next send may dial at once."""
@@ -291,6 +342,7 @@ class DataPlane:
             neighbour.retry_at_s = trio.current_time() + wait_s
             raise
         neighbour.n_failures = 0
+        self.try_hole(node_id)
         return connection
 
     async def dial(self, node_id: NodeId, *, bulk: bool = False) -> Connection | None:

@@ -30,6 +30,8 @@ _WINDOW_POLL_S = 0.01
 
 class StreamWire:
     has_leftover = False
+    seen_at = ""
+    port = 0
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
 """Upgrades connections: from a libp2p stream to a direct connection, and from a connection to a link.
 
 A node that was behind a closed port may be reachable now: its port was opened, it moved, a hole was punched.
-Every UPGRADE_EVERY_S a direct connection is tried for each neighbour that is reached through a stream. When
-there is one, senders wait for the moment it takes the peer to say that everything before has been handled (a
-ping travels behind the messages, and its pong comes after they were), then they turn to the new connection,
-and the old one is told that it has carried its last message. It ends when neither end sends on it any more.
+Every UPGRADE_EVERY_S a direct connection is tried for each neighbour that is reached through a stream, and
+where none comes about, a hole (see holes). When there is one, senders wait for the moment it takes the peer
+to say that everything before has been handled (a ping travels behind the messages, and its pong comes after
+they were), then they turn to the new connection, and the old one is told that it has carried its last
+message. It ends when neither end sends on it any more.
 
 Two nodes that dial each other at the same moment have two direct connections; they turn to the one that the
 smaller node id sends on in the same way.
@@ -94,6 +95,10 @@ class UpgradeConnector(Protocol):
         """A direct connection; None where there is no such way."""
         ...
 
+    def try_hole(self, node_id: NodeId) -> None:
+        """Have both ends dial at the same moment; a direct connection may come of it later."""
+        ...
+
     async def reopen(self, node_id: NodeId, old: Connection) -> Connection | None:
         """A stream that goes a better way than `old`; None where there is none."""
         ...
@@ -109,7 +114,8 @@ class Upgrades:
         while True:
             await trio.sleep(UPGRADE_EVERY_S)
             for node_id in list(self._neighbours):
-                await self.upgrade(node_id)
+                if not await self.upgrade(node_id):
+                    self._ways.try_hole(node_id)
                 await self.merge(node_id)
                 self.tidy(node_id)
 

@@ -26,6 +26,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 
 from swarmllm.operating_system import limit_silence
+from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.router import LinkEnd
@@ -43,6 +44,16 @@ class WireClosed(Exception):
 class Wire(Protocol):
     @property
     def kind(self) -> Literal["direct", "libp2p", "relay"]: ...
+
+    @property
+    def seen_at(self) -> str:
+        """Where its other end is seen from here, as a multiaddr; empty where that is not known."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """This end's; 0 where it is not TCP itself."""
+        ...
 
     def write_now(self, pieces: Sequence[bytes | memoryview]) -> bool:
         """Take all of these bytes without waiting, or none: False where that cannot be. What the kernel did
@@ -108,7 +119,9 @@ class HandshakeFailed(Exception):
 class NoiseWire:
     kind: Literal["direct"] = "direct"
 
-    def __init__(self, sock: socket.socket, encrypting: Any, decrypting: Any) -> None:
+    def __init__(self, sock: socket.socket, encrypting: Any, decrypting: Any, seen_at: str = "") -> None:
+        self.seen_at = seen_at
+        self.port: int = sock.getsockname()[1]
         self._socket = sock
         self._descriptor = sock.fileno()
         self._encrypting = encrypting
@@ -290,6 +303,7 @@ async def noise_handshake(
     transport = GuardedNoise(identity, gater or ConnectionGater())
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seen_at = _address_of(stream.socket.getpeername())
         # The kernel's own limit for bytes that nobody acknowledges is a quarter of an hour.
         limit_silence(stream.socket, _USER_TIMEOUT_MS)
         raw = RawConnection(TrioTCPStream(stream), expected is not None)
@@ -309,4 +323,10 @@ async def noise_handshake(
             await trio.aclose_forcefully(stream)
         raise
     sock.setblocking(False)
-    return node_id, NoiseWire(sock, noise.cipher_state_encrypt, noise.cipher_state_decrypt)
+    return node_id, NoiseWire(sock, noise.cipher_state_encrypt, noise.cipher_state_decrypt, seen_at)
+
+
+def _address_of(socket_name: Sequence[Any]) -> str:
+    ip, port = socket_name[:2]
+    # The zone of a link-local address means something on this machine only.
+    return "" if "%" in ip else str(Address(ip, port))

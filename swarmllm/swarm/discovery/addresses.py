@@ -124,6 +124,26 @@ class NodeAddress:
         return list(dict.fromkeys(Address(str(where[0]), self.port) for *_, where in found))
 
 
+_PRIVATE = tuple(
+    map(
+        ipaddress.ip_network,
+        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "0.0.0.0/8", "fc00::/7"),
+    )
+)
+
+
+def is_public(ip: str) -> bool:
+    """Whether it may be of a machine on the open internet."""
+    address = ipaddress.ip_address(ip)
+    is_special = address.is_loopback or address.is_link_local or address.is_multicast or address.is_reserved
+    return not (
+        is_special
+        or address.is_unspecified
+        or getattr(address, "ipv4_mapped", None) is not None
+        or any(address in network for network in _PRIVATE if network.version == address.version)
+    )
+
+
 def is_loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback
 

@@ -36,6 +36,7 @@ from multiaddr import Multiaddr
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address, OwnAddresses, family_of
 from swarmllm.swarm.discovery.dialler import first_to_answer
+from swarmllm.swarm.discovery.own_port import connect_from, share_port
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
@@ -70,12 +71,15 @@ def refuse_taken_port(listen_host: str, port: int) -> None:
 
 
 async def open_listeners(ips: Sequence[str], port: int) -> Sequence[trio.SocketListener]:
-    """All on the same port, if it is 0 one that is free. Raises ConfigError when the port is taken."""
+    """All on the same port, if it is 0 one that is free; this process may dial from it. Raises ConfigError
+    when the port is taken."""
     listeners: list[trio.SocketListener] = []
     try:
         for ip in ips:
             listeners += await trio.open_tcp_listeners(port, host=ip)
             port = listeners[0].socket.getsockname()[1]
+        for each in listeners:
+            share_port(each.socket)
     except BaseException as error:
         for each in listeners:
             each.socket.close()
@@ -98,8 +102,6 @@ _CLOSE_S = 3.0
 _HANDSHAKE_S = 30.0
 """Of both ends. Two nodes that are short of processor time would begin anew after each ten seconds, and so
 would all that want to meet the same one."""
-_PUNCH_S = 4.0
-"""A first packet that is dropped is sent again after 1 s and after 3 s."""
 
 
 class Stream(Protocol):
@@ -300,7 +302,7 @@ class Host:
     async def dial_from_listening_port(self, node_id: NodeId, address: Address, *, as_listener: bool) -> None:
         """So that a firewall takes one end's first packet for an answer to the other's; `as_listener`
         takes the other part of the handshake. Raises NodeUnreachable. Not to be cancelled."""
-        stream = await _connect_from(self.listening, self.port, address)
+        stream = await connect_from(self.listening, self.port, address)
         self.sockets.add(stream)
         where = Multiaddr(str(Address(address.ip, address.port)))
         raw = RawConnection(TrioTCPStream(stream), not as_listener)
@@ -456,26 +458,3 @@ async def run_libp2p(
                     await trio.aclose_forcefully(stream)
                 with trio.move_on_after(_CLOSE_S):
                     await libp2p_host.close()
-
-
-async def _connect_from(listening: Sequence[str], port: int, address: Address) -> trio.SocketStream:
-    """Raises NodeUnreachable."""
-    family = family_of(address.ip)
-    own_ip = next((ip for ip in listening if family_of(ip) == family), None)
-    if own_ip is None:
-        raise NodeUnreachable(f"{address} is of a family that this node does not listen on")
-    connecting = trio.socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # As the library's listener does: two sockets may share the port if both say so.
-        connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        connecting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        await connecting.bind((own_ip, port))
-        with trio.fail_after(_PUNCH_S):
-            await connecting.connect((address.ip, address.port))
-        return trio.SocketStream(connecting)
-    except (OSError, trio.TooSlowError) as error:
-        connecting.close()
-        raise NodeUnreachable(f"{address} does not answer: {type(error).__name__}") from None
-    except BaseException:
-        connecting.close()
-        raise

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from swarmllm.swarm.byte_budget import HeldBytes
 from swarmllm.swarm.data.bulk import BulkPeer
+from swarmllm.swarm.data.holes import HoleTurn
 from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.discovery.dht.dht import DhtParts
 from swarmllm.swarm.discovery.dht.serving import DhtAsker
@@ -72,6 +73,7 @@ class Peer:
     requests: PeerRequests | None = None
     neighbour: Neighbour | None = None
     bulk: BulkPeer | None = None
+    hole_turn: HoleTurn | None = None
     gossip_allowance: GossipAllowance | None = None
     held_bytes: HeldBytes | None = None
 
@@ -102,6 +104,7 @@ class PeerDirectory(PeerTable):
         self.requests: Parts[PeerRequests] = Parts(self, "requests")
         self.neighbours: PassingParts[Neighbour] = PassingParts(self, "neighbour")
         self.bulk_peers: PassingParts[BulkPeer] = PassingParts(self, "bulk")
+        self.hole_turns: PassingParts[HoleTurn] = PassingParts(self, "hole_turn")
         self.gossip_allowances: PassingParts[GossipAllowance] = PassingParts(self, "gossip_allowance")
         self.held_bytes: Parts[HeldBytes] = Parts(self, "held_bytes")
         self.candidates: Parts[DialCandidate] = Parts(self, "candidate")

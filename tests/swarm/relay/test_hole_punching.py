@@ -18,18 +18,18 @@ from swarmllm.swarm.discovery.relay.hole_punching import (
     AT_ONCE_MAX,
     PAUSE_S,
     SETTLE_S,
-    TALK_S,
     TRIES,
     Punching,
 )
 from swarmllm.swarm.discovery.relay.messages import Punch, encode_punch
+from swarmllm.swarm.discovery.relay.moment import TALK_S
 from swarmllm.swarm.libp2p.stream_framing import framed
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm_proto.identifiers import NodeId
 
 LATENCY_S = 0.1
-SEEN_AT = {A: Address("192.0.2.1", 1), B: Address("192.0.2.2", 2)}
-SAID_AT = {A: Address("198.51.100.1", 1), B: Address("198.51.100.2", 2)}
+SEEN_AT = {A: Address("192.0.2.1", 8810), B: Address("192.0.2.2", 8810)}
+SAID_AT = {A: Address("198.51.100.1", 8810), B: Address("198.51.100.2", 8810)}
 
 
 class Stream:
@@ -63,6 +63,7 @@ class End:
 
     def __init__(self, node_id: NodeId, nursery: trio.Nursery) -> None:
         self.node_id = node_id
+        self.listening = ("0.0.0.0",)
         self.nursery = nursery
         self.other: End | None = None
         self.dials: list[tuple[float, Address, bool]] = []

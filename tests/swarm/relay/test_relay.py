@@ -145,21 +145,22 @@ async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tm
         await until(b, lambda: a.node_id in b.connected())
         with trio.fail_after(DEADLINE_S):
             n = 0
-            while not (a.host.is_direct(b.node_id) and b.host.is_direct(a.node_id)):
+            while not (a.plane.has_direct(b.node_id) and b.plane.status(a.node_id).kind == "direct"):
                 await b.send(a.node_id, str(n).encode())
                 n += 1
                 await trio.sleep(0.01)
             for _ in range(100):
                 await b.send(a.node_id, str(n).encode())
                 n += 1
-            await b.plane.upgrades.upgrade(a.node_id)
             await b.send(a.node_id, str(n).encode(), b"last")
             await over.wait()
         assert taken == list(range(n + 1))
         neighbour = b.plane._neighbours.get(a.node_id)
         sending = neighbour and neighbour.sending
         assert sending is not None
-        assert sending.wire_kind == "libp2p"
+        assert sending.wire_kind == "direct"
+        assert a.host.is_direct(b.node_id)
+        assert b.host.is_direct(a.node_id)
 
 
 async def _no_requests(sender: str, body: bytes) -> bytes:

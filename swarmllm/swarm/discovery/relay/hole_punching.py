@@ -20,18 +20,12 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.log_filter import provoked_by
-from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.relay.messages import (
-    DCUTR,
-    MESSAGE_MAX_BYTES,
-    Punch,
-    decode_punch,
-    encode_punch,
-)
+from swarmllm.swarm.discovery.addresses import Address, is_loopback
+from swarmllm.swarm.discovery.relay.messages import DCUTR
+from swarmllm.swarm.discovery.relay.moment import believed, moment_of, moment_with
 from swarmllm.swarm.libp2p.host import Host, Stream
-from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm_proto.errors import BadMessage, ProtocolError
+from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -40,7 +34,6 @@ TRIES = 3
 SETTLE_S = 1.0
 """Before the first try: the relayed connection has just come."""
 PAUSE_S = 2.0
-TALK_S = 10.0
 _LISTENER_WAITS_S = 0.02
 """So that without a firewall the handshake's dialler is the one whose packet comes first."""
 AT_ONCE_MAX = 8
@@ -102,28 +95,17 @@ class Punching:
 
     async def _agree_and_dial(self, node_id: NodeId) -> None:
         try:
-            stream = await self._host.open_stream(node_id, DCUTR)
+            async with moment_with(
+                self._host, node_id, DCUTR, self._node.own_addresses(), later_s=_LISTENER_WAITS_S
+            ) as said:
+                addresses = self._believed(node_id, said)
+                await self._dial_all(node_id, addresses, as_listener=True)
+                if not self._host.is_direct(node_id):
+                    # The other end's packet may have opened its way for everybody, and then its listener
+                    # answers.
+                    await self._dial_all(node_id, addresses, as_listener=False)
         except NodeUnreachable as error:
             log.debug("%s", error)
-            return
-        try:
-            asked_at_s = trio.current_time()
-            await stream.write(framed(encode_punch(Punch("connect", self._node.own_addresses()))))
-            answer = await _heard(stream, "connect")
-            rtt_s = trio.current_time() - asked_at_s
-            await stream.write(framed(encode_punch(Punch("sync"))))
-            await trio.sleep(rtt_s / 2 + _LISTENER_WAITS_S)
-            await self._dial_all(node_id, answer.addresses, as_listener=True)
-            if not self._host.is_direct(node_id):
-                # The other end's packet may have opened its way for everybody, and then its listener answers.
-                await self._dial_all(node_id, answer.addresses, as_listener=False)
-        except (ProtocolError, trio.TooSlowError) as error:
-            log.debug("node %s does not agree on a moment: %s", node_id, type(error).__name__)
-        except Exception as error:  # libp2p's, of many kinds
-            log.debug("agreeing on a moment with %s: %s", node_id, type(error).__name__)
-        finally:
-            with trio.move_on_after(2.0):
-                await stream.reset()
 
     async def _answer(self, sender: NodeId, stream: Stream) -> None:
         if (
@@ -135,17 +117,22 @@ class Punching:
             return
         self._under_way.put(sender, True)
         try:
-            asked = await _heard(stream, "connect")
-            await stream.write(framed(encode_punch(Punch("connect", self._node.own_addresses()))))
-            await _heard(stream, "sync")
-            await self._dial_all(sender, asked.addresses, as_listener=False)
+            said = await moment_of(stream, self._own_addresses)
+            await self._dial_all(sender, self._believed(sender, said), as_listener=False)
         except (ProtocolError, trio.TooSlowError) as error:
-            log.debug("node %s does not agree on a moment: %s", sender, type(error).__name__)
+            log.debug("node %s agrees on no moment: %s", sender, type(error).__name__)
             await stream.reset()
             return
         finally:
             self._under_way.drop(sender)
         await self._settle(sender)
+
+    async def _own_addresses(self) -> tuple[Address, ...]:
+        return self._node.own_addresses()
+
+    def _believed(self, node_id: NodeId, said: tuple[Address, ...]) -> tuple[Address, ...]:
+        is_here = all(map(is_loopback, self._host.listening))
+        return believed(said, self._node.known_addresses(node_id), on_loopback=is_here)
 
     async def _dial_all(self, node_id: NodeId, addresses: tuple[Address, ...], *, as_listener: bool) -> None:
         async def dial(address: Address) -> None:
@@ -157,11 +144,3 @@ class Punching:
         async with trio.open_nursery() as nursery:
             for address in addresses:
                 nursery.start_soon(dial, address)
-
-
-async def _heard(stream: Stream, kind: str) -> Punch:
-    with trio.fail_after(TALK_S):
-        heard = decode_punch(await read_framed(stream, MESSAGE_MAX_BYTES))
-    if heard.kind != kind:
-        raise BadMessage("type", f"is not {kind}")
-    return heard
