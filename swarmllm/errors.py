@@ -190,6 +190,10 @@ class NodeBusy(RemoteError):
     code = "node_busy"
 
 
+class StageMoved(NodeBusy):
+    """A request leaves its pipeline, because a node of it is about to give up the layers. Nobody failed."""
+
+
 class DeadlineExceeded(SwarmLLMError):
     http_status = 504
     error_type = "timeout"

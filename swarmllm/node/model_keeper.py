@@ -10,7 +10,7 @@ import logging
 import shlex
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,10 @@ class KeeperNode(Nicknames, Protocol):
 
     async def publish(self) -> None:
         """Tell the swarm what this node holds, if that has changed."""
+        ...
+
+    def giving_up(self, model_id: ModelId, layers: LayerRange) -> AbstractAsyncContextManager[None]:
+        """Around an unload: requests that use the layers have gone elsewhere, as far as that can be."""
         ...
 
     def encoders_of(
@@ -546,7 +550,8 @@ class ModelKeeper:
         then: Then | None = None,
     ) -> None:
         """`unload` for now only, and without the view."""
-        await self._pool.unload(entry.model_id, layers, progress, then)
+        async with self._node.giving_up(entry.model_id, layers):
+            await self._pool.unload(entry.model_id, layers, progress, then)
         await self._node.publish()
 
     def _view(self, entry: CatalogueEntry | None, model: SwarmModel | None = None) -> ModelView:

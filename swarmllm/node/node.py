@@ -33,6 +33,7 @@ from swarmllm.errors import (
 )
 from swarmllm.loop_watchdog import LoopWatchdog
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange, needed_tensors
+from swarmllm.models.layers import subtract
 from swarmllm.models.manifest import is_text_encoder
 from swarmllm.models.projector_store import ProjectorStore
 from swarmllm.models.segment_copies import SEGMENTS, SegmentCopies
@@ -91,6 +92,12 @@ TIDY_S = 60.0
 """Between two looks at copies of layers that nobody may use any more."""
 ENDING_S = 5.0
 """How long requests that are ended before the node stops may take to tell other nodes."""
+HANDED_OVER_S = 5.0
+"""How long what requests have left here is kept at most for those that have gone elsewhere."""
+GIVING_UP_S = 10.0
+"""How long layers stay at most that are to be unloaded, while requests that use them go elsewhere."""
+QUIET_S = 1.0
+"""Nobody has fetched KV for so long: whoever wanted any has it."""
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
@@ -385,8 +392,9 @@ class Node:
 
     async def drain(self, limit_s: float) -> None:
         """Before the node stops: take no new requests, tell the swarm that no layers are ready here, and wait
-        until the requests of this node's users and those of other nodes that use its layers have ended. After
-        `limit_s` seconds the former end with NodeStopping, and the latter go on over other nodes."""
+        until the requests of this node's users and those of other nodes that use its layers have ended, or
+        gone elsewhere and taken what was computed here. After `limit_s` seconds the former end with
+        NodeStopping, and the latter go on over other nodes."""
         self.admission.close()
         with trio.move_on_after(limit_s):
             try:
@@ -396,6 +404,10 @@ class Node:
             await self.admission.wait_empty()
             while self._pipelines.statistics().active_stage_requests:  # noqa: ASYNC110 (nobody tells)
                 await trio.sleep(LOOK_AGAIN_S)
+            with trio.move_on_after(HANDED_OVER_S):
+                while self._pipelines.are_layers_in_use():  # noqa: ASYNC110
+                    await trio.sleep(LOOK_AGAIN_S)
+                await self._kept_kv_is_taken()
         self.admission.end_all()
         with trio.move_on_after(ENDING_S):
             await self.admission.wait_empty()
@@ -440,6 +452,33 @@ class Node:
     async def publish(self) -> None:
         """Tell the swarm what this node holds and how it fares, if that has changed."""
         await self._announcer.publish()
+
+    async def _kept_kv_is_taken(self) -> None:
+        """Until nobody fetches any for QUIET_S. Nobody says beforehand who will."""
+        before = -1
+        while self._pipelines.may_hand_over() and self._pipelines.statistics().prefix_given_bytes != before:
+            before = self._pipelines.statistics().prefix_given_bytes
+            await trio.sleep(QUIET_S)
+
+    @asynccontextmanager
+    async def giving_up(self, model_id: ModelId, layers: LayerRange) -> AsyncIterator[None]:
+        """Around an unload of layers: the swarm hears that they are not here any more, and where other nodes
+        hold them, requests that use them may go there first, for GIVING_UP_S at most."""
+        with self._announcer.giving_up(model_id, layers):
+            others = (
+                each
+                for node_id, ranges in self._registry.held(model_id).items()
+                if node_id != self.node_id
+                for each in ranges
+            )
+            in_use = partial(self._pipelines.are_layers_in_use, model_id, layers)
+            if self._pipelines.may_hand_over() and not subtract([layers], others):
+                await self.publish()
+                with trio.move_on_after(GIVING_UP_S):
+                    while in_use():  # noqa: ASYNC110 (nobody tells)
+                        await trio.sleep(LOOK_AGAIN_S)
+                    await self._kept_kv_is_taken()
+            yield
 
     async def model_for_embeddings(self, model: str) -> CatalogueEntry:
         """The model, with what embedding a text takes: of one that encodes whole texts all of it."""

@@ -20,6 +20,7 @@ import trio
 
 from swarmllm.models.catalogue import Catalogue
 from swarmllm.models.entry import CatalogueEntry
+from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.check.checker import Checker
 from swarmllm.pipeline.check.commitments import Commitments
 from swarmllm.pipeline.check.verdict_recorder import VerdictRecorder
@@ -38,6 +39,7 @@ from swarmllm.pipeline.prefix.stage_fetching import StageFetcher
 from swarmllm.pipeline.prefix.transfer import PrefixTransfer
 from swarmllm.pipeline.repair.failover import Failover
 from swarmllm.pipeline.repair.hedge import HedgeBudget
+from swarmllm.pipeline.repair.moves import Moves
 from swarmllm.pipeline.repair.retry_policy import RetryPolicy
 from swarmllm.pipeline.repair.standbys import Standbys
 from swarmllm.pipeline.request import new_request_id
@@ -187,6 +189,7 @@ class Pipelines:
                 self._counts,
                 registry.may_share,
                 fetch.serving_timeout_s,
+                self._sessions,
             )
         self._attempts = Attempts(
             router,
@@ -223,6 +226,10 @@ class Pipelines:
             tasks,
             judged_after_s=settings.ack_timeout_s,
         )
+        self._moves: Moves | None = None
+        if self._prefixes is not None:
+            # Without KV of other nodes a request that moves would have as much computed as one that breaks.
+            self._moves = Moves(router, registry, self._requests, self._routes, self._attempts, tasks)
         self._prompt_rows = PromptRows(
             node_id, pool, settings, self._requests, self._attempts, self._routes.assembly_for
         )
@@ -300,6 +307,15 @@ class Pipelines:
         """See `Sessions`."""
         return self._sessions.used_by_others_s(model_id)
 
+    def are_layers_in_use(self, model_id: ModelId | None = None, layers: LayerRange | None = None) -> bool:
+        """Whether requests run over these layers (None: any) of this node that may go on elsewhere with what
+        was computed here, or have left it here for that."""
+        return self._moves is not None and self._sessions.uses(model_id, layers)
+
+    def may_hand_over(self) -> bool:
+        """Whether requests had stages here lately whose KV other nodes may fetch."""
+        return self._moves is not None and (bool(self.served()) or self._sessions.uses())
+
     def needed(self) -> list[Collection[NodeId]]:
         """Of each model that was asked for here lately, the nodes that say they hold layers of it, reachable
         or not."""
@@ -334,6 +350,8 @@ class Pipelines:
                         self._find_lost()
                     if change.kind == "connected":
                         self._suspects.clear(change.node_id)
+                    if change.kind == "record" and self._moves is not None:
+                        self._moves.look(change.node_id)
                     self._opener.swarm_changed()
             finally:
                 self._tasks.nursery = None

@@ -361,6 +361,23 @@ def test_a_stage_goes_on_with_rows_of_a_stage_of_the_same_layers_or_of_more(
     assert n_told(taking) == 0
 
 
+def test_rows_of_a_request_that_runs_or_is_held_travel_too(open_room: OpenRoom) -> None:  # noqa: F811
+    room = open_room("llama", STAGE, **SETTINGS)
+    rows = np.random.default_rng(6).standard_normal((4 * B, 64)).astype(np.float32)
+    forward(room, "r", STAGE, 0, rows[: 3 * B + 1])
+    # Not all of the rows that have a name are computed.
+    assert of_stage(room, STAGE, STAGE) == [b""] * 4
+    room.call(ipc.Forward, rows[3 * B + 1 :], request_id="r", position=3 * B + 1, start=1, end=3)
+    room.run()
+    running = of_stage(room, STAGE, STAGE)
+    assert all(running)
+    assert of_stage(room, STAGE, STAGE, scope="another origin") == [b""] * 4
+    room.call(ipc.HoldRequest, request_id="r", hold_s=60.0)
+    assert of_stage(room, STAGE, STAGE) == running
+    room.call(ipc.ReleaseRequestKv, request_id="r")
+    assert of_stage(room, STAGE, STAGE) == running
+
+
 def test_looking_up_cuts_no_segments_unless_it_is_wanted(open_room: OpenRoom) -> None:  # noqa: F811
     room = open_room("llama", (0, N_LAYERS), **SETTINGS)
     layers = room.handlers.state.engine().layers

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from msgspec import UNSET, UnsetType
 from swarmllm import __version__
 from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
+from swarmllm.models.layers import subtract
 from swarmllm.models.manifest import MMPROJ_INDEX
 from swarmllm.node.announcing.capability import float_among, machine_speed
 from swarmllm.node.announcing.look_times import SPEAK_S, LookTimes
@@ -139,6 +141,8 @@ class Announcer:
         self._files = files
         self._models = models
         self._leaves = False
+        self._given_up: list[tuple[ModelId, LayerRange]] = []
+        """Layers that are loaded here, but not for long."""
         self._sequence = 0
         self._published: Holdings | None = None
         self._changes = RecordChanges()
@@ -211,6 +215,16 @@ class Announcer:
         self._leaves = True
         await self.publish()
 
+    @contextmanager
+    def giving_up(self, model_id: ModelId, layers: LayerRange) -> Iterator[None]:
+        """In the block, these layers are not announced, though they are loaded."""
+        given_up = model_id, layers
+        self._given_up.append(given_up)
+        try:
+            yield
+        finally:
+            self._given_up.remove(given_up)
+
     async def publish(self) -> bool:
         """Tell the swarm what this node holds and how it fares, if that has changed. One at a time: the last
         word is the newest. Returns whether there is a sign of work in it: round trips change without.
@@ -242,8 +256,25 @@ class Announcer:
 
     async def _holdings(self) -> Holdings:
         entries = {entry.model_id: entry for entry in await trio.to_thread.run_sync(self._catalogue.list)}
-        held = {} if self._leaves else self._pool.models()
-        ready = tuple(
+        ready = () if self._leaves else self._announcements(entries, self._held())
+        # A node that stops gives what it keeps until it has gone.
+        loaded = self._announcements(entries, self._pool.models())
+        # No call of `look` follows a request: what is kept changes with each, and is told every WHOLE_S.
+        kept = prefix_announcements(self._pool.kept_prefixes(), loaded)
+        told = [entry for entry in entries.values() if self._models.may_be_told(entry.model_id)]
+        ready, files = within_limits(ready, self._transfer.announcements(told))
+        seeing = (
+            ()
+            if self._leaves
+            else await trio.to_thread.run_sync(_projectors, entries.values(), self._transfer.gives)
+        )
+        spread = self._files
+        return ready, files, kept, self._placing.shares, seeing or UNSET, spread.shared, spread.fetched
+
+    def _announcements(
+        self, entries: Mapping[ModelId, CatalogueEntry], held: Mapping[ModelId, tuple[LayerRange, ...]]
+    ) -> tuple[ShardAnnounce, ...]:
+        return tuple(
             ShardAnnounce(
                 model_id=model_id,
                 name=entries[model_id].name,
@@ -256,21 +287,15 @@ class Announcer:
                 kernel_class=self._pool.kernel_class(model_id) or UNSET,
             )
             for model_id in sorted({*held, *self._placing.model_ids})
-            if not self._leaves
-            and model_id in entries
-            and (model_id in held or self._placing.loading(model_id))
+            if model_id in entries and (model_id in held or self._placing.loading(model_id))
         )
-        # No call of `look` follows a request: what is kept changes with each, and is told every WHOLE_S.
-        kept = prefix_announcements(self._pool.kept_prefixes(), ready)
-        told = [entry for entry in entries.values() if self._models.may_be_told(entry.model_id)]
-        ready, files = within_limits(ready, self._transfer.announcements(told))
-        seeing = (
-            ()
-            if self._leaves
-            else await trio.to_thread.run_sync(_projectors, entries.values(), self._transfer.gives)
-        )
-        spread = self._files
-        return ready, files, kept, self._placing.shares, seeing or UNSET, spread.shared, spread.fetched
+
+    def _held(self) -> dict[ModelId, tuple[LayerRange, ...]]:
+        held = dict(self._pool.models())
+        for model_id, gone in self._given_up:
+            if left := subtract(held.pop(model_id, ()), [gone]):
+                held[model_id] = left
+        return held
 
     def _kv_type(self, model_id: ModelId) -> KvType | UnsetType:
         loaded = self._pool.loaded_with(model_id)

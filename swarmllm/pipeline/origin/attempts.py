@@ -24,6 +24,7 @@ from swarmllm.errors import (
     NodeRefused,
     NodeUnreachable,
     RemoteError,
+    StageMoved,
     SwarmLLMError,
 )
 from swarmllm.log_filter import provoked_by
@@ -35,6 +36,7 @@ from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.origin.requests import Attempt, OriginRequest, OriginRequests
 from swarmllm.pipeline.origin.single_stage import RemoteChain, open_local
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
+from swarmllm.pipeline.prefix.kept_prompts import KeptPrompt, KeptPrompts
 from swarmllm.pipeline.prefix.names import PrefixNames, prefix_names
 from swarmllm.pipeline.prefix.stage_holders import StageHolders
 from swarmllm.pipeline.repair.probing import probe
@@ -62,6 +64,7 @@ from swarmllm_proto.swarm import (
     PipelineError,
     TellPrompt,
 )
+from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,10 @@ AnyChain = TypeVar("AnyChain", bound=Chain)
 OnReportedLoads = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
 raises ends the attempt."""
+
+
+class FetchedAhead(Exception):
+    """All stages have accepted, and fetched what they could."""
 
 
 class Attempts:
@@ -91,6 +98,7 @@ class Attempts:
     ) -> None:
         self._prefixes = prefixes
         self._stage_holders = StageHolders()
+        self.kept_prompts = KeptPrompts()
         self._requests = requests
         self._router = router
         self._registry = registry
@@ -194,9 +202,8 @@ class Attempts:
             note_trust_events(chain, self._trust, self._suspects)
             if chain.is_complete:
                 self._checker.completed(chain)
-                if (names := chain.prefix_names) is not None and self._prefixes is not None:
-                    now_s = trio.current_time()
-                    self._stage_holders.completed(names, chain.computed_tokens, chain.fetched, now_s)
+            if chain.is_complete or isinstance(chain.failure, StageMoved):
+                self._note_holders(attempt, chain)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
@@ -205,6 +212,37 @@ class Attempts:
                 await session.done.wait()
             if checked_stage is not None:
                 self._check(attempt, chain, checked_stage)
+
+    def _note_holders(self, attempt: Attempt, chain: Chain) -> None:
+        """Of a chain whose stages keep their rows, under the names that they are told with its end."""
+        if (names := chain.prefix_names) is None or self._prefixes is None:
+            return
+        now_s, request = trio.current_time(), attempt.request
+        self._stage_holders.completed(names, chain.computed_tokens, chain.fetched, now_s)
+        if request.pictures is None and not isinstance(chain, RemoteChain):
+            self.kept_prompts.completed(KeptPrompt(request.entry, chain.tokens, names.stages, now_s))
+
+    async def fetch_ahead(self, request: OriginRequest, assembly: Assembly) -> bool:
+        """Has stages fetch KV of a prompt that no request needs now: they are asked to take part, and then
+        nothing is computed. Whether all have it then."""
+        attempt = self._attempt(request, assembly, is_standby=False)
+        names = self._prefix_names(attempt)
+        if names is None or not self._sources_of(names, request.rows):
+            return False
+
+        async def leave(_: Mapping[NodeId, int]) -> None:
+            assert attempt.chain is not None, "it is open"
+            self._note_holders(attempt, attempt.chain)
+            raise FetchedAhead
+
+        try:
+            async with self.open_chain(attempt, Chain, None, leave):
+                raise AssertionError("it ends before it begins")
+        except FetchedAhead:
+            return True
+        except SwarmLLMError as error:
+            log.info("KV is not fetched ahead: %s", error.message)
+            return False
 
     def _drawn_stage(self, attempt: Attempt, kind: type[Chain]) -> int | None:
         """To be checked. Who checks computes from tokens, and a picture's rows are none."""
@@ -226,9 +264,14 @@ class Attempts:
         names = chain.prefix_names
         if names is None or self._prefixes is None or isinstance(chain, RemoteChain):
             return ()  # the node of a RemoteChain looks for KV itself
-        may_give = (self._router.connected() | {self._router.node_id}).__contains__
         stays = () if new is None else [i for i in range(len(names.stages)) if i not in new]
-        return self._stage_holders.sources(names, chain.prompt, may_give, trio.current_time(), stays)
+        return self._sources_of(names, chain.prompt, stays)
+
+    def _sources_of(
+        self, names: PrefixNames, tokens: Tensor, stays: Collection[int] = ()
+    ) -> tuple[KeptElsewhere, ...]:
+        may_give = (self._router.connected() | {self._router.node_id}).__contains__
+        return self._stage_holders.sources(names, tokens, may_give, trio.current_time(), stays)
 
     def _note_fetched(
         self,

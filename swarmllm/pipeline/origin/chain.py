@@ -257,9 +257,14 @@ class Chain:
         return (*self.context.generated, *self._generated)
 
     @property
+    def tokens(self) -> Tensor:
+        """i32, the prompt and what came of it."""
+        return np.concatenate((self.prompt, np.array(self._generated, np.int32)))
+
+    @property
     def computed_tokens(self) -> Tensor:
-        """i32, the prompt and what came of it, without the newest one, which no stage has computed."""
-        return np.concatenate((self.prompt, np.array(self._generated, np.int32)))[:-1]
+        """The same without the newest one, which no stage has computed."""
+        return self.tokens[:-1]
 
     @property
     def n_rows(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, Protocol
 
 import trio
@@ -34,6 +35,8 @@ PEER_MAX: Final = 8
 """Requests of one peer that wait for the worker; one more is told that the node is busy."""
 ALL_MAX: Final = 16
 MODELS_MAX: Final = 8
+ENDING_S: Final = 0.5
+"""A request that goes on elsewhere may take to end here, and its rows to get the names that are asked for."""
 
 _ABSENT: Final = PrefixKv(status="absent")
 _BUSY: Final = PrefixKv(status="busy")
@@ -79,6 +82,13 @@ class PrefixStore(Protocol):
     ) -> CheckOutcome: ...
 
 
+class EndsRequests(Protocol):
+    async def next_end(self, origin: NodeId, model_id: ModelId) -> bool:
+        """Waits until a request of this origin that runs here is over, and what it has here is held or freed.
+        False: none runs."""
+        ...
+
+
 def whole_range(store: PrefixStore, model_id: ModelId, n_layers: int) -> LayerRange | None:
     """All layers, where they are loaded here as one."""
     return next((held for held in store.loaded(model_id) if (held.start, held.end) == (0, n_layers)), None)
@@ -93,14 +103,17 @@ class PrefixServing:
         counts: PipelineStatistics,
         may_ask: Callable[[NodeId], bool],
         timeout_s: float,
+        requests: EndsRequests | None = None,
     ) -> None:
-        """`node_id`: of this node. `may_ask`: whether that node is trusted enough."""
+        """`node_id`: of this node. `may_ask`: whether that node is trusted enough. `requests`: in which this
+        node takes part; the rows of one that ends may be asked for before they have the names."""
         self._node_id = node_id
         self._store = store
         self._own_models = own_models
         self._counts = counts
         self._may_ask = may_ask
         self._timeout_s = timeout_s
+        self._requests = requests
         self._n_waiting: Counter[NodeId] = Counter()
         self._models: dict[ModelId, tuple[ModelFile, int]] = {}
         """Known ones and how many layers they have."""
@@ -134,19 +147,23 @@ class PrefixServing:
             known = await self._store.look_up_prefix(model, layers, request.names, scope)
             if known.kv_format != request.kv_format:
                 return _ABSENT
-        snapshot, data = await self._store.export_prefix(
-            model,
-            layers,
-            request.names,
-            scope,
-            first_row=request.first_row,
-            n_rows=request.n_rows,
-            part=None if request.layers is UNSET else LayerRange(*request.layers),
-        )
+        part = None if request.layers is UNSET else LayerRange(*request.layers)
+        export = partial(self._store.export_prefix, model, layers, request.names, scope)
+        snapshot, data = await export(first_row=request.first_row, n_rows=request.n_rows, part=part)
+        if not snapshot.n_blocks and await self._one_ends(request):
+            snapshot, data = await export(first_row=request.first_row, n_rows=request.n_rows, part=part)
         if not snapshot.n_blocks or len(data) > PREFIX_KV_MAX:
             return _ABSENT
         self._counts.prefix_given_bytes += len(data)
         return PrefixKv(status="ok", digest=bytes.fromhex(snapshot.digest), data=memoryview(data))
+
+    async def _one_ends(self, request: PrefixKvFetch) -> bool:
+        """Whether a request of the origin that named the rows has ended now."""
+        if request.scope is UNSET or self._requests is None:
+            return False
+        with trio.move_on_after(ENDING_S):
+            return await self._requests.next_end(request.scope, request.model_id)
+        return False
 
     def _held(self, request: PrefixKvFetch, n_layers: int) -> LayerRange | None:
         """The layers of which the names are; None: they are not loaded here. Names that an origin gave to a

@@ -136,9 +136,10 @@ class RequestRoutes:
         n_prompt_tokens: int | None = None,
         accepted: Assembly | None = None,
         accepted_factor: float = GAIN,
+        is_running: bool = False,
     ) -> Assembly:
-        """Without those who may fail, as far as there are others. `accepted`: as the planner has it. Raises
-        NoPipeline."""
+        """Without those who may fail, as far as there are others. `accepted`: as the planner has it.
+        `is_running`: what the request takes up now becomes free. Raises NoPipeline."""
         n_output = min(request.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
         n_prompt = len(request.tokens) if n_prompt_tokens is None else n_prompt_tokens
         entry = request.entry
@@ -146,7 +147,8 @@ class RequestRoutes:
         may_know = not request.is_exact and request.pictures is None
         cached_rows = self._cached_rows.of(entry, request.rows) if may_know else NOTHING_CACHED
         size = RequestSize(n_prompt, n_output, cached_rows)
-        load = self._load(entry, size, n_asking=1, besides=None if accepted is None else request)
+        besides = request if is_running or accepted is not None else None
+        load = self._load(entry, size, n_asking=1, besides=besides)
         now = trio.current_time()
         self.warming.asked(entry, size, now)
         if request.risked & request.recovery.avoid - self._router.reachable():
@@ -215,6 +217,10 @@ class RequestRoutes:
         if request.pictures is None or not request.pictures.runs:
             return frozenset()
         return self.planner.without_picture_runs(request.entry.model_id)
+
+    async def elsewhere(self, request: OriginRequest) -> Assembly:
+        """Raises NoPipeline (see `moves.FindsRoutes`)."""
+        return await self.choose(request, broken=request.broken, is_running=True)
 
     async def standby(self, request: OriginRequest, suspected: frozenset[NodeId]) -> Assembly:
         """Raises NoPipeline (see `standbys.Routes`)."""

@@ -21,7 +21,7 @@ from msgspec import UNSET
 from swarmllm.errors import NodeBusy, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.catalogue import Catalogue
-from swarmllm.models.layers import covers
+from swarmllm.models.layers import LayerRange, covers
 from swarmllm.models.manifest import Manifest
 from swarmllm.pipeline.prefix.names import ANSWER_TIMEOUT_S, give_names
 from swarmllm.pipeline.prefix.stage_fetching import FetchesForStages, FetchesNothing
@@ -295,6 +295,35 @@ class Sessions:
 
     def n_for_others(self) -> int:
         return sum(map(self._is_of_others, self.all_running()))
+
+    def uses(self, model_id: ModelId | None = None, layers: LayerRange | None = None) -> bool:
+        """Whether a request that may go on over another pipeline runs over these layers (None: any) here, or
+        is held for it."""
+        return any(
+            session.view.is_here(stage) and (layers is None or session.view.layers(stage).overlaps(layers))
+            for session in self.by_request.values()
+            if session.view.last > 0 and model_id in (None, session.context.model.model_id)
+            for stage in range(session.view.last + 1)
+        )
+
+    async def next_end(self, origin: NodeId, model_id: ModelId) -> bool:
+        """See `prefix.serving.EndsRequests`."""
+        running = [
+            session
+            for session in self.all_running()
+            if session.view.origin == origin and session.context.model.model_id == model_id
+        ]
+        if not running:
+            return False
+        async with trio.open_nursery() as nursery:
+
+            async def wait(session: Session) -> None:
+                await session.done.wait()
+                nursery.cancel_scope.cancel()
+
+            for session in running:
+                nursery.start_soon(wait, session)
+        return True
 
     def held_for_others(self) -> list[HeldCapacity]:
         """Without those that would give their place up."""

@@ -172,9 +172,11 @@ class JobRunner:
         else:
             await self._router.send(self._view.origin, *encode_job(message, piece))
 
-    async def hold_slot(self, hold_s: float) -> None:
-        """Keep what this node's worker has of the request for another one."""
+    async def hold_slot(self, hold_s: float, prefixes: Sequence[StageBlocks]) -> None:
+        """Keep what this node's worker has of the request for another one. `prefixes`: what the origin called
+        the rows in the end, under which another stage may fetch them."""
         try:
+            await give_names(self._compute, self._context, prefixes)
             await self._compute.hold(self._context.model.model_id, self._context.request_id, hold_s)
         except SwarmLLMError as error:
             self._log.info("slot of request %s not held: %s", self._context.request_id, error)

@@ -480,7 +480,7 @@ class Session:
             if self.view.runs_layers:
                 await self.row_committer.finish(self.n_rows)
                 if hold:
-                    nursery.start_soon(self._runner.hold_slot, self._hold_s)
+                    nursery.start_soon(self._runner.hold_slot, self._hold_s, self.prefixes)
                 else:
                     nursery.start_soon(self._runner.free_slot, self.prefixes)
 

@@ -164,16 +164,27 @@ class PrefixCache:
         return max(n_live, found[1] if found else 0) // BLOCK_TOKENS
 
     def export_rows(self, where: Segments, name: Name, first: int, n_rows: int) -> Buffer | None:
-        """The rows of a prefix as bytes. All its blocks have to be kept here, and all have to be checked."""
+        """The rows of a prefix as bytes. All its blocks have to be here, kept or of a request that runs or is
+        held, and all have to be checked."""
         n_named, now = len(name.hashes) * BLOCK_TOKENS, time.monotonic()
-        found = self._index.find(where, name, n_named, now, own_kv=True) if self.travels(where) else None
-        if found is None or found[1] < n_named or first + n_rows > n_named:
+        if not self.travels(where) or first + n_rows > n_named:
             return None
+        found = self._index.find(where, name, n_named, now, own_kv=True)
+        if found is None or found[1] < n_named:
+            return self._rows_of_running(where, name, first, n_rows)
         kept, _ = found
         if kept.sequence is None and not self._back_in_cells(kept):
             return None
         assert kept.sequence is not None
         return where[0].save_rows(kept.sequence, first, first + n_rows)
+
+    def _rows_of_running(self, where: Segments, name: Name, first: int, n_rows: int) -> Buffer | None:
+        n_named = len(name.hashes) * BLOCK_TOKENS
+        request_id, n_live = self._find_running("", where, name, n_named, any_length=False, own_kv=True)
+        slot = None if request_id is None else self._slots.get(request_id)
+        if slot is None or n_live < n_named:
+            return None
+        return where[0].save_rows(slot, first, first + n_rows)
 
     def taking_from_peer(
         self, where: Segments, name: Name, snapshot: Snapshot, slices: Sequence[tuple[Buffer, int]] = ()
