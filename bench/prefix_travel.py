@@ -11,6 +11,12 @@ which delays and limits what goes each way.
 
 All nodes get questions of users with one system prompt of 2,000 tokens, one after the other: how many tokens
 of it the swarm computed in all, as a multiple of computing it once.
+
+    python -m bench.prefix_travel --cut --rounds 5 [--mbit-s 100 --rtt-ms 20]
+
+The same model, cut in two. A third node, which holds no layers, has asked two nodes, which are about to stop;
+two others have taken over their layers when it asks again. Against a prompt that nobody has computed, over
+the same two nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from random import Random
 from typing import Any
 
@@ -27,7 +33,8 @@ import httpx
 
 from bench.common.figures import RESULTS, Figure, machine, ratios, table
 from bench.common.models import half_billion
-from bench.common.swarm_nodes import behind_proxy, demo_nodes, wait_for
+from bench.common.shapes import HALF_BILLION
+from bench.common.swarm_nodes import behind_proxy, demo_nodes, is_complete, wait_for
 from swarmllm.cli.client import Client
 from swarmllm_proto.blocks import BLOCK_TOKENS
 
@@ -35,6 +42,9 @@ N_SHARED, N_PROMPT = 640, 672
 N_SYSTEM, N_QUESTION = 2000, 40
 N_CTX = 4096
 ANSWER_S = 300.0
+N_CTX_CUT = 16384
+OLD, NEW = ("old-1", "old-2"), ("new-1", "new-2")
+NEVER_S = 600
 SETTLED_S = 7.0
 """News of what is kept is told every five seconds."""
 
@@ -49,11 +59,35 @@ class Node:
         self.client, self.name = client, name
         self.model = ""
 
-    def load(self, path: str) -> None:
+    def add(self, path: str) -> None:
         for event in self.client.post_progress("/api/admin/models", {"path": path}):
             self.model = event.get("model", {}).get("name", self.model)
-        for _ in self.client.post_progress(f"/api/admin/models/{self.model}/load", {}):
+
+    def load(self, path: str, layers: str | None = None) -> None:
+        """None: all."""
+        self.add(path)
+        body = {} if layers is None else {"layers": layers}
+        for _ in self.client.post_progress(f"/api/admin/models/{self.model}/load", body):
             pass
+
+    def holders(self) -> set[str]:
+        """Of layers of the model, by name."""
+        found = self.client.get(f"/api/admin/models/{self.model}/status")["holders"]
+        return {each["nickname"] for each in found if each["layers"]}
+
+    def is_near_to(self, names: Sequence[str]) -> bool:
+        """It has measured the way to each of these."""
+        peers = self.client.get("/api/admin/peers")["peers"]
+        return {each["nickname"] for each in peers if each["rtt_ms"] is not None}.issuperset(names)
+
+    def stream(self, model: str) -> AbstractContextManager[httpx.Response]:
+        body = {"model": model, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        url = f"{self.client.api_url}/v1/completions"
+        return httpx.stream("POST", url, json=body, timeout=ANSWER_S, trust_env=False)
+
+    def ask_over(self, prompt: str) -> tuple[str, ...]:
+        """The names of the nodes that computed the answer."""
+        return tuple(stage["nickname"] for stage in self.ask(prompt)["swarm"]["route"])
 
     def ask(self, prompt: str) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -120,6 +154,81 @@ def pair(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple
     return [(cold, None), (warm, ratios(cold, warm)), (first_s, None)]
 
 
+@contextmanager
+def stopping_chain(
+    n_prompts: int, rtt_s: float, mbit_s: float, n_threads: int
+) -> Iterator[tuple[Node, list[str]]]:
+    """A node without layers, and prompts of which two nodes that are about to stop have computed the first
+    tokens for it. They stop when the answers are complete that they wait for, which is never."""
+    gguf, half = half_billion(), HALF_BILLION.n_layers // 2
+    halves = f"0:{half}", f"{half}:{2 * half}"
+    inference: dict[str, object] = {
+        "n_threads": n_threads,
+        "n_ctx": N_CTX_CUT,
+        "share_prefix_cache_with_peers": "on",
+        "failover_timeout_s": NEVER_S,
+    }
+    with demo_nodes() as nodes, ExitStack() as stack:
+        bootstrap: list[str] = []
+
+        def start(name: str, load: list[str]) -> Node:
+            away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
+            node = nodes.start(name, load, bootstrap, inference, away and away.settings)
+            node.process.kill()
+            config = node.folder / "config.toml"
+            text = config.read_text("utf-8")
+            config.write_text(text.replace("[node]", f"[node]\ndrain_timeout_s = {NEVER_S}"), "utf-8")
+            nodes.restart(node)
+            told = wait_for(node.announcement, f"{name} to start")
+            bootstrap[:] = bootstrap or (away.addresses(told["node_id"]) if away else told["addresses"])
+            return Node(stack.enter_context(Client(told["api_url"])), name)
+
+        def started(names: Sequence[str], load: list[str]) -> list[Node]:
+            found = [start(name, load) for name in names]
+            for node, layers in zip(found, halves, strict=True):
+                node.load(str(gguf), layers)
+            return found
+
+        origin, other_half = start("origin", []), start("helper", ["guide:6:12"])
+        olds = started(OLD, ["guide:0:6"])
+        origin.add(str(gguf))
+        wait_for(lambda: origin.holders() == set(OLD), "the first chain")
+        prompts = [letters(100 + index, N_SHARED) for index in range(n_prompts)]
+        for prompt in prompts:
+            assert origin.ask_over(prompt + "z") == OLD
+        for node in olds:
+            wait_for(lambda node=node: is_complete(node.client, "guide"), "a pipeline of the other model")
+            lines = stack.enter_context(node.stream("guide")).iter_lines()
+            next(lines)
+        processes = {each.name: each.process for each in nodes.nodes}
+        processes[other_half.name].kill()
+        news = started(NEW, [])
+        for name in OLD:
+            processes[name].terminate()
+        wait_for(lambda: origin.holders() == set(NEW), "the second chain")
+        for node in news:
+            wait_for(lambda node=node: node.is_near_to(OLD), "round trips to be measured")
+        # A stage that does not know how fast it is does not know whether fetching pays.
+        assert origin.ask_over(letters(99, N_PROMPT)) == NEW
+        yield origin, prompts
+
+
+def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[Figure, Figure | None]]:
+    cold = Figure(f"{N_PROMPT} tokens, new, over two nodes", "ms")
+    warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed by two others", "ms")
+    with stopping_chain(rounds + 1, rtt_s, mbit_s, n_threads) as (origin, prompts):
+        for index, shared in enumerate(prompts):
+            cold_ms, _ = origin.first_token(letters(1000 + index, N_PROMPT))
+            warm_ms, answer = origin.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
+            n_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if n_cached != N_SHARED:
+                print(f"round {index}: {n_cached} fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
+            if index:
+                cold.values.append(cold_ms)
+                warm.values.append(warm_ms)
+    return [(cold, None), (warm, ratios(cold, warm))]
+
+
 def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figure, Figure | None]]:
     work = Figure(
         f"{n_nodes} nodes, {n_users} users: tokens of the system prompt that were computed", "x once"
@@ -153,6 +262,7 @@ def main() -> None:
     parser.add_argument("--mbit-s", type=float, default=0.0)
     parser.add_argument("--rtt-ms", type=float, default=20.0)
     parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--cut", action="store_true")
     parser.add_argument("--users", type=int, default=64)
     arguments = parser.parse_args()
     if arguments.nodes:
@@ -160,9 +270,10 @@ def main() -> None:
         name = f"prefix-travel-{arguments.nodes}-nodes-{arguments.users}-users"
         command = f"python -m bench.prefix_travel --nodes {arguments.nodes} --users {arguments.users}"
     else:
-        rows = pair(arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads)
-        name = "prefix-travel-far" if arguments.mbit_s else "prefix-travel"
-        command = f"python -m bench.prefix_travel --rounds {arguments.rounds}"
+        measure = cut if arguments.cut else pair
+        rows = measure(arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads)
+        name = "prefix-travel" + "-cut" * arguments.cut + "-far" * bool(arguments.mbit_s)
+        command = f"python -m bench.prefix_travel{' --cut' * arguments.cut} --rounds {arguments.rounds}"
         if arguments.mbit_s:
             command += f" --mbit-s {arguments.mbit_s:g} --rtt-ms {arguments.rtt_ms:g}"
     text = table(rows)
