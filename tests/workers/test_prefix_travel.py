@@ -367,7 +367,9 @@ def test_rows_of_a_request_that_runs_or_is_held_travel_too(open_room: OpenRoom) 
     forward(room, "r", STAGE, 0, rows[: 3 * B + 1])
     # Not all of the rows that have a name are computed.
     assert of_stage(room, STAGE, STAGE) == [b""] * 4
-    room.call(ipc.Forward, rows[3 * B + 1 :], request_id="r", position=3 * B + 1, start=1, end=3)
+    room.call(
+        ipc.Forward, rows[3 * B + 1 :], request_id="r", position=3 * B + 1, start=1, end=3, want="hidden"
+    )
     room.run()
     running = of_stage(room, STAGE, STAGE)
     assert all(running)
