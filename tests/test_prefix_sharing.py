@@ -76,6 +76,12 @@ def members(folder: Path, *names: str, **inference: Any) -> Iterator[list[Daemon
         yield nodes
 
 
+def add_slow(node: DaemonProcess, path: Path, **fields: Any) -> None:
+    for url, body in (("", {"path": str(path)}), ("/slow/load", fields)):
+        answer = node.http.post(f"/api/admin/models{url}", json=body)
+        assert '"error"' not in answer.text, answer.text
+
+
 OUTCOMES = ("miss", "declined", "hit")
 TRIES = 6
 """A busy machine may not bring the KV within a twentieth of the prompt's time."""
@@ -92,12 +98,11 @@ def takes_it(folder: Path, path: Path) -> bool:
     folder.mkdir()
     # With this setting the other one gets no tokens, so what it knows of a prompt does not count there.
     with members(folder, "first", "second", local_embedding_privacy=True) as (first, second):
-        for node in (first, second):
-            for url, body in (("", {"path": str(path)}), ("/slow/load", {})):
-                answer = node.http.post(f"/api/admin/models{url}", json=body)
-                assert '"error"' not in answer.text, answer.text
+        add_slow(first, path)
         fields = {"model": "slow", "prompt": PROMPT[:N_SLOW_PROMPT], "ignore_eos": True}
         cold = ask(first, **fields)
+        # Before, the first one might have had it computed here.
+        add_slow(second, path)
         wait_for(lambda: announced(second).get("first", 0) > 0, DEADLINE_S, "the announcement")
         # A way that nobody has measured, or only once while the other node was starting, counts as long.
         wait_for(lambda: is_near(second), DEADLINE_S, "a short round trip")
@@ -163,9 +168,7 @@ def cut_swarm(folder: Path) -> Iterator[Callable[[str, str], DaemonProcess]]:
             settings = {"load": [], "inference": sharing, "bootstrap": bootstrap}
             node = running_daemon(folder, name, node={"drain_timeout_s": 600}, **settings)
             nodes.append(stack.enter_context(node))
-            for url, body in (("", {"path": str(path)}), ("/slow/load", {"layers": layers})):
-                answer = nodes[-1].http.post(f"/api/admin/models{url}", json=body)
-                assert '"error"' not in answer.text, answer.text
+            add_slow(node, path, layers=layers)
             return nodes[-1]
 
         yield start

@@ -25,7 +25,7 @@ WAITED_FOR = {
     "pipeline/repair/standbys.py": {"_race"},
     "pipeline/route/warming.py": {"_warm_one"},
     "pipeline/vision/happy_eyeballs.py": {"_first"},
-    "pipeline/stage/admission.py": {"_reach_neighbours"},
+    "pipeline/stage/admission.py": {"_reach_neighbours", "next_end"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/dialler.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
