@@ -182,6 +182,12 @@ class FakePipelines:
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(generations=len(self.calls))
 
+    def may_hand_over(self) -> bool:
+        return False
+
+    def are_layers_in_use(self, model_id: ModelId | None = None, layers: LayerRange | None = None) -> bool:
+        return False
+
     def served(self) -> tuple[Served, ...]:
         return self.computed
 

@@ -82,11 +82,17 @@ async def two_that_meet_at_a_relay(
 async def test_the_outer_address_that_a_peer_saw_is_told_and_leads_to_the_data_port(tmp_path: Path) -> None:
     async with two_that_meet_at_a_relay(tmp_path) as (_, a, b):
         assert a.plane._holes is not None
-        async with a.plane._holes._seen(b.node_id) as seen:
-            assert seen == Address("127.0.0.1", a.plane.port)
-            # Meanwhile there can be no second connection, nor need there be one.
-            async with a.plane._holes._seen(b.node_id) as again:
-                assert again == seen
+        punched = a.plane._holes
+        is_told = False
+        with trio.fail_after(DEADLINE_S):
+            while not is_told:
+                # A busy peer may take longer than it is waited for.
+                async with punched._seen(b.node_id) as seen, punched._seen(b.node_id) as again:
+                    # While the first connection stands there can be no second one, nor need there be one.
+                    is_told = seen is not None
+                    assert again == seen or seen is None
+                    assert seen in (None, Address("127.0.0.1", a.plane.port))
+                await trio.sleep(0.05)
         with trio.fail_after(DEADLINE_S):
             while not (a.plane.has_direct(b.node_id) and b.plane.has_direct(a.node_id)):  # noqa: ASYNC110
                 await trio.sleep(0.05)

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
 from swarmllm.swarm.data.bulk import BulkPeer
+from swarmllm.swarm.data.holes import AGAIN_MAX_S, HoleTurn
 from swarmllm.swarm.data.neighbour import FAILURES_COUNT_S, Neighbour
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.messages import Contact
@@ -322,6 +323,7 @@ FAILED_AT_S = 100.0
 SAYS_NOTHING_AFTER_S: dict[str, tuple[Any, float]] = {
     "neighbour": (Neighbour(n_failures=3, retry_at_s=FAILED_AT_S), FAILURES_COUNT_S),
     "bulk": (BulkPeer(retry_at_s=FAILED_AT_S), 0.0),
+    "hole_turn": (HoleTurn(n_failures=1, again_at_s=FAILED_AT_S), AGAIN_MAX_S),
     "gossip_allowance": (GossipAllowance(FAILED_AT_S, n_messages=0.0), MESSAGES_BURST / MESSAGES_PER_S),
     "dial_back_turn": (DialBackTurn(FAILED_AT_S), DIAL_BACK_EVERY_S),
     "reservation": (Reservation(FAILED_AT_S), 0.0),

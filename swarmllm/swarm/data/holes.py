@@ -48,6 +48,7 @@ ANSWER_EVERY_S = 4.0
 AGAIN_FIRST_S = 60.0
 AGAIN_MAX_S = 3600.0
 """After tries in vain."""
+_TURNS_MAX = 1024
 _OBSERVERS_MAX = 3
 _OBSERVE_S = 2.0
 _SEEN_S = 20.0
@@ -130,7 +131,7 @@ class Holes:
 
     async def punch(self, node_id: NodeId) -> NoiseWire | None:
         """This node asks. None: there is no hole, or none is to be tried now. Not to be cancelled."""
-        turn = self._turns.get(node_id) or self._turns.put(node_id, HoleTurn())
+        turn = self._turn(node_id)
         is_free = self._is_free(node_id) and node_id not in self._answering
         if not is_free or trio.current_time() < turn.again_at_s or not self._host.is_connected(node_id):
             return None
@@ -156,6 +157,14 @@ class Holes:
         if (turn := self._turns.get(node_id)) is not None:
             turn.n_failures, turn.again_at_s = 0, 0.0
 
+    def _turn(self, node_id: NodeId) -> HoleTurn:
+        turn = self._turns.get(node_id)
+        if turn is None:
+            if len(self._turns) >= _TURNS_MAX:
+                self._turns.drop_first()
+            turn = self._turns.put(node_id, HoleTurn())
+        return turn
+
     def _is_free(self, node_id: NodeId) -> bool:
         return node_id not in self._asking and len(self._asking) + len(self._answering) < AT_ONCE_MAX
 
@@ -178,7 +187,7 @@ class Holes:
         return wire
 
     async def _answer(self, sender: NodeId, stream: Stream) -> None:
-        turn = self._turns.get(sender) or self._turns.put(sender, HoleTurn())
+        turn = self._turn(sender)
         now = trio.current_time()
         is_too_soon = turn.answered_at_s is not None and now < turn.answered_at_s + ANSWER_EVERY_S
         # Where both ask at the same moment, the smaller id's question counts.

@@ -119,9 +119,11 @@ class HandshakeFailed(Exception):
 class NoiseWire:
     kind: Literal["direct"] = "direct"
 
-    def __init__(self, sock: socket.socket, encrypting: Any, decrypting: Any, seen_at: str = "") -> None:
+    def __init__(
+        self, sock: socket.socket, encrypting: Any, decrypting: Any, seen_at: str = "", port: int = 0
+    ) -> None:
         self.seen_at = seen_at
-        self.port: int = sock.getsockname()[1]
+        self.port = port
         self._socket = sock
         self._descriptor = sock.fileno()
         self._encrypting = encrypting
@@ -303,7 +305,7 @@ async def noise_handshake(
     transport = GuardedNoise(identity, gater or ConnectionGater())
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        seen_at = _address_of(stream.socket.getpeername())
+        seen_at, port = _address_of(stream.socket.getpeername()), stream.socket.getsockname()[1]
         # The kernel's own limit for bytes that nobody acknowledges is a quarter of an hour.
         limit_silence(stream.socket, _USER_TIMEOUT_MS)
         raw = RawConnection(TrioTCPStream(stream), expected is not None)
@@ -323,7 +325,7 @@ async def noise_handshake(
             await trio.aclose_forcefully(stream)
         raise
     sock.setblocking(False)
-    return node_id, NoiseWire(sock, noise.cipher_state_encrypt, noise.cipher_state_decrypt, seen_at)
+    return node_id, NoiseWire(sock, noise.cipher_state_encrypt, noise.cipher_state_decrypt, seen_at, port)
 
 
 def _address_of(socket_name: Sequence[Any]) -> str:
