@@ -168,7 +168,7 @@ def cut_swarm(folder: Path) -> Iterator[Callable[[str, str], DaemonProcess]]:
             settings = {"load": [], "inference": sharing, "bootstrap": bootstrap}
             node = running_daemon(folder, name, node={"drain_timeout_s": 600}, **settings)
             nodes.append(stack.enter_context(node))
-            add_slow(node, path, layers=layers)
+            add_slow(nodes[-1], path, layers=layers)
             return nodes[-1]
 
         yield start
