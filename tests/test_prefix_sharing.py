@@ -159,7 +159,7 @@ def cut_swarm(folder: Path) -> Iterator[Callable[[str, str], DaemonProcess]]:
     """Starts nodes of a swarm that share what they keep: by their names and the layers of a model that each
     has. A token of it is a byte."""
     path = build(SLOW, folder / "slow.gguf")
-    sharing = {"n_threads": 1, "n_ctx": 8000, "n_slots": 4, "share_prefix_cache_with_peers": "on"}
+    sharing = {"n_threads": 1, "n_ctx": 8000, "n_slots": 2, "share_prefix_cache_with_peers": "on"}
     with ExitStack() as stack:
         nodes: list[DaemonProcess] = []
 

@@ -455,6 +455,20 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
             ),
         ),
     ),
+    (
+        "pipeline-assignment-only-fetches",
+        swarm.PipelineAssignment(
+            request_id=REQUEST_ID,
+            model_id=MODEL_ID,
+            origin=NODE_A,
+            stages=(swarm.Stage(node_id=NODE_B, start=0, end=12),),
+            n_prompt_tokens=130,
+            sampling=SAMPLING,
+            prefixes=PREFIXES,
+            kept_elsewhere=(swarm.KeptElsewhere(stage=0, node_id=NODE_A, start=0, end=12, n_blocks=1),),
+            only_fetches=True,
+        ),
+    ),
     ("tell-prompt", swarm.TellPrompt(request_id=REQUEST_ID, tokens=bytes.fromhex("c33a0000ffffff7f"))),
     ("probe-stage", swarm.ProbeStage(request_id=REQUEST_ID)),
     (

@@ -231,6 +231,7 @@ async def test_kv_of_requests_that_are_over_is_fetched_before_it_is_needed() -> 
         await swarm.quiet()
         swarm.kill(B)
         assert not [call for call in pool.calls if call[0] == "forward"]
+        assert not swarm[C].pipelines.served(), "it takes no place"
         again, generation = await stream(swarm, then)
         assert again == text
         assert generation.n_cached_tokens == 2 * BLOCK_TOKENS

@@ -12,6 +12,7 @@ from bench.common.record_swarm import RecordNetwork, RecordNode
 from bench.disturbances import RecordSwarm, started
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.records.comparison_pace import BUSY_MAX_S, BUSY_SHARE, FIRST_S, MAX_S, ComparisonPace
+from swarmllm.swarm.records.envelope_book import EnvelopeBook
 
 A, B = node_id_named("a"), node_id_named("b")
 
@@ -48,9 +49,12 @@ def test_who_asks_and_knows_something_else_is_asked_next_and_only_so_often() -> 
     assert p.due_at_s <= 10.0 + FIRST_S
     p.compared(0, 0.0, 11.0)
     assert p.first is None
-    p.differs(B, 11.0)
+    p.differs(A, 11.0)
+    assert p.first is None, "one drawn by lot comes between"
+    p.compared(0, 0.0, 20.0)
+    p.differs(B, 20.0)
     assert p.first == B
-    assert p.due_at_s >= 11.0 + 0.75 * FIRST_S, "whatever it says how often"
+    assert p.due_at_s >= 20.0 + 0.75 * FIRST_S, "whatever it says how often"
 
 
 def test_a_slow_comparison_is_followed_by_a_longer_pause() -> None:
@@ -71,5 +75,18 @@ async def test_all_learn_of_all_without_gossip(
     async with trio.open_nursery() as nursery:
         swarm = RecordSwarm(RecordNetwork(nursery, 1), random.Random(1), peers_max=3)
         with trio.fail_after(90.0):
+            await started(swarm, 60)
+        nursery.cancel_scope.cancel()
+
+
+async def test_nodes_that_cannot_know_all_do_not_compare_again_and_again(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each comparison would drive out of a full book what the one before it brought."""
+    monkeypatch.setattr(RecordNode, "_fill_mesh", lambda self: None)
+    monkeypatch.setattr(EnvelopeBook, "has_room", False)
+    async with trio.open_nursery() as nursery:
+        swarm = RecordSwarm(RecordNetwork(nursery, 1), random.Random(1), peers_max=3)
+        with pytest.raises(trio.TooSlowError), trio.fail_after(90.0):
             await started(swarm, 60)
         nursery.cancel_scope.cancel()

@@ -134,6 +134,9 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kept_elsewhere: Annotated[tuple[KeptElsewhere, ...], Meta(max_length=256)] | UnsetType = UNSET
     """Of the receiver's stages: where KV of the prompt's beginning may be fetched. A receiver that does not
     know the field computes the prompt."""
+    only_fetches: bool | UnsetType = UNSET
+    """Nothing is to be computed: the receiver fetches what is kept elsewhere, and answers how much it has
+    then. A receiver that does not know the field keeps a place for the request until it needs it."""
 
     def __post_init__(self) -> None:
         if self.n_generated is not UNSET and self.n_generated >= self.n_prompt_tokens:

@@ -25,7 +25,7 @@ from swarmllm.errors import (
     SwarmLLMError,
 )
 from swarmllm.pipeline.origin.output import Blamed
-from swarmllm.pipeline.prefix.names import give_names
+from swarmllm.pipeline.prefix.names import PrefixNames, give_names
 from swarmllm.pipeline.prefix.stage_fetching import FetchesForStages
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.stage.compute import Compute
@@ -35,6 +35,7 @@ from swarmllm_proto.errors import ProtocolError
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import KeptElsewhere, PipelineAck, PipelineAssignment, StageBlocks
+from swarmllm_proto.tensors import Tensor
 
 
 class Assigner(Protocol):
@@ -75,6 +76,32 @@ async def assign_with_prefixes(
     if not acks or any(map(view.is_here, range(len(view.stages)))):
         n_blocks.append(n_here)
     return min(n_blocks), acks
+
+
+async def assign_fetches(
+    router: Router,
+    assignment: PipelineAssignment,
+    context: RequestContext,
+    names: PrefixNames,
+    tokens: Tensor,
+    *,
+    timeout_s: float,
+    fetches: FetchesForStages,
+    sources: Sequence[KeptElsewhere],
+) -> int:
+    """Have the stages fetch KV of a prompt that no request needs now. Returns the number of its first blocks
+    of which all of them have rows then. Raises as `assign` does, SwarmLLMError of this node."""
+    mine = names.of_node(router.node_id, tokens)
+    await fetches.bring(context, mine, sources, is_awaited=False)
+    n_here = [await fetches.n_blocks_here(context, mine)] if mine else []
+    acks = await assign(
+        router,
+        msgspec.structs.replace(assignment, only_fetches=True),
+        timeout_s=timeout_s,
+        prefixes_of=lambda node_id: names.of_node(node_id, tokens),
+        sources=sources,
+    )
+    return min([*n_here, *(ack.n_prefix_blocks for ack in acks.values())], default=0)
 
 
 async def assign(

@@ -29,7 +29,7 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
-from swarmllm.pipeline.origin.assignment import assign_with_prefixes
+from swarmllm.pipeline.origin.assignment import assign_fetches, assign_with_prefixes
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import FetchedPrefix, TokenSource
 from swarmllm.pipeline.origin.output import Blamed
@@ -55,6 +55,7 @@ from swarmllm.pipeline.tasks import PipelineTasks
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.swarm.router import Router
+from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
@@ -74,10 +75,6 @@ AnyChain = TypeVar("AnyChain", bound=Chain)
 OnReportedLoads = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
 raises ends the attempt."""
-
-
-class FetchedAhead(Exception):
-    """All stages have accepted, and fetched what they could."""
 
 
 class Attempts:
@@ -223,26 +220,31 @@ class Attempts:
             self.kept_prompts.completed(KeptPrompt(request.entry, chain.tokens, names.stages, now_s))
 
     async def fetch_ahead(self, request: OriginRequest, assembly: Assembly) -> bool:
-        """Has stages fetch KV of a prompt that no request needs now: they are asked to take part, and then
-        nothing is computed. Whether all have it then."""
+        """Has stages fetch KV of a prompt that no request needs now. Whether all have some of it then."""
         attempt = self._attempt(request, assembly, is_standby=False)
-        names = self._prefix_names(attempt)
-        if names is None or not self._sources_of(names, request.rows):
+        names, tokens = self._prefix_names(attempt), request.rows
+        sources = () if names is None else self._sources_of(names, tokens)
+        if names is None or not sources:
             return False
-
-        async def leave(_: Mapping[NodeId, int]) -> None:
-            assert attempt.chain is not None, "it is open"
-            self._note_holders(attempt, attempt.chain)
-            raise FetchedAhead
-
         try:
-            async with self.open_chain(attempt, Chain, None, leave):
-                raise AssertionError("it ends before it begins")
-        except FetchedAhead:
-            return True
+            n_blocks = await assign_fetches(
+                self._router,
+                attempt.assignment,
+                attempt.context,
+                names,
+                tokens,
+                timeout_s=self._settings.ack_timeout_s,
+                fetches=self._sessions.fetches,
+                sources=sources,
+            )
         except SwarmLLMError as error:
             log.info("KV is not fetched ahead: %s", error.message)
             return False
+        known, now_s = tokens[: n_blocks * BLOCK_TOKENS], trio.current_time()
+        fetched = {source.stage for source in sources}
+        self._stage_holders.completed(names, known, fetched, now_s)
+        self.kept_prompts.completed(KeptPrompt(request.entry, known, names.stages, now_s))
+        return n_blocks > 0
 
     def _drawn_stage(self, attempt: Attempt, kind: type[Chain]) -> int | None:
         """To be checked. Who checks computes from tokens, and a picture's rows are none."""

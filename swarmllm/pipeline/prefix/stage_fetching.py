@@ -12,6 +12,7 @@ used for requests of the origin that named the holder, given to nobody, and anno
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
@@ -44,10 +45,20 @@ FETCHED_MAX: Final = 1024
 
 class FetchesForStages(Protocol):
     async def bring(
-        self, context: RequestContext, prefixes: Sequence[StageBlocks], kept: Sequence[KeptElsewhere]
+        self,
+        context: RequestContext,
+        prefixes: Sequence[StageBlocks],
+        kept: Sequence[KeptElsewhere],
+        *,
+        is_awaited: bool = True,
     ) -> None:
-        """What could be had of the prompt's beginning for the stages here is in the worker then. Raises
-        nothing of its own."""
+        """What could be had of the prompt's beginning for the stages here is in the worker then.
+        `is_awaited`: a request waits, which must not lose more than it may gain. Raises nothing of its
+        own."""
+        ...
+
+    async def n_blocks_here(self, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:
+        """Of the prompt's first blocks, those of which every stage here has rows. Raises SwarmLLMError."""
         ...
 
     def fetched(
@@ -60,9 +71,18 @@ class FetchesForStages(Protocol):
 
 class FetchesNothing:
     async def bring(
-        self, context: RequestContext, prefixes: Sequence[StageBlocks], kept: Sequence[KeptElsewhere]
+        self,
+        context: RequestContext,
+        prefixes: Sequence[StageBlocks],
+        kept: Sequence[KeptElsewhere],
+        *,
+        is_awaited: bool = True,
     ) -> None:
         await trio.lowlevel.checkpoint()
+
+    async def n_blocks_here(self, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:
+        await trio.lowlevel.checkpoint()
+        return 0
 
     def fetched(
         self, context: RequestContext, prefixes: Sequence[StageBlocks], n_blocks: int
@@ -81,7 +101,12 @@ class StageFetcher:
     """Names of first blocks."""
 
     async def bring(
-        self, context: RequestContext, prefixes: Sequence[StageBlocks], kept: Sequence[KeptElsewhere]
+        self,
+        context: RequestContext,
+        prefixes: Sequence[StageBlocks],
+        kept: Sequence[KeptElsewhere],
+        *,
+        is_awaited: bool = True,
     ) -> None:
         origin = context.view.origin
         if not kept or not (origin == self.node_id or self.registry.may_share(origin)):
@@ -96,11 +121,25 @@ class StageFetcher:
             for blocks in _of_stages_here(context, prefixes):
                 sources = self._sources(kept, blocks)
                 try:
-                    await self._bring(context, blocks, sources, asks)
+                    await self._bring(context, blocks, sources, asks, is_awaited=is_awaited)
                 except SwarmLLMError as error:
                     provoked_by(log, origin).info("KV is not fetched for a stage: %s", error.message)
         if scope.cancelled_caught:
             self.transfer.gave_up(holder)
+
+    async def n_blocks_here(self, context: RequestContext, prefixes: Sequence[StageBlocks]) -> int:
+        n_blocks: list[int] = []
+        for blocks in _of_stages_here(context, prefixes):
+            here = await self.transfer.store.look_up_prefix(
+                context.model, context.view.layers(blocks.stage), blocks.names, self._scope(context)
+            )
+            n_blocks.append(here.n_blocks)
+        return min(n_blocks, default=0)
+
+    def _scope(self, context: RequestContext) -> str:
+        """Whose names they are; empty: this node's own."""
+        origin = context.view.origin
+        return "" if origin == self.node_id else origin
 
     def fetched(
         self, context: RequestContext, prefixes: Sequence[StageBlocks], n_blocks: int
@@ -130,14 +169,15 @@ class StageFetcher:
         blocks: StageBlocks,
         sources: Sequence[PrefixSource],
         asks: Callable[[NodeId | None], None],
+        *,
+        is_awaited: bool,
     ) -> None:
         """Raises SwarmLLMError of this node."""
         if not sources:
             return
         began_s, transfer = trio.current_time(), self.transfer
         model, layers, names = context.model, context.view.layers(blocks.stage), split_names(blocks.names)
-        origin = context.view.origin
-        scope = "" if origin == self.node_id else origin
+        origin, scope = context.view.origin, self._scope(context)
         n_blocks = max(source.n_blocks for source in sources)
         async with transfer.turn(names[n_blocks - 1]) as has_turn:
             here = await transfer.store.look_up_prefix(
@@ -154,7 +194,8 @@ class StageFetcher:
                 return
             prefill_s = whole_s * len(layers) / entry.manifest.n_layers
             n_known = here.n_blocks * BLOCK_TOKENS
-            cold_s = (context.n_given_tokens - n_known) * prefill_s
+            # What nobody waits for may take all the time that the network is given.
+            cold_s = (context.n_given_tokens - n_known) * prefill_s if is_awaited else math.inf
             clock = FetchClock(began_s, transfer.settings.network_timeout_s, cold_s, prefill_s)
             wanted = WantedPrefix(model, layers, names, here.kv_format, here.row_bytes, origin, scope)
             with ExitStack() as grants:

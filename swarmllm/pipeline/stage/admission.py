@@ -117,6 +117,7 @@ class Sessions:
     _shares: dict[str | None, OriginShares] = field(default_factory=dict)
     """By model; None: of all together."""
     _served: ServedBook = field(default_factory=ServedBook)
+    _is_fetching_ahead: bool = False
 
     def running(self, request_id: str) -> Session | None:
         session = self.by_request.get(request_id)
@@ -131,6 +132,8 @@ class Sessions:
 
     async def acknowledge(self, sender: NodeId, assignment: PipelineAssignment) -> PipelineAck:
         try:
+            if assignment.only_fetches is True:
+                return await self._fetch(sender, assignment)
             context = await self._accept(sender, assignment)
         except AssignmentRefused as refusal:
             return PipelineAck(
@@ -158,6 +161,22 @@ class Sessions:
             picture_runs=bool(context.picture_runs) or UNSET,
             fetched=self.fetches.fetched(context, assignment.prefixes, n_blocks) or UNSET,
         )
+
+    async def _fetch(self, sender: NodeId, assignment: PipelineAssignment) -> PipelineAck:
+        """KV for requests to come, for one origin at a time; no place is taken. Raises AssignmentRefused."""
+        context = await self._checked(sender, assignment)
+        if self._is_fetching_ahead:
+            raise StageBusy("KV is being fetched ahead already")
+        self._is_fetching_ahead = True
+        try:
+            kept = assignment.kept_elsewhere or ()
+            await self.fetches.bring(context, assignment.prefixes, kept, is_awaited=False)
+            n_blocks = await self.fetches.n_blocks_here(context, assignment.prefixes)
+        except SwarmLLMError as error:
+            raise AssignmentRefused(error.message) from None
+        finally:
+            self._is_fetching_ahead = False
+        return PipelineAck(request_id=assignment.request_id, accepted=True, n_prefix_blocks=n_blocks)
 
     def _guesses(self, context: RequestContext) -> bool:
         """Whether this node guesses the request's tokens."""
@@ -361,7 +380,8 @@ class Sessions:
         is_of_model = model_id in (None, session.context.model.model_id)
         return is_of_model and session.view.origin != self.router.node_id
 
-    async def _accept(self, sender: NodeId, assignment: PipelineAssignment) -> RequestContext:
+    async def _checked(self, sender: NodeId, assignment: PipelineAssignment) -> RequestContext:
+        """Whatever else runs here, this node could take part. Raises AssignmentRefused."""
         if assignment.origin != sender or sender == self.router.node_id:
             raise AssignmentRefused("the origin of a request must assign it itself")
         try:
@@ -381,19 +401,24 @@ class Sessions:
         self._check_neighbours(context)
         self._check_prompt(context)
         self._check_scored(context)
-        settings, origin = self.settings, assignment.origin
+        return context
+
+    async def _accept(self, sender: NodeId, assignment: PipelineAssignment) -> RequestContext:
+        """Opens a session. Raises AssignmentRefused."""
+        context = await self._checked(sender, assignment)
+        settings, origin, model_id = self.settings, assignment.origin, assignment.model_id
         if not self._make_cells(context):
             raise StageBusy("others need the cells for their prompts")
         if not self._make_room(origin, None, settings.max_stage_requests):
             raise StageBusy(f"this node takes part in {settings.max_stage_requests} requests already")
-        if not self._make_room(origin, entry.model_id, settings.max_requests_per_model):
+        if not self._make_room(origin, model_id, settings.max_requests_per_model):
             raise StageBusy(f"the model has {settings.max_requests_per_model} requests here already")
         self.open(context)
         view = context.view
         mine = [view.layers(stage) for stage in range(len(view.stages)) if view.is_here(stage)]
-        self._served.began(entry.model_id, origin, mine, trio.current_time())
+        self._served.began(model_id, origin, mine, trio.current_time())
         for layers in mine:
-            self.compute.cut(entry.model_id, layers)  # while the first rows are on their way
+            self.compute.cut(model_id, layers)  # while the first rows are on their way
         return context
 
     def _make_room(self, origin: NodeId, model_id: ModelId | None, capacity: int) -> bool:

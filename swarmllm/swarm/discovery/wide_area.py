@@ -29,7 +29,6 @@ from swarmllm.swarm.discovery.relay.service import RelayService, Reservation
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.records.envelope_book import NODES_MAX
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import DhtStatistics, Reachability
 from swarmllm.swarm.settings import SwarmSettings
@@ -177,7 +176,7 @@ class _Node(DhtNode):
 
     def knows_the_swarm(self) -> bool:
         """By gossip, until records no longer all fit."""
-        return len(self._spread.book) < NODES_MAX // 2
+        return self._spread.book.has_room
 
     def let_go(self, node_id: NodeId) -> None:
         self._user.let_go(node_id)

@@ -34,6 +34,8 @@ class ComparisonPace:
         self.due_at_s = math.inf
         self.first: NodeId | None = None
         """Whom to ask, if it is still connected; None: whom the lot falls on."""
+        self._is_lots_turn = False
+        """Nobody who asks often is to keep this node from comparing with others."""
 
     def __repr__(self) -> str:
         return f"<ComparisonPace {self._interval_s:g} s>"
@@ -48,13 +50,13 @@ class ComparisonPace:
 
     def differs(self, node_id: NodeId, now: float) -> None:
         """That node has asked, and knows something else."""
-        if self.first is None:
+        if self.first is None and not self._is_lots_turn:
             self.first = node_id
             self._hurry(now + self._spread_out(FIRST_S / 4))
 
     def compared(self, n_new: int, took_s: float, now: float) -> None:
         """`n_new`: how many statements of others were new."""
-        self.first = None
+        self._is_lots_turn, self.first = self.first is not None, None
         self._interval_s = FIRST_S if n_new else min(MAX_S, 2 * self._interval_s)
         self._earliest_s = now + self._spread_out(max(FIRST_S, min(BUSY_MAX_S, BUSY_SHARE * took_s)))
         self.due_at_s = max(self._earliest_s, now + self._spread_out(self._interval_s))

@@ -115,6 +115,12 @@ class EnvelopeBook:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def has_room(self) -> bool:
+        """For the whole swarm, as far as can be told. Where there is none, what is taken in drives out what
+        others know, and two books never become equal."""
+        return len(self._entries) < self._nodes_max // 2 and self.n_bytes < self._bytes_max // 2
+
     def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
         self._put(HeldEnvelope(envelope, sealed, now))
 

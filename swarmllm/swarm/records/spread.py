@@ -142,14 +142,15 @@ class RecordSpread:
     async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything that a node knows with which there is a new connection. Raises as
         `RecordExchange.synchronise`."""
-        if await self.exchange.synchronise(node_id):
+        if await self.exchange.synchronise(node_id) and self._book.has_room:
             self._learned()
 
     def answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         """To another node that compares records with this one. Raises RequestRefused."""
         answered = self.exchange.answer(kind, body)
         # Of few nodes there are no fingerprints, and nothing says whether the two know the same.
-        if kind == KIND_DIGESTS and body and answered != NO_DIGESTS and sender in self._connected:
+        has_other = kind == KIND_DIGESTS and body and answered != NO_DIGESTS
+        if has_other and sender in self._connected and self._book.has_room:
             self._pace.differs(sender, trio.current_time())
             self._pace_changed.set()
         return answered
@@ -264,7 +265,8 @@ class RecordSpread:
         node_id = heartbeat.node_id
         if node_id == self._identity.node_id:
             return
-        if self._book.envelope(node_id) is None and node_id not in self._connected:
+        is_unknown = self._book.envelope(node_id) is None and node_id not in self._connected
+        if is_unknown and self._book.has_room:
             # Seldom only that one is missing here.
             self._learned()
         elif self._book.hear(node_id, heartbeat.version, trio.current_time()):
@@ -320,7 +322,9 @@ class RecordSpread:
     async def _compare(self) -> None:
         """With a connected node."""
         began_s, n_new, node_id = trio.current_time(), 0, self._pace.first
-        if node_id not in self._connected:
+        if not self._book.has_room:
+            node_id = None
+        elif node_id not in self._connected:
             node_id = random.choice(list(self._connected)) if self._connected else None
         if node_id is not None:
             try:
