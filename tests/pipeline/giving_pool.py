@@ -25,6 +25,7 @@ class GivingPool(FakePool):
     def __init__(self, *ranges: str) -> None:
         super().__init__(*ranges)
         self.from_peer: set[bytes] = set()
+        self.gives_after_s = 0.0
 
     def kept_prefixes(self) -> Mapping[ModelId, tuple[KeptPrefix, ...]]:
         return {}
@@ -58,7 +59,7 @@ class GivingPool(FakePool):
         n_rows: int = 0,
         part: LayerRange | None = None,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
-        await trio.lowlevel.checkpoint()
+        await trio.sleep(self.gives_after_s)
         self._keep_what_is_held()
         n_blocks, part = len(names) // 32, part or layers
         if self.n_kept(layers, names, scope) < n_blocks or names[:32] in self.from_peer:

@@ -212,7 +212,10 @@ async def test_a_request_that_ends_meanwhile_is_left_alone() -> None:
         await swarm.quiet()
 
 
-async def test_kv_of_requests_that_are_over_is_fetched_before_it_is_needed() -> None:
+async def test_kv_of_requests_that_are_over_is_fetched_before_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "PREFILL_S", 0.05)
     pools = {A: GivingPool("0:4"), B: GivingPool("4:12")}
     async with open_swarm(pools, settings=SETTINGS) as swarm:
 
@@ -221,6 +224,8 @@ async def test_kv_of_requests_that_are_over_is_fetched_before_it_is_needed() -> 
 
         text, _ = await stream(swarm, then)
         await swarm.quiet()
+        # Longer than a request would wait for it, a twentieth of what its prompt takes.
+        pools[B].gives_after_s = 1.0
         pool = await take_over(swarm, C, "4:12")
         pool.calls.clear()
         await give_up(swarm, B)
