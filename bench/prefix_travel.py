@@ -5,7 +5,8 @@
 Two daemons that share what they keep run the same whole model, the 0.5B shape in Q8_0 with random weights and
 a token per letter. The second is asked a prompt of 672 tokens of which the first has computed 640, against
 one of the same length that nobody has computed, in turns. `--mbit-s` puts a proxy in user space between them,
-which delays and limits what goes each way.
+which delays and limits what goes each way. `--kv-types f16 q8_0` has the two keep KV as different types, and
+`--rounded` has it travel as q8_0 between two that keep f16.
 
     python -m bench.prefix_travel --nodes 8 --users 64
 
@@ -113,8 +114,17 @@ class Node:
 
 
 @contextmanager
-def sharing_swarm(n_nodes: int, rtt_s: float, mbit_s: float, n_threads: int) -> Iterator[list[Node]]:
-    """Nodes that each run the whole model; with `mbit_s` the ways between them lead through the proxy."""
+def sharing_swarm(
+    n_nodes: int,
+    rtt_s: float,
+    mbit_s: float,
+    n_threads: int,
+    kv_types: Sequence[str] = (),
+    *,
+    rounded: bool = False,
+) -> Iterator[list[Node]]:
+    """Nodes that each run the whole model; with `mbit_s` the ways between them lead through the proxy.
+    `kv_types`: of each node."""
     path = str(half_billion())
     with demo_nodes() as nodes, ExitStack() as stack:
         bootstrap: list[str] = []
@@ -123,6 +133,10 @@ def sharing_swarm(n_nodes: int, rtt_s: float, mbit_s: float, n_threads: int) -> 
             name = f"n{index + 1}"
             away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
             inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
+            if kv_types:
+                inference["kv_type"] = kv_types[index]
+            if rounded:
+                inference["activation_compression"] = "q8_0"
             node = nodes.start(name, [], bootstrap, inference, away and away.settings)
             told = wait_for(node.announcement, f"{name} to start")
             bootstrap = bootstrap or list(away.addresses(told["node_id"]) if away else told["addresses"])
@@ -132,11 +146,21 @@ def sharing_swarm(n_nodes: int, rtt_s: float, mbit_s: float, n_threads: int) -> 
         yield found
 
 
-def pair(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[Figure, Figure | None]]:
+def pair(
+    rounds: int,
+    rtt_s: float,
+    mbit_s: float,
+    n_threads: int,
+    kv_types: Sequence[str] = (),
+    *,
+    rounded: bool = False,
+) -> list[tuple[Figure, Figure | None]]:
     cold = Figure(f"{N_PROMPT} tokens, new", "ms")
     warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed elsewhere", "ms")
     first_s = Figure("of that, fetching", "ms")
-    with sharing_swarm(2, rtt_s, mbit_s, n_threads) as (first, second):
+    mib = Figure("KV that came", "MiB")
+    swarm = sharing_swarm(2, rtt_s, mbit_s, n_threads, kv_types, rounded=rounded)
+    with swarm as (first, second):
         for index in range(rounds + 1):
             shared = letters(100 + index, N_SHARED)
             before = second.announced(first.name)
@@ -151,7 +175,8 @@ def pair(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple
                 cold.values.append(cold_ms)
                 warm.values.append(warm_ms)
                 first_s.values.append(prefix["fetch_ms"] if prefix else 0.0)
-    return [(cold, None), (warm, ratios(cold, warm)), (first_s, None)]
+                mib.values.append(prefix["bytes"] / 2**20 if prefix else 0.0)
+    return [(cold, None), (warm, ratios(cold, warm)), (first_s, None), (mib, None)]
 
 
 @contextmanager
@@ -264,16 +289,21 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--cut", action="store_true")
     parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--kv-types", nargs=2, choices=("f16", "q8_0"), default=())
+    parser.add_argument("--rounded", action="store_true")
     arguments = parser.parse_args()
     if arguments.nodes:
         rows = system_prompt(arguments.nodes, arguments.users, arguments.threads)
         name = f"prefix-travel-{arguments.nodes}-nodes-{arguments.users}-users"
         command = f"python -m bench.prefix_travel --nodes {arguments.nodes} --users {arguments.users}"
     else:
-        measure = cut if arguments.cut else pair
-        rows = measure(arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads)
+        line = arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads
+        kv_types = arguments.kv_types
+        rows = cut(*line) if arguments.cut else pair(*line, kv_types, rounded=arguments.rounded)
         name = "prefix-travel" + "-cut" * arguments.cut + "-far" * bool(arguments.mbit_s)
+        name += "".join(f"-{each}" for each in kv_types) + "-rounded" * arguments.rounded
         command = f"python -m bench.prefix_travel{' --cut' * arguments.cut} --rounds {arguments.rounds}"
+        command += f" --kv-types {' '.join(kv_types)}" * bool(kv_types) + " --rounded" * arguments.rounded
         if arguments.mbit_s:
             command += f" --mbit-s {arguments.mbit_s:g} --rtt-ms {arguments.rtt_ms:g}"
     text = table(rows)

@@ -215,6 +215,12 @@ class InferenceTable:
     cross_node_prefix_serving_timeout_s: Seconds = _setting(
         2.0, "What this node's worker may take to give a peer one piece of KV."
     )
+    cross_node_prefix_formats: Literal["any", "same"] = _setting(
+        "any",
+        "KV to fetch: same (with the bits that this node would compute), any (also of other processors and "
+        "the other kv_type, converted; as q8_0 where activation_compression says so: the text is not exactly "
+        "the one without). Stages of cut models fetch the same only.",
+    )
     kv_cache_ttl_secs: Seconds = _setting(600.0, "How long KV is kept that no request asks for.")
     session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(

@@ -147,6 +147,8 @@ def pipeline_settings(config: Config, network: Network) -> PipelineSettings:
             inference.cross_node_prefix_timeout_s,
             inference.cross_node_prefix_network_timeout_s,
             inference.cross_node_prefix_serving_timeout_s,
+            any_format=inference.cross_node_prefix_formats == "any",
+            rounds=inference.activation_compression == "q8_0",
         ),
         check_rate=inference.check_rate,
         hedge=inference.hedge,

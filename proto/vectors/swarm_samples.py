@@ -482,6 +482,18 @@ REQUESTS: list[tuple[str, AnyRequest]] = [
         ),
     ),
     (
+        "prefix-kv-fetch-takes",
+        swarm.PrefixKvFetch(
+            model_id=MODEL_ID,
+            names=bytes(range(64)),
+            kv_format="5e" * 16,
+            first_row=0,
+            n_rows=32,
+            takes="q8_0",
+            kv_encoding="5f" * 16,
+        ),
+    ),
+    (
         "prefix-kv-fetch-of-stage",
         swarm.PrefixKvFetch(
             model_id=MODEL_ID,
@@ -590,6 +602,15 @@ RESPONSES: list[tuple[str, AnyResponse]] = [
     (
         "prefix-kv",
         swarm.PrefixKv(status="ok", digest=bytes(range(32)), data=memoryview(bytes(range(16)))),
+    ),
+    (
+        "prefix-kv-other-format",
+        swarm.PrefixKv(
+            status="ok",
+            digest=bytes(range(32)),
+            data=memoryview(bytes(range(16))),
+            other_format=True,
+        ),
     ),
     ("prefix-kv-absent", swarm.PrefixKv(status="absent")),
     ("piece", swarm.Piece(status="ok", data=memoryview(bytes(range(256))))),

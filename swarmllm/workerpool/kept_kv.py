@@ -137,9 +137,11 @@ class KeptPrefixes:
         first_row: int = 0,
         n_rows: int = 0,
         part: LayerRange | None = None,
+        rounds: bool = False,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
         """The KV that is kept of the first so many of these blocks, as bytes for `import_prefix`; with
-        `n_rows` only these rows of them, where all blocks are kept, and of `part` of the layers only."""
+        `n_rows` only these rows of them, where all blocks are kept, and of `part` of the layers only.
+        `rounds`: as q8_0, also where they are kept as f16."""
         worker = await self._hosts.of(model).ready()
         message = ExportPrefixSnapshot(
             id=worker.new_id(),
@@ -149,6 +151,7 @@ class KeptPrefixes:
             first_row=first_row,
             n_rows=n_rows,
             layers=UNSET if part is None else (part.start, part.end),
+            kv_type="q8_0" if rounds else UNSET,
         )
         return await worker.call(
             message, PrefixSnapshotResponse, payload=names, timeout_s=self._hosts.settings.call_timeout_s
@@ -164,10 +167,12 @@ class KeptPrefixes:
         scope: str = "",
         *,
         from_peer: bool = False,
+        other_format: bool = False,
     ) -> int:
         """Keep KV that another worker exported, of blocks with these names. How many blocks were taken: all,
         or 0 where there is no room. Raises WorkerError for bytes that are damaged or not of these layers.
-        `from_peer`: another node exported it, in slices; `snapshot.digest` is that of their digests."""
+        `from_peer`: another node exported it, in slices; `snapshot.digest` is that of their digests.
+        `other_format`: its worker computes with other kernels or keeps another type, which is converted."""
         worker = await self._hosts.of(model).ready()
         message = ImportPrefixSnapshot(
             id=worker.new_id(),
@@ -178,6 +183,7 @@ class KeptPrefixes:
             sizes=snapshot.sizes,
             digest=snapshot.digest,
             from_peer=from_peer,
+            other_format=other_format or UNSET,
         )
         result, _ = await worker.call(
             message,

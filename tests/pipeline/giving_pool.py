@@ -58,6 +58,7 @@ class GivingPool(FakePool):
         first_row: int = 0,
         n_rows: int = 0,
         part: LayerRange | None = None,
+        rounds: bool = False,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
         await trio.sleep(self.gives_after_s)
         self._keep_what_is_held()
@@ -84,9 +85,11 @@ class GivingPool(FakePool):
         scope: str = "",
         *,
         from_peer: bool = False,
+        other_format: bool = False,
     ) -> int:
         await trio.lowlevel.checkpoint()
         assert from_peer
+        assert not other_format
         rows = np.frombuffer(b"".join(data), "<i8").reshape(-1, len(layers))
         assert len(rows) == snapshot.n_blocks * BLOCK
         for i in range(snapshot.n_blocks):

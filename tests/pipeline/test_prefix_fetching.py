@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -16,6 +17,7 @@ from blake3 import blake3
 from fake_trust import FakeTrust
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from trio.testing import MockClock
 
 from swarmllm.errors import WorkerError
@@ -33,6 +35,7 @@ from swarmllm.pipeline.prefix.choice import (
     choose,
     draw_blocks,
     whole_blocks,
+    wire_rows,
 )
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
 from swarmllm.pipeline.prefix.serving import PEER_MAX, PrefixServing
@@ -222,12 +225,18 @@ class Store:
     n_kept: int = 0
     """Blocks."""
     kv_format: str = "f16"
+    kv_type: Any = "f16"
+    kv_encoding: str = "as here"
     row_bytes: int = ROW_BYTES
     outcome: Any = "equal"
     refuses: str = ""
     scopes: list[tuple[str, str]] = field(default_factory=list)
     """(layers, scope) of what was asked for."""
+    rounded: list[bool] = field(default_factory=list)
+    """Of what was asked for: whether as q8_0."""
     taken: list[int] = field(default_factory=list)
+    converted: list[bool] = field(default_factory=list)
+    """Of what was taken: whether it is of another format."""
     checked: list[tuple[int, ...]] = field(default_factory=list)
     stands_still: bool = False
     gives_rows: int = 10**6
@@ -240,7 +249,14 @@ class Store:
         self, model: Any, layers: LayerRange, names: bytes, scope: str = "", *, cuts: bool = False
     ) -> PrefixLookedUp:
         n_blocks = min(self.n_kept, len(names) // 32)
-        return PrefixLookedUp(id=1, n_blocks=n_blocks, row_bytes=self.row_bytes, kv_format=self.kv_format)
+        return PrefixLookedUp(
+            id=1,
+            n_blocks=n_blocks,
+            row_bytes=self.row_bytes,
+            kv_format=self.kv_format,
+            kv_type=self.kv_type,
+            kv_encoding=UNSET if self.kv_type is UNSET else self.kv_encoding,
+        )
 
     async def export_prefix(
         self,
@@ -252,8 +268,10 @@ class Store:
         first_row: int = 0,
         n_rows: int = 0,
         part: LayerRange | None = None,
+        rounds: bool = False,
     ) -> tuple[PrefixSnapshotResponse, memoryview]:
         self.scopes.append((str(part or layers), scope))
+        self.rounded.append(rounds)
         if self.stands_still or first_row + n_rows > self.gives_rows:
             await trio.sleep_forever()
         if len(names) // 32 > self.n_kept:
@@ -274,6 +292,7 @@ class Store:
         scope: str = "",
         *,
         from_peer: bool = False,
+        other_format: bool = False,
     ) -> int:
         assert from_peer
         if self.refuses:
@@ -283,6 +302,7 @@ class Store:
         assert blake3(digests).hexdigest() == snapshot.digest
         self.n_kept = snapshot.n_blocks
         self.taken.append(snapshot.n_blocks)
+        self.converted.append(other_format)
         return snapshot.n_blocks
 
     async def check_prefix(
@@ -333,6 +353,8 @@ async def pair(
     may_share: bool = True,
     n_said: int = 10,
     n_said_by_other: int = 10,
+    kv_type: Any = "f16",
+    **settings: bool,
 ) -> AsyncIterator[Asker]:
     """`holder`, NEAR, announces `n_said` blocks of the prompt, and so does `other`, FAR."""
     async with InMemoryNetwork() as network:
@@ -349,8 +371,9 @@ async def pair(
         registry.set_reachable({node_id for node_id, _, _ in nodes})
         observations = Observations()
         observations.observe(MODEL, "prefill", PREFILL_S, N_LAYERS, 1)
-        store, counts, events = Store(), PipelineStatistics(), NotedEvents()
+        store, counts, events = Store(kv_type=kv_type), PipelineStatistics(), NotedEvents()
         fetcher = fetcher_of(me, registry, store, counts, events, observations, budget or ByteBudget())
+        fetcher.transfer.settings = PrefixFetchSettings(is_on=True, **settings)
         await trio.sleep(1)  # They meet.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fetcher.run)
@@ -527,7 +550,6 @@ async def test_a_holder_that_is_slow_until_the_time_of_the_request_is_up_is_left
     ("holder", "event"),
     [
         (Store(n_kept=3), None),
-        (Store(n_kept=10, kv_format="other"), None),
         (lambda: encode_response(PrefixKv(status="busy")), None),
         (lambda: encode_response(Piece(status="absent")), TrustEvent.BROKE_PROTOCOL),
         (lambda: encode_response(PrefixKv(status="ok", data=memoryview(b"1"))), TrustEvent.BROKE_PROTOCOL),
@@ -547,6 +569,81 @@ async def test_what_is_announced_and_not_given_is_a_miss(
         assert asker.store.taken == []
         assert asker.counts.prefix_misses == 1
         assert asker.events.noted == ([(NEAR, event)] if event else [])
+
+
+@pytest.mark.parametrize(
+    ("holder", "asker", "settings", "expected"),
+    [
+        # Of the asker, and of the rows that it is given: (rounded, of another format); None: nothing comes.
+        (("f16", "f16"), "f16", {}, (False, False)),
+        (("other", "f16"), "f16", {}, (False, True)),
+        (("other", "q8_0"), "f16", {}, (False, True)),
+        (("f16", "f16"), "f16", {"rounds": True}, (True, True)),
+        (("other", "f16"), "f16", {"any_format": False}, None),
+        (("f16", "f16"), "f16", {"any_format": False, "rounds": True}, (False, False)),
+        (("other", "f16"), None, {}, None),
+        (("f16", "f16"), "q8_0", {}, (True, True)),
+        (("f16", "q8_0"), "q8_0", {}, (True, False)),
+        (("other", "q8_0"), "q8_0", {"rounds": True}, (True, True)),
+    ],
+)
+async def test_rows_of_other_formats_come_where_they_are_wanted(
+    autojump_clock: MockClock,
+    holder: tuple[str, str],
+    asker: str | None,
+    settings: dict[str, bool],
+    expected: tuple[bool, bool] | None,
+) -> None:
+    kv_format, kv_type = holder
+    store = Store(n_kept=10, kv_format=kv_format, kv_type=kv_type)
+    async with pair(store, kv_type=asker or UNSET, **settings) as asking:
+        async with asking.fetcher.brought(ENTRY, TOKENS, is_exact=False) as fetched:
+            pass
+        if expected is None:
+            assert fetched is None
+            assert asking.events.noted == []
+            return
+        rounded, other_format = expected
+        assert fetched is not None
+        assert set(store.rounded) == {rounded}
+        assert asking.store.converted == [other_format]
+        assert fetched.other_format == other_format
+
+
+async def test_who_gives_another_format_unasked_breaks_the_protocol(autojump_clock: MockClock) -> None:
+    async def say(sender: NodeId, body: bytes) -> bytes:
+        request = decode_request(body)
+        assert isinstance(request, PrefixKvFetch)
+        data = rows(request.first_row, request.n_rows)
+        digest = blake3(data).digest()
+        return encode_response(PrefixKv(status="ok", digest=digest, data=memoryview(data), other_format=True))
+
+    async with pair(say, any_format=False) as asker:
+        assert await asker.ask() == 0
+        assert asker.store.taken == []
+        assert asker.events.noted == [(NEAR, TrustEvent.BROKE_PROTOCOL)]
+
+
+@given(st.integers(1, 40), st.sampled_from([2, 12, 64]))
+def test_rounded_rows_are_asked_for_in_slices_that_the_holder_may_read(n_blocks: int, kib: int) -> None:
+    row_bytes = kib * 1024
+    here = PrefixLookedUp(n_blocks=0, row_bytes=row_bytes, kv_type="f16", kv_encoding="as here")
+    plain = wire_rows(here, PrefixFetchSettings())
+    rounded = wire_rows(here, PrefixFetchSettings(rounds=True))
+    q8_0 = msgspec.structs.replace(here, kv_type="q8_0", row_bytes=rounded.row_bytes)
+    from_q8_0 = wire_rows(q8_0, PrefixFetchSettings())
+    assert (plain.takes, rounded.takes, from_q8_0.takes) == ("f16", "q8_0", "q8_0")
+    assert rounded.row_bytes < 0.54 * plain.row_bytes
+    for wire in (plain, rounded, from_q8_0):
+        asked = Slices(n_blocks * B, wire.row_bytes, wire.read_bytes)
+        assert sum(n for _, n in asked.all()) == n_blocks * B
+        assert max(n for _, n in asked.all()) * row_bytes <= PREFIX_KV_MAX
+
+
+async def test_nothing_is_converted_that_has_another_encoding(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10, kv_format="other", kv_encoding="other")) as asker:
+        assert await asker.ask() == 0
+        assert asker.events.noted == []
 
 
 async def test_two_requests_with_one_beginning_fetch_it_once(autojump_clock: MockClock) -> None:

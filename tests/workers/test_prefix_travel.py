@@ -33,8 +33,8 @@ TOKENS = np.random.default_rng(3).integers(0, 250, 4 * B + 30).astype(np.int32)
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "model_id": MODEL, "tell_prefixes": True}
 
 
-def names(tokens: np.ndarray, key: str = "") -> bytes:
-    return b"".join(extend_block_hashes(kept_root(key, MODEL, N_LAYERS), tokens))
+def names(tokens: np.ndarray, key: str = "", n_layers: int = N_LAYERS) -> bytes:
+    return b"".join(extend_block_hashes(kept_root(key, MODEL, n_layers), tokens))
 
 
 def send(room: Room, message: ipc.DaemonMessage, payload: bytes = b"") -> tuple[Any, bytes]:
@@ -47,35 +47,47 @@ def send(room: Room, message: ipc.DaemonMessage, payload: bytes = b"") -> tuple[
     return answer
 
 
-def export(room: Room, named: bytes, first: int, n_rows: int) -> bytes:
-    message = ipc.ExportPrefixSnapshot(id=0, start=0, end=N_LAYERS, first_row=first, n_rows=n_rows)
+def export(room: Room, named: bytes, first: int, n_rows: int, *, rounded: bool = False) -> bytes:
+    message = ipc.ExportPrefixSnapshot(
+        id=0,
+        start=0,
+        end=room.handlers.state.engine().n_layers,
+        first_row=first,
+        n_rows=n_rows,
+        kv_type="q8_0" if rounded else msgspec.UNSET,
+    )
     answer, data = send(room, message, named)
     assert isinstance(answer, ipc.PrefixSnapshotResponse)
     assert (answer.n_blocks > 0) == (len(data) > 0)
     return data
 
 
-def bring(room: Room, named: bytes, parts: list[bytes]) -> Any:
+def import_message(named: bytes, parts: list[bytes], n_layers: int = N_LAYERS) -> ipc.ImportPrefixSnapshot:
     digest = blake3(b"".join(blake3(part).digest() for part in parts)).hexdigest()
-    message = ipc.ImportPrefixSnapshot(
+    return ipc.ImportPrefixSnapshot(
         id=0,
         start=0,
-        end=N_LAYERS,
+        end=n_layers,
         n_blocks=len(named) // 32,
         sizes=tuple(map(len, parts)),
         digest=digest,
         from_peer=True,
     )
-    return send(room, message, named + b"".join(parts))[0]
+
+
+def bring(room: Room, named: bytes, parts: list[bytes]) -> Any:
+    return send(room, import_message(named, parts), named + b"".join(parts))[0]
 
 
 def check(room: Room, tokens: np.ndarray, *blocks: int) -> Any:
-    message = CheckPrefix(id=0, request_id="check", start=0, end=N_LAYERS, blocks=blocks)
+    end = room.handlers.state.engine().n_layers
+    message = CheckPrefix(id=0, request_id="check", start=0, end=end, blocks=blocks)
     return send(room, message, b"".join(encode_tensor(tokens)))[0]
 
 
 def n_known(room: Room, named: bytes) -> int:
-    answer = send(room, LookUpPrefix(id=0, start=0, end=N_LAYERS), named)[0]
+    end = room.handlers.state.engine().n_layers
+    answer = send(room, LookUpPrefix(id=0, start=0, end=end), named)[0]
     assert isinstance(answer, PrefixLookedUp)
     return answer.n_blocks
 

@@ -233,6 +233,8 @@ class GenerateDone(WorkerMessage, frozen=True, tag=True):
     """Of the prompt: not computed, because an earlier request began alike."""
     guesses: Annotated[tuple[GuessCount, ...], Meta(max_length=4)] = ()
     """One for each way of guessing that had guesses to be checked."""
+    other_format: bool | UnsetType = UNSET
+    """It began with KV that another node computed in another format (see ImportPrefixSnapshot)."""
 
     @property
     def n_guessed(self) -> int:

@@ -26,6 +26,7 @@ from swarmllm_proto.ipc.base import (
     WorkerMessage,
     require_layer_range,
 )
+from swarmllm_proto.ipc.model import KvType
 
 NAME_SIZE: Final = 32
 """BLAKE3's."""
@@ -65,6 +66,8 @@ class ExportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     computed or checked; 0: all rows."""
     layers: tuple[LayerIndex, LayerIndex] | UnsetType = UNSET
     """With `n_rows`: KV of these layers only, [start, end); unset: of all that the names are of."""
+    kv_type: Literal["q8_0"] | UnsetType = UNSET
+    """With `n_rows`: rounded to this type, where it is kept as f16; unset: as it is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +106,9 @@ class ImportPrefixSnapshot(_Blocks, frozen=True, tag=True, kw_only=True):
     from_peer: bool = False
     """Another node computed it: parts are runs of rows in order, for one segment. Requests may use it, but it
     is neither told of nor exported before a CheckPrefix has found it right."""
+    other_format: bool | UnsetType = UNSET
+    """With `from_peer`: it was computed with other kernels, or kept as another type, which this worker
+    converts. It is neither told of nor exported after that check either."""
 
 
 class PrefixFetchResult(WorkerMessage, frozen=True, tag=True, kw_only=True):
@@ -131,6 +137,10 @@ class PrefixLookedUp(WorkerMessage, frozen=True, tag=True, kw_only=True):
     """KV of one row in these layers; 0: this model's KV neither leaves this worker nor enters it."""
     kv_format: Annotated[str, Meta(max_length=64)] = ""
     """Equal where two workers write and compute KV alike."""
+    kv_type: KvType | UnsetType = UNSET
+    """Of this worker's KV, to which it can bring KV of another format; unset: it cannot."""
+    kv_encoding: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET
+    """With `kv_type`: equal where the same bytes are the same numbers to two workers."""
 
 
 CheckOutcome = Literal["equal", "close", "wrong", "gone"]

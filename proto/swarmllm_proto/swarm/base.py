@@ -25,6 +25,7 @@ from swarmllm_proto.ipc.base import (
     TokenCount,
     require_layer_range,
 )
+from swarmllm_proto.ipc.model import KvType
 from swarmllm_proto.limits import CHECKED_ROWS_MAX, COMMITMENT_MAX, PREFIX_KV_MAX
 
 WIRE_VERSION: Final = 1
@@ -101,7 +102,7 @@ class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     names: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=NAMES_MAX)]
     """Of the beginning's blocks, 32 bytes each."""
     kv_format: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The asker's: bytes of another one would be of no use to it."""
+    """The asker's. Rows in another one are of use to it only with `takes`."""
     first_row: Position
     n_rows: Annotated[int, Meta(ge=1, le=65536)]
     scope: NodeId | UnsetType = UNSET
@@ -110,6 +111,11 @@ class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Layers of which the names are; with `scope`. Unset: all."""
     layers: PrefixLayers | UnsetType = UNSET
     """Of these layers, the ones that are wanted; unset: all of them."""
+    takes: KvType | UnsetType = UNSET
+    """The asker takes rows in another format, too: q8_0: rounded to that type where they are kept as f16;
+    f16: as they are kept."""
+    kv_encoding: Annotated[str, Meta(min_length=1, max_length=64)] | UnsetType = UNSET
+    """With `takes`: in which other formats are of use to it."""
 
     def __post_init__(self) -> None:
         if len(self.names) % DIGEST_SIZE:
@@ -118,6 +124,8 @@ class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             )
         if (self.held is UNSET) != (self.scope is UNSET) or (self.held is UNSET and self.layers is not UNSET):
             raise ValueError("field `held`: layers and the scope of their names come together")
+        if (self.takes is UNSET) != (self.kv_encoding is UNSET):
+            raise ValueError("field `takes`: a type and its encoding come together")
         if self.held is not UNSET:
             start, end = self.held if self.layers is UNSET else self.layers
             if not self.held[0] <= start < end <= self.held[1]:
@@ -138,6 +146,8 @@ class PrefixKv(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """BLAKE3 of `data`."""
     data: Annotated[memoryview, Meta(max_length=PREFIX_KV_MAX)] = memoryview(b"")
     """As libllama writes the state of a sequence that has these rows and no others."""
+    other_format: bool | UnsetType = UNSET
+    """With the first row: true where the rows are not in the format of the asker's `kv_format`."""
 
 
 class StageRows(msgspec.Struct, frozen=True, array_like=True):

@@ -57,6 +57,7 @@ def _prefix_json(generation: Generation) -> Json | None:
         "tokens": fetched.n_tokens,
         "bytes": fetched.n_bytes,
         "fetch_ms": milliseconds(fetched.seconds),
+        "other_format": fetched.other_format,
     }
 
 

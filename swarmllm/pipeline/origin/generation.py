@@ -221,6 +221,8 @@ class FetchedPrefix:
     n_tokens: int
     n_bytes: int
     seconds: float
+    other_format: bool = False
+    """It was computed with other kernels than this node's worker has, or rounded."""
 
 
 class TokenSource(Protocol):
@@ -275,7 +277,8 @@ class FailoverSource(TokenSource, Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """No rows were rounded on their way between stages."""
+        """No rows were rounded on their way between stages, and no KV came from another node in another
+        format."""
         ...
 
     @property
@@ -367,7 +370,8 @@ class Generation:
 
     @property
     def is_exact(self) -> bool:
-        """No rows were rounded on their way between stages: the text is that of the uncut model."""
+        """No rows were rounded on their way between stages, and no KV came from another node in another
+        format: the text is that of the uncut model on this node. Of kept KV it is known at the end."""
         return self._source.is_exact
 
     @property

@@ -76,6 +76,14 @@ class LocalSource:
         return done.n_cached_tokens if done is not None else 0
 
     @property
+    def used_other_format(self) -> bool:
+        """It rests on KV that another node computed in another format, for it or for an earlier request. The
+        latter is known at the end."""
+        done = self._generation.done
+        has_fetched = self.fetched is not None and self.fetched.other_format
+        return has_fetched or (done is not None and done.other_format is True)
+
+    @property
     def guesses(self) -> SpeculationCounts:
         done = self._generation.done
         return SpeculationCounts(done.guesses if done is not None else ())

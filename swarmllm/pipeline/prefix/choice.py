@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import UNSET
+
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.ipc import KvType, PrefixLookedUp
 from swarmllm_proto.limits import PREFIX_KV_MAX
 
 WORTH: Final = 0.5
@@ -45,6 +48,8 @@ PEERS_MAX: Final = 1024
 """Of which that is known."""
 PREFIX_BYTES_MAX: Final = 256 * 2**20
 """Of one beginning."""
+Q8_0_PART: Final = 34 / 64
+"""Of the bytes of f16."""
 _STATE_BYTES: Final = 128 * 1024
 """Of a slice, beside its rows: positions, and what is said of each layer."""
 
@@ -58,6 +63,10 @@ class PrefixFetchSettings:
     """What the slices may take together."""
     serving_timeout_s: float = 2.0
     """What this node's worker may take to give one slice."""
+    any_format: bool = True
+    """Rows are taken that other kernels computed, or that are kept as another type, too ..."""
+    rounds: bool = False
+    """... and asked for as q8_0, also where both keep f16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +87,39 @@ class HolderPath:
 
 
 @dataclass(frozen=True, slots=True)
+class WireRows:
+    """How rows are asked for."""
+
+    row_bytes: int
+    """That travel, at most."""
+    takes: KvType | None = None
+    """See PrefixKvFetch; None: only rows in the asker's own format."""
+    kv_encoding: str = ""
+    """With `takes`."""
+    read_bytes: int = 0
+    """Of a row as the holder's worker reads it, at most; 0: the same."""
+
+
+def wire_rows(here: PrefixLookedUp, settings: PrefixFetchSettings) -> WireRows:
+    """How rows are asked for. `here`: what this node's worker says of the same prompt."""
+    kv_type, encoding, row_bytes = here.kv_type, here.kv_encoding, here.row_bytes
+    if not settings.any_format or kv_type is UNSET or encoding is UNSET:
+        return WireRows(row_bytes)
+    if kv_type == "q8_0":
+        return WireRows(row_bytes, "q8_0", encoding, math.ceil(row_bytes / Q8_0_PART))
+    if settings.rounds:
+        return WireRows(math.ceil(row_bytes * Q8_0_PART), "q8_0", encoding, row_bytes)
+    return WireRows(row_bytes, "f16", encoding)
+
+
+@dataclass(frozen=True, slots=True)
 class Slices:
     """The slices in which rows are requested."""
 
     n_rows: int
     row_bytes: int
+    read_bytes: int = 0
+    """Of a row as the holder's worker reads it; 0: the same."""
 
     @property
     def n_bytes(self) -> int:
@@ -91,7 +128,7 @@ class Slices:
     @property
     def rows_each(self) -> int:
         """At most. 0: one row is too large for an answer."""
-        return (PREFIX_KV_MAX - _STATE_BYTES) // self.row_bytes
+        return (PREFIX_KV_MAX - _STATE_BYTES) // max(self.row_bytes, self.read_bytes)
 
     def all(self) -> list[tuple[int, int]]:
         """(first row, how many), in order. Every end of a block is the end of a slice: a block each while the

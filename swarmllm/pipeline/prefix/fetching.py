@@ -22,7 +22,7 @@ from swarmllm.errors import SwarmLLMError, WorkerDied
 from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.origin.generation import FetchedPrefix
-from swarmllm.pipeline.prefix.choice import FetchClock, draw_blocks, whole_blocks
+from swarmllm.pipeline.prefix.choice import FetchClock, draw_blocks, whole_blocks, wire_rows
 from swarmllm.pipeline.prefix.serving import whole_range
 from swarmllm.pipeline.prefix.transfer import GivenRows, PrefixSource, PrefixTransfer, WantedPrefix
 from swarmllm.pipeline.request import new_request_id
@@ -145,7 +145,8 @@ class PrefixFetcher:
                 n_known = here.n_blocks * BLOCK_TOKENS
                 cold_s = (len(tokens) - n_known) * prefill_s
                 clock = FetchClock(began_s, self.transfer.settings.network_timeout_s, cold_s, prefill_s)
-                wanted = WantedPrefix(model, layers, hashes, here.kv_format, here.row_bytes)
+                wire = wire_rows(here, self.transfer.settings)
+                wanted = WantedPrefix(model, layers, hashes, here.kv_format, wire)
                 find = partial(self._sources, model_id, hashes)
                 with ExitStack() as grants:
                     found = await self.transfer.ask_sources(wanted, find, n_known, clock, asking.asks, grants)
@@ -196,7 +197,8 @@ class PrefixFetcher:
         if not is_taken:
             asking.unchecked.clear()
             return None
-        return FetchedPrefix(came.node_id, n_rows, came.n_bytes, trio.current_time() - began_s)
+        took_s = trio.current_time() - began_s
+        return FetchedPrefix(came.node_id, n_rows, came.n_bytes, took_s, other_format=came.other_format)
 
     async def _check(self, due: _Unchecked) -> None:
         with trio.move_on_after(IDLE_WAIT_S):

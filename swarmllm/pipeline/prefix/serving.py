@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final, Protocol
 
 import trio
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -63,6 +63,7 @@ class PrefixStore(Protocol):
         first_row: int = 0,
         n_rows: int = 0,
         part: LayerRange | None = None,
+        rounds: bool = False,
     ) -> tuple[PrefixSnapshotResponse, memoryview]: ...
 
     async def import_prefix(
@@ -75,6 +76,7 @@ class PrefixStore(Protocol):
         scope: str = "",
         *,
         from_peer: bool = False,
+        other_format: bool = False,
     ) -> int: ...
 
     async def check_prefix(
@@ -143,19 +145,33 @@ class PrefixServing:
         if layers is None:
             return _ABSENT
         scope = "" if request.scope is UNSET or request.scope == self._node_id else request.scope
+        other_format: bool | UnsetType = UNSET
         if request.first_row == 0:
             known = await self._store.look_up_prefix(model, layers, request.names, scope)
-            if known.kv_format != request.kv_format:
+            other_format = known.kv_format != request.kv_format or (
+                request.takes == "q8_0" and known.kv_type != "q8_0"
+            )
+            if other_format and (request.takes is UNSET or known.kv_encoding != request.kv_encoding):
                 return _ABSENT
-        part = None if request.layers is UNSET else LayerRange(*request.layers)
-        export = partial(self._store.export_prefix, model, layers, request.names, scope)
-        snapshot, data = await export(first_row=request.first_row, n_rows=request.n_rows, part=part)
+        export = partial(
+            self._store.export_prefix,
+            model,
+            layers,
+            request.names,
+            scope,
+            first_row=request.first_row,
+            n_rows=request.n_rows,
+            part=None if request.layers is UNSET else LayerRange(*request.layers),
+            rounds=request.takes == "q8_0",
+        )
+        snapshot, data = await export()
         if not snapshot.n_blocks and await self._one_ends(request):
-            snapshot, data = await export(first_row=request.first_row, n_rows=request.n_rows, part=part)
+            snapshot, data = await export()
         if not snapshot.n_blocks or len(data) > PREFIX_KV_MAX:
             return _ABSENT
         self._counts.prefix_given_bytes += len(data)
-        return PrefixKv(status="ok", digest=bytes.fromhex(snapshot.digest), data=memoryview(data))
+        digest = bytes.fromhex(snapshot.digest)
+        return PrefixKv(status="ok", digest=digest, data=memoryview(data), other_format=other_format or UNSET)
 
     async def _one_ends(self, request: PrefixKvFetch) -> bool:
         """Whether a request of the origin that named the rows has ended now."""

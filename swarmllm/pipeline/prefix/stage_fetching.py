@@ -6,7 +6,8 @@ layers, from a stage of the same layers or of more, as `fetching` does for whole
 slices, with the same time limits and the same checks of the bytes.
 
 A stage sees no tokens, so it cannot compute a block of the KV again. What it fetched stays marked: it is
-used for requests of the origin that named the holder, given to nobody, and announced to nobody.
+used for requests of the origin that named the holder, given to nobody, and announced to nobody. It is in the
+format of this node's worker: an answer that goes on after a stage was lost says the same as before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.own_models import FindsOwnModels
-from swarmllm.pipeline.prefix.choice import FetchClock
+from swarmllm.pipeline.prefix.choice import FetchClock, WireRows
 from swarmllm.pipeline.prefix.transfer import PrefixSource, PrefixTransfer, WantedPrefix
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.route.inputs import prefill_here_s
@@ -197,7 +198,9 @@ class StageFetcher:
             # What nobody waits for may take all the time that the network is given.
             cold_s = (context.n_given_tokens - n_known) * prefill_s if is_awaited else math.inf
             clock = FetchClock(began_s, transfer.settings.network_timeout_s, cold_s, prefill_s)
-            wanted = WantedPrefix(model, layers, names, here.kv_format, here.row_bytes, origin, scope)
+            wanted = WantedPrefix(
+                model, layers, names, here.kv_format, WireRows(here.row_bytes), origin, scope
+            )
             with ExitStack() as grants:
                 came = await transfer.ask_sources(
                     wanted, partial(self._longest, sources), n_known, clock, asks, grants

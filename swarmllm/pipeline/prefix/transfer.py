@@ -30,6 +30,7 @@ from swarmllm.pipeline.prefix.choice import (
     Offer,
     PrefixFetchSettings,
     Slices,
+    WireRows,
     choose,
 )
 from swarmllm.pipeline.prefix.serving import PrefixStore
@@ -92,7 +93,7 @@ class WantedPrefix:
     names: Sequence[bytes]
     """Of the prompt's blocks, as this node's worker knows them."""
     kv_format: str
-    row_bytes: int
+    wire: WireRows
     scope: NodeId | None = None
     """The origin that named the blocks; None: names for everybody."""
     worker_scope: str = ""
@@ -109,6 +110,11 @@ class GivenRows:
     """Of whole blocks."""
     parts: list[PrefixKv]
     """Of exactly these rows."""
+
+    @property
+    def other_format(self) -> bool:
+        """They were not computed and kept as this node's worker would."""
+        return any(part.other_format is True for part in self.parts)
 
     @property
     def n_bytes(self) -> int:
@@ -169,7 +175,7 @@ class PrefixTransfer:
             sources = {source.node_id: source for source in find(asked)}
             n_blocks = max((source.n_blocks for source in sources.values()), default=0)
             n_best = max(n_known, best.n_rows if best is not None else 0)
-            slices = Slices(n_blocks * BLOCK_TOKENS, wanted.row_bytes)
+            slices = Slices(n_blocks * BLOCK_TOKENS, wanted.wire.row_bytes, wanted.wire.read_bytes)
             if slices.n_rows <= n_best:
                 break
             spare_s = clock.spare_s(trio.current_time())
@@ -290,6 +296,8 @@ class PrefixTransfer:
             scope=UNSET if held is None or wanted.scope is None else wanted.scope,
             held=UNSET if held is None else (held.start, held.end),
             layers=UNSET if held in (None, wanted.layers) else (wanted.layers.start, wanted.layers.end),
+            takes=wanted.wire.takes or UNSET,
+            kv_encoding=wanted.wire.kv_encoding or UNSET,
         )
         try:
             answer = await self.router.fetch(
@@ -308,6 +316,8 @@ class PrefixTransfer:
             raise NotGiven(f"it is {piece.status}")
         if len(piece.digest) != DIGEST_SIZE or not piece.data:
             raise NotGiven("the answer has no rows or no digest", TrustEvent.BROKE_PROTOCOL)
+        if piece.other_format is True and wanted.wire.takes is None:
+            raise NotGiven("it gave rows of another format", TrustEvent.BROKE_PROTOCOL)
         return piece
 
     async def _take(self, came: GivenRows) -> int:
@@ -328,6 +338,7 @@ class PrefixTransfer:
                 [part.data for part in parts],
                 wanted.worker_scope,
                 from_peer=True,
+                other_format=came.other_format,
             )
         except WorkerError as error:
             if error.kind not in ("bad_tensor", "bad_message"):

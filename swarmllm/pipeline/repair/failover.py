@@ -162,6 +162,9 @@ class Failover:
 
     @property
     def is_exact(self) -> bool:
+        source = self._source
+        if isinstance(source, LocalSource) and source.used_other_format:
+            return False
         return not self._request.was_rounded
 
     @property

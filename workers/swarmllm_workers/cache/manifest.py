@@ -43,12 +43,10 @@ class PrefixManifest:
 
 
 def beginnings(kept: Iterable[Kept]) -> tuple[Beginning, ...]:
-    """The names to announce, MANIFEST_MAX at most and each once: all checked entries, the most recently used
+    """The names to announce, MANIFEST_MAX at most and each once: all own entries, the most recently used
     first, and then shorter prefixes of them, for prompts that continue differently; the coarse ones first."""
     newest_first = sorted(kept, key=lambda each: -each.used_at)
-    told = [
-        each for each in newest_first if len(each.name.tokens) and each.name.hashes and not each.unchecked
-    ]
+    told = [each for each in newest_first if len(each.name.tokens) and each.name.hashes and each.is_own]
     found = dict.fromkeys((each.name.hashes[-1], len(each.name.hashes)) for each in told)
     step = 1 << MANIFEST_MAX.bit_length()
     while step and len(found) < MANIFEST_MAX:

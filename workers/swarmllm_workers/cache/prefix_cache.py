@@ -9,7 +9,7 @@ sliding windows the cells hold every row, so any beginning of them is as good as
 only, and go on where they end or not at all.
 
 Rows that another node computed are marked until a check has found them right: requests may use them, and what
-rests on them is marked, too.
+rests on them is marked, too. Where they came in another format, that mark stays.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class PrefixCache:
         """Requests of whose rows no beginning shorter than this can be used (see `Kept`)."""
         self._unchecked: dict[str, bytes] = {}
         """Requests whose first rows are unchecked ones of another node (see `Kept`); _REFUTED: wrong ones."""
+        self._of_other_format: set[str] = set()
+        """Requests whose first rows came from another node in another format."""
         self._named: dict[str, dict[Segments, Name]] = {}
         """Requests that are kept under names from outside."""
 
@@ -136,6 +138,9 @@ class PrefixCache:
             self._n_min[new_id] = self._n_min.pop(request_id)
         if request_id in self._unchecked:
             self._unchecked[new_id] = self._unchecked.pop(request_id)
+        if request_id in self._of_other_format:
+            self._of_other_format.remove(request_id)
+            self._of_other_format.add(new_id)
 
     def end(self, request_id: str, present: Sequence[Segment]) -> None:
         """End a request: keep its named rows, if its segments are among those `present`."""
@@ -148,6 +153,11 @@ class PrefixCache:
             self.keep(request_id, where, Name(name.hashes[:n_blocks], scope=name.scope))
         self._n_min.pop(request_id, None)
         self._unchecked.pop(request_id, None)
+        self._of_other_format.discard(request_id)
+
+    def is_of_other_format(self, request_id: str) -> bool:
+        """Whether the request's first rows came from another node in another format."""
+        return request_id in self._of_other_format
 
     def travels(self, where: Segments) -> bool:
         """Whether KV of these segments may be sent to other nodes and received from them. That needs one
@@ -187,11 +197,17 @@ class PrefixCache:
         return where[0].save_rows(slot, first, first + n_rows)
 
     def taking_from_peer(
-        self, where: Segments, name: Name, snapshot: Snapshot, slices: Sequence[tuple[Buffer, int]] = ()
+        self,
+        where: Segments,
+        name: Name,
+        snapshot: Snapshot,
+        slices: Sequence[tuple[Buffer, int]] = (),
+        *,
+        other_format: bool = False,
     ) -> Operation[bool]:
         """Keep rows that another node computed, in cells, unchecked. `slices`: the same rows in parts, each
-        with how many they are; steps go on between two of them. False where there is no room. Raises
-        BadState for bytes that are not those rows in this model's KV."""
+        with how many they are; steps go on between two of them. `other_format`: they came in another one.
+        False where there is no room. Raises BadState for bytes that are not those rows in this model's KV."""
         n_rows = len(name.hashes) * BLOCK_TOKENS
         if not n_rows or snapshot.n_rows != n_rows or snapshot.n_min:
             raise BadState(f"it is not {n_rows} rows everywhere")
@@ -221,7 +237,8 @@ class PrefixCache:
             self._index.give_back(sequence)
             return True
         self._free(self._index.replaced_by(where, name))
-        self._free(self._index.add(Kept(where, name, n_rows, now, sequence, unchecked=name.hashes[-1])))
+        kept = Kept(where, name, n_rows, now, sequence, unchecked=name.hashes[-1], other_format=other_format)
+        self._free(self._index.add(kept))
         return True
 
     def judge(self, name: Name, *, is_right: bool) -> None:
@@ -334,8 +351,7 @@ class PrefixCache:
         own_kv: bool = False,
     ) -> int:
         """Give the request, which has no rows yet, at most `n_max` rows that were computed before; how
-        many. `any_length`: the request may have to begin at an earlier one. `own_kv`: none that is
-        unchecked."""
+        many. `any_length`: the request may have to begin at an earlier one. `own_kv`: only own ones."""
         if not self._is_on or any(segment.is_recurrent for segment in where):
             return 0
         self.expire()
@@ -346,6 +362,8 @@ class PrefixCache:
             self._n_min[request_id] = self._n_min.get(source, 0)
             if source in self._unchecked:
                 self._unchecked[request_id] = self._unchecked[source]
+            if source in self._of_other_format:
+                self._of_other_format.add(request_id)
             source_slot = self._slots.take(source)
             return _share(where, source_slot, slot, n_live)
         if found is None:
@@ -354,6 +372,8 @@ class PrefixCache:
         self._n_min[request_id] = kept.n_min
         if kept.unchecked:
             self._unchecked[request_id] = kept.unchecked
+        if kept.other_format:
+            self._of_other_format.add(request_id)
         if kept.sequence is not None:
             return _share(where, kept.sequence, slot, n)
         return n if self._restore(where, kept, slot, n) else 0
@@ -370,7 +390,9 @@ class PrefixCache:
         if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
             return
         unchecked = self._unchecked.get(request_id, b"")
-        if unchecked == _REFUTED or self._index.is_known(where, name, now, own_kv=not unchecked):
+        other_format = request_id in self._of_other_format
+        own_kv = not unchecked and not other_format
+        if unchecked == _REFUTED or self._index.is_known(where, name, now, own_kv=own_kv):
             return
         self._free(self._index.replaced_by(where, name))
         while not self._index.has_free_sequence:
@@ -381,7 +403,9 @@ class PrefixCache:
         sequence = self._index.take_sequence()
         _share(where, slot, sequence, n_rows)
         n_min = self._n_min.get(request_id, 0)
-        kept = Kept(where, name, n_rows, now, sequence, n_min=n_min, unchecked=unchecked)
+        kept = Kept(
+            where, name, n_rows, now, sequence, n_min=n_min, unchecked=unchecked, other_format=other_format
+        )
         self._free(self._index.add(kept))
 
     def expire(self) -> None:
@@ -412,7 +436,8 @@ class PrefixCache:
             if other == request_id or slot is None or where not in names:
                 continue
             unchecked = self._unchecked.get(other)
-            if unchecked == _REFUTED or (unchecked and own_kv):
+            is_own = not unchecked and other not in self._of_other_format
+            if unchecked == _REFUTED or (own_kv and not is_own):
                 continue
             name = names[where]()
             n = max(name.common(wanted), n_common_tokens(name.tokens, wanted.tokens))

@@ -92,10 +92,18 @@ class Kept:
     unchecked: bytes = b""
     """Its first rows came from another node and were not checked: the name of their last block. b"": it is
     this worker's own, or was checked."""
+    other_format: bool = False
+    """Its first rows came from another node in another format: they have not the bits that this worker would
+    compute."""
 
     @property
     def n_bytes(self) -> int:
         return sum(map(len, self.states))
+
+    @property
+    def is_own(self) -> bool:
+        """This worker answers for it: it computed the rows, or checked that it would compute the same."""
+        return not self.unchecked and not self.other_format
 
 
 class Prefixes:
@@ -134,10 +142,10 @@ class Prefixes:
         own_kv: bool = False,
     ) -> tuple[Kept, int] | None:
         """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many.
-        `any_length`: only entries of which fewer rows would do, too. `own_kv`: none that is unchecked."""
+        `any_length`: only entries of which fewer rows would do, too. `own_kv`: only own ones."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
-            if kept.where != where or (any_length and kept.n_min) or (own_kv and kept.unchecked):
+            if kept.where != where or (any_length and kept.n_min) or (own_kv and not kept.is_own):
                 continue
             n = self._usable(kept, wanted, n_max)
             if n > n_best or (n == n_best and best is not None and best.sequence is None):
@@ -174,9 +182,9 @@ class Prefixes:
         return []
 
     def is_known(self, where: Hashable, name: Name, now: float, *, own_kv: bool = False) -> bool:
-        """Whether an entry already holds all of it. `own_kv`: only an entry that is checked counts."""
+        """Whether an entry already holds all of it. `own_kv`: only one that is own counts."""
         for kept in self._kept:
-            if own_kv and kept.unchecked:
+            if own_kv and not kept.is_own:
                 continue
             if kept.where == where and not kept.n_min and _contains(kept.name, name):
                 kept.used_at = now

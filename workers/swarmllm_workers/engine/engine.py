@@ -23,6 +23,7 @@ from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.exact_segments import ExactSegments
+from swarmllm_workers.engine.kv_layout import kv_layout
 from swarmllm_workers.engine.libllama import Model
 from swarmllm_workers.engine.loaded_layers import LoadedLayers
 from swarmllm_workers.engine.memory import Footprint, Memory
@@ -74,6 +75,8 @@ class Engine:
         self._templates: dict[str, ChatTemplate] = {}
         self.cache_dir = cache_dir
         maker = SegmentMaker(self.source, self.n_layers, self.cuts, settings, cache_dir, owns_path=owns_path)
+        self.kv_layout = kv_layout(self.source, settings)
+        """None: KV of this model cannot be brought from one layout to another here."""
         self.footprint = Footprint(self.source, self.name, self.n_layers, settings)
         self.slots = Slots(settings.n_slots)
         self.prefixes = PrefixCache(settings, self.slots)

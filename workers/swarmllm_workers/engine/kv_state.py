@@ -25,12 +25,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from swarmllm_workers.engine.kv_layout import KvLayout, turned
+from swarmllm_workers.kernels.row_codec import q8_0_blocks
+
 _HEAD: Final = Struct("<Ii")
 _PAIR: Final = Struct("<II")
 _ROW: Final = Struct("<iQ")
 _TRANSPOSED: Final = Struct("<iII")
 _CELL: Final = np.dtype([("position", "<i4"), ("n_sequences", "<u4"), ("sequence", "<i4")])
 _BLOCK_Q8_0: Final = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
+_BLOCK_VALUES: Final = 32
 _F32, _F16, _Q8_0 = 0, 1, 8
 """ggml's types."""
 LAYERS_MAX: Final = 65535
@@ -107,6 +111,32 @@ class _Values:
             return np.asarray(scaled.reshape(len(order), -1))
         return raw.view("<f2" if self.kind == _F16 else "<f4").astype(np.float32)
 
+    def converted(self, kind: int, *, is_transposed: bool, turned_by: int) -> bytes:
+        """The same numbers in another layout, rounded to it, and before them their type and size.
+        `turned_by`: see KvLayout. Raises BadState for numbers that it cannot hold."""
+        if (kind, is_transposed) == (self.kind, self.is_transposed):
+            return self.head + self.raw.tobytes()
+        numbers = self.numbers(np.arange(self.raw.shape[self.cells_axis]))
+        width = numbers.shape[1]
+        if turned_by and kind != self.kind:
+            if width % turned_by:
+                raise BadState(f"{width} numbers a row are not of whole {turned_by}s")
+            numbers = turned(numbers, turned_by)
+        if kind == _Q8_0:
+            if is_transposed or width % _BLOCK_VALUES:
+                raise BadState(f"{width} numbers a row cannot be held as q8_0")
+            packed = q8_0_blocks(numbers)
+            if packed is None:
+                raise BadState("it holds numbers that q8_0 cannot")
+            return _ROW.pack(kind, width // _BLOCK_VALUES * _BLOCK_Q8_0.itemsize) + packed
+        with np.errstate(over="ignore"):
+            halves = numbers.astype("<f2")
+        if not np.isfinite(halves).all():
+            raise BadState("it holds numbers that f16 cannot")
+        if is_transposed:
+            return _TRANSPOSED.pack(kind, halves.itemsize, width) + halves.T.tobytes()
+        return _ROW.pack(kind, width * halves.itemsize) + halves.tobytes()
+
 
 @dataclass(frozen=True)
 class _Cache:
@@ -167,6 +197,28 @@ def layers_of(data: bytes | memoryview, n_layers: int, first: int, end: int) -> 
         for values in cache.values[begin + first : begin + end]:
             pieces += [values.head, values.raw.tobytes()]
     return b"".join(pieces)
+
+
+def converted(data: bytes | memoryview, layout: KvLayout) -> bytes | memoryview:
+    """The same rows in this layout, rounded to it where they are of another type. Raises BadState as
+    `read_state` does, for layers with a window, and for numbers that the layout cannot hold."""
+    cache = _only_cache(data)
+    n_k = cache.n_layers
+    kind = _Q8_0 if layout.is_q8_0 else _F16
+    wanted = [(kind, i >= n_k and layout.is_transposed) for i in range(len(cache.values))]
+    if [(values.kind, values.is_transposed) for values in cache.values] == wanted:
+        return data
+    cells_end = _HEAD.size + _PAIR.size + len(cache.positions) * _CELL.itemsize
+    head = bytes(memoryview(data).cast("B")[:cells_end]), _PAIR.pack(layout.is_transposed, n_k)
+    pieces = (
+        values.converted(
+            kind,
+            is_transposed=i >= n_k and layout.is_transposed,
+            turned_by=layout.k_turned if i < n_k else layout.v_turned,
+        )
+        for i, values in enumerate(cache.values)
+    )
+    return b"".join((*head, *pieces))
 
 
 def n_cells(data: bytes | memoryview) -> int:

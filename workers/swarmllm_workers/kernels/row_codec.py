@@ -39,6 +39,13 @@ def round_and_pack(rows: np.ndarray) -> tuple[np.ndarray, bytes]:
     return native[1], native[0]
 
 
+def q8_0_blocks(rows: np.ndarray) -> bytes | None:
+    """f32 [n, width] as blocks of 32 values, each an f16 scale and 32 int8, without a head. None where q8_0
+    cannot hold them: their width is no multiple of 32, or a value is too large or not finite."""
+    packed = round_and_pack(rows)[1]
+    return packed[HEAD.size :] if HEAD.unpack_from(packed)[3] == Q8_0_TAG else None
+
+
 def _pack_rounded(rows: np.ndarray) -> bytes | None:
     """None where they are not rounded, or there is no C to see it."""
     native = _native_q8_0(rows)

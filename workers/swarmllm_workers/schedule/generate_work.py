@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import UNSET
 
 from swarmllm_proto.ipc import (
     FinishReason,
@@ -93,6 +94,7 @@ class GenerateWork:
         self._has_begun = False
         self._n_running = 0
         self._n_cached = 0
+        self._other_format = False
         """Rows of the prompt that an earlier request had computed."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
@@ -118,6 +120,7 @@ class GenerateWork:
         self._position = self._engine.reuse(
             self.request_id, route, history, self._session, own_kv=self._own_kv
         )
+        self._other_format = self._engine.prefixes.is_of_other_format(self.request_id)
         self._engine.prefixes.follow(self.request_id, route.segments, self._name)
         if self._n_history == self._n_given:
             self._n_cached = min(self._position, self._n_prompt)
@@ -270,6 +273,7 @@ class GenerateWork:
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
                 guesses=self._guesser.counts if self._guesser is not None else (),
+                other_format=self._other_format or UNSET,
             )
         )
         if self._speculation is not None:

@@ -20,7 +20,8 @@ from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Buffer, Name
-from swarmllm_workers.engine.kv_state import BadState, join_states, layers_of, n_cells
+from swarmllm_workers.engine.kv_layout import KvLayout, kv_encoding
+from swarmllm_workers.engine.kv_state import BadState, converted, join_states, layers_of, n_cells
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
@@ -129,6 +130,8 @@ class PrefixHandlers:
                 n_blocks=engine.prefixes.look_up(where, name),
                 row_bytes=engine.footprint.row_bytes(message.start, message.end),
                 kv_format=kv_format(engine.settings.kv_type, engine.settings.flash_attention),
+                kv_type=UNSET if engine.kv_layout is None else engine.settings.kv_type,
+                kv_encoding=UNSET if engine.kv_layout is None else kv_encoding(),
             )
         self._state.send(found)
 
@@ -169,6 +172,12 @@ class PrefixHandlers:
             first, end = (layer - message.start for layer in message.layers)
             try:
                 rows = yield partial(layers_of, rows, message.end - message.start, first, end)
+            except BadState:
+                rows = None
+        layout = self._state.engine().kv_layout
+        if rows and message.kv_type is not UNSET:
+            try:
+                rows = (yield partial(converted, rows, layout.rounded)) if layout is not None else None
             except BadState:
                 rows = None
         if not rows:
@@ -212,7 +221,11 @@ class PrefixHandlers:
             raise CallError("bad_message", "the bytes have another digest", "digest")
         try:
             if message.from_peer:
-                snapshot, slices = yield partial(_joined, parts)
+                layout = self._state.engine().kv_layout if message.other_format is True else None
+                if message.other_format is True and layout is None:
+                    self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=0))
+                    return
+                snapshot, slices = yield partial(_joined, parts, layout)
                 yield from self._taking(message, name, snapshot, slices)
                 return
             snapshot = yield partial(Snapshot.read, parts)
@@ -230,7 +243,9 @@ class PrefixHandlers:
         engine = self._state.engine()
         where, is_taken = engine.layers.find_segments(message.start, message.end), False
         if where is not None:
-            is_taken = yield from engine.prefixes.taking_from_peer(where, name, snapshot, slices)
+            is_taken = yield from engine.prefixes.taking_from_peer(
+                where, name, snapshot, slices, other_format=message.other_format is True
+            )
         self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
 
     def _take(self, message: ipc.ImportPrefixSnapshot, name: Name, snapshot: Snapshot) -> None:
@@ -267,8 +282,10 @@ def _names(payload: memoryview) -> tuple[bytes, ...]:
         raise CallError("bad_message", error.reason, error.field) from None
 
 
-def _joined(parts: Sequence[memoryview]) -> tuple[Snapshot, list[tuple[Buffer, int]]]:
-    """All rows, read as one, and the parts with how many rows each has."""
+def _joined(parts: Sequence[Buffer], layout: KvLayout | None) -> tuple[Snapshot, list[tuple[Buffer, int]]]:
+    """All rows, read as one, and the parts with how many rows each has. `layout`: brought to it first."""
+    if layout is not None:
+        parts = [converted(part, layout) for part in parts]
     snapshot = Snapshot.read([join_states(parts)])
     return snapshot, [(part, n_cells(part)) for part in parts]
 

@@ -1,0 +1,206 @@
+"""KV of a prompt's beginning between workers that keep it as different types, or have other kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.common.shapes import Shape, build
+from swarmllm.guide import GUIDE_PATH
+from swarmllm_proto import ipc
+from swarmllm_proto.ipc.kv import LookUpPrefix
+from swarmllm_workers.engine.kv_layout import KvLayout, turned
+from swarmllm_workers.engine.kv_state import BadState, converted, join_states, read_state, rows_apart
+
+from .test_batching import Room, open_room  # noqa: F401
+from .test_prefix_travel import (
+    SETTINGS,
+    TOKENS,
+    B,
+    OpenRoom,
+    check,
+    done,
+    export,
+    import_message,
+    n_known,
+    n_told,
+    names,
+    send,
+)
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "f16": {"kv_type": "f16", "flash_attention": "on"},
+    "f16, V transposed": {"kv_type": "f16", "flash_attention": "off"},
+    "q8_0": {"kv_type": "q8_0", "flash_attention": "on"},
+}
+LAYERS = (0, 12)
+BEGINNING = TOKENS[: 4 * B]
+NAMES = names(BEGINNING, n_layers=LAYERS[1])
+
+
+def filled(open_room: OpenRoom, **settings: Any) -> Room:  # noqa: F811
+    room = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **settings)
+    room.generate(TOKENS, "first")
+    room.run()
+    return room
+
+
+def bring_other(room: Room, parts: list[bytes]) -> Any:
+    message = msgspec.structs.replace(import_message(NAMES, parts, LAYERS[1]), other_format=True)
+    return send(room, message, NAMES + b"".join(parts))[0]
+
+
+def slices(room: Room, *, rounded: bool = False) -> list[bytes]:
+    return [export(room, NAMES, at, B, rounded=rounded) for at in range(0, 4 * B, B)]
+
+
+@pytest.mark.parametrize(("given", "taken"), [*product(FORMATS, FORMATS)])
+def test_rows_of_another_format_serve_requests_and_nobody_else(
+    open_room: OpenRoom,  # noqa: F811
+    given: str,
+    taken: str,
+) -> None:
+    parts = slices(filled(open_room, **FORMATS[given]))
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS[taken])
+    assert bring_other(asker, parts).n_blocks == 4
+    for name in ("again", "once more"):
+        asker.generate(TOKENS, name)
+        asker.run()
+        assert done(asker, name).n_cached_tokens >= 4 * B
+        assert done(asker, name).other_format is True
+        # Right rows stay rows of another format.
+        if name == "again":
+            assert check(asker, BEGINNING, 1, 3).outcome in ("equal", "close")
+    assert n_told(asker) == 0
+    assert slices(asker) == [b""] * 4
+    # What the worker computes itself is its own.
+    asker.call(ipc.Generate, TOKENS, request_id="own", own_kv=True, sampling=ipc.Sampling(max_tokens=1))
+    asker.run()
+    assert done(asker, "own").n_cached_tokens == 0
+    assert done(asker, "own").other_format is msgspec.UNSET
+    assert n_told(asker) > 0
+
+
+def test_rows_of_another_format_are_those_of_the_prompt(open_room: OpenRoom) -> None:  # noqa: F811
+    """A check finds other rows, and so it finds them after they were converted."""
+    liar = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["q8_0"])
+    other = TOKENS.copy()
+    other[B : 2 * B] = TOKENS[:B][::-1]
+    liar.generate(other, "lie")
+    liar.run()
+    named = names(other[: 4 * B], n_layers=LAYERS[1])
+    lies = [export(liar, named, at, B) for at in range(0, 4 * B, B)]
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["f16"])
+    assert bring_other(asker, lies).n_blocks == 4
+    assert check(asker, BEGINNING, 1, 3).outcome == "wrong"
+    assert n_known(asker, NAMES) == 0
+
+
+def test_rows_are_rounded_for_those_who_want_it(open_room: OpenRoom) -> None:  # noqa: F811
+    plain, q8_0 = filled(open_room, **FORMATS["f16"]), filled(open_room, **FORMATS["q8_0"])
+    whole, rounded = slices(plain), slices(plain, rounded=True)
+    assert 0.5 < sum(map(len, rounded)) / sum(map(len, whole)) < 0.6
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["f16"])
+    assert bring_other(asker, rounded).n_blocks == 4
+    assert check(asker, BEGINNING, 0, 3).outcome == "close"
+    # What is kept so is given as it is.
+    assert slices(q8_0, rounded=True) == slices(q8_0)
+
+
+def test_a_worker_says_what_it_can_convert_to(open_room: OpenRoom) -> None:  # noqa: F811
+    for settings in FORMATS.values():
+        room = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **settings)
+        looked_up = send(room, LookUpPrefix(id=0, start=0, end=LAYERS[1]), NAMES)[0]
+        assert looked_up.kv_type == settings["kv_type"]
+
+
+TURNED = {"k_turned": 64, "v_turned": 32}
+
+
+@pytest.mark.parametrize(("n_heads", "turned_by"), [(2, (64, 64)), (3, (128, 64)), (4, (0, 0))])
+def test_keys_and_values_are_turned_as_libllama_does(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+    n_heads: int,
+    turned_by: tuple[int, int],
+) -> None:
+    """Heads of 192, 128 and 96."""
+    shape = Shape(n_layers=2, n_embd=384, n_heads=n_heads, n_kv_heads=1, n_ff=64, n_vocab=512)
+    path, named = build(shape, tmp_path / "m.gguf"), names(BEGINNING, n_layers=2)
+    given: list[bytes] = []
+    for format_ in ("f16", "q8_0"):
+        room = open_room(path, (0, 2), **SETTINGS, **FORMATS[format_])
+        layout = room.handlers.state.engine().kv_layout
+        assert layout is not None
+        assert (layout.k_turned, layout.v_turned) == turned_by
+        room.generate(TOKENS, "first")
+        room.run()
+        given.append(export(room, named, 0, B))
+    f16, q8_0 = given
+    assert 0 < rows_apart(converted(q8_0, replace(layout, is_q8_0=False)), f16) < 0.02
+    assert 0 < rows_apart(converted(f16, layout), q8_0) < 0.02
+    assert rows_apart(converted(f16, KvLayout(is_q8_0=True)), q8_0) > 1 or not any(turned_by)
+
+
+def test_the_transform_is_that_of_the_matrix() -> None:
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < 64:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    numbers = np.random.default_rng(2).standard_normal((5, 192)).astype(np.float32)
+    expected = (numbers.reshape(-1, 64) @ matrix / 8).reshape(5, 192)
+    np.testing.assert_allclose(turned(numbers, 64), expected, atol=1e-5)
+
+
+LAYOUTS = [
+    KvLayout(**TURNED),
+    KvLayout(is_transposed=True, **TURNED),
+    KvLayout(is_q8_0=True, **TURNED),
+    KvLayout(is_q8_0=True),
+]
+
+
+def state(numbers: np.ndarray) -> bytes:
+    """One layer; `numbers` f32 [n, 64] as K, and as V, in f16."""
+    cells = np.zeros(len(numbers), [("position", "<i4"), ("n", "<u4"), ("sequence", "<i4")])
+    cells["position"], cells["n"] = np.arange(len(numbers)), 1
+    pair = lambda *of: np.array(of, "<u4").tobytes()  # noqa: E731
+    rows = np.array([1], "<i4").tobytes() + np.array([128], "<u8").tobytes() + numbers.astype("<f2").tobytes()
+    return pair(7, 0) + pair(1, len(numbers)) + cells.tobytes() + pair(0, 1) + rows + rows
+
+
+@given(st.integers(1, 40), st.floats(1e-3, 1e3), st.integers(0, 2**32 - 1))
+def test_any_layout_holds_the_same_rows(n_rows: int, scale: float, seed: int) -> None:
+    numbers = np.random.default_rng(seed).standard_normal((n_rows, 64)).astype(np.float32) * scale
+    before = state(numbers)
+    for layout in LAYOUTS:
+        there = converted(before, layout)
+        assert read_state(there).n_rows == n_rows
+        assert converted(there, layout) == there
+        back = converted(there, replace(layout, is_q8_0=False, is_transposed=False))
+        if layout.is_q8_0:
+            assert rows_apart(back, before) < 0.01
+        else:
+            assert back == before
+    # Slices are brought to a layout one by one.
+    transposed = KvLayout(is_transposed=True)
+    assert join_states([converted(before, transposed)]) == converted(before, transposed)
+
+
+def test_numbers_that_a_layout_cannot_hold_are_refused() -> None:
+    fitting = converted(state(np.full((2, 64), 60_000, np.float32)), KvLayout(is_q8_0=True))
+    too_large = bytearray(fitting)
+    # The scale of a block: 65504, of which 127 are more than f16 holds.
+    at = len(fitting) - 34
+    too_large[at : at + 2] = np.array([65504], "<f2").tobytes()
+    with pytest.raises(BadState):
+        converted(bytes(too_large), KvLayout())
+    with pytest.raises(BadState):
+        converted(bytes(too_large[:-1]), KvLayout(is_q8_0=True))

@@ -1,0 +1,106 @@
+"""In which layout a worker's contexts keep KV, and what it takes to bring KV to another one.
+
+libllama turns keys and values before it rounds them to q8_0, where heads are of whole 64s: each run of so
+many numbers is multiplied by a Walsh-Hadamard matrix, which spreads outliers. f16 is kept as it is computed.
+The matrix is its own inverse. After `llama_kv_cache` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import llama_cpp
+import numpy as np
+from blake3 import blake3
+
+from swarmllm_workers.engine.runtime_check import TRIED_RELEASES
+from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.gguf_file import ARRAY, GgufFile
+from swarmllm_workers.kernels import row_attention
+
+_TURNED_BY: Final = 64
+_TURNS_NOT: Final = "LLAMA_ATTN_ROT_DISABLE"
+_NEVER_FUSED: Final = frozenset({"grok"})
+"""libllama has no fused attention for them."""
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    is_q8_0: bool = False
+    """Else f16."""
+    is_transposed: bool = False
+    """V, where attention is not fused."""
+    k_turned: int = 0
+    """In runs of so many numbers, where the type is q8_0; 0: not."""
+    v_turned: int = 0
+
+    @property
+    def rounded(self) -> KvLayout:
+        """The same model's KV as q8_0."""
+        return replace(self, is_q8_0=True, is_transposed=False)
+
+
+def kv_layout(source: GgufFile, settings: EngineSettings) -> KvLayout | None:
+    """Of the contexts of a model with these settings. None: it is not known, or KV of the model cannot be
+    brought from one layout to another."""
+    architecture = source.text("general.architecture")
+    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
+    if attention == "auto" and settings.n_gpu_layers:
+        return None
+    widths = _head_widths(source, architecture)
+    if widths is None or llama_cpp.__version__ not in TRIED_RELEASES:
+        return None
+    is_fused = attention != "off" and architecture not in _NEVER_FUSED
+    k_width, v_width = widths
+    turns = not _turns_not()
+    return KvLayout(
+        is_q8_0=settings.kv_type == "q8_0",
+        is_transposed=not is_fused,
+        # The largest power of two that divides the width.
+        k_turned=k_width & -k_width if turns and k_width % _TURNED_BY == 0 else 0,
+        v_turned=_TURNED_BY if turns and v_width % _TURNED_BY == 0 else 0,
+    )
+
+
+def _head_widths(source: GgufFile, architecture: str) -> tuple[int, int] | None:
+    """Of K and V; None: of one kind of attention that keeps something else, or different in each layer."""
+    named = (
+        f"{architecture}.attention.{key}"
+        for key in ("key_length", "value_length", "head_count", "kv_lora_rank")
+    )
+    found = [source.values.get(key) for key in named]
+    if found[3] is not None or any(value is not None and value.type == ARRAY for value in found):
+        return None
+    n_heads = source.integer(f"{architecture}.attention.head_count", 0)
+    plain = source.integer(f"{architecture}.embedding_length", 0) // n_heads if n_heads else 0
+    k = source.integer(f"{architecture}.attention.key_length", plain)
+    v = source.integer(f"{architecture}.attention.value_length", plain)
+    return (k, v) if k > 0 and v > 0 else None
+
+
+def _turns_not() -> bool:
+    """As libllama reads its variable."""
+    text = os.environ.get(_TURNS_NOT, "")
+    return text.strip().lstrip("+-")[:1] in set("123456789")
+
+
+@cache
+def kv_encoding() -> str:
+    """Equal where the same bytes of KV are the same numbers to two workers."""
+    return blake3(json.dumps([llama_cpp.__version__, _turns_not()]).encode()).hexdigest(length=16)
+
+
+def turned(numbers: np.ndarray, width: int) -> np.ndarray:
+    """f32 [n, m], each run of `width` numbers (a power of two that divides m) multiplied by the orthonormal
+    Walsh-Hadamard matrix; the fast transform."""
+    runs = numbers.reshape(-1, width) * np.float32(width**-0.5)
+    half = 1
+    while half < width:
+        pairs = runs.reshape(-1, width // (2 * half), 2, half)
+        runs = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), axis=2)
+        half *= 2
+    return runs.reshape(numbers.shape)
