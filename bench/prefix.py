@@ -81,7 +81,8 @@ class Asker:
     def _first_token(self, body: dict[str, object]) -> float:
         start_s = time.perf_counter()
         lines = self._swarm.client.post_lines(CHAT, body | {"stream": True})
-        next(lines)
+        # Comments keep the connection open while nothing comes.
+        next(line for line in lines if line.startswith("data:"))
         elapsed_ms = (time.perf_counter() - start_s) * 1000
         for _ in lines:
             pass

@@ -132,7 +132,13 @@ def sharing_swarm(
         for index in range(n_nodes):
             name = f"n{index + 1}"
             away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
-            inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
+            # A busy node would have the other one compute the prompt.
+            inference = {
+                "n_threads": n_threads,
+                "n_ctx": N_CTX,
+                "share_prefix_cache_with_peers": "on",
+                "local_embedding_privacy": True,
+            }
             if kv_types:
                 inference["kv_type"] = kv_types[index]
             if rounded:
@@ -182,8 +188,8 @@ def pair(
 @contextmanager
 def stopping_chain(
     n_prompts: int, rtt_s: float, mbit_s: float, n_threads: int
-) -> Iterator[tuple[Node, list[str]]]:
-    """A node without layers, and prompts of which two nodes that are about to stop have computed the first
+) -> Iterator[tuple[Node, list[Node], list[str]]]:
+    """A node without layers, the nodes over which it is answered now, and prompts of which two nodes that are about to stop have computed the first
     tokens for it. They stop when the answers are complete that they wait for, which is never."""
     gguf, half = half_billion(), HALF_BILLION.n_layers // 2
     halves = f"0:{half}", f"{half}:{2 * half}"
@@ -235,19 +241,21 @@ def stopping_chain(
             wait_for(lambda node=node: node.is_near_to(OLD), "round trips to be measured")
         # A stage that does not know how fast it is does not know whether fetching pays.
         assert origin.ask_over(letters(99, N_PROMPT)) == NEW
-        yield origin, prompts
+        yield origin, news, prompts
 
 
 def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[Figure, Figure | None]]:
     cold = Figure(f"{N_PROMPT} tokens, new, over two nodes", "ms")
     warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed by two others", "ms")
-    with stopping_chain(rounds + 1, rtt_s, mbit_s, n_threads) as (origin, prompts):
+    with stopping_chain(rounds + 1, rtt_s, mbit_s, n_threads) as (origin, news, prompts):
         for index, shared in enumerate(prompts):
             cold_ms, _ = origin.first_token(letters(1000 + index, N_PROMPT))
             warm_ms, answer = origin.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
             n_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             if n_cached != N_SHARED:
                 print(f"round {index}: {n_cached} fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
+                for node in news:
+                    print(f"{node.name}: {node.counters()}")
             if index:
                 cold.values.append(cold_ms)
                 warm.values.append(warm_ms)

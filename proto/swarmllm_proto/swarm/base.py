@@ -124,8 +124,6 @@ class PrefixKvFetch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             )
         if (self.held is UNSET) != (self.scope is UNSET) or (self.held is UNSET and self.layers is not UNSET):
             raise ValueError("field `held`: layers and the scope of their names come together")
-        if (self.takes is UNSET) != (self.kv_encoding is UNSET):
-            raise ValueError("field `takes`: a type and its encoding come together")
         if self.held is not UNSET:
             start, end = self.held if self.layers is UNSET else self.layers
             if not self.held[0] <= start < end <= self.held[1]:

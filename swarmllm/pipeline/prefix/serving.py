@@ -151,7 +151,8 @@ class PrefixServing:
             other_format = known.kv_format != request.kv_format or (
                 request.takes == "q8_0" and known.kv_type != "q8_0"
             )
-            if other_format and (request.takes is UNSET or known.kv_encoding != request.kv_encoding):
+            is_known = known.kv_encoding is not UNSET and known.kv_encoding == request.kv_encoding
+            if other_format and (request.takes is UNSET or not is_known):
                 return _ABSENT
         export = partial(
             self._store.export_prefix,
