@@ -22,7 +22,7 @@ from bench.common.figures import RESULTS, machine
 from swarmllm.swarm.byte_budget import LIMITS, TOTAL_MIB, ByteBudget
 from swarmllm.swarm.discovery.dht.messages import Contact
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
-from swarmllm.swarm.libp2p.gossip import RECENT_MAX_BYTES, _ContentCache
+from swarmllm.swarm.libp2p.gossip_mesh import RECENT_MAX_BYTES, ContentCache
 from swarmllm_proto.limits import MIB
 
 PEERS = (1, 64)
@@ -49,7 +49,7 @@ def fill_budget(n_peers: int, kept: list[Any]) -> ByteBudget:
 
 
 def fill_others(n_peers: int, kept: list[Any]) -> None:
-    recent = _ContentCache(3, 5, SimpleNamespace(get_message_id=lambda each: each.data[:8]))
+    recent = ContentCache(3, 5, SimpleNamespace(get_message_id=lambda each: each.data[:8]))
     for number in range(2 * RECENT_MAX_BYTES // GOSSIP_BYTES):
         data = number.to_bytes(8, "little") + bytes(GOSSIP_BYTES)
         recent.put(rpc_pb2.Message(data=data, topicIDs=["t"]))

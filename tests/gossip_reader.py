@@ -19,5 +19,8 @@ class ValidGossip:
         _, *said = content.decode().split("|")
         return (NodeId(said[0]), bytes.fromhex(said[1])) if said else None
 
+    def may_wait_s(self, topic: str, content: bytes) -> float:
+        return 0.0
+
     def receive(self, topic: str, content: bytes) -> None:
         self._take(topic, content)

@@ -29,6 +29,8 @@ from swarmllm.swarm.discovery.dialler import CONNECT_S, PEERS_MAX, Dialler
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.in_memory.signer import InMemorySigner
+from swarmllm.swarm.libp2p.gossip_mesh import DEGREE, DEGREE_HIGH, DEGREE_LOW
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.records.exchange import KIND_PEERS
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 DIAL_RTTS = 2
 """Of a new connection: TCP and Noise; comparing records comes after it."""
 ASK_S = 10.0
-MESH_LOW, MESH, MESH_HIGH = 4, 5, 8
-"""As the product has gossipsub keep them."""
 MESH_EVERY_S = 5.0
 SEEN_MAX = 65_536
 ADDRESS = Address("192.0.2.1", 8810)
@@ -127,6 +127,8 @@ class RecordNode:
         self.dialler = Dialler(node_id, rng, peers_max)
         self._rng = rng
         self._seen: dict[bytes, None] = {}
+        self._held = HeldGossip(rng)
+        self._held_changed = trio.Event()
         self._peers = PeerExchange(lambda node_id, body: self._ask(node_id, KIND_PEERS, body), self)
         self.spread: RecordSpread
         self.reachable: ReachableNodes
@@ -163,6 +165,7 @@ class RecordNode:
                 if bootstrap is not None:
                     self.dialler.suggest(bootstrap, [ADDRESS], trio.current_time(), is_permanent=True)
                 nursery.start_soon(self.dialler.run, self._dial, lambda: set(self.links))
+                nursery.start_soon(self._send_held)
                 task_status.started()
                 await self._keep_mesh()
 
@@ -219,14 +222,35 @@ class RecordNode:
         self.n_messages += 1
         self.n_bytes += len(content)
         name = _name(topic, content)
+        self._held.knows(sender, name)
         if name in self._seen:
             return
         self._seen[name] = None
         if len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
         if self.spread.validate(topic, content):
-            self._pass_on(topic, content, sender)
+            if wait_s := self.spread.may_wait_s(topic, content):
+                self._hold(topic, content, sender, name, wait_s)
+            else:
+                self._pass_on(topic, content, sender)
             self.spread.receive(topic, content)
+
+    def _hold(self, topic: str, content: bytes, sender: NodeId, name: bytes, wait_s: float) -> None:
+        for peer in self.mesh:
+            if peer != sender:
+                self._held.hold(peer, name, (topic, content), wait_s, trio.current_time())
+        self._held_changed.set()
+
+    async def _send_held(self) -> None:
+        while True:
+            self._held_changed = trio.Event()
+            with trio.move_on_at(self._held.due_at_s):
+                await self._held_changed.wait()
+                continue
+            for peer, messages in self._held.due(trio.current_time()):
+                for topic, content in messages:
+                    if peer in self.mesh:
+                        self.network.nursery.start_soon(self._carry, peer, topic, content)
 
     async def _keep_mesh(self) -> None:
         while True:
@@ -234,12 +258,12 @@ class RecordNode:
             await trio.sleep(MESH_EVERY_S)
 
     def _fill_mesh(self) -> None:
-        if len(self.mesh) >= MESH_LOW:
+        if len(self.mesh) >= DEGREE_LOW:
             return
         others = [peer for peer in self.connected if peer not in self.mesh]
-        for node_id in self._rng.sample(others, min(len(others), MESH - len(self.mesh))):
+        for node_id in self._rng.sample(others, min(len(others), DEGREE - len(self.mesh))):
             other = self.network.nodes.get(node_id)
-            if other is not None and (len(other.mesh) < MESH_HIGH or not self.mesh):
+            if other is not None and (len(other.mesh) < DEGREE_HIGH or not self.mesh):
                 self.mesh[node_id] = other.mesh[self.node_id] = None
 
     # Connections.

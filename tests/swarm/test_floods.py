@@ -125,6 +125,7 @@ async def test_of_too_many_streams_in_all_the_peer_with_the_most_loses_its_own(
         ours = {each for each in bounded_yamux._allowance._connections if each.streams}
         n_ours = sum(len(each.streams) for each in ours)
         monkeypatch.setattr(bounded_yamux._allowance, "streams_max", n_ours + 60)
+        monkeypatch.setattr(bounded_yamux._allowance, "_n_may_come", 0)
         for _ in range(25):
             await open_unread(greedy, victim)
         await open_unread(modest, victim)

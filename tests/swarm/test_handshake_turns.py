@@ -84,8 +84,8 @@ async def test_who_has_waited_too_long_is_closed_before_anything_is_done_for_it(
     autojump_clock: MockClock,
 ) -> None:
     async with trio.open_nursery() as nursery:
-        stand = Stand(nursery, half_open_max=128)
         n_served = TURNS * (1 + int(STALE_S / TURN_S))
+        stand = Stand(nursery, half_open_max=n_served + 5)
         await stand.come(n_served + 5)
         await trio.sleep(STALE_S + 0.1)
         assert sorted(stand.begun) == list(range(n_served))

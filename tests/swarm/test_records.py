@@ -20,7 +20,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
 from swarmllm.swarm.membership.identity import Identity, verify
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.records.envelope_book import (
@@ -36,12 +36,22 @@ from swarmllm.swarm.records.spread import _FETCHES_MAX as FETCHES_MAX
 from swarmllm.swarm.records.spread import (
     HEARTBEAT_MAX_S,
     HEARTBEAT_S,
+    HEARTBEAT_WAITS_S,
     HEARTBEATS_PER_S,
+    LOAD_WAITS_S,
     RecordSpread,
     heartbeat_interval_s,
 )
 from swarmllm.swarm.router import UnreadableRequest
-from swarmllm_proto.envelope import ADDRESSES_MAX, ENVELOPE_MAX, Envelope, Heartbeat, seal, unseal
+from swarmllm_proto.envelope import (
+    ADDRESSES_MAX,
+    AUDIENCE_BYTES,
+    ENVELOPE_MAX,
+    Envelope,
+    Heartbeat,
+    seal,
+    unseal,
+)
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import RECORD_MAX
@@ -332,16 +342,7 @@ class HeardGossip(Gossip):
 async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing.MockClock) -> None:
     gossip = HeardGossip()
     async with trio.open_nursery() as nursery:
-        spread = RecordSpread(
-            ME,
-            verify,
-            1,
-            nursery,
-            ChangeFeed(),
-            ask=no_answer,
-            connected=(),
-            listener=Listener(),
-        )
+        spread = a_spread(nursery)
         spread.begin(gossip, (), ())
         await trio.sleep(1000)
         quiet_s = trio.current_time()
@@ -353,6 +354,51 @@ async def test_news_is_followed_by_a_heartbeat_soon(autojump_clock: trio.testing
     after = [(topic, at_s - quiet_s) for topic, at_s in gossip.said[n_until_quiet:]]
     assert after[0] == (MODELS, 0.0)
     assert any(topic == HEALTH and at_s <= HEARTBEAT_S * 1.2 for topic, at_s in after)
+
+
+async def test_news_does_not_wait_to_be_passed_on_and_signs_of_life_wait_longest() -> None:
+    async with trio.open_nursery() as nursery:
+        spread = a_spread(nursery)
+        spread.take(envelope(OTHER, started_at_ms=1000, sequence=1), {})
+
+        def wait_s(who: Identity, sequence: int, load: bytes = b"") -> float:
+            beat = Heartbeat(
+                node_id=who.node_id, started_at_ms=1000, sequence=sequence, beat=1, load=load or msgspec.UNSET
+            )
+            return spread.may_wait_s(HEALTH, seal(beat, who.sign))
+
+        assert spread.may_wait_s(MODELS, envelope(OTHER)) == 0.0
+        assert [wait_s(OTHER, 1), wait_s(OTHER, 1, b"load")] == [HEARTBEAT_WAITS_S, LOAD_WAITS_S]
+        assert [wait_s(OTHER, 2), wait_s(THIRD, 1)] == [0.0, 0.0], "of an envelope that is not here"
+        nursery.cancel_scope.cancel()
+
+
+class NeighbourlyGossip(HeardGossip):
+    def audience(self, topic: str) -> bytes | None:
+        return bytes(AUDIENCE_BYTES)
+
+
+async def test_who_knows_more_nodes_than_may_be_neighbours_names_none(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        spread = a_spread(nursery)
+        spread.begin(NeighbourlyGossip(), (), ())
+        for number in range(AUDIENCE_MAX + 1):
+            await spread.publish(b"news")
+            names_neighbours = spread.own.audience is not msgspec.UNSET
+            assert len(spread.book) == number + 1
+            assert names_neighbours
+            spread.take(envelope(new_identity(100 + number)), {})
+        await spread.publish(b"news")
+        assert spread.own.audience is msgspec.UNSET
+        nursery.cancel_scope.cancel()
+
+
+def a_spread(nursery: trio.Nursery) -> RecordSpread:
+    return RecordSpread(
+        ME, verify, 1, nursery, ChangeFeed(), ask=no_answer, connected=(), listener=Listener()
+    )
 
 
 async def no_answer(_node_id: str, _kind: int, _body: bytes) -> bytes:

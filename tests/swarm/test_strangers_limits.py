@@ -22,7 +22,8 @@ from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE, ProviderBook
 from swarmllm.swarm.discovery.reachability import AT_ONCE_MAX, DialBacks
 from swarmllm.swarm.libp2p import bounded_yamux, gossip
 from swarmllm.swarm.libp2p.bounded_yamux import BoundedYamux, Overrun
-from swarmllm.swarm.libp2p.gossip import RECENT_MAX_BYTES, UnsignedPubsub, _ContentCache
+from swarmllm.swarm.libp2p.gossip import UnsignedPubsub
+from swarmllm.swarm.libp2p.gossip_mesh import RECENT_MAX_BYTES, ContentCache
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.prefix_index import NODE_PREFIXES_MAX, PrefixIndex
 from swarmllm.swarm.router import RequestRefused
@@ -81,7 +82,7 @@ def message(number: int, size: int = 1) -> Any:
 
 def test_recent_gossip_holds_so_many_bytes_and_forgets_them() -> None:
     pubsub = SimpleNamespace(get_message_id=lambda each: each.data[:8])
-    cache = _ContentCache(3, 5, pubsub)
+    cache = ContentCache(3, 5, pubsub)
     for number in range(200):
         cache.put(message(number, 512 * 1024))
     assert RECENT_MAX_BYTES - 2**20 < cache.n_bytes <= RECENT_MAX_BYTES
@@ -89,7 +90,7 @@ def test_recent_gossip_holds_so_many_bytes_and_forgets_them() -> None:
     for _ in range(5):
         cache.shift()
     assert cache.n_bytes == len(cache.msgs) == 0
-    cache.put(message(1))
+    cache.put(message(1, 512))
     assert cache.get(message(1).data[:8])
 
 

@@ -18,7 +18,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import env_to_send_in_RPC
 from libp2p.pubsub import pubsub
-from libp2p.pubsub.gossipsub import PROTOCOL_ID
+from libp2p.pubsub.gossipsub import PROTOCOL_ID, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.tools.anyio_service.trio_tasks import FunctionTask
@@ -28,13 +28,18 @@ from swarmllm.swarm.discovery.addresses import Address, own_addresses
 from swarmllm.swarm.libp2p.gossip import (
     AUDIENCE_MAX,
     MODELS,
+    Gossip,
+    UnsignedPubsub,
+    run_gossip,
+)
+from swarmllm.swarm.libp2p.gossip_mesh import (
+    BETTER_PEERS_S,
+    DEGREE_LOW,
     SETTLED_S,
     SETTLED_UPKEEP_S,
     UPKEEP_S,
-    Gossip,
+    WORTH_OFFERING_BYTES,
     UnsignedGossipSub,
-    UnsignedPubsub,
-    run_gossip,
 )
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
@@ -67,14 +72,14 @@ class Listener:
 
 
 @asynccontextmanager
-async def listener(folder: Path) -> AsyncIterator[Listener]:
+async def listener(folder: Path, reader: type[ValidGossip] = ValidGossip) -> AsyncIterator[Listener]:
     await trio.Path(folder).mkdir()
     identity = load_or_create_identity(folder)
     made: list[Listener] = []
     host = Host(identity, ConnectionGater())
     gossip = Gossip(
         "",
-        ValidGossip(lambda topic, content: made[0].take(topic, content)),
+        reader(lambda topic, content: made[0].take(topic, content)),
         size_max_bytes={MODELS: 6000},
     )
     async with run_libp2p(host, own_addresses("127.0.0.1"), 0), run_gossip(gossip, host):
@@ -228,11 +233,13 @@ async def test_who_has_many_neighbours_leaves_it_to_the_mesh(tmp_path: Path) -> 
 
 
 async def test_what_is_offered_can_be_recognised(tmp_path: Path) -> None:
-    """The recent messages are kept under the ids by which peers ask for them."""
+    """The recent messages are kept under the ids by which peers ask for them, but for small ones."""
+    once = b"valid once" + bytes(WORTH_OFFERING_BYTES)
     async with listener(tmp_path / "a") as a:
-        await a.gossip.publish(MODELS, b"valid once")
+        await a.gossip.publish(MODELS, b"valid and small")
+        await a.gossip.publish(MODELS, once)
         pubsub = a.gossip._pubsub
-        message = rpc_pb2.Message(data=b"valid once", topicIDs=[MODELS])
+        message = rpc_pb2.Message(data=once, topicIDs=[MODELS])
         message_id = pubsub.get_message_id(message)
         assert pubsub.router.mcache.get(message_id) == message
         assert pubsub.router.mcache.window(MODELS) == [message_id]
@@ -308,6 +315,119 @@ async def test_small_messages_are_not_answered_with_window_updates(
             await a.gossip.publish(MODELS, b"valid %d" % number)
             await b.hears(b"valid %d" % number)
         assert updates == []
+
+
+async def test_gossip_goes_without_the_addresses_of_who_passes_it_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        taken: list[rpc_pb2.RPC] = recorded(monkeypatch, b.gossip._pubsub, "_take", lambda _peer, rpc: rpc)
+        await connect(a, b)
+        await a.gossip.publish(MODELS, b"valid message")
+        await b.hears(b"valid message")
+        assert [rpc.HasField("senderRecord") for rpc in taken if rpc.publish] == [False]
+
+
+class WaitingGossip(ValidGossip):
+    def may_wait_s(self, topic: str, content: bytes) -> float:
+        return 1.0 if b"patient" in content else 0.0
+
+
+async def test_what_may_wait_goes_together_and_what_may_not_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        listener(tmp_path / "a") as a,
+        listener(tmp_path / "b", WaitingGossip) as b,
+        listener(tmp_path / "c") as c,
+    ):
+        taken = recorded(
+            monkeypatch, c.gossip._pubsub, "_take", lambda _, rpc: [each.data for each in rpc.publish]
+        )
+        await connect(a, b)
+        await connect(b, c)
+        await until_subscribed([a, b, c], {0: 1, 1: 2, 2: 1})
+        with trio.fail_after(DEADLINE_S):
+            while len(b.gossip._pubsub.router.mesh[MODELS]) < 2:  # noqa: ASYNC110 (the library tells nobody)
+                await trio.sleep(0.02)
+        patient = [b"valid, patient %d" % number for number in range(3)]
+        for content in patient:
+            await a.gossip.publish(MODELS, content)
+            await b.hears(content)
+        assert b.gossip._pubsub.router.held.due_at_s < trio.current_time() + 1.0
+        await a.gossip.publish(MODELS, b"valid, urgent")
+        await c.hears(b"valid, urgent")
+        assert not any(content in c.heard for content in patient)
+        for content in patient:
+            await c.hears(content)
+        assert [each for each in taken if each] == [[b"valid, urgent"], patient]
+
+
+async def test_what_came_from_a_neighbour_does_not_wait_for_it(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b:
+        await connect(a, b)
+        pubsub, peer = a.gossip._pubsub, ID.from_base58(b.host.node_id)
+        for content in (b"valid first", b"valid second"):
+            message = rpc_pb2.Message(data=content, topicIDs=[MODELS])
+            message_id = pubsub.get_message_id(message)
+            pubsub.router.held.hold(peer, message_id, message, 1000.0, trio.current_time())
+        await b.gossip.publish(MODELS, b"valid first")
+        await a.hears(b"valid first")
+        ((_, left),) = pubsub.router.held.due(trio.current_time() + 1000.0)
+        assert [each.data for each in left] == [b"valid second"]
+
+
+async def test_what_a_node_says_that_may_wait_goes_to_its_mesh_only(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a", WaitingGossip) as a:
+        pubsub = a.gossip._pubsub
+        peers = {ID(b"%d" % n): None for n in range(8)}
+        near = set(list(peers)[:DEGREE_LOW])
+        told: list[tuple[ID, bytes]] = []
+
+        def tell(peer_id: ID, rpc: Any, priority: bool = False) -> None:
+            told.extend((peer_id, each.data) for each in rpc.publish)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(pubsub.peer_topics, MODELS, set(peers))
+            patch.setitem(pubsub.router.mesh, MODELS, near)
+            patch.setattr(pubsub, "peer_queues", peers)
+            patch.setattr(pubsub, "peers", peers)
+            patch.setattr(pubsub.router, "send_rpc", tell)
+            named = saying_to_whom(a).replace(b"valid", b"valid patient")
+            for content in (b"valid, patient", b"valid, urgent", named):
+                await a.gossip.publish(MODELS, content)
+            pubsub.router.mesh[MODELS] = set(list(near)[1:])
+            await a.gossip.publish(MODELS, b"valid, patient too")
+        to = {content: {peer for peer, each in told if each == content} for _, content in told}
+        assert to == {
+            b"valid, patient": near,
+            b"valid, urgent": set(peers),
+            named: set(peers),
+            b"valid, patient too": set(peers),
+        }
+
+
+async def test_a_mesh_is_bettered_once_a_minute(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would replace a neighbour at each look."""
+    bettered: list[str] = []
+
+    async def replace(_router: Any, _topic: str) -> None:
+        bettered.append("replaced")
+        await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(GossipSub, "_maintain_mesh_quality", replace)
+    monkeypatch.setattr(
+        GossipSub, "_perform_opportunistic_grafting", lambda *_: bettered.append("added") or 1
+    )
+    router = UnsignedGossipSub(protocols=[PROTOCOL_ID], degree=5, degree_low=4, degree_high=8)
+    for expected in (["replaced", "added"], [], ["replaced", "added"]):
+        bettered.clear()
+        await router._maintain_mesh_quality("a topic")
+        assert router._perform_opportunistic_grafting("a topic", {}) == len(expected) // 2
+        assert bettered == expected
+        await trio.sleep(BETTER_PEERS_S if not expected else BETTER_PEERS_S - 1)
 
 
 async def test_what_a_peer_says_of_its_addresses_is_neither_checked_nor_made_anew(tmp_path: Path) -> None:

@@ -52,13 +52,19 @@ class Allowance:
     def __init__(self) -> None:
         self._connections: weakref.WeakSet[BoundedYamux] = weakref.WeakSet()
         self._arrived_bytes = 0
+        self._n_may_come = 0
+        """Streams, before there can be too many."""
         self.streams_max = STREAMS_MAX
 
     def include(self, connection: BoundedYamux) -> None:
         self._connections.add(connection)
 
     def stream_came(self) -> None:
+        self._n_may_come -= 1
+        if self._n_may_come >= 0:
+            return
         n_streams = {each: len(each.streams) for each in self._connections}
+        self._n_may_come = max(0, self.streams_max - sum(n_streams.values()))
         if sum(n_streams.values()) > self.streams_max:
             max(n_streams, key=n_streams.__getitem__).end("more streams than any other")
 

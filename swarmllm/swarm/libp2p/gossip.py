@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,14 +32,13 @@ from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.peer.id import ID
 from libp2p.pubsub import gossipsub
-from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.tools.anyio_service import background_trio_service
 
 from swarmllm.log_filter import provoked_by
-from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.libp2p.gossip_batches import ReadAhead, note_failure, read_rpc, send_batches
+from swarmllm.swarm.libp2p.gossip_mesh import DEGREE, DEGREE_HIGH, DEGREE_LOW, UnsignedGossipSub
 from swarmllm.swarm.libp2p.host import Host
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
@@ -55,24 +53,13 @@ MESSAGES_BURST: Final = 5_000.0
 BYTES_PER_S: Final = 2.0 * 2**20
 BYTES_BURST: Final = 32.0 * 2**20
 PEERS_MAX: Final = 1024
-_WORTH_REFUSING_BYTES = 4 * 1024
 AUDIENCE_MAX: Final = 16
 """Neighbours to whom a node sends itself what it says. With more it leaves that to the mesh."""
 SEEN_MAX = 65_536
 """Ids of messages, each kept for two minutes after it was heard last: about 12 MiB. One that is forgotten and
 comes again is checked again, and is not new."""
-RECENT_MAX_BYTES = 32 * 2**20
-"""Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
-all the same, and a node that missed it learns of it by comparing records."""
 MODELS = "swarm/models"
 HEALTH = "swarm/health"
-UPKEEP_S: Final = 1.0
-"""Between looks at the mesh while peers come and go. The library's default of 120 s leaves a new node deaf
-for minutes."""
-SETTLED_UPKEEP_S: Final = 5.0
-"""Once none has for SETTLED_S, about: at the same moments as other looks (`shared_ticks`). Each look costs an
-idle node time, and offers recent messages to peers outside the mesh, which cost them as much."""
-SETTLED_S: Final = 10.0
 _VERDICTS_MAX = 128
 """Kept of messages, so that one that comes twice at the same moment is checked once. The library's list of a
 thousand is searched from its beginning for each message."""
@@ -92,6 +79,9 @@ class GossipReader(Protocol):
     def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
         """Of gossip that passed `validate`: its author, and `audience_of` the nodes to which the author sends
         it itself. None: it names no audience."""
+
+    def may_wait_s(self, topic: str, content: bytes) -> float:
+        """For how long, at most, gossip that passed `validate` may wait here before it is passed on."""
 
 
 @dataclass(slots=True)
@@ -170,6 +160,8 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         self.note: Note = ignored_event
         self.author_and_audience: dict[str, Callable[[bytes], tuple[NodeId, bytes] | None]] = {}
         """By topic, see `GossipReader`."""
+        self.waits: dict[str, Callable[[bytes], float]] = {}
+        """By topic: `GossipReader.may_wait_s`."""
 
     def neighbours(self, topic_id: str) -> list[ID]:
         """The peers to which messages of the topic can be sent; none where they are more than AUDIENCE_MAX.
@@ -191,10 +183,18 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
     def is_with_all_neighbours(self, sender: ID, message: Any) -> bool:
         """Whether the author of this message has sent it to this node, and sends it to all its neighbours."""
         (topic_id,) = message.topicIDs
-        read, audience = self.author_and_audience.get(topic_id), self.audience(topic_id)
-        if read is None or audience is None:
-            return False
-        return read(message.data) == (_node_id(sender), audience)
+        read = self.author_and_audience.get(topic_id)
+        named = None if read is None else read(message.data)
+        return named is not None and named == (_node_id(sender), self.audience(topic_id))
+
+    def names_audience(self, message: Any) -> bool:
+        """Whether this node, its author, says in it to whom it sends it."""
+        read = self.author_and_audience.get(message.topicIDs[0])
+        return read is not None and read(message.data) is not None
+
+    def may_wait_s(self, message: Any) -> float:
+        read = self.waits.get(message.topicIDs[0])
+        return 0.0 if read is None else read(message.data)
 
     async def pass_on(self, topic_id: str, data: bytes) -> None:
         """Publish what another node has said."""
@@ -220,7 +220,7 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         sender = _node_id(peer_id)
         for message in rpc.publish:
             try:
-                if self._is_wanted(sender, message):
+                if self._is_wanted(peer_id, sender, message):
                     await self.push_msg(peer_id, message)
             except Exception as error:
                 note_failure(sender, error)
@@ -232,12 +232,19 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         if rpc.HasField("control"):
             await self.router.handle_rpc(rpc, peer_id)
 
-    def _is_wanted(self, sender: NodeId, message: rpc_pb2.Message) -> bool:
+    def _is_wanted(self, peer_id: ID, sender: NodeId, message: rpc_pb2.Message) -> bool:
         """Of those that several neighbours send, one is enough."""
         if not self.budget.admit(sender, len(message.data), trio.current_time()):
             self.note(sender, TrustEvent.FLOODED)
             return False
+        self.router.held.knows(peer_id, self.get_message_id(message))
         return self._is_subscribed_to_msg(message) and not self._is_msg_seen(message)
+
+    async def write_msg(self, stream: Any, rpc_msg: Any) -> bool:
+        """Without this node's signed addresses, which the library adds to each: a third of a packet with one
+        heartbeat. Who uses them has them from the first message of the connection."""
+        rpc_msg.ClearField("senderRecord")
+        return bool(await super().write_msg(stream, rpc_msg))
 
     async def handle_sending_messages(self, peer_id: ID, stream: Any, queue: Any) -> None:
         try:
@@ -265,95 +272,6 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         if msg.from_id or msg.seqno or msg.signature or msg.key:
             return
         await super().push_msg(msg_forwarder, msg)
-
-
-class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
-    """The router below it. `window`s as the library's constructor has them."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._changed_at_s = trio.current_time()
-        """When a peer came or went."""
-        super().__init__(*arguments, **options)
-
-    @property
-    def heartbeat_interval(self) -> float:
-        """Seconds until the next look at the mesh; the library asks after each."""
-        now = trio.current_time()
-        is_settled = now >= self._changed_at_s + SETTLED_S
-        return next_tick_s(now, SETTLED_UPKEEP_S) - now if is_settled else UPKEEP_S
-
-    @heartbeat_interval.setter
-    def heartbeat_interval(self, _: float) -> None:
-        """The library sets what its constructor was given."""
-
-    def add_peer(self, peer_id: ID, protocol_id: Any) -> None:
-        self._changed_at_s = trio.current_time()
-        super().add_peer(peer_id, protocol_id)
-
-    def remove_peer(self, peer_id: ID) -> None:
-        self._changed_at_s = trio.current_time()
-        super().remove_peer(peer_id)
-
-    def attach(self, pubsub: Any) -> None:
-        super().attach(pubsub)
-        stock: Any = self.mcache
-        self.mcache: Any = _ContentCache(stock.window_size, stock.history_size, pubsub)
-        # Of each message and each connection a time is kept for the library's opinion of the mesh's health,
-        # which nobody asks for, and only asking for it would ever clear them away.
-        self.recent_message_deliveries: Any = defaultdict(lambda: deque(maxlen=0))
-        self.recent_peer_connections: Any = deque(maxlen=0)
-        self.recent_peer_disconnections: Any = deque(maxlen=0)
-
-    async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
-        pubsub = self.pubsub
-        if msg_forwarder != pubsub.my_id:
-            if not pubsub.is_with_all_neighbours(msg_forwarder, pubsub_msg):
-                await super().publish(msg_forwarder, pubsub_msg)
-        elif neighbours := pubsub.neighbours(pubsub_msg.topicIDs[0]):
-            # Nor is it offered to anybody later.
-            for peer_id in neighbours:
-                self.send_rpc(peer_id, rpc_pb2.RPC(publish=[pubsub_msg]))
-        else:
-            await super().publish(msg_forwarder, pubsub_msg)
-
-    async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
-        """To who has just subscribed. The library tells everything that it heard from anybody in the last
-        seconds: in a swarm of n that finds itself, n(n-1) nodes tell each other of n. Nodes that meet compare
-        what they know anyway; only what this one says in that very moment might pass the other by."""
-        message, stream = self.pubsub.latest.get(topic), self.pubsub.peers.get(peer_id)
-        if message is not None and stream is not None:
-            await self.pubsub.write_msg(stream, rpc_pb2.RPC(publish=[message]))
-
-    async def _emit_idontwant_for_message(self, msg_id: bytes, topics: Any) -> None:
-        """To tell six neighbours that a message need not be sent again is worth it where the message is
-        larger than the telling, of which the library makes no difference."""
-        message = self.mcache.get(msg_id)
-        if message is not None and len(message.data) >= _WORTH_REFUSING_BYTES:
-            await super()._emit_idontwant_for_message(msg_id, topics)
-
-    def _check_equivocation(self, msg: Any) -> bool:
-        """Nobody is named who could contradict himself."""
-        return True
-
-
-class _ContentCache(MessageCache):  # type: ignore[misc]
-    """Recent messages under the ids by which they are offered and asked for."""
-
-    def __init__(self, window_size: int, history_size: int, pubsub: Any) -> None:
-        super().__init__(window_size, history_size)
-        self._pubsub = pubsub
-        self.n_bytes = 0
-
-    def put(self, msg: Any) -> None:
-        message_id = self._pubsub.get_message_id(msg)
-        if message_id not in self.msgs and self.n_bytes + len(msg.data) <= RECENT_MAX_BYTES:
-            self.msgs[message_id] = msg
-            self.n_bytes += len(msg.data)
-            self.history[0].append(CacheEntry(message_id, msg.topicIDs))
-
-    def shift(self) -> None:
-        self.n_bytes -= sum(len(self.msgs[entry.mid].data) for entry in self.history[-1])
-        super().shift()
 
 
 class Gossip:
@@ -408,13 +326,10 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     size_max_bytes, network_id = gossip.size_max_bytes, gossip.network_id
     router = UnsignedGossipSub(
         protocols=[gossipsub.PROTOCOL_ID_V12, gossipsub.PROTOCOL_ID_V11, gossipsub.PROTOCOL_ID],
-        # Each message comes as many times as there are neighbours; up to twelve, as the library has it,
-        # are half of what a swarm of fifty has to do. What is missed is fetched.
-        degree=5,
-        degree_low=4,
-        degree_high=8,
-        # Of the library's 3: how often what was heard is offered to some who did not get it from here. Three
-        # offers of a heartbeat have half its bytes.
+        degree=DEGREE,
+        degree_low=DEGREE_LOW,
+        degree_high=DEGREE_HIGH,
+        # Of the library's 3: how often what was heard is offered to some who did not get it from here.
         gossip_window=1,
         # It slows the heartbeat down to once a minute where the mesh is in a bad way, as in a small swarm,
         # and all that is cleared away at each beat piles up meanwhile.
@@ -433,6 +348,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
     for topic, size_max in size_max_bytes.items():
         name = topic_name(topic, network_id)
         pubsub.author_and_audience[name] = partial(gossip.reader.author_and_audience, topic)
+        pubsub.waits[name] = partial(gossip.reader.may_wait_s, topic)
         pubsub.set_topic_validator(
             name,
             guarded_validator(topic, name, size_max, gossip.reader, gossip.note),
@@ -444,6 +360,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         trio.open_nursery() as nursery,
     ):
         await pubsub.wait_until_ready()
+        nursery.start_soon(router.send_held)
         for topic in size_max_bytes:
             subscription = await pubsub.subscribe(topic_name(topic, network_id))
             nursery.start_soon(_drain, subscription, topic, gossip.reader)

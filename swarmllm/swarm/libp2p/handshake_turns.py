@@ -23,7 +23,9 @@ from swarmllm.swarm.peers.connection_limits import network_of
 
 HALF_OPEN_MAX: Final = 64
 """Inbound connections in the middle of their handshakes, unless more are asked for."""
-TURNS: Final = 8
+TURNS: Final = 32
+"""Of some ms of the processor each, on either end; but a handshake is three messages, and where a hundred
+nodes share a processor each of them may wait for a second."""
 TURN_S: Final = 2.0
 SPEAKS_S: Final = 10.0
 STALE_S: Final = 15.0

@@ -48,7 +48,7 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-EXCHANGES_MAX = 4
+EXCHANGES_MAX = 12
 """At once. A node that everybody finds at the same moment answers them one after the other, instead of all
 of them too late."""
 

@@ -24,7 +24,7 @@ from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
-from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS, Gossip
+from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
@@ -53,8 +53,12 @@ HEARTBEAT_MAX_S = 60.0
 """While there is nothing new, of which only those need to hear that have no connection with this node. More
 rarely where the swarm is large (EXPIRY_NODES)."""
 HEARTBEATS_PER_S = 1.7
-"""Of the whole swarm: each node hears all of them, about five times. A node is forgotten after four that did
+"""Of the whole swarm: each node hears all of them, about twice. A node is forgotten after four that did
 not come (`envelope_book.expiry_s`)."""
+LOAD_WAITS_S = 0.3
+HEARTBEAT_WAITS_S = 3.0
+"""At most, at each node that passes it on (`held_gossip`). A heartbeat that only says that its writer lives
+is wanted once in minutes."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
@@ -188,7 +192,10 @@ class RecordSpread:
         return seal(heartbeat, self._identity.sign)
 
     def _audience(self, topic: str) -> bytes | UnsetType:
-        return UNSET if self._gossip is None else self._gossip.audience(topic) or UNSET
+        # Where more nodes are known than may be neighbours, no two have the same ones.
+        if self._gossip is None or len(self._book) > AUDIENCE_MAX + 1:
+            return UNSET
+        return self._gossip.audience(topic) or UNSET
 
     async def reach_through(self, circuits: tuple[str, ...]) -> None:
         """From now on this node announces these relays, and no others."""
@@ -233,6 +240,16 @@ class RecordSpread:
         else:
             statement = unseal(content, Heartbeat, self._verify)
         return None if statement.audience is UNSET else (statement.node_id, statement.audience)
+
+    def may_wait_s(self, topic: str, content: bytes) -> float:
+        """See `GossipReader`. News does not wait."""
+        if topic == MODELS:
+            return 0.0
+        heartbeat = unseal(content, Heartbeat, self._verify)
+        known = self._book.envelope(heartbeat.node_id)
+        if known is None or known.version < heartbeat.version:
+            return 0.0
+        return LOAD_WAITS_S if heartbeat.load else HEARTBEAT_WAITS_S
 
     def blame(self, sender: NodeId, error: BadMessage) -> None:
         """A peer has sent a statement that is refused, although each node checks what it passes on."""
