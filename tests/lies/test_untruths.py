@@ -35,7 +35,7 @@ def test_most_untruths_are_well_formed_and_some_are_not(kind: type) -> None:
     names = {OWN: node_id_named("self")}
     names |= {name: node_id_named(f"honest{n}") for n, name in enumerate(HONEST)}
     names |= {address: f"/ip4/192.0.2.{n + 1}/tcp/4001" for n, address in enumerate(ADDRESSES)}
-    for n_drawn in (60, 240):
+    for n_drawn in (60, 240, 960):
         n_read, n_refused = 0, 0
         for value in drawn(wire_values(kind, guide_world()), SEED, n_drawn):
             try:
