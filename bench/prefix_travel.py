@@ -190,8 +190,8 @@ def stopping_chain(
     n_prompts: int, rtt_s: float, mbit_s: float, n_threads: int
 ) -> Iterator[tuple[Node, list[Node], list[str]]]:
     """A node without layers, the nodes over which it is answered now, and prompts of which two nodes that are
-    about to stop have computed the first tokens for it. They stop when the answers are complete that they wait
-    for, which is never."""
+    about to stop have computed the first tokens for it. They stop when the answers are complete that they
+    wait for, which is never."""
     gguf, half = half_billion(), HALF_BILLION.n_layers // 2
     halves = f"0:{half}", f"{half}:{2 * half}"
     inference: dict[str, object] = {
