@@ -23,6 +23,8 @@ from swarmllm.swarm.discovery.dialler import (
     DOUBT_MAX_S,
     EAGER_PEERS,
     EAGER_PEERS_SLOW,
+    GATHER_FROM,
+    GATHER_S,
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
@@ -488,6 +490,41 @@ async def test_it_looks_again_now_and_then_though_nothing_is_said(autojump_clock
         await trio.sleep(2 * BACKOFF_MAX_S)
         nursery.cancel_scope.cancel()
     assert dialled_at_s == [pytest.approx(began_s + BACKOFF_MAX_S)]
+
+
+@pytest.mark.parametrize("n_known", [GATHER_FROM - 2, GATHER_FROM])
+async def test_where_many_are_known_news_is_looked_at_together_unless_somebody_waits(
+    autojump_clock: MockClock, n_known: int
+) -> None:
+    looked_at_s: list[float] = []
+    dialled: list[str] = []
+
+    def connected() -> set[NodeId]:
+        looked_at_s.append(trio.current_time())
+        return {NodeId(f"here {n}") for n in range(PEERS_MAX)}
+
+    async def dial(node_id: str, addresses: list[Address]) -> None:
+        dialled.append(node_id)
+
+    d = dialler()
+    for number in range(n_known):
+        d.suggest(f"here {number}", HERE, trio.current_time())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(d.run, dial, connected)
+        await trio.sleep(1.0)
+        looked_at_s.clear()
+        for _ in range(10):
+            d.wake()
+            await trio.sleep(GATHER_S / 20)
+        n_looks = len(looked_at_s)
+        await trio.sleep(1.0)
+        d.wake()
+        await trio.sleep(GATHER_S / 20)
+        d.want(NodeId("here 3"), trio.current_time())
+        await trio.testing.wait_all_tasks_blocked()
+        assert dialled == ["here 3"]
+        nursery.cancel_scope.cancel()
+    assert n_looks == (0 if n_known >= GATHER_FROM else 10)
 
 
 def separated(n_lost: int) -> tuple[Dialler, set[NodeId]]:

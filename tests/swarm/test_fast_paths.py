@@ -208,6 +208,36 @@ async def test_what_is_read_comes_in_order_and_before_the_end(belongs_to_yamux: 
         assert (rest, await stream.read(0)) == (b"345678" if belongs_to_yamux else b"456789", b"")
 
 
+def test_the_id_of_a_peer_is_decoded_once() -> None:
+    text = str(ID(b"\x00\x24\x08\x01\x12\x20" + bytes(range(32))))
+    assert ID.from_base58(text) is ID.from_base58(text)
+    assert ID.from_base58(text) == ID(b"\x00\x24\x08\x01\x12\x20" + bytes(range(32)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="character"):
+            ID.from_base58("0")
+
+
+@pytest.mark.slow
+async def test_only_who_reads_what_has_come_already_gives_others_a_turn_first(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (one, other):
+        stream: Any = await one.open_stream(other.node_id, ECHO, b"words")
+        with trio.fail_after(DEADLINE_S):
+            # Nothing has come yet: whoever waits gives way anyway, and once.
+            assert await stream.read(1) == b"w"
+        assert isinstance(stream._state_lock, PromptLock)
+        order: list[str] = []
+
+        async def another() -> None:
+            order.append("another")
+            await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(another)
+            order.extend([(await stream.read(1)).decode() for _ in range(4)])
+        assert order[0] == "another", order
+        await stream.close()
+
+
 def test_the_librarys_yamux_is_still_what_the_shortcuts_expect() -> None:
     fast_paths.take_shortcuts()
     assert Yamux._write_frame is fast_paths._write_frame

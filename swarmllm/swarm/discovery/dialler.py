@@ -68,6 +68,10 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
 LET_GO_S = 60.0
+GATHER_S = 0.2
+GATHER_FROM = 32
+"""Where so many nodes are known, what becomes known within GATHER_S is looked at together, unless a caller
+waits: each look is at all of them, and a newcomer hears of all within seconds."""
 PROBE_S = 60.0
 """A lost node is dialled so often, on average, while all places are taken."""
 DOUBT_FIRST_S = 2.0
@@ -120,6 +124,8 @@ class Dialler:
         self._random = randomness
         self._candidates: Parts[DialCandidate] = Parts.alone() if peers is None else peers
         self._changed = trio.Event()
+        self._hurry = trio.Event()
+        """Set when a caller waits."""
         self._n_dials_max = DIALS_FIRST
         self._dial_took_s = 0.0
         self._peers_max = peers_max
@@ -239,6 +245,7 @@ class Dialler:
                 raise NodeUnreachable(f"node {node_id} is not connected, and {WANTED_MAX} are being dialled")
             candidate.wanted = Outcome()
             candidate.due_at_s = now
+            self._hurry.set()
             self.wake()
         return candidate.wanted
 
@@ -349,13 +356,16 @@ class Dialler:
     async def run(self, dial: Dial, connected: Callable[[], set[NodeId]]) -> None:
         async with trio.open_nursery() as nursery:
             while True:
-                self._changed = trio.Event()
+                self._changed, self._hurry = trio.Event(), trio.Event()
                 ready, next_s = self.due(trio.current_time(), connected())
                 for node_id, addresses in ready:
                     spawn(nursery, "peer", self._try, dial, node_id, addresses)
                 # Asked again now and then in any case: a connection may end without a word to anybody.
                 with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
                     await self._changed.wait()
+                    if len(self._candidates) >= GATHER_FROM:
+                        with trio.move_on_after(GATHER_S):
+                            await self._hurry.wait()
 
     async def _try(self, dial: Dial, node_id: NodeId, addresses: list[Address]) -> None:
         succeeded = unanswered = False

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 ENOUGH_CONNECTIONS = 8
 """A node with as many peers finds everybody through gossip, and asks nobody."""
-ENOUGH_KNOWN = 32
+ENOUGH_KNOWN = 12
 """Nor does one that knows where as many are: a peer has told it of them when the two compared records."""
 
 Addresses = Iterable[tuple[NodeId, tuple[Multiaddr, ...]]]

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -63,6 +64,7 @@ TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
 _FETCHES_MAX = 8
+_UNSEALED_KEPT = 8
 _INCARNATION_NAME = "incarnation"
 
 
@@ -114,7 +116,11 @@ class RecordSpread:
         """`connected`: the peers that are, whenever it is looked at."""
         parts = parts or RecordParts()
         self._identity = identity
-        self._verify = verify = VerifyOnce(verify)
+        verify = VerifyOnce(verify)
+        # Gossip asks for the same message several times while it passes it on.
+        unsealed = lru_cache(maxsize=_UNSEALED_KEPT)
+        self._unseal_envelope = unsealed(lambda content: unseal(content, Envelope, verify))
+        self._unseal_heartbeat = unsealed(lambda content: unseal(content, Heartbeat, verify))
         self._nursery = nursery
         self._feed = feed
         self._connected = connected
@@ -218,13 +224,10 @@ class RecordSpread:
         """Whether gossip is to be passed on. None: it is of another version of the protocol, or older than
         what is known here. Neither is anybody's fault, and an old envelope is of no use to others."""
         try:
-            if topic == MODELS:
-                envelope = unseal(content, Envelope, self._verify)
-                known = self._book.envelope(envelope.node_id)
-                if known is not None and known.version > envelope.version:
-                    return None
-            else:
-                unseal(content, Heartbeat, self._verify)
+            statement = self._unsealed(topic, content)
+            known = self._book.envelope(statement.node_id)
+            if topic == MODELS and known is not None and known.version > statement.version:
+                return None
         except BadMessage as error:
             provoked_by(log, "gossip").debug("gossip on %s refused: %s", topic, error)
             if isinstance(error, UnsupportedVersion):
@@ -233,19 +236,18 @@ class RecordSpread:
             return False
         return True
 
+    def _unsealed(self, topic: str, content: bytes) -> Envelope | Heartbeat:
+        return self._unseal_envelope(content) if topic == MODELS else self._unseal_heartbeat(content)
+
     def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
-        statement: Envelope | Heartbeat
-        if topic == MODELS:
-            statement = unseal(content, Envelope, self._verify)
-        else:
-            statement = unseal(content, Heartbeat, self._verify)
+        statement = self._unsealed(topic, content)
         return None if statement.audience is UNSET else (statement.node_id, statement.audience)
 
     def may_wait_s(self, topic: str, content: bytes) -> float:
         """See `GossipReader`. News does not wait."""
         if topic == MODELS:
             return 0.0
-        heartbeat = unseal(content, Heartbeat, self._verify)
+        heartbeat = self._unseal_heartbeat(content)
         known = self._book.envelope(heartbeat.node_id)
         if known is None or known.version < heartbeat.version:
             return 0.0
@@ -278,7 +280,7 @@ class RecordSpread:
         if topic == MODELS:
             self.take(content, {})
             return
-        heartbeat = unseal(content, Heartbeat, self._verify)
+        heartbeat = self._unseal_heartbeat(content)
         node_id = heartbeat.node_id
         if node_id == self._identity.node_id:
             return
