@@ -89,9 +89,9 @@ async def test_only_nodes_that_can_know_all_compare_again(
     compared: list[RecordExchange] = []
     synchronise = RecordExchange.synchronise
 
-    async def counted(self: RecordExchange, node_id: NodeId) -> int:
+    async def counted(self: RecordExchange, node_id: NodeId, **options: bool) -> int:
         compared.append(self)
-        return await synchronise(self, node_id)
+        return await synchronise(self, node_id, **options)
 
     monkeypatch.setattr(RecordExchange, "synchronise", counted)
     monkeypatch.setattr(EnvelopeBook, "has_room", has_room)

@@ -373,6 +373,73 @@ async def test_news_does_not_wait_to_be_passed_on_and_signs_of_life_wait_longest
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("n_alive", [40, 20])
+async def test_a_node_that_gossip_does_not_reach_forgets_the_dead_and_nobody_else(
+    autojump_clock: trio.testing.MockClock, n_alive: int
+) -> None:
+    """It has one neighbour, which has many, and is not in its mesh."""
+    hub, n_nodes, n_forgotten = book(OTHER), 40, 0
+    nodes = [new_identity(100 + number) for number in range(n_nodes)]
+    answering = RecordExchange(hub, no_answer, NobodyLost())
+
+    async def ask(_node_id: NodeId, kind: int, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return answering.answer(kind, body)
+
+    class Forgetful(Listener):
+        def forgotten(self, node_id: NodeId) -> None:
+            nonlocal n_forgotten
+            n_forgotten += 1
+
+    async with trio.open_nursery() as nursery:
+        leaf = RecordSpread(
+            ME, verify, 1, nursery, ChangeFeed(), ask=ask, connected={OTHER.node_id}, listener=Forgetful()
+        )
+        for each in nodes:
+            hub.take(envelope(each), trio.current_time())
+            leaf.take(envelope(each), {})
+        leaf.begin(HeardGossip(), (), ())
+        for _ in range(60):
+            for each in nodes[:n_alive]:
+                hub.hear(each.node_id, hub.envelope(each.node_id).version, trio.current_time())
+            await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    assert n_forgotten == n_nodes - n_alive
+    assert {each.node_id for each in nodes[:n_alive]} < set(leaf.book.node_ids())
+
+
+def test_gossip_that_misses_a_few_is_not_taken_for_one_that_misses_many() -> None:
+    kept, old_s = book(), EXPIRY_S / 2
+    nodes = [new_identity(100 + number) for number in range(16)]
+    for each in nodes:
+        kept.take(envelope(each), now=0.0)
+    for n_missed, misses in ((2, False), (3, True)):
+        for each in nodes[n_missed:]:
+            kept.hear(each.node_id, (1000, 0), now=1.0)
+        assert not kept.misses_signs(old_s - 1, ())
+        assert kept.misses_signs(old_s, ()) == misses
+        assert not kept.misses_signs(old_s, {each.node_id for each in nodes})
+        for each in nodes:
+            kept._entries.get(each.node_id).heard_at_s = 0.0
+    assert not book().misses_signs(old_s, ())
+
+
+class NobodyLost:
+    """An `EnvelopeReader` that only answers."""
+
+    def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
+        raise NotImplementedError
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None:
+        raise NotImplementedError
+
+    def pass_on(self, node_id: NodeId) -> None:
+        raise NotImplementedError
+
+    def is_lost(self, node_id: NodeId, heard_at_s: float) -> bool:
+        return False
+
+
 class NeighbourlyGossip(HeardGossip):
     def audience(self, topic: str) -> bytes | None:
         return bytes(AUDIENCE_BYTES)

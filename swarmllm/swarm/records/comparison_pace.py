@@ -17,7 +17,9 @@ from typing import Final
 from swarmllm_proto.identifiers import NodeId
 
 FIRST_S: Final = 2.0
-MAX_S: Final = 300.0
+MAX_S: Final = 90.0
+"""Several times in the time after which a silent node is forgotten (`envelope_book.EXPIRY_S`): a node that
+gossip reaches badly learns by comparing who lives."""
 BUSY_SHARE: Final = 10.0
 BUSY_MAX_S: Final = 30.0
 """At least so many times as long as the last comparison took: it is slow where others wait as well."""

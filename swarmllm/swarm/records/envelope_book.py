@@ -40,6 +40,7 @@ FINGERPRINT_BYTES: Final = 8
 BUCKETS_MAX: Final = 1024
 _BUCKET_NODES = 8
 """Of a group, on average."""
+_MISSED_SHARE = 1 / 8
 _UNGROUPED_NODES = 32
 """Of so few, or fewer, a list is as short as their fingerprints and one answer."""
 
@@ -286,6 +287,13 @@ class EnvelopeBook:
         for node_id in gone:
             self._drop(node_id)
         return gone
+
+    def misses_signs(self, now: float, connected: Collection[NodeId]) -> bool:
+        """Whether many of those that are not connected were not heard for half of the time after which they
+        are forgotten: in a swarm that lives, gossip reaches this node badly."""
+        silent, old_s = self._silent(connected), expiry_s(len(self._entries)) / 2
+        n_old = sum(now - entry.heard_at_s >= old_s for _, entry in silent)
+        return n_old > _MISSED_SHARE * len(silent)
 
     def _make_room(self, connected: Collection[NodeId]) -> bool:
         candidates = self._silent(connected)

@@ -347,7 +347,8 @@ class RecordSpread:
             node_id = random.choice(list(self._connected)) if self._connected else None
         if node_id is not None:
             try:
-                n_new = await self.exchange.synchronise(node_id)
+                misses = self._book.misses_signs(began_s, self._connected)
+                n_new = await self.exchange.synchronise(node_id, also_ages=misses)
             except SwarmLLMError as error:
                 provoked_by(log, node_id).debug("comparing records with %s: %s", node_id, error)
         now = trio.current_time()
