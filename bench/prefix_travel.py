@@ -46,6 +46,7 @@ ANSWER_S = 300.0
 N_CTX_CUT = 16384
 OLD, NEW = ("old-1", "old-2"), ("new-1", "new-2")
 NEVER_S = 600
+TRIES = 5
 SETTLED_S = 7.0
 """News of what is kept is told every five seconds."""
 
@@ -53,6 +54,11 @@ SETTLED_S = 7.0
 def letters(seed: int, n_tokens: int) -> str:
     """The bench model has a token per letter."""
     return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=n_tokens))
+
+
+def route(answer: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the nodes that computed it."""
+    return tuple(stage["nickname"] for stage in answer["swarm"]["route"])
 
 
 class Node:
@@ -88,7 +94,7 @@ class Node:
 
     def ask_over(self, prompt: str) -> tuple[str, ...]:
         """The names of the nodes that computed the answer."""
-        return tuple(stage["nickname"] for stage in self.ask(prompt)["swarm"]["route"])
+        return route(self.ask(prompt))
 
     def ask(self, prompt: str) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -132,13 +138,7 @@ def sharing_swarm(
         for index in range(n_nodes):
             name = f"n{index + 1}"
             away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
-            # A busy node would have the other one compute the prompt.
-            inference = {
-                "n_threads": n_threads,
-                "n_ctx": N_CTX,
-                "share_prefix_cache_with_peers": "on",
-                "local_embedding_privacy": True,
-            }
+            inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
             if kv_types:
                 inference["kv_type"] = kv_types[index]
             if rounded:
@@ -168,12 +168,15 @@ def pair(
     swarm = sharing_swarm(2, rtt_s, mbit_s, n_threads, kv_types, rounded=rounded)
     with swarm as (first, second):
         for index in range(rounds + 1):
-            shared = letters(100 + index, N_SHARED)
-            before = second.announced(first.name)
-            first.ask(shared + "z")
+            shared, before = computed_by(first, index, second)
             wait_for(lambda before=before: second.announced(first.name) > before, "the announcement")
-            cold_ms, _ = second.first_token(letters(1000 + index, N_PROMPT))
+            cold_ms, answer = second.first_token(letters(1000 + index, N_PROMPT))
+            where = [route(answer)]
             warm_ms, answer = second.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
+            where.append(route(answer))
+            if where != [(second.name,)] * 2:
+                print(f"round {index}: computed over {where}, left out")
+                continue
             prefix = answer["swarm"]["prefix"]
             if prefix is None or prefix["tokens"] != N_SHARED:
                 print(f"round {index}: not fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
@@ -183,6 +186,16 @@ def pair(
                 first_s.values.append(prefix["fetch_ms"] if prefix else 0.0)
                 mib.values.append(prefix["bytes"] / 2**20 if prefix else 0.0)
     return [(cold, None), (warm, ratios(cold, warm)), (first_s, None), (mib, None)]
+
+
+def computed_by(node: Node, index: int, seer: Node) -> tuple[str, int]:
+    """A prompt that `node` has computed, and how many beginnings it had announced to `seer` before. A node that
+    does not know how fast it is may have another one compute its first prompt."""
+    for attempt in range(TRIES):
+        prompt, before = letters(100 + index + 10_000 * attempt, N_SHARED), seer.announced(node.name)
+        if node.ask_over(prompt + "z") == (node.name,):
+            return prompt, before
+    raise RuntimeError(f"{node.name} has its prompts computed elsewhere")
 
 
 @contextmanager
