@@ -189,8 +189,8 @@ def pair(
 
 
 def computed_by(node: Node, index: int, seer: Node) -> tuple[str, int]:
-    """A prompt that `node` has computed, and how many beginnings it had announced to `seer` before. A node that
-    does not know how fast it is may have another one compute its first prompt."""
+    """A prompt that `node` has computed, and how many beginnings it had announced to `seer` before. A node
+    that does not know how fast it is may have another one compute its first prompt."""
     for attempt in range(TRIES):
         prompt, before = letters(100 + index + 10_000 * attempt, N_SHARED), seer.announced(node.name)
         if node.ask_over(prompt + "z") == (node.name,):

@@ -104,6 +104,23 @@ def test_rows_of_another_format_are_those_of_the_prompt(open_room: OpenRoom) -> 
     assert n_known(asker, NAMES) == 0
 
 
+def test_own_rows_stay_beside_longer_ones_of_another_format(open_room: OpenRoom) -> None:  # noqa: F811
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["f16"])
+    short = TOKENS[: 2 * B + 1]
+    asker.generate(short, "own")
+    asker.run()
+    n_own = n_told(asker)
+    assert n_own == 2
+    assert bring_other(asker, slices(filled(open_room, **FORMATS["q8_0"]))).n_blocks == 4
+    asker.generate(TOKENS, "long")
+    asker.generate(short, "short")
+    asker.run()
+    assert (done(asker, "long").n_cached_tokens, done(asker, "long").other_format) == (4 * B, True)
+    assert done(asker, "short").n_cached_tokens == 2 * B
+    assert done(asker, "short").other_format is msgspec.UNSET
+    assert n_told(asker) == n_own
+
+
 def test_rows_are_rounded_for_those_who_want_it(open_room: OpenRoom) -> None:  # noqa: F811
     plain, q8_0 = filled(open_room, **FORMATS["f16"]), filled(open_room, **FORMATS["q8_0"])
     whole, rounded = slices(plain), slices(plain, rounded=True)

@@ -236,7 +236,7 @@ class PrefixCache:
             segment.truncate(sequence, 0)
             self._index.give_back(sequence)
             return True
-        self._free(self._index.replaced_by(where, name))
+        self._free(self._index.replaced_by(where, name, other_format=other_format))
         kept = Kept(where, name, n_rows, now, sequence, unchecked=name.hashes[-1], other_format=other_format)
         self._free(self._index.add(kept))
         return True
@@ -358,7 +358,8 @@ class PrefixCache:
         slot = self._slots.take(request_id)
         found = self._index.find(where, wanted, n_max, time.monotonic(), any_length=any_length, own_kv=own_kv)
         source, n_live = self._find_running(request_id, where, wanted, n_max, any_length, own_kv=own_kv)
-        if source is not None and (found is None or n_live >= found[1]):
+        is_worse = source in self._of_other_format and found is not None and not found[0].other_format
+        if source is not None and (found is None or n_live >= found[1] + is_worse):
             self._n_min[request_id] = self._n_min.get(source, 0)
             if source in self._unchecked:
                 self._unchecked[request_id] = self._unchecked[source]
@@ -394,7 +395,7 @@ class PrefixCache:
         own_kv = not unchecked and not other_format
         if unchecked == _REFUTED or self._index.is_known(where, name, now, own_kv=own_kv):
             return
-        self._free(self._index.replaced_by(where, name))
+        self._free(self._index.replaced_by(where, name, other_format=other_format))
         while not self._index.has_free_sequence:
             oldest = self._index.least_wanted(in_cells=True)
             if oldest is None:

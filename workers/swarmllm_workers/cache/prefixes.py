@@ -141,14 +141,15 @@ class Prefixes:
         any_length: bool = False,
         own_kv: bool = False,
     ) -> tuple[Kept, int] | None:
-        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many.
+        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many. Of several
+        the one in this worker's own format, or in cells.
         `any_length`: only entries of which fewer rows would do, too. `own_kv`: only own ones."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
             if kept.where != where or (any_length and kept.n_min) or (own_kv and not kept.is_own):
                 continue
             n = self._usable(kept, wanted, n_max)
-            if n > n_best or (n == n_best and best is not None and best.sequence is None):
+            if n > n_best or (n == n_best and best is not None and _rank(kept) > _rank(best)):
                 best, n_best = kept, n
         if best is None or n_best <= 0:
             return None
@@ -191,13 +192,14 @@ class Prefixes:
                 return True
         return False
 
-    def replaced_by(self, where: Hashable, name: Name) -> list[Kept]:
+    def replaced_by(self, where: Hashable, name: Name, *, other_format: bool = False) -> list[Kept]:
         """The entries that were dropped because they are prefixes of the new one, or the turn before it of
-        the same session."""
+        the same session. One that is of another format replaces none in this worker's own."""
         old = [
             kept
             for kept in self._kept
             if kept.where == where
+            and (kept.other_format or not other_format)
             and (_contains(name, kept.name) or (name.session and kept.name.session == name.session))
         ]
         return self._dropped(old)
@@ -273,6 +275,10 @@ class Prefixes:
     def _release(self, sequence: int) -> None:
         self._free.append(sequence)
         self._free.sort()
+
+
+def _rank(kept: Kept) -> tuple[bool, bool]:
+    return not kept.other_format, kept.sequence is not None
 
 
 def _wish(kept: Kept) -> tuple[bool, float]:
