@@ -142,8 +142,8 @@ class Prefixes:
         own_kv: bool = False,
     ) -> tuple[Kept, int] | None:
         """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many. Of several
-        the one in this worker's own format, or in cells.
-        `any_length`: only entries of which fewer rows would do, too. `own_kv`: only own ones."""
+        that do, one in this worker's own format, or in cells. `any_length`: only entries of which fewer rows
+        would do, too. `own_kv`: only own ones."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
             if kept.where != where or (any_length and kept.n_min) or (own_kv and not kept.is_own):
