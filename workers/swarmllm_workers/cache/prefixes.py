@@ -141,8 +141,8 @@ class Prefixes:
         any_length: bool = False,
         own_kv: bool = False,
     ) -> tuple[Kept, int] | None:
-        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many. Of several
-        that do, one in this worker's own format, or in cells. `any_length`: only entries of which fewer rows
+        """The entry that shares the most rows with `wanted`, at most `n_max` of them, and how many. Of
+        several, one in this worker's own format, or in cells. `any_length`: only entries of which fewer rows
         would do, too. `own_kv`: only own ones."""
         best, n_best = None, self._settings.min_tokens - 1
         for kept in self._kept:
