@@ -9,7 +9,7 @@ settled, it sends a request and a message that has to come back. The rival of ea
 direct connection is better than a hole, and a hole better than a relay. `--at-once 3` has so many kinds in
 one swarm, one swarm after the other, for machines that two dozen nodes at once are too many for.
 
-Needs root, `ip` and `nft`.
+Needs root, `ip` and `nft`, and miniupnpd for the kinds whose router forwards ports.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ import trio
 
 from bench.common.figures import machine
 from bench.common.namespaces import NoNamespaces, inside
-from bench.common.nat_networks import KINDS, Kind, homes, kind_named
+from bench.common.nat_networks import KINDS, Kind, can_map_ports, homes, kind_named
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.router import PortMappingState
 from swarmllm.swarm.settings import RelayLimits, SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -69,7 +70,7 @@ class Way:
         return said if self.answers else f"{said} (no answer)"
 
 
-async def run_node(folder: Path, bootstrap: Sequence[str], questions: Connection) -> None:
+async def run_node(folder: Path, bootstrap: Sequence[str], maps_ports: bool, questions: Connection) -> None:
     """Answers questions until they end. Each is a node to reach and for how long to wait for a better way, or
     none: the state of this node is asked for."""
     settings = SwarmSettings(
@@ -78,6 +79,8 @@ async def run_node(folder: Path, bootstrap: Sequence[str], questions: Connection
         # Nobody dials anybody unasked: two dozen nodes that all look for each other are busy for minutes.
         max_peers=1 if bootstrap else 64,
         mdns=False,
+        # Elsewhere no router answers, which two dozen processes would find out.
+        port_mapping=maps_ports,
         relay_service=not bootstrap,
         relay_limits=RelayLimits(reservations=128, circuits=1024),
     )
@@ -128,7 +131,8 @@ class State:
     is_dialled: bool
     """A peer has dialled it and got through."""
     is_ready: bool
-    """It was dialled, or has a relay to be reached through."""
+    """It was dialled, or has a relay to be reached through, and its router has done what it will do."""
+    port_mapping: PortMappingState
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,9 @@ class Seen:
 def state(router: Libp2pRouter) -> State:
     found = router.reachability
     is_dialled = found is not None and any(reached for _, reached in found.control)
-    return State(len(router.records()), is_dialled, is_dialled or bool(router.wide_area.relaying.relays))
+    mapping = router.port_mapping
+    is_ready = is_dialled or (mapping.state in ("off", "failed") and bool(router.wide_area.relaying.relays))
+    return State(len(router.records()), is_dialled, is_ready, mapping)
 
 
 def way(router: Libp2pRouter, node_id: NodeId) -> tuple[bool | None, str]:
@@ -166,24 +172,37 @@ async def settle(router: Libp2pRouter, node_id: NodeId, punch_s: float, upgrade_
             await trio.sleep(0.2)
 
 
-def run_in(namespace: str, folder: Path, bootstrap: Sequence[str], questions: Connection) -> None:
+def run_in(
+    namespace: str, folder: Path, bootstrap: Sequence[str], maps_ports: bool, questions: Connection
+) -> None:
     """In a process of its own. Other processes' pipes are closed, so that each sees when the parent ends."""
     os.closerange(questions.fileno() + 1, 1024)
     os.closerange(3, questions.fileno())
     # Whatever is opened from here on is of the namespace, also in threads.
     with inside(namespace):
         folder.mkdir()
-        trio.run(run_node, folder, bootstrap, questions)
+        trio.run(run_node, folder, bootstrap, maps_ports, questions)
 
 
 class Node:
     """A process that has read all modules already: two dozen would be busy with that for minutes."""
 
-    def __init__(self, namespace: str, folder: Path, bootstrap: Sequence[str], stack: ExitStack) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        folder: Path,
+        bootstrap: Sequence[str],
+        stack: ExitStack,
+        *,
+        maps_ports: bool = False,
+    ) -> None:
         self._questions, theirs = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")
-        process = fork.Process(target=run_in, args=(namespace, folder, bootstrap, theirs), daemon=True)
+        process = fork.Process(
+            target=run_in, args=(namespace, folder, bootstrap, maps_ports, theirs), daemon=True
+        )
         process.start()
+        self._process = process
         stack.callback(process.join)
         stack.callback(process.kill)
         theirs.close()
@@ -192,6 +211,11 @@ class Node:
     def ask(self, node_id: NodeId, punch_s: float, upgrade_s: float) -> None:
         """To reach that node."""
         self._questions.send((node_id, punch_s, upgrade_s))
+
+    def stop(self) -> None:
+        """In good order."""
+        self._questions.close()
+        self._process.join()
 
     def state(self) -> State:
         self._questions.send((None, 0.0, 0.0))
@@ -232,8 +256,8 @@ def ways_between(
         meeting = Node(namespaces[-1], folder / "meeting", (), stack)
         where = [text for text in meeting.addresses if "127.0.0.1" not in text]
         nodes = [
-            Node(namespace, folder / str(number), where, stack)
-            for number, namespace in enumerate(namespaces[:-1])
+            Node(namespace, folder / str(number), where, stack, maps_ports=kind.maps_ports)
+            for number, (namespace, kind) in enumerate(zip(namespaces[:-1], [*kinds, *kinds], strict=True))
         ]
         states = until_ready(nodes, ready_s)
         n_kinds = len(kinds)
@@ -286,8 +310,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in KINDS])
-    parser.add_argument("--at-once", type=int, default=len(KINDS), help="kinds in one swarm")
+    usable = [kind for kind in KINDS if can_map_ports() or not kind.maps_ports]
+    parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in usable])
+    parser.add_argument("--at-once", type=int, default=len(usable), help="kinds in one swarm")
     parser.add_argument("--ready-s", type=float, default=READY_S)
     parser.add_argument("--punch-s", type=float, default=PUNCH_S, help="to wait for a hole")
     parser.add_argument("--upgrade-s", type=float, default=UPGRADE_S, help="to wait for the data port")

@@ -115,6 +115,11 @@ class NetworkTable:
         True,
         "Try to replace a connection through a relay by a direct one: both ends dial at the same moment.",
     )
+    port_mapping: Literal["auto", "off"] = _setting(
+        "auto",
+        "Where this machine has no public IPv4 address and a peer outside has dialled it in vain: ask the "
+        "default gateway, by UPnP, to forward both ports; off: never ask.",
+    )
     relay_service: bool = _setting(False, "Carry connections between nodes that cannot reach each other.")
     direct_links: bool = _setting(
         True,

@@ -111,6 +111,7 @@ def swarm_settings(config: Config, data_dir: Path) -> SwarmSettings:
         relay=network.relay,
         relay_service=network.relay_service,
         hole_punching=network.hole_punching,
+        port_mapping=network.port_mapping == "auto",
         strangers_mib=config.resources.strangers_mib,
         lists=PeerLists.of(network.allow, network.deny, only_allowed=network.only_allowed),
     )

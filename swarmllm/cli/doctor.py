@@ -321,6 +321,17 @@ def _reachability(stats: dict[str, Any]) -> Iterator[Finding]:
             "none of the connected nodes answers in the DHT: a model that none of them has is not found",
             "set network.dht to on at a node that others can dial",
         )
+    mapping = stats.get("port_mapping") or {"state": "off", "detail": ""}
+    if mapping["state"] == "mapped":
+        yield Finding("port mapping", "ok", mapping["detail"])
+    elif mapping["state"] == "failed":
+        yield Finding(
+            "port mapping",
+            "warning",
+            f"the router does not forward this node's ports: {mapping['detail']}",
+            "switch UPnP on in the router, or forward network.libp2p_port and network.data_port there "
+            "by hand and set network.announce",
+        )
     found = stats.get("reachability")
     if not found:
         return

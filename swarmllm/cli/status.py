@@ -55,6 +55,8 @@ def overview(stats: dict[str, Any], api_url: str) -> Iterator[tuple[str, str]]:
     yield from lines("addresses", stats["addresses"] or ["none: other nodes cannot dial this one"])
     yield "peers", f"{stats['peers_connected']} connected"
     yield "reachable", _reachable(stats.get("reachability"))
+    if forwarded := _port_mapping(stats.get("port_mapping")):
+        yield "ports", forwarded
     if dht := stats.get("dht"):
         yield "dht", _dht(dht)
     yield from lines("loaded", models or ["nothing: swarmllm models load NAME"])
@@ -139,6 +141,12 @@ def _dht(dht: dict[str, Any]) -> str:
     n_nodes, n_models = dht["n_nodes"], dht["n_announced"] // 2
     nodes = "1 node answers" if n_nodes == 1 else f"{n_nodes} nodes answer"
     return f"{nodes}, {n_models} model{'' if n_models == 1 else 's'} announced{client}"
+
+
+def _port_mapping(found: dict[str, Any] | None) -> str:
+    if found is None or found["state"] in ("off", "idle"):
+        return ""
+    return found["detail"] if found["state"] == "mapped" else f"not forwarded: {found['detail']}"
 
 
 def _reachable(found: dict[str, Any] | None) -> str:

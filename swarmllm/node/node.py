@@ -72,7 +72,7 @@ from swarmllm.scheduling.tiers import LOCAL, Caller, tier_caps
 from swarmllm.supervision import current as current_supervision
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm.swarm.records.registry import Registry
-from swarmllm.swarm.router import DhtStatistics, Reachability, Router
+from swarmllm.swarm.router import DhtStatistics, PortMappingState, Reachability, Router
 from swarmllm.transfer import ModelTransfer, TransferStatistics
 from swarmllm.workerpool import LoadOptions, WorkerPool, WorkerStatistics
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -258,6 +258,10 @@ class Node:
     @property
     def reachability(self) -> Reachability | None:
         return self._router.reachability
+
+    @property
+    def port_mapping(self) -> PortMappingState:
+        return self._router.port_mapping
 
     def readiness(self) -> Readiness:
         if self.admission.is_closed:

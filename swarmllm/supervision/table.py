@@ -85,6 +85,12 @@ TASKS: Final = (
     LongLived("peer memory", "restart", "saves the addresses of peers", "a restart knows fewer peers"),
     LongLived("reachability checks", "restart", "asks peers to dial back", "the last known result is shown"),
     LongLived(
+        "port mapping",
+        "restart",
+        "has the router forward ports where peers dial in vain",
+        "what is forwarded ends within the hour",
+    ),
+    LongLived(
         "membership checks",
         "restart",
         "drops peers that are no longer let in",

@@ -31,6 +31,7 @@ from swarmllm.swarm.discovery.addresses import Address, NodeAddress, is_loopback
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.discovery.mdns import run_mdns
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
+from swarmllm.swarm.discovery.port_mapping import PortMapping
 from swarmllm.swarm.discovery.reachability import DialBacks, ReachabilityChecks
 from swarmllm.swarm.discovery.wide_area import open_wide_area
 from swarmllm.swarm.in_memory.link import LinkQuality, MemoryLink
@@ -56,6 +57,7 @@ from swarmllm.swarm.router import (
     LinkHandler,
     MessageHandler,
     PeerInfo,
+    PortMappingState,
     Reachability,
     RequestHandler,
     RequestRefused,
@@ -159,6 +161,7 @@ class Libp2pRouter:
         self._checks = ReachabilityChecks(
             partial(self._ask_kind, KIND_DIAL_BACK), self._connected, random.Random(), note
         )
+        self._port_mapping = PortMapping(self.spread, self._checks, lambda: (host.port, self.plane.port))
         self._peer_exchange = PeerExchange(partial(self._ask_kind, KIND_PEERS), self, note)
         wide_area = directory.wide_area
         self.wide_area = open_wide_area(host, nursery, gater, settings, self.spread, self, wide_area)
@@ -183,6 +186,10 @@ class Libp2pRouter:
     @property
     def reachability(self) -> Reachability | None:
         return self._checks.result
+
+    @property
+    def port_mapping(self) -> PortMappingState:
+        return self._port_mapping.state
 
     def records(self) -> Mapping[NodeId, bytes]:
         return self.spread.records
@@ -293,6 +300,8 @@ class Libp2pRouter:
         listeners: Sequence[trio.SocketListener],
         ips: Sequence[str],
         bootstrap: list[NodeAddress],
+        *,
+        maps_ports: bool,
     ) -> None:
         """Take connections, tell of this node, look for others."""
         self.plane.serve(listeners)
@@ -307,6 +316,8 @@ class Libp2pRouter:
         self.address_sources.remembered(self._memory.known)
         supervise(self._nursery, "peer memory", self._memory.run, self.connected_addresses)
         supervise(self._nursery, "reachability checks", self._checks.run)
+        if maps_ports:
+            supervise(self._nursery, "port mapping", self._port_mapping.run)
         supervise(self._nursery, "peer expiry", self._forget_peers)
         supervise(self._nursery, "membership checks", self._keep_members_only)
         supervise(self._nursery, "DHT", self.wide_area.dht.run)
@@ -529,8 +540,10 @@ async def _running_router(
             # seconds for a neighbour that libp2p has lost (see liveness); data connections go on.
             await supervise_started(nursery, "libp2p", one_life)
             router.address_sources.named = named
-            router.begin(gossip, listeners, own.announced, bootstrap)
-            if settings.mdns and not all(map(is_loopback, own.listening)):
+            is_local = all(map(is_loopback, own.listening))
+            maps_ports = settings.port_mapping and not is_local
+            router.begin(gossip, listeners, own.announced, bootstrap, maps_ports=maps_ports)
+            if settings.mdns and not is_local:
                 found = router.address_sources.found_by_mdns
                 where = (identity.node_id, network.network_id, own.reachable, host.port)
                 supervise(nursery, "mDNS", run_mdns, *where, found)

@@ -76,6 +76,16 @@ class Reachability:
 
 
 @dataclass(frozen=True, slots=True)
+class PortMappingState:
+    """Whether the router of this node's network forwards ports to it."""
+
+    state: Literal["off", "idle", "mapped", "failed"]
+    """off: it is never asked; idle: it was not asked yet, because nothing says that it is needed."""
+    detail: str = ""
+    """In words: what is forwarded, or why nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkEnd:
     """One end of a link: a connection to a proven node, of which this end only sends or only receives. To be
     given to the task that will use it, and closed here."""
@@ -148,6 +158,9 @@ class Router(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs (with /p2p/ID) under which another node can dial this one."""
         ...
+
+    @property
+    def port_mapping(self) -> PortMappingState: ...
 
     @property
     def reachability(self) -> Reachability | None:

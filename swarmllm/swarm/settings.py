@@ -53,6 +53,8 @@ class SwarmSettings:
     relay_service: bool = False
     """Be a relay for others."""
     relay_limits: RelayLimits = RELAY_LIMITS
+    port_mapping: bool = True
+    """Have the router of this network forward both ports (UPnP), where peers outside dial in vain."""
     hole_punching: bool = True
     """Replace connections through a relay by direct ones where that can be done."""
     strangers_mib: int = TOTAL_MIB

@@ -109,6 +109,7 @@ def test_a_gap_is_seen_and_closed_by_loading_its_layers(
     kitchen, _ = nodes
     go(page, kitchen)
     seen(page, "layers 8–11 missing")
+    seen(page, "others can dial it", ".node")
     labels = [strip.text for strip in page.find_elements(By.CSS_SELECTOR, ".strip .label")]
     assert labels == ["kitchen", "study", "coverage"]
     assert find(page, ".bar.gap").size["width"] > 100

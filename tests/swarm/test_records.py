@@ -720,8 +720,17 @@ async def test_a_node_is_found_through_its_latest_relays_and_no_others() -> None
         await spread.reach_through((circuits[1],))
         assert spread.own.addresses == (*own[: ADDRESSES_MAX - 1], circuits[1])
         await spread.reach_through(())
-        assert spread.own.addresses == own[: ADDRESSES_MAX - 1]
-        assert spread.own.sequence == before + 3
+        assert spread.own.addresses == own
+        # What a router forwards stays when relays come and go, and the other way round.
+        await spread.also_at(("/ip4/198.51.100.7/tcp/1",), ("/ip4/198.51.100.7/tcp/2",))
+        await spread.reach_through((circuits[0],))
+        assert spread.own.addresses == (*own[: ADDRESSES_MAX - 2], "/ip4/198.51.100.7/tcp/1", circuits[0])
+        assert spread.own.data_addresses == ("/ip4/198.51.100.7/tcp/2",)
+        assert spread.plain_addresses == own
+        await spread.also_at((), ())
+        assert spread.own.addresses == (*own[: ADDRESSES_MAX - 1], circuits[0])
+        assert spread.own.data_addresses == ()
+        assert spread.own.sequence == before + 6
         sealed = spread.envelope(ME.node_id)
         assert sealed is not None
         assert sealed.addresses == spread.own.addresses

@@ -85,6 +85,7 @@ def stats_json(node: Node, models: Iterable[ModelView]) -> Json:
         "peers_connected": len(node.peers()),
         "gpus": [msgspec.to_builtins(gpu) for gpu in node.gpus],
         "reachability": _reachability(node.reachability),
+        "port_mapping": dataclasses.asdict(node.port_mapping),
         "dht": node.dht_statistics(),
         "requests": {
             "active": admission.n_active,

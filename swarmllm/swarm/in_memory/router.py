@@ -20,6 +20,7 @@ from swarmllm.swarm.router import (
     Change,
     MessageHandler,
     PeerInfo,
+    PortMappingState,
     RequestHandler,
     RequestRefused,
     answer,
@@ -105,6 +106,10 @@ class InMemoryRouter:
     @property
     def addresses(self) -> tuple[str, ...]:
         return (f"/memory/{self._node_id}/p2p/{self._node_id}",)
+
+    @property
+    def port_mapping(self) -> PortMappingState:
+        return PortMappingState("off")
 
     @property
     def reachability(self) -> None:

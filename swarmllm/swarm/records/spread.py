@@ -24,7 +24,6 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.discovery.addresses import CircuitAddress
 from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
@@ -133,6 +132,9 @@ class RecordSpread:
         self._changed = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
+        self._plain: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._forwarded: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._circuits: tuple[str, ...] = ()
         self.exchange = RecordExchange(self._book, ask, self)
         self._pace = ComparisonPace(random.Random(random.random()))
         self._pace_changed = trio.Event()
@@ -142,6 +144,7 @@ class RecordSpread:
     def begin(self, gossip: Gossip, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
         """From here on others hear of this node."""
         self._gossip = gossip
+        self._plain = (addresses, data_addresses)
         self.own = msgspec.structs.replace(self.own, addresses=addresses, data_addresses=data_addresses)
         self._book.write_own(self.own, seal(self.own, self._identity.sign), trio.current_time())
         supervise(self._nursery, "heartbeats", self._send_heartbeats, gossip)
@@ -205,9 +208,30 @@ class RecordSpread:
 
     async def reach_through(self, circuits: tuple[str, ...]) -> None:
         """From now on this node announces these relays, and no others."""
-        own = [text for text in self.own.addresses if CircuitAddress.parse(text) is None]
-        addresses = (*own[: ADDRESSES_MAX - len(circuits)], *circuits)
-        self.own = msgspec.structs.replace(self.own, addresses=addresses)
+        self._circuits = circuits
+        await self._announce_addresses()
+
+    @property
+    def plain_addresses(self) -> tuple[str, ...]:
+        """Of the control port: this machine's own, or those that a person has it announce."""
+        return self._plain[0]
+
+    async def also_at(self, addresses: tuple[str, ...], data_addresses: tuple[str, ...]) -> None:
+        """From now on this node announces these besides its own: a router forwards them. Before they were
+        others, or none."""
+        self._forwarded = (addresses, data_addresses)
+        await self._announce_addresses()
+
+    async def _announce_addresses(self) -> None:
+        """The shorter way of this machine's own addresses is tried first."""
+        control, data = (
+            (*own[: ADDRESSES_MAX - len(more)], *more)
+            for own, more in (
+                (self._plain[0], (*self._forwarded[0], *self._circuits)),
+                (self._plain[1], self._forwarded[1]),
+            )
+        )
+        self.own = msgspec.structs.replace(self.own, addresses=control, data_addresses=data)
         load = self._book.load(self._identity.node_id)
         await self.publish(self.own.record)
         if load:

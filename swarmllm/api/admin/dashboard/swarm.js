@@ -48,8 +48,15 @@ export function renderSwarm(root, state) {
 const self = (node) => ({
   node_id: node.node_id, nickname: node.nickname, isSelf: true, rtt_ms: null, data_plane: "",
   memory_total_bytes: node.memory_total_bytes, memory_free_bytes: node.memory_available_bytes, gpus: node.gpus,
-  active_requests: node.requests.active, max_requests: node.requests.max, resident: node.resident_bytes + node.workers.reduce((sum, worker) => sum + worker.resident_bytes, 0),
+  reach: reach(node), active_requests: node.requests.active, max_requests: node.requests.max, resident: node.resident_bytes + node.workers.reduce((sum, worker) => sum + worker.resident_bytes, 0),
 });
+
+function reach({ reachability, addresses, port_mapping: ports }) {
+  if (!reachability) return null;
+  const isDialled = reachability.control.some((each) => each.reached);
+  const relayed = addresses.some((address) => address.includes("/p2p-circuit")) ? "reached through a relay" : "others cannot dial it";
+  return { said: isDialled ? "others can dial it" : relayed, title: ports.state === "failed" ? `ports are not forwarded: ${ports.detail}` : ports.detail };
+}
 
 const foreign = (node) => (node.pipelines.active_stage_requests ? `${plural(node.pipelines.active_stage_requests, "request")} of other nodes ${node.pipelines.active_stage_requests === 1 ? "runs" : "run"} here` : "");
 
@@ -95,6 +102,7 @@ function nodeCard(node) {
   return h("div", { class: "node", "data-key": node.node_id },
     h("div", { class: "name" }, h("span", { class: "swatch", style: hue(node.node_id) }), h("span", { class: "cut" }, node.nickname || shortId(node.node_id)), node.isSelf && h("span", { class: "tag" }, "this node")),
     h("div", { class: "muted small cut", title: node.node_id }, h("span", { class: "mono" }, shortId(node.node_id)), distance && ` · ${distance}`),
+    node.reach && h("div", { class: "muted small", title: node.reach.title }, node.reach.said),
     node.memory_total_bytes > 0 && h("div", { class: "meter", role: "img", "aria-label": `Memory: ${bytes(used)} of ${bytes(node.memory_total_bytes)} used` }, h("i", { style: { width: `${(100 * used) / node.memory_total_bytes}%` } })),
     node.memory_total_bytes > 0 && h("div", { class: "muted small" }, `${bytes(node.memory_free_bytes)} free of ${bytes(node.memory_total_bytes)}`, gpuText(node.gpus), node.active_requests > 0 && ` · ${node.active_requests} running`));
 }
