@@ -29,6 +29,9 @@ _SOMEWHERE_ELSE: Final = ("192.0.2.1", 9)
 """An address of nobody (RFC 5737, RFC 3849). Nothing is sent to it."""
 _SOMEWHERE_ELSE_6: Final = ("2001:db8::1", 9)
 _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+_ROUTES: Final = Path("/proc/net/route")
+_IS_GATEWAY: Final = 0x02
+"""Flag of a route."""
 _GLOBAL_SCOPE: Final = 0
 _NOT_FOR_OTHERS: Final = 0x01 | 0x08 | 0x20 | 0x40
 """Flags of an address that is temporary (RFC 8981), a duplicate, deprecated, or not tried yet."""
@@ -119,6 +122,22 @@ def interface_ips6() -> list[str]:
         return list(_ips6_of_interfaces())
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         return list(_ip_of_the_way_out(probe, _SOMEWHERE_ELSE_6))
+
+
+def default_gateway() -> str | None:
+    """IPv4 address of the router that this machine sends everything else to; None: nobody says. Raises
+    OSError."""
+    return gateway_of(_ROUTES.read_text()) if IS_LINUX else None
+
+
+def gateway_of(routes: str) -> str | None:
+    """By the text of /proc/net/route."""
+    found: list[tuple[int, str]] = []
+    for line in routes.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & _IS_GATEWAY:
+            found.append((int(fields[6]), socket.inet_ntoa(bytes.fromhex(fields[2])[::-1])))
+    return min(found)[1] if found else None
 
 
 def has_ipv6() -> bool:

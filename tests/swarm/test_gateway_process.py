@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import trio
 
+from swarmllm.operating_system import gateway_of
 from swarmllm.swarm.discovery import ssdp
 from swarmllm.swarm.discovery.gateway_process import (
     LIFE_S,
     Answer,
     Question,
     candidates,
-    default_gateway,
 )
 from swarmllm.swarm.discovery.port_mapping import LEASE_S, GatewayFailed, ask_gateway
 from tests.swarm.fake_gateway import OUTER_IP, FakeGateway, gateway_at
@@ -34,7 +34,7 @@ PORTS = [(8810, 8810), (8811, 8811)]
 MAP, UNMAP = Question("map", PORTS, LEASE_S), Question("unmap", PORTS)
 CHILD = """
 from swarmllm.swarm.discovery import gateway_process, ssdp
-gateway_process.default_gateway = lambda routes: "{ip}"
+gateway_process.default_gateway = lambda: "{ip}"
 ssdp.SEARCH_S = ssdp.description_url.__defaults__ = (0.5,)
 gateway_process.LIFE_S = {life_s}
 gateway_process.main()
@@ -208,9 +208,9 @@ def test_the_default_gateway_is_the_one_with_the_least_metric() -> None:
     without = "tun0 00000000 00000000 0001 0 0 0 00000000 0 0 0\n"
     slow = "wlan0 00000000 0102A8C0 0003 0 0 600 00000000 0 0 0\n"
     fast = "eth0 00000000 0101A8C0 0003 0 0 100 00000000 0 0 0\n"
-    assert default_gateway(head + lan + half + without) is None
-    assert default_gateway(head + lan + half + without + slow + fast) == "192.168.1.1"
-    assert default_gateway("") is None
+    assert gateway_of(head + lan + half + without) is None
+    assert gateway_of(head + lan + half + without + slow + fast) == "192.168.1.1"
+    assert gateway_of("") is None
 
 
 def test_outer_ports_are_never_those_of_the_system() -> None:

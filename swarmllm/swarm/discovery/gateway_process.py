@@ -16,11 +16,11 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from swarmllm.operating_system import default_gateway
 from swarmllm.swarm.discovery import ssdp
 
 ANSWER_MAX_BYTES = 4096
@@ -28,7 +28,6 @@ DESCRIPTION = "SwarmLLM"
 OUTSIDE_MIN = 1024
 LIFE_S = 25
 _MEMORY_BYTES = 512 * 1024 * 1024
-_ROUTES = Path("/proc/net/route")
 _TRIES = 3
 _OTHER_PORTS = 7919
 """From a port that the gateway does not give to the next one that is tried."""
@@ -53,16 +52,6 @@ class Answer(msgspec.Struct, frozen=True):
     """(port here, port outside), as the gateway forwards them."""
 
 
-def default_gateway(routes: str) -> str | None:
-    """By the text of /proc/net/route."""
-    found: list[tuple[int, str]] = []
-    for line in routes.splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and int(fields[3], 16) & 2:
-            found.append((int(fields[6]), socket.inet_ntoa(bytes.fromhex(fields[2])[::-1])))
-    return min(found)[1] if found else None
-
-
 def own_ip_towards(gateway: str) -> str:
     """Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -83,7 +72,7 @@ def run(question: Question) -> Answer:
         import miniupnpc
     except ImportError:
         return Answer("no library")
-    gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
+    gateway = default_gateway()
     if gateway is None:
         return Answer("no gateway")
     url = ssdp.description_url(gateway, own_ip_towards(gateway))
