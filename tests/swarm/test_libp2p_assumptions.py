@@ -23,6 +23,14 @@ SWARM, HOST = "network/swarm.py", "host/basic_host.py"
 MANAGER = "tools/anyio_service/trio_manager.py"
 
 PRIVATE = {
+    "_py_yamux_env": (YAMUX, "fast_paths finds no function that asks the environment for settings"),
+    "_state_lock": (
+        "network/stream/net_stream.py",
+        "each read and write of a stream gives others a turn first",
+    ),
+    "_get_peers_to_send": (GOSSIPSUB, "gossip that waits is passed on to nobody"),
+    "_maintain_mesh_quality": (GOSSIPSUB, "a neighbour in the mesh is replaced at each look"),
+    "_perform_opportunistic_grafting": (GOSSIPSUB, "neighbours are added to the mesh at each look"),
     "_read_data_body": (YAMUX, "BoundedYamux no longer bounds a frame before it is read"),
     "_nursery": (YAMUX, "BoundedYamux.end ends no connection any more"),
     "_write_frame": (YAMUX, "ControlKeepalive sends no pings, and fast_paths holds no opening frames back"),
