@@ -160,6 +160,19 @@ def test_status_says_whether_others_can_reach_the_node(
     assert said.replace("…WPeer", "…LongPeer") in run("status").output
 
 
+def test_status_says_what_the_router_forwards_or_why_it_does_not(run: Run, node: FakeNode) -> None:
+    for state, said in (
+        ("mapped", "the gateway forwards both"),
+        ("failed", "not forwarded: the gateway forwards both"),
+    ):
+        found = {"state": state, "detail": "the gateway forwards both"}
+        node.on("GET", "/api/admin/stats", STATS | {"port_mapping": found})
+        (line,) = [line for line in run("status").output.splitlines() if line.startswith("ports")]
+        assert line.split(maxsplit=1)[1] == said
+    node.on("GET", "/api/admin/stats", STATS | {"port_mapping": {"state": "idle", "detail": ""}})
+    assert "\nports" not in run("status").output
+
+
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
