@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import trio
@@ -17,6 +19,7 @@ from swarmllm.swarm.libp2p.gossip import (
     GossipBudget,
     UnsignedPubsub,
 )
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip
 from swarmllm.swarm.peers.trust import TrustEvent
 
 
@@ -66,6 +69,8 @@ async def test_a_flood_is_dropped_and_noted_with_the_peer_that_passed_it_on() ->
 
     pubsub._is_subscribed_to_msg = lambda _message: True
     pubsub._is_msg_seen = lambda _message: False
+    pubsub.router = SimpleNamespace(held=HeldGossip(Random(1)))
+    pubsub.get_message_id = lambda message: message.data
 
     async def push(forwarder: Any, _message: Any) -> None:
         taken.append(str(forwarder))
