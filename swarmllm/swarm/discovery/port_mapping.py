@@ -230,7 +230,7 @@ class PortMapping:
         self._mapping = Mapping(control, data, answer.ports, renew_at_s, ends_at_s, judged_at)
         detail = f"the gateway forwards {control} and {data} to this node (UPnP)"
         self.state = PortMappingState("mapped", detail)
-        log.info("%s", detail)
+        log.info("ports are forwarded: %s", detail)
         await self._announcing.also_at((str(control),), (str(data),))
         await self._check(self._mapping)
 
