@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
-from swarmllm.swarm.discovery.dht.messages import RELAY_KEY, Contact, keys_of, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.relay.client import Circuits, Relaying, RelayUse
@@ -41,8 +41,6 @@ SEEK_AGAIN_S = 20.0
 _SEEKING_MAX = 4
 _REMEMBERED_MAX = 256
 _MEET_S = 8.0
-RELAYS_MET = 4
-"""Of those that the DHT names, at a time."""
 PUNCHED_MAX = 6
 """Addresses of one node that are dialled at the agreed moment."""
 
@@ -95,18 +93,15 @@ class WideArea:
         self.relaying = relaying
         self.relay_service = relay_service
         self._user = user
-        self._random = random.Random()
         self._turns = trio.Semaphore(_SEEKING_MAX)
         self._in_vain_at_s: dict[str, float] = {}
-        self._services = () if relay_service is None else (RELAY_KEY,)
-        self.dht.provide(self._services)
 
     def announce(self, models: Iterable[tuple[ModelId, str]]) -> None:
         """See ModelDiscovery."""
         keys = dict.fromkeys(
             key for model_id, name in models for key in (model_key(model_id), name_key(name))
         )
-        self.dht.provide([*self._services, *keys][:KEYS_PER_NODE])
+        self.dht.provide(list(keys)[:KEYS_PER_NODE])
 
     async def seek(self, name_or_id: str) -> bool:
         """See ModelDiscovery."""
@@ -122,15 +117,6 @@ class WideArea:
             del self._in_vain_at_s[next(iter(self._in_vain_at_s))]
         self._in_vain_at_s[name_or_id] = trio.current_time()
         return False
-
-    async def find_relays(self) -> set[NodeId]:
-        """Connect with some of the nodes that volunteer as relays; which ones were tried."""
-        chosen: list[Contact] = []
-        with trio.move_on_after(SEEK_S):
-            found = await self.dht.find_providers(RELAY_KEY, n_enough=RELAYS_MET)
-            chosen = self._random.sample(found, min(RELAYS_MET, len(found)))
-            await self._meet_all(chosen)
-        return {contact.node_id for contact in chosen}
 
     def statistics(self) -> DhtStatistics:
         return self.dht.statistics()
@@ -173,8 +159,6 @@ class _Node(DhtNode):
         self._spread = spread
         self._user = user
         self._uses_relays = uses_relays
-        self._let_go_later: set[NodeId] | None = None
-        self.search_relays: Callable[[], Awaitable[set[NodeId]]] | None = None
 
     def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         return tuple(usable(self.addresses(node_id)))
@@ -195,22 +179,7 @@ class _Node(DhtNode):
         return self._spread.book.has_room
 
     def let_go(self, node_id: NodeId) -> None:
-        if self._let_go_later is None:
-            self._user.let_go(node_id)
-        else:
-            self._let_go_later.add(node_id)
-
-    async def find_relays(self) -> None:
-        """A search lets go of whom it has asked in passing. That may be a relay itself."""
-        found: set[NodeId] = set()
-        self._let_go_later = asked = set[NodeId]()
-        try:
-            if self.search_relays is not None:
-                found = await self.search_relays()
-        finally:
-            self._let_go_later = None
-            for node_id in asked - found:
-                self._user.let_go(node_id)
+        self._user.let_go(node_id)
 
     def addresses(self, node_id: NodeId) -> tuple[str, ...]:
         envelope = self._spread.own if node_id == self._host.node_id else self._spread.envelope(node_id)
@@ -267,6 +236,4 @@ def open_wide_area(
         if settings.relay_service
         else None
     )
-    wide_area = WideArea(dht, user, relaying, relay_service)
-    node.search_relays = wide_area.find_relays
-    return wide_area
+    return WideArea(dht, user, relaying, relay_service)

@@ -14,13 +14,12 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.messages import RELAY_KEY, Contact, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import Contact, model_key, name_key
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.wide_area import (
     _REMEMBERED_MAX,
     _SEEKING_MAX,
     PUNCHED_MAX,
-    RELAYS_MET,
     SEEK_AGAIN_S,
     SEEK_S,
     WideArea,
@@ -55,7 +54,7 @@ class Stand:
     def provide(self, keys: list[bytes]) -> None:
         self.provided = keys
 
-    async def find_providers(self, key: bytes, *, n_enough: int = 1) -> list[Contact]:
+    async def find_providers(self, key: bytes) -> list[Contact]:
         self.asked.append(key)
         await trio.sleep(self.takes_s)
         return self.named.get(key, [])
@@ -88,29 +87,6 @@ async def test_a_name_is_sought_and_those_that_are_named_are_met() -> None:
     assert await stand.area.seek("guide")
     assert sorted(stand.met) == sorted((c.node_id, list(c.addresses)) for c in (HOLDERS[0], HOLDERS[2]))
     assert stand.area.statistics() == "of the DHT"
-
-
-async def test_nodes_that_volunteer_as_relays_are_met(autojump_clock: MockClock) -> None:
-    stand = Stand()
-    named = contacts(RELAYS_MET + 2, seed=12)
-    stand.named[RELAY_KEY] = named
-    await stand.area.find_relays()
-    assert len(stand.linked) == RELAYS_MET
-    assert stand.linked <= {contact.node_id for contact in named}
-    stand.takes_s = 10 * SEEK_S
-    await stand.area.find_relays()
-    assert trio.current_time() <= 2 * SEEK_S
-
-
-def test_a_relay_announces_itself_with_its_models_and_no_model_is_named_like_it() -> None:
-    stand: Any = Stand()
-    assert list(stand.provided) == []
-    WideArea(stand, stand, stand, stand)
-    assert list(stand.provided) == [RELAY_KEY]
-    area = WideArea(stand, stand, stand, stand)
-    area.announce([(MODEL, "guide")])
-    assert list(stand.provided) == [RELAY_KEY, model_key(MODEL), name_key("guide")]
-    assert name_key("relay") != RELAY_KEY
 
 
 async def test_an_id_is_sought_as_such(autojump_clock: MockClock) -> None:
@@ -209,24 +185,6 @@ async def node(*, uses_relays: bool = True) -> AsyncIterator[tuple[_Node, Seen, 
     host: Any = seen_as
     router: Any = user_as
     yield _Node(host, host, host, router, uses_relays=uses_relays), seen, user
-
-
-async def test_of_those_asked_on_the_way_to_a_relay_only_relays_are_kept() -> None:
-    relay, passer_by = (contact.node_id for contact in HOLDERS[:2])
-    async with node() as (it, _, user):
-
-        async def search() -> set[NodeId]:
-            it.let_go(relay)
-            it.let_go(passer_by)
-            assert user.gone == []
-            return {relay}
-
-        await it.find_relays()
-        it.search_relays = search
-        await it.find_relays()
-        assert user.gone == [passer_by]
-        it.let_go(relay)
-        assert user.gone == [passer_by, relay]
 
 
 async def test_a_node_counts_on_being_reached_until_a_peer_has_tried_in_vain() -> None:

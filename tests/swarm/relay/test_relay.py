@@ -14,7 +14,6 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
-from swarmllm.swarm.discovery.dht.messages import RELAY_KEY
 from swarmllm.swarm.discovery.relay import client, service
 from swarmllm.swarm.discovery.relay.client import RelayUse
 from swarmllm.swarm.discovery.relay.messages import (
@@ -63,7 +62,6 @@ async def node(
     punches: bool = False,
     secret: bytes | None,
     limits: RelayLimits = RELAY_LIMITS,
-    max_peers: int = 16,
 ) -> AsyncIterator[Libp2pRouter]:
     home = folder / name
     home.mkdir()
@@ -79,7 +77,6 @@ async def node(
         announce=(NOWHERE,) if hidden else (),
         relay_service=relays,
         relay_limits=limits,
-        max_peers=max_peers,
         hole_punching=punches,
     )
     async with open_libp2p_router(settings) as router:
@@ -129,23 +126,6 @@ async def test_hidden_nodes_talk_through_a_relay_on_both_planes(tmp_path: Path, 
         assert any("/p2p-circuit/p2p/" in text for text in a.addresses)
 
 
-async def test_a_relay_that_a_hidden_node_has_never_met_is_found_by_the_dht(tmp_path: Path) -> None:
-    how: Any = {"secret": None, "max_peers": 1}
-    async with (
-        node(tmp_path, "known", hidden=False, secret=None) as known,
-        node(tmp_path, "relay", known.addresses[0], hidden=False, relays=True, **how) as relay,
-    ):
-        await until(relay, lambda: known.node_id in relay.connected())
-        with trio.fail_after(DEADLINE_S):
-            while not known.wide_area.dht.core.providers.find(RELAY_KEY, trio.current_time()):  # noqa: ASYNC110
-                await trio.sleep(0.05)
-        async with node(tmp_path, "a", known.addresses[0], **how) as a:
-            with trio.fail_after(DEADLINE_S):
-                while a.wide_area.relaying.relays != (relay.node_id,):  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            assert known.wide_area.relay_service is None
-
-
 async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tmp_path: Path) -> None:
     """Here nothing is in the way but that neither can be found: the observed address is the right one."""
     taken: list[int] = []
@@ -165,13 +145,7 @@ async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tm
         await until(b, lambda: a.node_id in b.connected())
         with trio.fail_after(DEADLINE_S):
             n = 0
-            # Each plane has a hole of its own.
-            while not (
-                a.plane.has_direct(b.node_id)
-                and b.plane.status(a.node_id).kind == "direct"
-                and a.host.is_direct(b.node_id)
-                and b.host.is_direct(a.node_id)
-            ):
+            while not (a.plane.has_direct(b.node_id) and b.plane.status(a.node_id).kind == "direct"):
                 await b.send(a.node_id, str(n).encode())
                 n += 1
                 await trio.sleep(0.01)
@@ -185,6 +159,8 @@ async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tm
         sending = neighbour and neighbour.sending
         assert sending is not None
         assert sending.wire_kind == "direct"
+        assert a.host.is_direct(b.node_id)
+        assert b.host.is_direct(a.node_id)
 
 
 async def _no_requests(sender: str, body: bytes) -> bytes:

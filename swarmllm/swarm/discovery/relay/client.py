@@ -236,8 +236,6 @@ async def _reset(stream: Stream) -> None:
 RELAYS = 2
 ADDRESSES_PER_RELAY = 3
 LOOK_EVERY_S = 5.0
-FIND_FIRST_S, FIND_MAX_S = 10.0, 1800.0
-"""Until the DHT is asked for relays again, where there are too few: then twice as long each time."""
 _ASKED_PER_LOOK = 4
 _DETOURS_MAX = 3
 _REMEMBERED_MAX = 1024
@@ -258,10 +256,6 @@ class RelayedNode(Protocol):
         """Those of a node's envelope."""
         ...
 
-    async def find_relays(self) -> None:
-        """Connects with nodes that the DHT names as relays, if it names any."""
-        ...
-
     async def tell(self, addresses: tuple[str, ...]) -> None:
         """Put circuit addresses into this node's own envelope."""
         ...
@@ -280,8 +274,6 @@ class Relaying:
         self._node = node
         self._random = randomness
         self._last_reported: tuple[str, ...] = ()
-        self._find_again_at_s = 0.0
-        self._find_pause_s = FIND_FIRST_S
         self.n_detours = 0
 
     @property
@@ -315,17 +307,6 @@ class Relaying:
         if told != self._last_reported:
             self._last_reported = told
             await self._node.tell(told)
-        if self._node.is_hidden():
-            await self._find_more(now)
-
-    async def _find_more(self, now: float) -> None:
-        """Beyond the connected nodes, of which the next look asks those that were found."""
-        if len(self._reserved()) >= RELAYS:
-            self._find_pause_s = FIND_FIRST_S
-        elif now >= self._find_again_at_s:
-            self._find_again_at_s = now + self._find_pause_s
-            self._find_pause_s = min(FIND_MAX_S, 2 * self._find_pause_s)
-            await self._node.find_relays()
 
     async def detour(self, node_id: NodeId) -> None:
         """A connection with a node none of whose addresses answers. Raises NodeUnreachable."""
