@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import msgspec
 import numpy as np
 import pytest
@@ -17,9 +18,15 @@ from bench.common.shapes import Shape, build
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc.kv import LookUpPrefix
-from swarmllm_workers.engine.kv_layout import KvLayout, turned
+from swarmllm_workers.engine.kv_layout import KvLayout, kv_encoding, kv_layout, turned
 from swarmllm_workers.engine.kv_state import BadState, converted, join_states, read_state, rows_apart
+from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.segment_file import n_layers_of
+from swarmllm_workers.gguf_file import open_source
+from swarmllm_workers.kernels import row_attention
 
+from .blueprint import write
+from .families import FAMILIES
 from .test_batching import Room, open_room  # noqa: F401
 from .test_prefix_travel import (
     SETTINGS,
@@ -137,6 +144,55 @@ def test_a_worker_says_what_it_can_convert_to(open_room: OpenRoom) -> None:  # n
         room = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **settings)
         looked_up = send(room, LookUpPrefix(id=0, start=0, end=LAYERS[1]), NAMES)[0]
         assert looked_up.kv_type == settings["kv_type"]
+
+
+GUIDE = open_source(GUIDE_PATH)
+FUSED = EngineSettings(flash_attention="on")
+
+
+@pytest.mark.parametrize(
+    ("text", "turns"), [("", True), ("0", True), ("x1", True), ("1", False), (" 01", False)]
+)
+def test_what_libllama_reads_of_its_variable_counts(
+    monkeypatch: pytest.MonkeyPatch, text: str, turns: bool
+) -> None:
+    """`LLAMA_ATTN_ROT_DISABLE`: nodes of which only one has set it convert nothing."""
+    as_it_comes = kv_encoding.__wrapped__()
+    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", text)
+    layout = kv_layout(GUIDE, FUSED)
+    assert layout is not None
+    assert ((layout.k_turned, layout.v_turned) != (0, 0)) == turns
+    assert (kv_encoding.__wrapped__() == as_it_comes) == turns
+
+
+def test_what_is_not_known_is_not_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_gpu = EngineSettings(flash_attention="auto", n_gpu_layers=1)
+    assert (kv_layout(GUIDE, on_gpu) is None) == row_attention.is_installed()
+    monkeypatch.setattr(llama_cpp, "__version__", "0.0.1")
+    assert kv_layout(GUIDE, FUSED) is None
+
+
+@pytest.mark.parametrize("attention", ["auto", "on", "off"])
+@pytest.mark.parametrize("family", ["llama-3.1", "gemma", "qwen3-moe", "baichuan 13b", "deepseek-v3"])
+def test_the_layout_is_that_in_which_libllama_writes(
+    open_room: OpenRoom,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+    attention: str,
+) -> None:
+    path = write(tmp_path / "m.gguf", FAMILIES[family])
+    room = open_room(path, (0, n_layers_of(open_source(path))), flash_attention=attention, **SETTINGS)
+    engine = room.handlers.state.engine()
+    room.generate(TOKENS % engine.n_vocab, "first")
+    room.run()
+    given = export(room, names(BEGINNING % engine.n_vocab, n_layers=engine.n_layers), 0, B)
+    assert given
+    if engine.kv_layout is None:
+        assert family == "deepseek-v3", "it keeps latent vectors"
+    else:
+        assert converted(given, engine.kv_layout) == given
+        other = replace(engine.kv_layout, is_transposed=not engine.kv_layout.is_transposed)
+        assert converted(given, other) != given
 
 
 TURNED = {"k_turned": 64, "v_turned": 32}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -24,8 +25,6 @@ from swarmllm_workers.kernels import row_attention
 
 _TURNED_BY: Final = 64
 _TURNS_NOT: Final = "LLAMA_ATTN_ROT_DISABLE"
-_NEVER_FUSED: Final = frozenset({"grok"})
-"""libllama has no fused attention for them."""
 
 
 @dataclass(frozen=True)
@@ -47,45 +46,49 @@ class KvLayout:
 def kv_layout(source: GgufFile, settings: EngineSettings) -> KvLayout | None:
     """Of the contexts of a model with these settings. None: it is not known, or KV of the model cannot be
     brought from one layout to another."""
-    architecture = source.text("general.architecture")
-    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
-    if attention == "auto" and settings.n_gpu_layers:
+    fused, widths = is_fused(source, settings), _head_widths(source)
+    if fused is None or widths is None or llama_cpp.__version__ not in TRIED_RELEASES:
         return None
-    widths = _head_widths(source, architecture)
-    if widths is None or llama_cpp.__version__ not in TRIED_RELEASES:
-        return None
-    is_fused = attention != "off" and architecture not in _NEVER_FUSED
     k_width, v_width = widths
     turns = not _turns_not()
     return KvLayout(
         is_q8_0=settings.kv_type == "q8_0",
-        is_transposed=not is_fused,
+        is_transposed=not fused,
         # The largest power of two that divides the width.
         k_turned=k_width & -k_width if turns and k_width % _TURNED_BY == 0 else 0,
         v_turned=_TURNED_BY if turns and v_width % _TURNED_BY == 0 else 0,
     )
 
 
-def _head_widths(source: GgufFile, architecture: str) -> tuple[int, int] | None:
-    """Of K and V; None: of one kind of attention that keeps something else, or different in each layer."""
-    named = (
-        f"{architecture}.attention.{key}"
-        for key in ("key_length", "value_length", "head_count", "kv_lora_rank")
-    )
-    found = [source.values.get(key) for key in named]
-    if found[3] is not None or any(value is not None and value.type == ARRAY for value in found):
+def is_fused(source: GgufFile, settings: EngineSettings) -> bool | None:
+    """Whether attention is; None: "auto", which libllama decides by what the GPU can do."""
+    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
+    # libllama has no fused attention for Grok, and switches it off.
+    if attention == "off" or source.text("general.architecture") == "grok":
+        return False
+    return None if attention == "auto" and settings.n_gpu_layers else True
+
+
+def _head_widths(source: GgufFile) -> tuple[int, int] | None:
+    """Of K and V; None: the model keeps something else, or the widths are not the same in all layers."""
+    name = source.text("general.architecture")
+    widths = [
+        source.values.get(f"{name}.attention.{key}") for key in ("key_length", "value_length", "head_count")
+    ]
+    keeps_latents = f"{name}.attention.kv_lora_rank" in source.values
+    if keeps_latents or any(value is not None and value.type == ARRAY for value in widths):
         return None
-    n_heads = source.integer(f"{architecture}.attention.head_count", 0)
-    plain = source.integer(f"{architecture}.embedding_length", 0) // n_heads if n_heads else 0
-    k = source.integer(f"{architecture}.attention.key_length", plain)
-    v = source.integer(f"{architecture}.attention.value_length", plain)
+    n_heads = source.integer(f"{name}.attention.head_count", 0)
+    plain = source.integer(f"{name}.embedding_length", 0) // n_heads if n_heads else 0
+    k = source.integer(f"{name}.attention.key_length", plain)
+    v = source.integer(f"{name}.attention.value_length", plain)
     return (k, v) if k > 0 and v > 0 else None
 
 
 def _turns_not() -> bool:
-    """As libllama reads its variable."""
-    text = os.environ.get(_TURNS_NOT, "")
-    return text.strip().lstrip("+-")[:1] in set("123456789")
+    """As libllama reads its variable, with `atoi`."""
+    number = re.match(r"\s*[+-]?(\d+)", os.environ.get(_TURNS_NOT, ""))
+    return number is not None and int(number[1]) != 0
 
 
 @cache

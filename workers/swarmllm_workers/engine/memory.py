@@ -18,13 +18,13 @@ from typing import Final
 
 from swarmllm_proto.ipc import KvType
 from swarmllm_workers.engine import gpus
+from swarmllm_workers.engine.kv_layout import is_fused
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory_dry_run import dry_run, other_bytes
 from swarmllm_workers.engine.ranges import Range, join, merge
 from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
-from swarmllm_workers.kernels import row_attention
 
 _F32: Final = 4
 _F16: Final = 2
@@ -132,7 +132,7 @@ def _work_bytes(source: GgufFile, settings: EngineSettings, n_batch: int, *, has
     n_layers = _number(source, "block_count")
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
     n_masks = 2 if _number(source, "attention.sliding_window") else 1
-    n_scores = n_masks if _is_fused(settings, source) else n_heads + 2 * n_masks
+    n_scores = n_masks if is_fused(source, settings) else n_heads + 2 * n_masks
     width = 2 * _widest(source) + 4 * _number(source, "embedding_length")
     n_outputs = settings.n_slots + settings.prefixes.n_cells_entries if has_head else 0
     buffer_bytes = int(n_batch * _F32 * (n_scores * settings.n_ctx + width))
@@ -145,7 +145,7 @@ def _compute_bytes(source: GgufFile, settings: EngineSettings, n_batch: int) -> 
     """What ggml takes besides: the second factor of the largest product, in f16 at most."""
     n_layers = _number(source, "block_count")
     n_heads = max((_number(source, "attention.head_count", layer) for layer in range(n_layers)), default=0)
-    n_scores = 0 if _is_fused(settings, source) else n_heads * settings.n_ctx
+    n_scores = 0 if is_fused(source, settings) else n_heads * settings.n_ctx
     return n_batch * _F16 * max(n_scores, _widest(source), _number(source, "embedding_length"))
 
 
@@ -158,15 +158,6 @@ def _widest(source: GgufFile) -> int:
 
 def _n_vocab(source: GgufFile) -> int:
     return source.tensors["token_embd.weight"].shape[-1] if "token_embd.weight" in source.tensors else 0
-
-
-def _is_fused(settings: EngineSettings, source: GgufFile) -> bool:
-    """On a GPU "auto" may turn out to be plain, and is predicted as that; libllama has no fused attention for
-    Grok."""
-    attention = row_attention.chosen(settings.flash_attention, settings.kv_type)
-    if attention == "auto":
-        return not settings.n_gpu_layers and source.text("general.architecture") != "grok"
-    return attention == "on"
 
 
 def _number(source: GgufFile, key: str, layer: int = 0, default: int = 0) -> int:

@@ -94,8 +94,9 @@ class GenerateWork:
         self._has_begun = False
         self._n_running = 0
         self._n_cached = 0
-        self._other_format = False
         """Rows of the prompt that an earlier request had computed."""
+        self._other_format = False
+        """Some of them came from another node in another format."""
         self._prefill_s = 0.0
         self._decode_s = 0.0
         # What is guessed is checked in batches of other sizes.

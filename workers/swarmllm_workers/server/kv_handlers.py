@@ -158,7 +158,7 @@ class PrefixHandlers:
             if where is not None and message.n_rows * engine.footprint.row_bytes(*wanted) <= PREFIX_KV_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
             self._state.parsing.begin(
-                self._sending(message, name, rows), partial(self._state.fail, message.id)
+                self._sending(message, name, rows, engine.kv_layout), partial(self._state.fail, message.id)
             )
         elif where is None:
             self._after_cutting(message, partial(self._export, message, payload))
@@ -167,19 +167,18 @@ class PrefixHandlers:
                 self._exporting(message, where, name), partial(self._state.fail, message.id)
             )
 
-    def _sending(self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None) -> Operation[None]:
-        if rows and message.layers is not UNSET:
-            first, end = (layer - message.start for layer in message.layers)
-            try:
+    def _sending(
+        self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None, layout: KvLayout | None
+    ) -> Operation[None]:
+        """`layout`: of the engine that gave the rows."""
+        try:
+            if rows and message.layers is not UNSET:
+                first, end = (layer - message.start for layer in message.layers)
                 rows = yield partial(layers_of, rows, message.end - message.start, first, end)
-            except BadState:
-                rows = None
-        layout = self._state.engine().kv_layout
-        if rows and message.kv_type is not UNSET:
-            try:
+            if rows and message.kv_type is not UNSET:
                 rows = (yield partial(converted, rows, layout.rounded)) if layout is not None else None
-            except BadState:
-                rows = None
+        except BadState:
+            rows = None
         if not rows:
             self._state.send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return
@@ -221,10 +220,12 @@ class PrefixHandlers:
             raise CallError("bad_message", "the bytes have another digest", "digest")
         try:
             if message.from_peer:
-                layout = self._state.engine().kv_layout if message.other_format is True else None
-                if message.other_format is True and layout is None:
-                    self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=0))
-                    return
+                layout = None
+                if message.other_format is True:
+                    layout = self._state.engine().kv_layout
+                    if layout is None:
+                        self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=0))
+                        return
                 snapshot, slices = yield partial(_joined, parts, layout)
                 yield from self._taking(message, name, snapshot, slices)
                 return
