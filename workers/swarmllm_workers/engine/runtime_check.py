@@ -146,7 +146,8 @@ def shortcomings() -> tuple[str, ...]:
     release = llama_cpp.__version__
     if release not in TRIED_RELEASES:
         found.append(
-            f"llama-cpp-python {release} has not been tried here (tried: {', '.join(TRIED_RELEASES)}): cut models "
-            "may compute something else, and KV of another format is not converted; install one that was tried"
+            f"llama-cpp-python {release} has not been tried here (tried: {', '.join(TRIED_RELEASES)}): cut "
+            "models may compute something else, and KV of another format is not converted; install one that "
+            "was tried"
         )
     return tuple(found)
