@@ -226,7 +226,7 @@ class Store:
     """Blocks."""
     kv_format: str = "f16"
     kv_type: Any = "f16"
-    kv_encoding: str = "as here"
+    kv_encoding: Any = "as here"
     row_bytes: int = ROW_BYTES
     outcome: Any = "equal"
     refuses: str = ""
@@ -706,3 +706,24 @@ async def test_what_stages_keep_is_given_under_the_names_of_the_origin(autojump_
     answers = [await serving.answer(NEAR, request) for request in (of_other, of_own, beyond)]
     assert [answer.status for answer in answers] == ["ok", "ok", "absent"]
     assert store.scopes == [("4:8", FAR), ("2:8", "")]
+
+
+@pytest.mark.parametrize(("theirs", "status"), [("as here", "ok"), ("other", "absent"), (UNSET, "absent")])
+@pytest.mark.parametrize("says_its_own", [True, False])
+async def test_rows_are_converted_only_where_both_nodes_say_how_theirs_are_encoded(
+    autojump_clock: MockClock, theirs: Any, status: str, says_its_own: bool
+) -> None:
+    store = Store(n_kept=10, kv_format="other", kv_encoding="as here" if says_its_own else UNSET)
+    serving = PrefixServing(ME, store, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
+    request = PrefixKvFetch(
+        model_id=MODEL,
+        names=b"".join(HASHES),
+        kv_format="f16",
+        first_row=0,
+        n_rows=B,
+        takes="f16",
+        kv_encoding=theirs,
+    )
+    answer = await serving.answer(NEAR, request)
+    assert answer.status == (status if says_its_own else "absent")
+    assert answer.other_format is (True if answer.status == "ok" else UNSET)

@@ -315,12 +315,19 @@ def in_slices(state: bytes, n_rows: int, n_each: int = 50) -> list[tuple[bytes, 
     return [(state[4 * at : 4 * (at + n_each)], min(n_each, n_rows - at)) for at in range(0, n_rows, n_each)]
 
 
-def from_peer(worker: Worker, tokens: list[int], *, shift: int = THEIRS, n_min: int = 0) -> bool:
+def from_peer(
+    worker: Worker, tokens: list[int], *, shift: int = THEIRS, n_min: int = 0, other_format: bool = False
+) -> bool:
     theirs = np.array([token + shift for token in tokens], np.int32).tobytes()
     name = Name(named(tokens).hashes)
-    return complete(
-        worker.cache.taking_from_peer(worker.where, name, Snapshot((theirs,), len(tokens), n_min))
-    )
+    snapshot = Snapshot((theirs,), len(tokens), n_min)
+    return complete(worker.cache.taking_from_peer(worker.where, name, snapshot, other_format=other_format))
+
+
+def right_rows_of_another_format(worker: Worker, tokens: list[int]) -> None:
+    assert from_peer(worker, tokens, other_format=True)
+    worker.cache.judge(named(tokens), is_right=True)
+    worker.trusts_theirs = True
 
 
 def test_the_fullest_segment_says_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,3 +704,52 @@ def test_checked_work_shares_the_rows_of_a_request_that_runs_on_no_others(worker
     assert worker.begin("first", [*tokens, 1]) == 2 * B
     assert worker.begin("second", [*tokens, 1], own_kv=True) == 0
     assert worker.begin("third", [*tokens, 1], own_kv=True) == 2 * B, "of the second one"
+
+
+def test_what_rests_on_rows_of_another_format_says_so_until_it_ends(worker: Worker) -> None:
+    stem, says_so = STEMS[0], worker.cache.is_of_other_format
+    right_rows_of_another_format(worker, stem[: 2 * B])
+    assert worker.begin("first", stem[: 3 * B]) == 2 * B
+    assert worker.begin("second", stem[: 4 * B]) == 3 * B, "by way of the first one"
+    assert worker.begin("own", [*stem[: 3 * B], 1], own_kv=True) == 0
+    assert [says_so(each) for each in ("first", "second", "own")] == [True, True, False]
+    worker.end("own", keeps=False)
+    worker.cache.rename("first", "renamed")
+    worker.slots.rename("first", "renamed")
+    worker.running["renamed"] = worker.running.pop("first")
+    assert (says_so("first"), says_so("renamed")) == (False, True)
+    for request_id in ("renamed", "second"):
+        worker.end(request_id)
+        assert not says_so(request_id)
+    assert all(kept.other_format for kept in worker.cache)
+    assert worker.cache.export_rows(worker.where, named(stem[: 2 * B]), 0, B) is None
+    worker.check()
+
+
+def test_rows_of_another_format_are_kept_once_and_own_ones_beside_them(worker: Worker) -> None:
+    stem = STEMS[0]
+    right_rows_of_another_format(worker, stem[: 3 * B])
+    n_changes = worker.cache.n_changes
+    assert worker.begin("again", stem[: 3 * B]) == 2 * B
+    worker.end("again")
+    assert worker.cache.n_changes == n_changes, "they are known"
+    assert worker.begin("own", stem[: 3 * B], own_kv=True) == 0
+    worker.end("own")
+    assert [kept.other_format for kept in worker.cache] == [False], "own ones take their place"
+    worker.check()
+
+
+def test_own_rows_stay_and_come_first_also_from_host_memory(worker: Worker) -> None:
+    stem, says_so = STEMS[0], worker.cache.is_of_other_format
+    worker.run(stem[: 2 * B])
+    worker.cache.make_room(worker.where, N_CELLS)
+    right_rows_of_another_format(worker, stem[: 4 * B])
+    assert worker.begin("long", stem[: 5 * B]) == 4 * B
+    assert says_so("long")
+    for runs in (True, False):
+        if not runs:
+            worker.end("long")
+        assert worker.begin("short", stem[: 2 * B + 1]) == 2 * B
+        assert not says_so("short")
+        worker.end("short", keeps=False)
+    worker.check()

@@ -119,9 +119,9 @@ def test_own_rows_stay_beside_longer_ones_of_another_format(open_room: OpenRoom)
     n_own = n_told(asker)
     assert n_own == 2
     assert bring_other(asker, slices(filled(open_room, **FORMATS["q8_0"]))).n_blocks == 4
-    asker.generate(TOKENS, "long")
-    asker.generate(short, "short")
-    asker.run()
+    for name, tokens in (("long", TOKENS), ("short", short)):
+        asker.generate(tokens, name)
+        asker.run()
     assert (done(asker, "long").n_cached_tokens, done(asker, "long").other_format) == (4 * B, True)
     assert done(asker, "short").n_cached_tokens == 2 * B
     assert done(asker, "short").other_format is msgspec.UNSET
