@@ -225,6 +225,7 @@ class Libp2pRouter:
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
         if node_id == self.node_id or node_id in self._connected:
+            self._liveness.warm(node_id)
             await trio.lowlevel.checkpoint()
             return
         began_s = trio.current_time()
@@ -426,6 +427,7 @@ class Libp2pRouter:
         now = trio.current_time()
         self._reachable.used(node_id, now)
         self.plane.used(node_id)
+        self._liveness.warm(node_id)
         # A peer may have greeted this node before this node has greeted it: to answer it must be possible.
         if node_id in self._connected or self.host.is_connected(node_id):
             return timeout_s

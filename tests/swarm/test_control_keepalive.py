@@ -18,7 +18,14 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.change_feed import ChangeFeed
-from swarmllm.swarm.data.keepalive import CHECK_S, PING_S, SILENCE_S
+from swarmllm.swarm.data.keepalive import (
+    CHECK_S,
+    PING_S,
+    REST_AFTER_S,
+    REST_PING_S,
+    REST_SILENCE_S,
+    SILENCE_S,
+)
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.libp2p.control_keepalive import (
     YAMUX_PING_S,
@@ -171,15 +178,49 @@ async def test_a_peer_that_freezes_is_given_up_in_time_and_not_before(
         assert frozen_s < lasted_s < frozen_s + OUT_OF_ROUTES_S - 0.3
 
 
-async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_every_other_second(
+async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_in_ten_seconds(
     autojump_clock: MockClock,
 ) -> None:
+    """In the first minute, and after each that something is asked of it, every other second."""
     watched_s = 600.0
-    async with joined() as (keepalive, here, _):
-        with trio.move_on_after(watched_s) as watch:
-            await keepalive.falls_silent(NODE_ID, never)
-        assert watch.cancelled_caught
-        assert here.n_writes <= watched_s / PING_S + 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
+    async with joined() as (keepalive, here, _), trio.open_nursery() as nursery:
+        nursery.start_soon(keepalive.falls_silent, NODE_ID, never)
+        await trio.sleep(REST_AFTER_S)
+        n_busy = here.n_writes
+        assert 0.8 * REST_AFTER_S / PING_S <= n_busy <= REST_AFTER_S / PING_S + 4
+        await trio.sleep(watched_s)
+        n_resting = here.n_writes - n_busy
+        n_measured = 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
+        assert 0.5 * watched_s / REST_PING_S <= n_resting <= watched_s / REST_PING_S + n_measured
+        keepalive.used(NODE_ID)
+        await trio.sleep(REST_AFTER_S)
+        assert here.n_writes >= n_busy + n_resting + 0.8 * REST_AFTER_S / PING_S
+        keepalive.used("nobody")
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("frozen_s", [100.0, 113.7, 300.0])
+async def test_a_peer_that_freezes_at_rest_is_given_up_later_unless_something_is_asked_of_it(
+    frozen_s: float, autojump_clock: MockClock
+) -> None:
+    for is_used in (False, True):
+        async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
+            began_s = trio.current_time()
+
+            async def freeze(there: Session, keepalive: ControlKeepalive, is_used: bool) -> None:
+                await trio.sleep(frozen_s)
+                there.freeze()
+                await trio.sleep(3.0)
+                if is_used:
+                    keepalive.used(NODE_ID)
+
+            nursery.start_soon(freeze, there, keepalive, is_used)
+            assert await keepalive.falls_silent(NODE_ID, never)
+            after_s = trio.current_time() - began_s - frozen_s
+            if is_used:
+                assert 3.0 + SILENCE_S <= after_s < 3.0 + OUT_OF_ROUTES_S
+            else:
+                assert REST_SILENCE_S - REST_PING_S < after_s < REST_SILENCE_S + 1.0
 
 
 async def test_a_connection_that_nobody_watches_costs_two_messages_a_minute_and_ends_with_its_peer(

@@ -13,6 +13,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.peers import liveness
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -232,3 +233,28 @@ async def test_a_large_message_teaches_its_receiver_what_the_link_carries(tmp_pa
         (peer,) = b.peers()
         assert peer.bytes_per_s is not None
         assert peer.bytes_per_s > 0
+
+
+@pytest.mark.parametrize("how", ["reach", "request"])
+async def test_a_neighbour_for_gossip_has_a_data_connection_once_there_is_work_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(liveness, "EARLY_DATA_PEERS", 0)
+    async with two_nodes(tmp_path) as (a, b):
+
+        async def answer(sender: NodeId, body: bytes) -> bytes:
+            return body
+
+        async def ignore(sender: NodeId, header: bytes, payload: memoryview) -> None: ...
+
+        b.serve(answer, ignore)
+        assert not a.plane.has_connection(b.node_id)
+        if how == "reach":
+            await a.reach(b.node_id)
+        else:
+            assert await a.request(b.node_id, b"?") == b"?"
+        with trio.fail_after(DEADLINE_S):
+            while not b.plane.has_connection(a.node_id):  # noqa: ASYNC110 (it has no event)
+                await trio.sleep(0.02)
+        await exchange(a, b, [b"after"])
+        assert (a.connected(), b.connected()) == ({b.node_id}, {a.node_id})

@@ -9,7 +9,14 @@ import random
 
 import pytest
 
-from swarmllm.swarm.libp2p.held_gossip import WAITING_MAX, HeldGossip
+from swarmllm.swarm.libp2p.held_gossip import (
+    MUCH_NEWS,
+    NEWS_S,
+    NEWS_WAITS_S,
+    WAITING_MAX,
+    HeldGossip,
+    NewsPace,
+)
 
 
 def test_what_waits_goes_together_when_the_first_of_it_is_due() -> None:
@@ -51,6 +58,17 @@ def test_so_many_wait_and_no_more() -> None:
         assert held.due(0.0) == []
         held.hold("peer", b"%d" % number, number, 4.0, now=0.0)
     assert held.due(0.0) == [("peer", list(range(WAITING_MAX)))]
+
+
+def test_news_waits_only_while_there_is_much_of_it() -> None:
+    pace, rare_s = NewsPace(), NEWS_S / MUCH_NEWS * 1.5
+    assert [pace.may_wait_s(each * rare_s) for each in range(100)] == [0.0] * 100
+    now = 100 * rare_s
+    waits_s = [pace.may_wait_s(now + each / 1000) for each in range(20)]
+    assert waits_s == sorted(waits_s)
+    assert 1 <= waits_s.count(0.0) <= MUCH_NEWS
+    assert set(waits_s) == {0.0, NEWS_WAITS_S}
+    assert pace.may_wait_s(now + 10 * NEWS_S) == 0.0
 
 
 def test_nothing_waits_for_who_is_gone() -> None:

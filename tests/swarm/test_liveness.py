@@ -21,11 +21,36 @@ from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, NodeUnrespons
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
-from swarmllm.swarm.peers.liveness import GUEST_S, GUESTS_MAX, Liveness, LivenessParts
+from swarmllm.swarm.peers.liveness import (
+    EARLY_DATA_PEERS,
+    GUEST_S,
+    GUESTS_MAX,
+    SLOW_EXCHANGE_S,
+    UNHURRIED_MAX_S,
+    Liveness,
+    LivenessParts,
+)
 from swarmllm.swarm.records.exchange import KIND_LET_GO
 from swarmllm_proto.identifiers import NodeId
 
+from .dht.swarm_of import contacts
+
 HERE = (Address("192.0.2.1", 8810),)
+
+
+class Talker:
+    """What carries the streams of a peer that is always heard."""
+
+    peer_id = _ping_id = 0
+
+    def __init__(self) -> None:
+        self.secured_conn = self
+
+    @property
+    def _heard_at_s(self) -> float:
+        return trio.current_time()
+
+    async def _write_frame(self, frame: bytes) -> None: ...
 
 
 class Host:
@@ -40,7 +65,7 @@ class Host:
         """At those."""
         self.defect: Exception | None = None
         self.closed: list[NodeId] = []
-        self.voices: list[Any] = []
+        self.voices: list[Any] = [Talker()]
         """What carries the streams of every peer."""
         self.watcher: PeerWatcher | None = None
         self.ips: dict[NodeId, str] = {}
@@ -447,6 +472,48 @@ async def test_one_that_said_goodbye_is_not_called_back_at_once(
         assert (it.due() == [B]) is not is_called_back, "it is being dialled, or is now"
 
 
+NEIGHBOURS = [contact.node_id for contact in contacts(EARLY_DATA_PEERS + 2, seed=11)]
+
+
+async def test_some_peers_have_a_data_connection_early_and_the_others_when_there_is_work(
+    autojump_clock: MockClock,
+) -> None:
+    async with node("1" + A) as it:
+        for peer in NEIGHBOURS:
+            it.host.open(peer)
+            await trio.sleep(1.0)
+        await trio.sleep(60.0)
+        assert it.plane.connected == set(NEIGHBOURS[:EARLY_DATA_PEERS])
+        assert set(it.liveness.connected) == set(NEIGHBOURS)
+        it.liveness.warm(NEIGHBOURS[-1])
+        it.liveness.warm(NEIGHBOURS[0])
+        it.liveness.warm(C)
+        await trio.sleep(1.0)
+        assert [peer for peer, _ in it.plane.reached] == [*NEIGHBOURS[:EARLY_DATA_PEERS], NEIGHBOURS[-1]]
+        it.plane.close(NEIGHBOURS[0], "lost")
+        it.host.open(C)
+        await trio.sleep(60.0)
+        assert not it.plane.has_connection(C), "there are enough"
+
+
+@pytest.mark.parametrize(
+    ("took_s", "waits_s"), [(SLOW_EXCHANGE_S, 0.0), (1.2, 24.0), (20.0, UNHURRIED_MAX_S)]
+)
+async def test_where_records_come_slowly_the_data_connection_waits_unless_there_is_work(
+    autojump_clock: MockClock, took_s: float, waits_s: float
+) -> None:
+    async with node(A) as it:
+        it.greeting_s = took_s
+        began_s = trio.current_time()
+        for peer in (B, C):
+            it.host.open(peer)
+        await trio.sleep(took_s + 0.1)
+        it.liveness.warm(C)
+        await trio.sleep(60.0)
+        after_s = {peer: at_s - began_s - took_s for peer, at_s in it.plane.reached}
+        assert after_s == {B: pytest.approx(waits_s, abs=0.01), C: pytest.approx(min(0.1, waits_s), abs=0.01)}
+
+
 async def test_surplus_connections_end_once_they_are_idle(autojump_clock: MockClock) -> None:
     async with node() as it:
         it.host.is_busy = True
@@ -556,6 +623,19 @@ async def silent_peer() -> AsyncIterator[tuple[Node, Voice]]:
         await trio.sleep(SILENCE_S + 3 * CHECK_S)
         assert it.changes == [("connected", A), ("disconnected", A)]
         yield it, voice
+
+
+async def test_a_peer_at_rest_is_listened_to_closely_once_there_is_work_with_it(
+    autojump_clock: MockClock,
+) -> None:
+    async with node() as it:
+        it.plane.is_in_reach = False
+        it.host.open(A)
+        await trio.sleep(100.0)
+        it.host.voices = [Voice()]
+        it.liveness.warm(A)
+        await trio.sleep(SILENCE_S + 3 * CHECK_S)
+        assert it.changes == [("connected", A), ("disconnected", A)]
 
 
 async def test_a_silent_peer_that_speaks_counts_again_without_being_greeted(

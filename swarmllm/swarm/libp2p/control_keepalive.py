@@ -1,9 +1,13 @@
 """Decides whether a peer without a data connection is alive, from what libp2p receives.
 
 Between the exchange of records and the first data connection a peer counts as connected and has no keepalive;
-so does one to which no data connection can be made. All that comes over a libp2p connection shows that it
-lives. As on the data plane each side says so of its own accord (by yamux pings, which every implementation
-answers), and silence is judged alike: see keepalive. All of this ends with the first data connection.
+so does one to which no data connection can be made, or that is there for gossip only. All that comes over a
+libp2p connection shows that it lives. As on the data plane each side says so of its own accord (by yamux
+pings, which every implementation answers), and silence is judged alike: see keepalive. All of this ends with
+the first data connection.
+
+A peer that nothing is asked of for REST_AFTER_S is pinged, and judged, as on a data connection at rest. The
+other end need not rest for that: it answers a ping at any time.
 
 An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
 may meet and keep each other busy. So where this side is late itself, silence counts for less.
@@ -14,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, Final
 
@@ -72,6 +77,13 @@ async def _read_and_note(session: Any, n_bytes: int) -> bytes:
     return received
 
 
+@dataclass(eq=False, slots=True)
+class _Watched:
+    keepalive: Keepalive = field(default_factory=Keepalive)
+    woken: trio.Event = field(default_factory=trio.Event)
+    """Set, and made anew, when it is to be looked at sooner than was thought."""
+
+
 class ControlKeepalive:
     """`muxers(node_id)` are what carries the streams of its connections; `nursery` outlives every beat."""
 
@@ -80,18 +92,39 @@ class ControlKeepalive:
         self._muxers = muxers
         self._nursery = nursery
         self._beating: set[Any] = set()
+        self._watched: dict[NodeId, _Watched] = {}
+
+    def used(self, node_id: NodeId) -> None:
+        """Something is asked of the peer: it does not rest."""
+        watched = self._watched.get(node_id)
+        if watched is not None and watched.keepalive.used(trio.current_time()):
+            watched.woken.set()
+            watched.woken = trio.Event()
 
     async def falls_silent(self, node_id: NodeId, is_over: Callable[[], bool]) -> bool:
         """Returns True once nothing has come from the peer for too long, False once `is_over`."""
-        keepalive, now = Keepalive(), trio.current_time()
+        watched = self._watched[node_id] = _Watched()
+        try:
+            return await self._watch(node_id, watched, is_over)
+        finally:
+            if self._watched.get(node_id) is watched:
+                del self._watched[node_id]
+
+    async def _watch(self, node_id: NodeId, watched: _Watched, is_over: Callable[[], bool]) -> bool:
+        keepalive, now = watched.keepalive, trio.current_time()
         heard_at_s, allowance_s = now, 0.0
+        keepalive.may_rest(now)
         while True:
             keepalive.heard(heard_at_s + allowance_s)
             look_at_s = keepalive.next_look_s(now)
-            await trio.sleep_until(look_at_s)
+            with trio.move_on_at(look_at_s) as sleeping:
+                await watched.woken.wait()
             if is_over():
                 return False
             now = trio.current_time()
+            if not sleeping.cancelled_caught:
+                # Nobody listened closely until now.
+                heard_at_s = max(heard_at_s, now)
             late_s = max(0.0, now - look_at_s - LAST_LOOK_S)
             allowance_s = min(_ALLOWANCE_MAX_S, allowance_s + _ALLOWANCE * late_s)
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
@@ -103,6 +136,7 @@ class ControlKeepalive:
             if state == "unknown":
                 heard_at_s, allowance_s = now, 0.0
             if keepalive.ping_is_due(now):
+                keepalive.wrote(now)
                 self._beat(node_id)
 
     async def speaks_again(self, node_id: NodeId) -> None:

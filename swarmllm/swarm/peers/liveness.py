@@ -18,6 +18,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import trio
 
@@ -68,6 +69,14 @@ GUEST_S = 5.0
 """Where all places are taken, so many newcomers stay for so long: time enough to ask this node whom it knows,
 and to look for a place elsewhere."""
 _FAREWELL_S = 1.0
+EARLY_DATA_PEERS: Final = 4
+"""So many peers, about, have a data connection before it is needed; in a small swarm these are all. The
+others are there for gossip, and have one when there is work (`warm`): each costs a handshake, and beats."""
+SLOW_EXCHANGE_S: Final = 1.0
+UNHURRIED_SHARE: Final = 20.0
+UNHURRIED_MAX_S: Final = 30.0
+"""Where records take longer than SLOW_EXCHANGE_S many nodes meet on few processors, or over a bad line: the
+data connection waits for so many times as long."""
 _LARGER_ID_WAITS_S = 3.0
 _SURPLUS_S = 2.0
 """Between looks at a peer with more than one connection."""
@@ -279,6 +288,7 @@ class Liveness:
             self._settle(node_id)
 
     async def _count_when_answered(self, node_id: NodeId) -> None:
+        began_s = trio.current_time()
         try:
             is_new = await self._answers_as_a_node(node_id) and (
                 self._host.is_connected(node_id) and node_id not in self.connected
@@ -297,6 +307,9 @@ class Liveness:
                 node_id,
                 failed=partial(self._has_failed, node_id),
             )
+            took_s = trio.current_time() - began_s
+            if took_s > SLOW_EXCHANGE_S:
+                await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * took_s))
             await self._reach_early(node_id)
 
     def _lost_early(self, node_id: NodeId) -> None:
@@ -360,6 +373,18 @@ class Liveness:
         if it must."""
         if self._host.node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)
+        plane = self._plane
+        if plane is not None and sum(map(plane.has_connection, self.connected)) < EARLY_DATA_PEERS:
+            await self._reach_data(node_id)
+
+    def warm(self, node_id: NodeId) -> None:
+        """There is work with that peer, or there may be soon: have a data connection, if it counts."""
+        self._keepalives.used(node_id)
+        plane = self._plane
+        if plane is not None and node_id in self.connected and not plane.has_connection(node_id):
+            spawn(self._nursery, "peer", self._reach_data, node_id)
+
+    async def _reach_data(self, node_id: NodeId) -> None:
         plane = self._plane
         if plane is not None and node_id in self.connected and not plane.has_connection(node_id):
             try:

@@ -10,7 +10,13 @@ import trio
 from trio.testing import MockClock
 
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.dht import ANNOUNCE_EVERY_S, ENOUGH_PROVIDERS, Dht
+from swarmllm.swarm.discovery.dht.dht import (
+    ANNOUNCE_EVERY_S,
+    EAGER_CONTACTS,
+    ENOUGH_PROVIDERS,
+    UNHURRIED_S,
+    Dht,
+)
 from swarmllm.swarm.discovery.dht.messages import Contact, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dht.table import EXPIRY_S, ProviderBook
@@ -93,6 +99,25 @@ async def test_whoever_is_met_is_asked_once_and_known(autojump_clock: MockClock)
         n_asked = len(one.host.asked_of)
         await trio.sleep(SOON_S)
         assert len(one.host.asked_of) == n_asked, "nothing is new"
+
+
+async def test_few_are_asked_at_once_and_the_others_one_by_one_while_they_are_there(
+    autojump_clock: MockClock,
+) -> None:
+    async with nodes() as made:
+        one, others = made.start(), [made.start() for _ in range(EAGER_CONTACTS + 3)]
+        for other in others:
+            await one.host.dial(other.node_id, list(HERE))
+            one.dht.met(other.node_id)
+        await trio.sleep(1.0)
+        assert len(one.dht.core.table) == EAGER_CONTACTS + 1
+        gone = others[-2]
+        one.host.peers.discard(gone.node_id)
+        await trio.sleep(UNHURRIED_S)
+        assert len(one.dht.core.table) == EAGER_CONTACTS + 2
+        await trio.sleep(10 * UNHURRIED_S)
+        assert len(one.dht.core.table) == EAGER_CONTACTS + 2
+        assert gone.node_id not in one.dht.core.table
 
 
 async def test_what_is_here_is_told_at_once_and_again_before_it_is_forgotten(

@@ -8,9 +8,12 @@ announced once: the caller connects to what it uses, and the connected set decid
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import trio
 
@@ -52,6 +55,11 @@ ENOUGH_PROVIDERS = 8
 _SETTLE_S = 2.0
 """Nodes come in crowds: at the start, and when a partition heals."""
 _REFRESH_S = 600.0
+EAGER_CONTACTS: Final = 2
+"""So many entries of its routing table a node looks for at once among those that it meets. The others it asks
+one by one: where a hundred nodes start together, all meet many at the same time."""
+UNHURRIED_S: Final = 10.0
+"""Between two of them."""
 _LOOKUP_S = 20.0
 _HOLDERS = 20
 
@@ -204,6 +212,8 @@ class Dht:
         self._serving = Serving(self.core, node, parts.askers)
         self._changed = trio.Event()
         self._met = parts.met
+        self._unhurried_at_s = -math.inf
+        """From then on one more of those may be asked that are in no hurry."""
         self._provided_at_s: dict[bytes, float] = {}
         self._n_known_when_provided = 0
         self._n_lookups = 0
@@ -240,12 +250,12 @@ class Dht:
             return
         refresh_at_s = trio.current_time() + _REFRESH_S
         while True:
-            with trio.move_on_after(_SETTLE_S if self._due() else _REFRESH_S):
+            with trio.move_on_at(self._next_at_s(trio.current_time())):
                 await self._changed.wait()
             self._changed = trio.Event()
             n_before = len(self.core.table)
             async with trio.open_nursery() as nursery:
-                for contact in self._take_met():
+                for contact in self._take_met(trio.current_time()):
                     nursery.start_soon(self._get_to_know, contact)
             now = trio.current_time()
             if (not n_before and len(self.core.table)) or now >= refresh_at_s:
@@ -272,8 +282,19 @@ class Dht:
         found.pop(self._host.node_id, None)
         return [self.core.placed(contact) for contact in found.values()]
 
-    def _take_met(self) -> list[Contact]:
-        met = [Contact(node_id) for node_id in self._met]
+    def _next_at_s(self, now: float) -> float:
+        wait_s = _SETTLE_S if self._due() else _REFRESH_S
+        return min(now + wait_s, max(now, self._unhurried_at_s)) if len(self._met) else now + wait_s
+
+    def _take_met(self, now: float) -> list[Contact]:
+        """Who is to be asked now, of those that are still connected."""
+        connected = self._node.connected()
+        for node_id in [each for each in self._met if each not in connected]:
+            self._met.drop(node_id)
+        n_wanted = EAGER_CONTACTS - len(self.core.table)
+        if n_wanted <= 0 and (n_wanted := int(now >= self._unhurried_at_s)):
+            self._unhurried_at_s = now + UNHURRIED_S
+        met = [Contact(node_id) for node_id in itertools.islice(self._met, n_wanted)]
         for contact in met:
             self._met.drop(contact.node_id)
         return met
