@@ -31,7 +31,7 @@ from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.libp2p.gossip_mesh import DEGREE, DEGREE_HIGH, DEGREE_LOW
-from swarmllm.swarm.libp2p.held_gossip import HeldGossip, NewsPace
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip, UpdatePace
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.records.exchange import KIND_PEERS
@@ -129,7 +129,7 @@ class RecordNode:
         self._rng = rng
         self._seen: dict[bytes, None] = {}
         self._held = HeldGossip(rng)
-        self._news: defaultdict[str, NewsPace] = defaultdict(NewsPace)
+        self._updates: defaultdict[str, UpdatePace] = defaultdict(UpdatePace)
         self._held_changed = trio.Event()
         self._peers = PeerExchange(lambda node_id, body: self._ask(node_id, KIND_PEERS, body), self)
         self.spread: RecordSpread
@@ -232,7 +232,7 @@ class RecordNode:
             del self._seen[next(iter(self._seen))]
         if self.spread.validate(topic, content):
             wait_s = self.spread.may_wait_s(topic, content)
-            if wait_s := wait_s or self._news[topic].may_wait_s(trio.current_time()):
+            if wait_s := wait_s or self._updates[topic].may_wait_s(trio.current_time()):
                 self._hold(topic, content, sender, name, wait_s)
             else:
                 self._pass_on(topic, content, sender)

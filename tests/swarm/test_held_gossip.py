@@ -10,12 +10,12 @@ import random
 import pytest
 
 from swarmllm.swarm.libp2p.held_gossip import (
-    MUCH_NEWS,
-    NEWS_S,
-    NEWS_WAITS_S,
+    MANY_UPDATES,
+    MANY_WITHIN_S,
+    UPDATES_WAIT_S,
     WAITING_MAX,
     HeldGossip,
-    NewsPace,
+    UpdatePace,
 )
 
 
@@ -61,14 +61,14 @@ def test_so_many_wait_and_no_more() -> None:
 
 
 def test_news_waits_only_while_there_is_much_of_it() -> None:
-    pace, rare_s = NewsPace(), NEWS_S / MUCH_NEWS * 1.5
+    pace, rare_s = UpdatePace(), MANY_WITHIN_S / MANY_UPDATES * 1.5
     assert [pace.may_wait_s(each * rare_s) for each in range(100)] == [0.0] * 100
     now = 100 * rare_s
     waits_s = [pace.may_wait_s(now + each / 1000) for each in range(20)]
     assert waits_s == sorted(waits_s)
-    assert 1 <= waits_s.count(0.0) <= MUCH_NEWS
-    assert set(waits_s) == {0.0, NEWS_WAITS_S}
-    assert pace.may_wait_s(now + 10 * NEWS_S) == 0.0
+    assert 1 <= waits_s.count(0.0) <= MANY_UPDATES
+    assert set(waits_s) == {0.0, UPDATES_WAIT_S}
+    assert pace.may_wait_s(now + 10 * MANY_WITHIN_S) == 0.0
 
 
 def test_nothing_waits_for_who_is_gone() -> None:

@@ -42,7 +42,7 @@ from swarmllm.swarm.libp2p.gossip_mesh import (
     WORTH_OFFERING_BYTES,
     UnsignedGossipSub,
 )
-from swarmllm.swarm.libp2p.held_gossip import MUCH_NEWS
+from swarmllm.swarm.libp2p.held_gossip import MANY_UPDATES
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import load_or_create_identity
@@ -373,7 +373,7 @@ async def test_news_waits_where_there_is_much_of_it_and_arrives(tmp_path: Path) 
         with trio.fail_after(DEADLINE_S):
             while len(b.gossip._pubsub.router.mesh[MODELS]) < 2:  # noqa: ASYNC110 (the library tells nobody)
                 await trio.sleep(0.02)
-        news = [b"valid, %d" % number for number in range(int(10 * MUCH_NEWS))]
+        news = [b"valid, %d" % number for number in range(int(10 * MANY_UPDATES))]
         for content in news:
             await a.gossip.publish(MODELS, content)
         await b.hears(news[-1])

@@ -19,7 +19,7 @@ from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 
 from swarmllm.shared_ticks import next_tick_s
-from swarmllm.swarm.libp2p.held_gossip import HeldGossip, NewsPace
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip, UpdatePace
 
 DEGREE: Final = 4
 DEGREE_LOW: Final = 3
@@ -55,7 +55,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         """By what is done, and topic."""
         self.held = HeldGossip(random.Random(random.random()))
         self._held_changed = trio.Event()
-        self._news: defaultdict[str, NewsPace] = defaultdict(NewsPace)
+        self._updates: defaultdict[str, UpdatePace] = defaultdict(UpdatePace)
         """By topic."""
         super().__init__(*arguments, **options)
 
@@ -95,7 +95,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         if msg_forwarder != pubsub.my_id:
             if pubsub.is_with_all_neighbours(msg_forwarder, pubsub_msg):
                 return
-            hold_s = hold_s or self._news[topic].may_wait_s(trio.current_time())
+            hold_s = hold_s or self._updates[topic].may_wait_s(trio.current_time())
         elif neighbours := self._told_by_the_author(topic, pubsub_msg, hold_s):
             # Nor is it offered to anybody later.
             for peer_id in neighbours:

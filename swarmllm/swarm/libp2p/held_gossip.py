@@ -5,7 +5,7 @@ have it from somebody else at about the same moment. Here it waits for a while a
 make longer or shorter: who is told of it meanwhile by the very neighbour that it waits for need not tell that
 one. And what has come together by then travels in one packet.
 
-News waits only where there is much of it (`NewsPace`): a hundred nodes that start together have a hundred
+News waits only where there is much of it (`UpdatePace`): a hundred nodes that start together have a hundred
 things to say, and each packet costs its sender and its receiver more than what is in it.
 """
 
@@ -18,14 +18,14 @@ from typing import Any, Final
 
 WAITING_MAX: Final = 100
 """Messages for one neighbour. One more, and they all go at once."""
-NEWS_WAITS_S: Final = 1.0
+UPDATES_WAIT_S: Final = 1.0
 """At most, at each node that passes it on, where there is much."""
-MUCH_NEWS: Final = 4.0
-NEWS_S: Final = 2.0
-"""Much is more than MUCH_NEWS in about so many seconds."""
+MANY_UPDATES: Final = 4.0
+MANY_WITHIN_S: Final = 2.0
+"""Much is more than MANY_UPDATES in about so many seconds."""
 
 
-class NewsPace:
+class UpdatePace:
     """How much news there is. `now` as below."""
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class NewsPace:
         self._at_s = -math.inf
 
     def __repr__(self) -> str:
-        return f"<NewsPace {self._n:.1f}>"
+        return f"<UpdatePace {self._n:.1f}>"
 
     def may_wait_s(self, now: float) -> float:
         """For how long, at most, the news that has come now may wait. It is counted."""
-        self._n = 1.0 + self._n * math.exp(-max(0.0, now - self._at_s) / NEWS_S)
+        self._n = 1.0 + self._n * math.exp(-max(0.0, now - self._at_s) / MANY_WITHIN_S)
         self._at_s = now
-        return NEWS_WAITS_S if self._n > MUCH_NEWS else 0.0
+        return UPDATES_WAIT_S if self._n > MANY_UPDATES else 0.0
 
 
 @dataclass(slots=True)
