@@ -39,7 +39,7 @@ def boundaries(row: Architecture) -> str:
 
 def needs(row: Architecture) -> Iterator[str]:
     if row.sliding_window_period:
-        yield f"the layers with a sliding window are listed (period {row.sliding_window_period})"
+        yield f"which layers have a sliding window is written out (period {row.sliding_window_period})"
     if row.recurrent_period:
         yield "the recurrent layers are listed"
     if row.feeds_tokens:

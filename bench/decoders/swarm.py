@@ -72,7 +72,7 @@ def swarm_targets() -> dict[str, Target]:
         "relay address": _text(CircuitAddress.parse, f"{ADDRESS}/p2p-circuit"),
         "layer range": _text(LayerRange.parse, "0:12"),
         "pin": _text(Pin.parse, f"guide:0:4@{NODE_ID}"),
-        "segment file name": _text(parse_segment_name, "v3-0-12.gguf"),
+        "segment file name": _text(parse_segment_name, "v4-0-12.gguf"),
         "source of a model": _text(lambda text: parse_source(text, HUB), "hf:org/repo:model-Q4_K_M.gguf"),
     }
 

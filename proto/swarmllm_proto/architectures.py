@@ -56,6 +56,14 @@ PER_LAYER_KEYS: Final = frozenset(
 """Metadata keys (without the architecture's prefix) whose arrays have one element per layer."""
 
 
+def window_period(windowed: Sequence[bool]) -> int | None:
+    """The period by which libllama takes exactly these layers for ones that attend to a window: all but the
+    last of every so many. 0: all do. None: there is none."""
+    period = windowed.index(False) + 1 if False in windowed else 0
+    fits = all(is_windowed == ((at + 1) % period != 0) for at, is_windowed in enumerate(windowed) if period)
+    return period if fits else None
+
+
 @dataclass(frozen=True)
 class WrittenOut:
     """Metadata that every segment states, because libllama would derive it from the number of layers."""
@@ -82,8 +90,8 @@ class Architecture:
     present."""
     sliding_window_period: int = 0
     """Every so many layers one attends to everything and the others to a window, unless the metadata says
-    which: segments then get the list written out, and any cut works. 0: not so, or always in the
-    metadata."""
+    which: segments get a period that says it of their layers, or where none does, the list written out. So
+    any cut works. 0: not so, or always in the metadata."""
     sliding_window_dense_first: bool = False
     """The layer that attends to everything is the first of each period, not the last."""
     window_is_optional: bool = False
@@ -143,15 +151,25 @@ class Architecture:
         at = layer % period if period else 1
         return period == 0 or (at != 0 if self.sliding_window_dense_first else at < period - 1)
 
-    def pieces(self, start: int, end: int, cut_alignment: int) -> tuple[tuple[int, int], ...]:
-        """Layers [start, end) as one segment, or as several where one may not have so many layers."""
+    def pieces(
+        self, start: int, end: int, cut_alignment: int, periodic: Sequence[bool] = ()
+    ) -> tuple[tuple[int, int], ...]:
+        """Layers [start, end) as one segment, or as several where one may not have so many layers.
+        `periodic`: which layers of the model attend to a window, where a segment cannot list them: each then
+        has layers of which a period says it."""
         if self.is_generic:
             return tuple((at, min(at + cut_alignment, end)) for at in range(start, end, cut_alignment))
         size = end - start
-        if size not in self.avoided_n_layers | self.whole_n_layers:
+        if periodic and window_period(periodic[start:end]) is None:
+            middle = periodic.index(False, start) + 1  # a whole period may begin here
+        elif size in self.avoided_n_layers | self.whole_n_layers:
+            middle = start + max(size // 2 // cut_alignment, 1) * cut_alignment
+        else:
             return ((start, end),)
-        middle = start + max(size // 2 // cut_alignment, 1) * cut_alignment
-        return (*self.pieces(start, middle, cut_alignment), *self.pieces(middle, end, cut_alignment))
+        return (
+            *self.pieces(start, middle, cut_alignment, periodic),
+            *self.pieces(middle, end, cut_alignment, periodic),
+        )
 
     def windowed(
         self,
@@ -360,11 +378,14 @@ def cut_rule(
     number: Callable[[str], int | None],
     numbers: Callable[[str], Sequence[int] | None],
     checked_unit: int = 0,
+    *,
+    lists_windows: bool = True,
 ) -> CutRule:
     """The rule for a model; `number` and `numbers` look up its metadata, whole numbers and lists of them,
     by the full key (None: absent, or something else). `checked_unit`: what a self-check found: layers may be
     cut at multiples of it, or, where it is no less than the number of layers, nowhere; 0: nothing. It counts
-    where the table knows nothing, or allows at least as much."""
+    where the table knows nothing, or allows at least as much. `lists_windows`: False: a release of libllama
+    to which no list of its windows can be given."""
     if architecture in TEXT_ENCODERS:
         return CutRule(0, "it reads texts as a whole, and is not cut over nodes")
     row = ARCHITECTURES.get(architecture)
@@ -395,6 +416,12 @@ def cut_rule(
     if row.needs_window:
         windowed = row.windowed(n_layers, number, numbers)
         wanted.append(_Part(windowed, "every part needs a layer with a sliding window"))
+        if not lists_windows:
+            follows_window = [at == 0 or windowed[at - 1] or windowed[at] for at in range(len(windowed))]
+            if not all(follows_window):
+                return CutRule(0, "this release of libllama takes no list of its windows")
+            reason = "this release of libllama counts windows from a part's first layer"
+            wanted.append(_Part(windowed, reason, only_first=True))
     if (heads := numbers(f"{architecture}.attention.head_count")) is not None:
         has_sizes = all(number(f"{architecture}.attention.{key}_length") for key in ("key", "value"))
         may_be_first = [n > 0 and (has_sizes or n == heads[0]) for n in heads[:n_layers]]

@@ -5,7 +5,7 @@ Where the layers of a stored model lie: in the container, or in a segment file b
 
 A node that loads some layers of a container needs them as a segment file, and then their bytes are moved
 there: no layer lies on the disk twice. The segment files themselves say what has moved. One is called
-`segments/v3-4-8.gguf` (layout 3, layers 4 to 7), lies in the container's folder, and is complete as soon as
+`segments/v4-4-8.gguf` (layout 4, layers 4 to 7), lies in the container's folder, and is complete as soon as
 it has that name; what it holds of the model is read from there from then on, never from the container.
 
 Only what a segment alone needs moves: its layers, and with the head the output matrix. What several segments
@@ -26,7 +26,7 @@ from hashlib import blake2b
 
 from blake3 import blake3
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """To be raised when the worker writes something else for the same range."""
 FOLDER = "segments"
 UNFINISHED = "."

@@ -129,7 +129,7 @@ def test_what_a_killed_worker_left_half_written_is_swept(
     folder.mkdir()
     copies.mkdir()
     for each in (folder, copies):
-        (each / ".v3-0-1.gguf.4711").write_bytes(b"half")
+        (each / ".v4-0-1.gguf.4711").write_bytes(b"half")
         (each / "check-abc").mkdir()
         (each / "check-abc" / "part.gguf").write_bytes(b"half")
     (copies / f"{'ab' * 12}-0-1.gguf").write_bytes(b"of a file that has changed since")

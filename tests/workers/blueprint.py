@@ -122,6 +122,10 @@ def _as_published(
                 yield f"{stem}.ffn_{half}_exps.{part}", (shape[0], shape[1] // 2, *shape[2:])
             continue
         yield name, shape
+    if "nextn_predict_layers" in family.keys:
+        layer, n_embd = f"blk.{family.n_layers - 1}.nextn", family.keys["embedding_length"]
+        yield f"{layer}.eh_proj.weight", (2 * n_embd, n_embd)
+        yield from ((f"{layer}.{name}.weight", (n_embd,)) for name in ("enorm", "hnorm"))
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:

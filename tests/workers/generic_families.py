@@ -31,7 +31,14 @@ CUT_EXACTLY: Final[dict[str, tuple[Family, int]]] = {
     "bitnet": (Family("bitnet", BASE, absent=(NO_BIAS,), n_layers=_N_LAYERS, tied=True), 1),
     "jais-2": (
         Family(
-            "jais2", {**without(BASE, "attention.layer_norm_rms_epsilon"), **LAYER_NORM}, n_layers=_N_LAYERS
+            "jais2",
+            # As many heads of keys as of queries: 0.3.35 knows no other biases.
+            {
+                **without(BASE, "attention.layer_norm_rms_epsilon"),
+                **LAYER_NORM,
+                "attention.head_count_kv": 4,
+            },
+            n_layers=_N_LAYERS,
         ),
         1,
     ),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule
+from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule, window_period
 
 
 def numbers(**values: int) -> Callable[[str], int | None]:
@@ -145,6 +145,62 @@ def test_pieces_cover_a_range_without_forbidden_sizes(start: int, size: int, ali
     assert all(a[1] == b[0] for a, b in pairwise(pieces))
     assert not {b - a for a, b in pieces} & row.avoided_n_layers
     assert all((a - start) % alignment == 0 for a, _ in pieces)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_a_period_says_exactly_these_layers_or_none_does(windowed: list[bool]) -> None:
+    row = Architecture("a", sliding_window_period=2)
+    said = [
+        period
+        for period in range(len(windowed) + 1)
+        if [row.attends_in_window(layer, period) for layer in range(len(windowed))] == windowed
+    ]
+    assert ([window_period(windowed)] == said) if said else window_period(windowed) is None
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
+def test_pieces_have_layers_of_which_a_period_says_it(windowed: list[bool], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(windowed) - 1))
+    end = data.draw(st.integers(start + 1, len(windowed)))
+    pieces = Architecture("a", avoided_n_layers=frozenset({5})).pieces(start, end, 1, windowed)
+    assert [at for piece in pieces for at in range(*piece)] == list(range(start, end))
+    assert all(window_period(windowed[a:b]) is not None for a, b in pieces)
+    assert not {b - a for a, b in pieces} & {5}
+    assert ARCHITECTURES["gemma2"].pieces(start, end, 1) == ((start, end),)
+
+
+@given(st.integers(1, 8), st.integers(0, 60), st.integers(1, 60))
+def test_layers_that_repeat_are_two_pieces_at_most(period: int, start: int, size: int) -> None:
+    row = Architecture("a", sliding_window_period=period)
+    windowed = row.windowed(start + size, numbers(), no_lists)
+    assert len(row.pieces(start, start + size, 1, windowed)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "n_layers", "alignment"),
+    [
+        (None, 32, 2),
+        (3, 9, 3),
+        (3, 10, 3),  # in twos a part would begin with layer 2, which alone has no window
+        (2, 8, 2),
+        ([True, False, False, True, True, False, False, True], 8, 0),
+        ([True, True, False, True, True, True, False, True], 8, 4),
+        ([False, True] * 4, 8, 0),
+    ],
+)
+def test_parts_of_cohere2_begin_with_a_window_where_libllama_takes_no_list(
+    pattern: int | list[bool] | None, n_layers: int, alignment: int
+) -> None:
+    key = "cohere2.attention.sliding_window_pattern"
+    number = {key: pattern}.get if isinstance(pattern, int) else no_lists
+    listed = {key: [int(item) for item in pattern]}.get if isinstance(pattern, list) else no_lists
+    rule = cut_rule("cohere2", n_layers, number, listed, lists_windows=False)
+    assert rule.cut_alignment == alignment, rule.whole_reason
+    windowed = ARCHITECTURES["cohere2"].windowed(n_layers, number, listed)
+    for start in range(0, n_layers, alignment or n_layers):
+        for a, b in ARCHITECTURES["cohere2"].pieces(start, n_layers, alignment, windowed):
+            assert any(windowed[a:b]) or not alignment
+    assert cut_rule("gemma2", n_layers, number, no_lists, lists_windows=False).cut_alignment == 1
 
 
 def test_windows_follow_their_period() -> None:

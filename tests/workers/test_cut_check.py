@@ -13,7 +13,7 @@ import pytest
 from swarmllm.models.hashing import build_manifest
 from swarmllm_proto import architectures, ipc
 from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule, generic, units_to_try
-from swarmllm_workers.engine import cut_check
+from swarmllm_workers.engine import cut_check, releases
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings
@@ -138,7 +138,9 @@ def test_cuts_that_the_table_allows_are_tried_and_hold(name: str, unit: int, tmp
     progress: list[tuple[int, int]] = []
     verdict = check_cuts(path, tmp_path, SETTINGS, lambda done, total: progress.append((done, total)))
     assert verdict == CutVerdict(unit)
-    assert len(progress) > 2  # something was run
+    # Something was run, unless this release of libllama would read the whole file otherwise.
+    overlooked = "listed" in name and not releases.reads_window_lists(FAMILIES[name].architecture)
+    assert (len(progress) > 2) != (overlooked and "command" in name)
     assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
 
 

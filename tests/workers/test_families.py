@@ -6,24 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swarmllm.models.hashing import build_manifest
-from swarmllm_proto.architectures import ARCHITECTURES
-from swarmllm_workers.engine import loaded_layers
+from swarmllm_proto.architectures import ARCHITECTURES, window_period
+from swarmllm_workers.engine import loaded_layers, releases, segment_file, segment_maker
+from swarmllm_workers.engine.cut_check import check_cuts
 from swarmllm_workers.engine.engine import Engine
 from swarmllm_workers.engine.segment import EngineSettings, Span
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.gguf_file import ARRAY
 
 from .blueprint import write
 from .families import FAMILIES
-from .test_exactness import chain_logits, cuts, open_engine, steps, tokens_for, uncut_logits
+from .test_exactness import N_CTX, chain_logits, cuts, open_engine, steps, tokens_for, uncut_logits
 
 pytestmark = pytest.mark.slow
 
 CHUNKING = [1, 7, 32]
+SETTINGS = EngineSettings(n_ctx=N_CTX, n_slots=2, n_threads=1)
 RECURRENT = [
     "mamba",
     "mamba-2",
@@ -60,6 +64,23 @@ def family_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
+@pytest.fixture(scope="module")
+def as_libllama_reads(
+    family_file: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """A family's file, whose list of windows is a period where this release of libllama overlooks it."""
+
+    def make(name: str) -> Path:
+        family, key = FAMILIES[name], "attention.sliding_window_pattern"
+        listed = family.keys.get(key)
+        if not isinstance(listed, list) or releases.reads_window_lists(family.architecture):
+            return family_file(name)
+        keys = {**family.keys, key: window_period(listed)}
+        return write(tmp_path_factory.mktemp("periods") / "model.gguf", replace(family, keys=keys))
+
+    return make
+
+
 def test_the_required_architectures_have_a_family() -> None:
     assert set(REQUIRED.split()) <= {family.architecture for family in FAMILIES.values()}
     assert {family.architecture for family in FAMILIES.values()} <= set(ARCHITECTURES)
@@ -67,14 +88,16 @@ def test_the_required_architectures_have_a_family() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_is_exact_under_every_cut_that_its_rule_allows(
-    name: str, family_file: Callable[[str], Path], tmp_path: Path
+    name: str,
+    family_file: Callable[[str], Path],
+    as_libllama_reads: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    path = family_file(name)
-    engine = open_engine(path, tmp_path)
+    engine = open_engine(family_file(name), tmp_path)
     alignment = engine.rule.cut_alignment
     assert alignment > 0, engine.rule.whole_reason
     tokens = tokens_for(engine.n_vocab)
-    expected = uncut_logits(path, tokens, CHUNKING)
+    expected = uncut_logits(as_libllama_reads(name), tokens, CHUNKING)
     assert np.isfinite(expected).all()
     assert expected.std() > 0.05
     ways = list(cuts(engine.n_layers, alignment))
@@ -86,6 +109,72 @@ def test_family_is_exact_under_every_cut_that_its_rule_allows(
         assert np.abs(got - expected).max() == 0.0, bounds
         engine.layers.unload(0, engine.n_layers)
     engine.close()
+
+
+@pytest.mark.parametrize("shares_pages", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma-2", "gemma-3", "command-r7b", "command-r7b, other period", "command-r7b, listed", "olmo-3"],
+)
+def test_windows_are_exact_too_where_libllama_can_be_given_no_list_of_them(
+    name: str,
+    shares_pages: bool,
+    family_file: Callable[[str], Path],
+    as_libllama_reads: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As before 0.3.36. Then no segment has a list, and every range of layers is one of two that have a
+    period, at most."""
+    reference = as_libllama_reads(name)
+    monkeypatch.setattr(releases, "release", lambda: "0.3.35")
+    monkeypatch.setattr(segment_maker, "_shares_pages", lambda settings: shares_pages)
+    planned = segment_file.plan_values
+
+    def without_lists(*arguments: Any) -> Any:
+        values = planned(*arguments)
+        patterns = [value for key, value in values.items() if key.endswith("sliding_window_pattern")]
+        assert all(value.type != ARRAY for value in patterns)
+        return values
+
+    monkeypatch.setattr(segment_file, "plan_values", without_lists)
+    engine = open_engine(family_file(name), tmp_path)
+    tokens = tokens_for(engine.n_vocab)
+    expected = uncut_logits(reference, tokens, CHUNKING)
+    for bounds in ([0, engine.n_layers], *cuts(engine.n_layers, engine.rule.cut_alignment)):
+        engine.layers.load(0, engine.n_layers)
+        np.testing.assert_array_equal(chain_logits(engine, bounds, tokens, CHUNKING), expected)
+        for start, end in pairwise(bounds):
+            assert len(engine.route("r", start, end).segments) <= 2
+        engine.layers.unload(0, engine.n_layers)
+    engine.close()
+
+
+def test_windows_that_neither_file_nor_parts_can_tell_libllama_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of Command R7B in a row attend to everything: a part of the second alone has no window. Run
+    whole, the file would be computed with the windows of its architecture's period."""
+    family = FAMILIES["command-r7b"]
+    for pattern, is_run in (([True, False, False, True] * 2, False), ([True, True, True, False] * 2, True)):
+        keys = {**family.keys, "attention.sliding_window_pattern": pattern}
+        path = write(tmp_path / f"{is_run}.gguf", replace(family, keys=keys))
+        monkeypatch.setattr(releases, "release", lambda: "0.3.35")
+        engine = open_engine(path, tmp_path)
+        assert bool(engine.rule.cut_alignment) == is_run
+        if is_run:
+            engine.layers.load(0, 8)
+            assert len(engine.layers.segments) == 1
+        else:
+            with pytest.raises(CallError, match="overlooks which of its layers") as caught:
+                engine.layers.load(0, 8)
+            assert caught.value.kind == "cannot_cut"
+            assert check_cuts(path, tmp_path, SETTINGS, lambda done, total: None).unit == 0
+        engine.close()
+        monkeypatch.setattr(releases, "release", lambda: "0.3.36")
+        engine = open_engine(path, tmp_path)
+        assert engine.rule.cut_alignment == 2
+        engine.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

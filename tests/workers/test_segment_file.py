@@ -83,6 +83,9 @@ def test_sliding_windows_keep_to_their_layers(make_model: MakeModel, tmp_path: P
     key = "gemma3.attention.sliding_window_pattern"
     path = make_model("gemma3")
     assert value(cut_file(path, 4, 8, tmp_path / "a.gguf"), key) == [1, 0, 1, 1]
+    for (start, end), period in {(0, 12): 6, (4, 6): 2, (3, 6): 3, (6, 11): 0, (5, 6): None}.items():
+        fields = cut_file(path, start, end, tmp_path / f"{start}-{end}.gguf").fields
+        assert (fields[key].contents() if key in fields else None) == period  # every release reads numbers
     dense = cut_file(path, 5, 6, tmp_path / "b.gguf")
     assert "gemma3.attention.sliding_window" not in dense.fields
 

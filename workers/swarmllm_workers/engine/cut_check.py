@@ -33,11 +33,12 @@ import numpy as np
 from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule, generic, units_to_try
 from swarmllm_proto.segment_names import TRIAL
 from swarmllm_workers.cache.prefixes import PrefixSettings
-from swarmllm_workers.engine import segment_file, shared_weights
+from swarmllm_workers.engine import releases, segment_file, shared_weights
 from swarmllm_workers.engine.embedding import Embedding
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.engine.probe import refuse_what_aborts
+from swarmllm_workers.engine.ranges import overlooks_windows, periodic_windows
 from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.shared_weights import Part
@@ -87,7 +88,11 @@ class _Check:
         name = self._source.text("general.architecture")
         self._is_listed = name in ARCHITECTURES
         self._architecture = ARCHITECTURES.get(name) or generic(name)
-        self._rule = cut_rule(name, self._n_layers, self._source.number, self._source.numbers)
+        lists_windows = releases.reads_window_lists(name)
+        self._rule = cut_rule(
+            name, self._n_layers, self._source.number, self._source.numbers, lists_windows=lists_windows
+        )
+        self._periodic = periodic_windows(self._source, self._n_layers)
         self._settings = replace(
             settings,
             n_ctx=N_BATCH + N_DECODE,
@@ -172,6 +177,8 @@ class _Check:
 
     def _uncut(self) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
         """The tokens, the (start, end) of each forward, and the logits that each ends with."""
+        if overlooks_windows(self._source, self._n_layers):
+            raise _CannotTell("this release of libllama overlooks which of its layers attend to a window")
         segment = self._open(self._source.path, 0, self._n_layers, None)
         try:
             n_prompt = N_PROMPT
@@ -195,7 +202,8 @@ class _Check:
     def _chain(self, size: int, data: Sequence[np.ndarray]) -> np.ndarray:
         alignment = self._rule.cut_alignment if self._is_listed else size
         for at in range(0, self._n_layers, size):
-            for start, end in self._architecture.pieces(at, min(at + size, self._n_layers), alignment):
+            stop = min(at + size, self._n_layers)
+            for start, end in self._architecture.pieces(at, stop, alignment, self._periodic):
                 data = self._through(start, end, data)
         return np.stack(data)
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
-import llama_cpp
 import numpy as np
 from blake3 import blake3
 
-from swarmllm_workers.engine.runtime_check import TRIED_RELEASES
+from swarmllm_workers.engine import releases
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.gguf_file import ARRAY, GgufFile
 from swarmllm_workers.kernels import row_attention
@@ -47,7 +46,7 @@ def kv_layout(source: GgufFile, settings: EngineSettings) -> KvLayout | None:
     """Of the contexts of a model with these settings. None: it is not known, or KV of the model cannot be
     brought from one layout to another."""
     fused, widths = is_fused(source, settings), _head_widths(source)
-    if fused is None or widths is None or llama_cpp.__version__ not in TRIED_RELEASES:
+    if fused is None or widths is None or not releases.is_tried():
         return None
     k_width, v_width = widths
     turns = not _turns_not()
@@ -94,7 +93,7 @@ def _turns_not() -> bool:
 @cache
 def kv_encoding() -> str:
     """Equal where the same bytes of KV are the same numbers to two workers."""
-    return blake3(json.dumps([llama_cpp.__version__, _turns_not()]).encode()).hexdigest(length=16)
+    return blake3(json.dumps([releases.release(), _turns_not()]).encode()).hexdigest(length=16)
 
 
 def turned(numbers: np.ndarray, width: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
+from swarmllm_workers.engine import releases
 from swarmllm_workers.engine.segment import EngineSettings, Segment
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
@@ -70,6 +71,27 @@ def find_path(segments: Sequence[Segment], start: int, end: int) -> list[Segment
     return None
 
 
+def periodic_windows(source: GgufFile, n_layers: int) -> list[bool]:
+    """Which layers attend to a window, where this release of libllama has to be told by a period; else []."""
+    name = source.text("general.architecture")
+    row = ARCHITECTURES.get(name)
+    if row is None or not row.sliding_window_period or releases.reads_window_lists(name):
+        return []
+    return row.windowed(n_layers, source.number, source.numbers)
+
+
+def overlooks_windows(source: GgufFile, n_layers: int) -> bool:
+    """Whether libllama takes other layers of this file for ones that attend to a window than the file says:
+    it has a list of them, which this release does not read."""
+    windowed = periodic_windows(source, n_layers)
+    row = ARCHITECTURES.get(source.text("general.architecture"))
+    return row is not None and windowed != [] and windowed != row.windowed(n_layers, source.number, _no_list)
+
+
+def _no_list(_key: str) -> None:
+    return None
+
+
 class Cuts:
     """Where one model may be cut, which segments a range of its layers becomes, and which layers guesses
     leave out."""
@@ -79,11 +101,21 @@ class Cuts:
         self._name = name
         self._n_layers = n_layers
         self.skip_ratio = 0.0
-        self.rule = cut_rule(architecture, n_layers, source.number, source.numbers, settings.checked_unit)
+        lists_windows = releases.reads_window_lists(architecture)
+        self.rule = cut_rule(
+            architecture,
+            n_layers,
+            source.number,
+            source.numbers,
+            settings.checked_unit,
+            lists_windows=lists_windows,
+        )
         self.architecture = ARCHITECTURES.get(architecture)
         """None where nothing is known; then the model runs whole."""
         if self.architecture is None and self.rule.cut_alignment:
             self.architecture = generic(architecture)
+        self._periodic = periodic_windows(source, n_layers)
+        self._overlooks_list = overlooks_windows(source, n_layers)
         self.skipped: frozenset[Range] = frozenset()
         """Segments of the whole model that guesses leave out (`swift.py`)."""
 
@@ -104,9 +136,16 @@ class Cuts:
             raise CallError(
                 "cannot_cut", f"layers {start}:{end} of a model of {self._n_layers} layers", field
             )
-        if (start, end) == (0, self._n_layers):
-            return
         alignment = self.rule.cut_alignment
+        if (start, end) == (0, self._n_layers):
+            if alignment == 0 and self._overlooks_list:
+                raise CallError(
+                    "cannot_cut",
+                    f"{self._name} cannot be run: this release of libllama overlooks which of its layers "
+                    "attend to a window",
+                    "start",
+                )
+            return
         if alignment == 0:
             raise CallError("cannot_cut", f"{self._name} runs whole only: {self.rule.whole_reason}", "start")
         for field, boundary in (("start", start), ("end", end)):
@@ -123,9 +162,7 @@ class Cuts:
             piece
             for start, end in ranges
             for piece in (
-                self._whole_pieces()
-                if (start, end) == (0, self._n_layers)
-                else self.architecture.pieces(start, end, self.rule.cut_alignment)
+                self._whole_pieces() if (start, end) == (0, self._n_layers) else self._pieces(start, end)
             )
         ]
 
@@ -144,11 +181,16 @@ class Cuts:
         ]
         return min(pairs, key=lambda pair: max(segment.n_route for segment in pair), default=None)
 
+    def _pieces(self, start: int, end: int) -> tuple[Range, ...]:
+        assert self.architecture is not None
+        return self.architecture.pieces(start, end, self.rule.cut_alignment, self._periodic)
+
     def _whole_pieces(self) -> Sequence[Range]:
         alignment = self.rule.cut_alignment
+        if self._overlooks_list:  # as one piece it would be the file, as libllama reads it
+            return (*self._pieces(0, alignment), *self._pieces(alignment, self._n_layers))
         pieces, skipped = plan(self._n_layers, alignment, self.skip_ratio)
-        assert self.architecture is not None
-        if any(self.architecture.pieces(*piece, alignment) != (piece,) for piece in pieces):
+        if any(self._pieces(*piece) != (piece,) for piece in pieces):
             return ((0, self._n_layers),)
         self.skipped = skipped
         return pieces

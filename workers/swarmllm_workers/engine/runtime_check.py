@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-import llama_cpp
 import numpy as np
 
-from swarmllm_workers.engine import shared_weights
+from swarmllm_workers.engine import releases, shared_weights
 from swarmllm_workers.engine.tap import TensorHead
 from swarmllm_workers.kernels import interposing, row_attention, small_batches
 from swarmllm_workers.kernels.ggml_functions import F16, F32, Q8_0, InitParams, functions, no_memory
 
-TRIED_RELEASES: Final = ("0.3.36",)
-"""Of llama-cpp-python, with which all tests have been run."""
 COMPILED: Final = {
     "tap": "hidden states are read by Python code, which costs time for every operation of a step",
     "small_batches": "products are ggml's own, slower, and a row may get other bits in a batch than alone",
@@ -143,10 +140,10 @@ def shortcomings() -> tuple[str, ...]:
         found.append("layers cannot be run from the file where they lie: each range is copied on the disk")
     if not reads_structs():
         found.append("ggml's tensors are laid out in another way than is read here: models may not be cut")
-    release = llama_cpp.__version__
-    if release not in TRIED_RELEASES:
+    if not releases.is_tried():
         found.append(
-            f"llama-cpp-python {release} has not been tried here (tried: {', '.join(TRIED_RELEASES)}): cut "
+            f"llama-cpp-python {releases.release()} has not been tried here (tried: "
+            f"{', '.join(releases.TRIED)}): cut "
             "models may compute something else, and KV of another format is not converted; install one that "
             "was tried"
         )

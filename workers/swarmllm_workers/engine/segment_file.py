@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from swarmllm_proto.architectures import PER_LAYER_KEYS, Architecture
+from swarmllm_proto.architectures import PER_LAYER_KEYS, Architecture, window_period
 from swarmllm_proto.segment_names import NO_SEAL, SEAL_KEY, UNFINISHED, seal
 from swarmllm_workers.engine.huge_pages import PageWriter
 from swarmllm_workers.engine.shared_weights import FilePlace, Part
@@ -166,21 +166,20 @@ def _set_recurrent(
 
 
 def _set_windows(values: dict[str, Value], source: GgufFile, row: Architecture, start: int, end: int) -> None:
-    """Write out which of the segment's layers attend to a window."""
+    """Write out which of the segment's layers attend to a window: as a period, which every release of
+    libllama reads, where there is one."""
     pattern, width = (f"{row.name}.attention.sliding_window{suffix}" for suffix in ("_pattern", ""))
-    if pattern in values and values[pattern].type == ARRAY:
-        windowed = values[pattern].numbers() != 0
-    else:
-        period = source.integer(pattern, row.sliding_window_period)
-        windowed = np.array([row.attends_in_window(layer, period) for layer in range(start, end)])
-    if not windowed.any():
+    windowed = row.windowed(n_layers_of(source), source.number, source.numbers)[start:end]
+    if not any(windowed):
         if row.window_is_optional:
             values.pop(width, None)
             values.pop(pattern, None)
             return
-        windowed[:] = True
+        windowed = [True] * len(windowed)
         values[width] = scalar_value(UINT32, WIDE_WINDOW)
-    values[pattern] = array_value(UINT32, windowed)
+    period = window_period(windowed)
+    listed = array_value(UINT32, np.array(windowed))
+    values[pattern] = listed if period is None else scalar_value(UINT32, period)
 
 
 def plan_tensors(

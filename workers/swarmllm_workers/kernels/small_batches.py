@@ -207,11 +207,17 @@ def joins_products() -> bool | None:
 
 def multiplies_experts() -> bool:
     """Whether ggml asks here for the products of experts in K-quants, too."""
-    return (
-        _library is not None
-        and has_ways()
-        and bool(ctypes.c_void_p.in_dll(_library, "swarmllm_expert_tiled").value)
-    )
+    return _has_ggmls_own("swarmllm_expert_tiled")
+
+
+def has_k_tiles() -> bool:
+    """Whether ggml has tiles of its own for K-quants. Before llama-cpp-python 0.3.36 it takes dot products of
+    any number of rows."""
+    return _has_ggmls_own("swarmllm_k_tiled")
+
+
+def _has_ggmls_own(variable: str) -> bool:
+    return _library is not None and has_ways() and bool(ctypes.c_void_p.in_dll(_library, variable).value)
 
 
 def leaves_weights() -> bool:
