@@ -10,10 +10,10 @@ where parts are not exact, the file is cut more coarsely or not at all
 (`swarmllm_workers.engine.cut_check`). An architecture that is not in the table is tried as `generic` says,
 and is cut only where that check passed.
 
-Rows are checked with llama-cpp-python 0.3.36, by `tests/workers/test_families.py` on models with the metadata
-of published files, the others once on random models of 8 layers from llama.cpp's own test program
-(`tests/test-llama-archs.cpp`): for every cut the row allows, prefill and decode gave libllama's own logits
-bit for bit. Left out, with the reason:
+Rows are checked with llama-cpp-python 0.3.36 and 0.3.35, by `tests/workers/test_families.py` on models with
+the metadata of published files, the others once on random models of 8 layers, with 0.3.36, from llama.cpp's
+own test program (`tests/test-llama-archs.cpp`): for every cut the row allows, prefill and decode gave
+libllama's own logits bit for bit. Left out, with the reason:
 
 - the number of layers is in the arithmetic and in no metadata: minicpm3, and the members that
   `whole_n_layers` names;

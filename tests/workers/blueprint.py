@@ -67,6 +67,8 @@ class Family:
     tied: bool = False
     fused_qkv: bool = False
     fused_experts: bool = False
+    predicts: bool = False
+    """Its last layer is for multi-token prediction and has the tensors for it. 0.3.35 takes no other file."""
     extra_tokens: tuple[str, ...] = ()
     """Of the vocabulary, behind `SPECIAL_TOKENS`."""
 
@@ -122,7 +124,7 @@ def _as_published(
                 yield f"{stem}.ffn_{half}_exps.{part}", (shape[0], shape[1] // 2, *shape[2:])
             continue
         yield name, shape
-    if "nextn_predict_layers" in family.keys:
+    if family.predicts:
         layer, n_embd = f"blk.{family.n_layers - 1}.nextn", family.keys["embedding_length"]
         yield f"{layer}.eh_proj.weight", (2 * n_embd, n_embd)
         yield from ((f"{layer}.{name}.weight", (n_embd,)) for name in ("enorm", "hnorm"))

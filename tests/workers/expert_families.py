@@ -76,6 +76,7 @@ EXPERTS: Final[dict[str, Family]] = {
         },
         absent=(NO_OUTPUT_BIAS,),
         n_layers=5,
+        predicts=True,
     ),
     "gpt-oss": Family(
         "gpt-oss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import swarmllm_workers
-from swarmllm_workers.engine import runtime_check
+from swarmllm_workers.engine import releases, runtime_check
 from swarmllm_workers.kernels.interposing import find_library
 
 NOT_BUILT = [name for name in runtime_check.COMPILED if find_library(name) is None]
@@ -36,6 +37,15 @@ def told_by(
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=120, check=True)
     told, calls, reads, attention = json.loads(done.stdout)
     return told, calls, reads, attention
+
+
+def test_the_releases_that_tests_are_run_with_are_those_that_count_as_tried() -> None:
+    root = Path(__file__).parents[2]
+    pin = re.search(r'"llama-cpp-python==([\d.]+)"', (root / "pyproject.toml").read_text())
+    others = re.search(r"^RELEASES \?= ([\d. ]+)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert pin is not None
+    assert others is not None
+    assert (pin[1], *others[1].split()) == releases.TRIED
 
 
 def test_nothing_is_missing_here() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import llama_cpp
 
 TRIED: Final = ("0.3.36", "0.3.35")
-"""With which all tests of workers have been run. The first is the one that `pyproject.toml` pins."""
+"""With which the tests of workers are run. The first is the one that `pyproject.toml` pins."""
 _LISTS_WINDOWS: Final = (0, 3, 36)
 _LISTED_BEFORE: Final = frozenset({"mellum"})
 
