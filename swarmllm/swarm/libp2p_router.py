@@ -234,10 +234,12 @@ class Libp2pRouter:
             with trio.move_on_after(timeout_s):
                 await self._liveness.exchanged(node_id)
         elif self.host.is_connected(node_id):
+            self._liveness.warm(node_id)
             await trio.lowlevel.checkpoint()
             return
         self.plane.dial_beside(node_id)
         await self._reachable.reach(node_id, max(0.0, began_s + timeout_s - trio.current_time()))
+        self._liveness.warm(node_id)
 
     def peers(self) -> tuple[PeerInfo, ...]:
         return tuple(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trio
-from node_ids import A, B, C
+from node_ids import A, B, C, D
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
@@ -505,13 +505,18 @@ async def test_where_records_come_slowly_the_data_connection_waits_unless_there_
     async with node(A) as it:
         it.greeting_s = took_s
         began_s = trio.current_time()
-        for peer in (B, C):
+        for peer in (B, C, D):
             it.host.open(peer)
-        await trio.sleep(took_s + 0.1)
+        await trio.sleep(took_s / 2)
         it.liveness.warm(C)
+        assert it.plane.reached == [], "it does not count yet"
+        await trio.sleep(took_s / 2 + 0.1)
+        it.liveness.warm(D)
         await trio.sleep(60.0)
         after_s = {peer: at_s - began_s - took_s for peer, at_s in it.plane.reached}
-        assert after_s == {B: pytest.approx(waits_s, abs=0.01), C: pytest.approx(min(0.1, waits_s), abs=0.01)}
+        wanted_s = {B: waits_s, C: 0.0, D: min(0.1, waits_s)}
+        assert after_s == {peer: pytest.approx(at_s, abs=0.01) for peer, at_s in wanted_s.items()}
+        assert list(it.parts.attempts) == []
 
 
 async def test_surplus_connections_end_once_they_are_idle(autojump_clock: MockClock) -> None:

@@ -94,6 +94,8 @@ class PeerLiveness:
     """Its connections are being ended for want of places, or it is a guest."""
     lets_go: bool = False
     """It has said that it ends its connections with this node, and lives on."""
+    has_work: bool = False
+    """There is work with it, while records are being exchanged."""
 
     @property
     def is_empty(self) -> bool:
@@ -298,6 +300,8 @@ class Liveness:
             elif node_id not in self.connected:
                 self._lost_early(node_id)
         finally:
+            peer = self._peers.get(node_id)
+            has_work = peer is not None and peer.has_work
             self._end_exchange(node_id)
         if is_new:
             spawn(
@@ -307,10 +311,10 @@ class Liveness:
                 node_id,
                 failed=partial(self._has_failed, node_id),
             )
-            took_s = trio.current_time() - began_s
-            if took_s > SLOW_EXCHANGE_S:
-                await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * took_s))
-            await self._reach_early(node_id)
+            if not has_work:
+                await self._reach_early(node_id, trio.current_time() - began_s)
+        if has_work:
+            await self._reach_data(node_id)
 
     def _lost_early(self, node_id: NodeId) -> None:
         """Its record may be here, and then routes may lead there."""
@@ -319,7 +323,8 @@ class Liveness:
 
     def _end_exchange(self, node_id: NodeId) -> None:
         if (exchange := self._exchange_of(node_id)) is not None:
-            self._peer(node_id).exchange = None
+            peer = self._peer(node_id)
+            peer.exchange, peer.has_work = None, False
             self._settle(node_id)
             exchange.set()
 
@@ -368,9 +373,11 @@ class Liveness:
         finally:
             self._exchanges.release()
 
-    async def _reach_early(self, node_id: NodeId) -> None:
+    async def _reach_early(self, node_id: NodeId, took_s: float = 0.0) -> None:
         """Have the data connection before it is needed: it also tells of life. One end dials, the other only
-        if it must."""
+        if it must. `took_s`: for records to be exchanged."""
+        if took_s > SLOW_EXCHANGE_S:
+            await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * took_s))
         if self._host.node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)
         plane = self._plane
@@ -378,10 +385,13 @@ class Liveness:
             await self._reach_data(node_id)
 
     def warm(self, node_id: NodeId) -> None:
-        """There is work with that peer, or there may be soon: have a data connection, if it counts."""
+        """There is work with that peer, or there may be soon: have a data connection, as soon as it
+        counts."""
         self._keepalives.used(node_id)
         plane = self._plane
-        if plane is not None and node_id in self.connected and not plane.has_connection(node_id):
+        if self._exchange_of(node_id) is not None:
+            self._peer(node_id).has_work = True
+        elif plane is not None and node_id in self.connected and not plane.has_connection(node_id):
             spawn(self._nursery, "peer", self._reach_data, node_id)
 
     async def _reach_data(self, node_id: NodeId) -> None:
