@@ -59,7 +59,7 @@ test-releases:  ## run the tests of workers with other releases of llama-cpp-pyt
 	.venv-releases/$$release/bin/pip install --quiet --find-links dist --editable '.[test]' && \
 	.venv-releases/$$release/bin/pip install --quiet --find-links dist --no-deps "llama-cpp-python==$$release" && \
 	.venv-releases/$$release/bin/python -m swarmllm_workers.build_info && \
-	.venv-releases/$$release/bin/pytest tests/workers tests/pipeline/test_guide_over_nodes.py || exit 1; \
+	.venv-releases/$$release/bin/pytest tests/workers tests/workerpool tests/pipeline/test_guide_over_nodes.py || exit 1; \
 	done
 
 test-gpu:  ## compare layers on a GPU with the processor's (needs a llama-cpp-python that was built for one)

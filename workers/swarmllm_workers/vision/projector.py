@@ -135,17 +135,26 @@ class Projector:
     def _chunks(self, bitmap: Any) -> Iterator[list[Any]]:
         chunks = mtmd.mtmd_input_chunks_init()
         try:
-            part = mtmd.mtmd_input_part()
-            part.bitmap = bitmap
-            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
-            failed = mtmd.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
-            if failed:
+            if failed := self._tokenize(bitmap, chunks):
                 raise CallError("bad_picture", f"libmtmd does not take this ({failed})", "payload")
             n = mtmd.mtmd_input_chunks_size(chunks)
             yield [mtmd.mtmd_input_chunks_get(chunks, index) for index in range(n)]
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
+
+    def _tokenize(self, bitmap: Any, chunks: Any) -> int:
+        """Fill `chunks` with those of a bitmap. 0, or what libmtmd says went wrong."""
+        if hasattr(mtmd, "mtmd_tokenize_from_parts"):
+            part = mtmd.mtmd_input_part()
+            part.bitmap = bitmap
+            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+            return int(mtmd.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False))
+        # Before llama-cpp-python 0.3.36 it wants a text, with a marker where the bitmap belongs.
+        marker = mtmd.mtmd_default_marker()
+        text = mtmd.mtmd_input_text(marker, len(marker), False, False)
+        bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        return int(mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1))
 
     def _part(self, chunk: Any) -> EncodedPart:
         kind, n = mtmd.mtmd_input_chunk_get_type(chunk), mtmd.mtmd_input_chunk_get_n_tokens(chunk)
