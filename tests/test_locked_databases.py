@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import trio
+from node_ids import A as OTHER
 from running_daemon import config_of, daemon
 
 import swarmllm.database
 from swarmllm.errors import StoreLocked
 from swarmllm.models import Catalogue
-from swarmllm.swarm.peers.store import FILE_NAME, KnownPeers, PeerStore
+from swarmllm.swarm.peers.store import FILE_NAME, SAVE_AGAIN_S, KnownPeers, PeerStore
 from swarmllm.swarm.peers.trust import Reputation, TrustEvent
 from swarmllm.swarm.peers.trust_keeper import Trust
 from swarmllm_proto.identifiers import NodeId
@@ -119,6 +120,38 @@ async def test_known_peers_of_a_locked_database_are_unknown_this_time_only(tmp_p
         with trio.move_on_after(0):
             await memory.run(lambda: [(NODE, ("/ip4/192.0.2.1/tcp/2",))])
     assert [node_id for node_id, _ in KnownPeers(store, "", clock=lambda: 100.0).known] == [NODE]
+
+
+async def test_known_peers_are_written_when_they_change_and_once_an_hour(tmp_path: Path) -> None:
+    written: list[str] = []
+
+    class Watched(PeerStore):
+        def keep_peers(self, network_id: str, peers: Iterable[tuple[str, Iterable[str]]], now: float) -> None:
+            kept = [(node_id, list(addresses)) for node_id, addresses in peers]
+            super().keep_peers(network_id, kept, now)
+            written.extend(address for _, addresses in kept for address in addresses)
+
+    now = 100.0
+    memory = KnownPeers(Watched(tmp_path), "", clock=lambda: now)
+
+    async def saved(connected: dict[NodeId, tuple[str, ...]]) -> list[str]:
+        written.clear()
+        with trio.move_on_after(0):
+            await memory.run(lambda: list(connected.items()))
+        return list(written)
+
+    first, second, moved = ("/ip4/192.0.2.1/tcp/1",), ("/ip4/192.0.2.2/tcp/2",), ("/ip4/192.0.2.2/tcp/3",)
+    assert await saved({NODE: first, OTHER: second}) == [*first, *second]
+    assert await saved({NODE: first, OTHER: second}) == []
+    assert await saved({NODE: first, OTHER: moved}) == [*moved]
+    assert await saved({NODE: first}) == []
+    now += SAVE_AGAIN_S
+    assert await saved({NODE: first, OTHER: moved}) == [*first, *moved]
+    now -= 10 * SAVE_AGAIN_S
+    assert await saved({NODE: first}) == [*first], "the clock was set back"
+    with locked(tmp_path / FILE_NAME):
+        assert await saved({NODE: second}) == []
+    assert await saved({NODE: second}) == [*second], "it was not written"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,13 @@ class Session:
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[Yamux, Session, Session]]:
     """One end of a yamux connection, what is below it, and what is below the other end."""
+    async with connected_both() as ((muxer, _), here, there):
+        yield muxer, here, there
+
+
+@asynccontextmanager
+async def connected_both() -> AsyncIterator[tuple[list[Yamux], Session, Session]]:
+    """Both ends of a yamux connection, and what is below each."""
     here, there = (Session(stream) for stream in trio.testing.memory_stream_pair())
     async with trio.open_nursery() as nursery:
         muxers = [
@@ -81,7 +89,7 @@ async def connected() -> AsyncIterator[tuple[Yamux, Session, Session]]:
         for muxer in muxers:
             nursery.start_soon(muxer.start)
             await muxer.event_started.wait()
-        yield muxers[0], here, there
+        yield muxers, here, there
         nursery.cancel_scope.cancel()
 
 
@@ -196,6 +204,25 @@ async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_in_ten
         await trio.sleep(REST_AFTER_S)
         assert here.n_writes >= n_busy + n_resting + 0.8 * REST_AFTER_S / PING_S
         keepalive.used("nobody")
+        nursery.cancel_scope.cancel()
+
+
+async def test_of_two_that_rest_one_pings(autojump_clock: MockClock) -> None:
+    watched_s = 600.0
+    async with connected_both() as (muxers, here, there), trio.open_nursery() as nursery:
+        for muxer in muxers:
+            keepalive = ControlKeepalive(lambda node_id, muxer=muxer: [muxer], nursery)  # type: ignore[misc]
+            nursery.start_soon(
+                partial(keepalive.falls_silent, NODE_ID, never, pings_first=muxer is muxers[0])
+            )
+        await trio.sleep(2 * REST_AFTER_S)
+        n_before = here.n_writes, there.n_writes
+        await trio.sleep(watched_s)
+        # Pings on one side, as many answers on the other, and what the library measures.
+        n_measured = 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
+        for session, n in zip((here, there), n_before, strict=True):
+            assert 0.5 * watched_s / REST_PING_S <= session.n_writes - n
+            assert session.n_writes - n <= watched_s / REST_PING_S + n_measured
         nursery.cancel_scope.cancel()
 
 

@@ -9,13 +9,14 @@ import random
 
 import pytest
 
+from swarmllm.swarm.decaying_count import DecayingCount
 from swarmllm.swarm.libp2p.held_gossip import (
     MANY_UPDATES,
     MANY_WITHIN_S,
     UPDATES_WAIT_S,
     WAITING_MAX,
     HeldGossip,
-    UpdatePace,
+    update_waits_s,
 )
 
 
@@ -61,14 +62,14 @@ def test_so_many_wait_and_no_more() -> None:
 
 
 def test_news_waits_only_while_there_is_much_of_it() -> None:
-    pace, rare_s = UpdatePace(), MANY_WITHIN_S / MANY_UPDATES * 1.5
-    assert [pace.may_wait_s(each * rare_s) for each in range(100)] == [0.0] * 100
+    lately, rare_s = DecayingCount(MANY_WITHIN_S), MANY_WITHIN_S / MANY_UPDATES * 1.5
+    assert [update_waits_s(lately, each * rare_s) for each in range(100)] == [0.0] * 100
     now = 100 * rare_s
-    waits_s = [pace.may_wait_s(now + each / 1000) for each in range(20)]
+    waits_s = [update_waits_s(lately, now + each / 1000) for each in range(20)]
     assert waits_s == sorted(waits_s)
     assert 1 <= waits_s.count(0.0) <= MANY_UPDATES
     assert set(waits_s) == {0.0, UPDATES_WAIT_S}
-    assert pace.may_wait_s(now + 10 * MANY_WITHIN_S) == 0.0
+    assert update_waits_s(lately, now + 10 * MANY_WITHIN_S) == 0.0
 
 
 def test_nothing_waits_for_who_is_gone() -> None:

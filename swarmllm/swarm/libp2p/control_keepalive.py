@@ -79,7 +79,7 @@ async def _read_and_note(session: Any, n_bytes: int) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    keepalive: Keepalive = field(default_factory=Keepalive)
+    keepalive: Keepalive
     woken: trio.Event = field(default_factory=trio.Event)
     """Set, and made anew, when it is to be looked at sooner than was thought."""
 
@@ -101,9 +101,12 @@ class ControlKeepalive:
             watched.woken.set()
             watched.woken = trio.Event()
 
-    async def falls_silent(self, node_id: NodeId, is_over: Callable[[], bool]) -> bool:
-        """Returns True once nothing has come from the peer for too long, False once `is_over`."""
-        watched = self._watched[node_id] = _Watched()
+    async def falls_silent(
+        self, node_id: NodeId, is_over: Callable[[], bool], *, pings_first: bool = True
+    ) -> bool:
+        """Returns True once nothing has come from the peer for too long, False once `is_over`. `pings_first`:
+        the peer waits a little longer before it pings; what a ping and its answer say, both ends hear."""
+        watched = self._watched[node_id] = _Watched(Keepalive(dialled=pings_first))
         try:
             return await self._watch(node_id, watched, is_over)
         finally:
@@ -129,6 +132,8 @@ class ControlKeepalive:
             allowance_s = min(_ALLOWANCE_MAX_S, allowance_s + _ALLOWANCE * late_s)
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
                 heard_at_s, allowance_s = latest_s, 0.0
+                # A ping of the peer has been answered, and what else it says needs no ping.
+                keepalive.wrote(latest_s)
             keepalive.heard(heard_at_s + allowance_s)
             state = keepalive.look(now, is_reading=True)
             if state == "silent":

@@ -5,7 +5,7 @@ have it from somebody else at about the same moment. Here it waits for a while a
 make longer or shorter: who is told of it meanwhile by the very neighbour that it waits for need not tell that
 one. And what has come together by then travels in one packet.
 
-News waits only where there is much of it (`UpdatePace`): a hundred nodes that start together have a hundred
+News waits only where there is much of it (UPDATES_WAIT_S): a hundred nodes that start together have a hundred
 things to say, and each packet costs its sender and its receiver more than what is in it.
 """
 
@@ -16,6 +16,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from swarmllm.swarm.decaying_count import DecayingCount
+
 WAITING_MAX: Final = 100
 """Messages for one neighbour. One more, and they all go at once."""
 UPDATES_WAIT_S: Final = 1.0
@@ -25,22 +27,10 @@ MANY_WITHIN_S: Final = 2.0
 """Much is more than MANY_UPDATES in about so many seconds."""
 
 
-class UpdatePace:
-    """How much news there is. `now` as below."""
-
-    def __init__(self) -> None:
-        self._n = 0.0
-        """That has come, each counting for less as it gets older."""
-        self._at_s = -math.inf
-
-    def __repr__(self) -> str:
-        return f"<UpdatePace {self._n:.1f}>"
-
-    def may_wait_s(self, now: float) -> float:
-        """For how long, at most, the news that has come now may wait. It is counted."""
-        self._n = 1.0 + self._n * math.exp(-max(0.0, now - self._at_s) / MANY_WITHIN_S)
-        self._at_s = now
-        return UPDATES_WAIT_S if self._n > MANY_UPDATES else 0.0
+def update_waits_s(lately: DecayingCount, now: float) -> float:
+    """For how long, at most, the news that has come now may wait. `lately`: how much of it has come before
+    within MANY_WITHIN_S; it is counted there."""
+    return UPDATES_WAIT_S if lately.add(now) > MANY_UPDATES else 0.0
 
 
 @dataclass(slots=True)

@@ -410,7 +410,10 @@ class Liveness:
             has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
             return has_data_connection or self.connected.get(node_id) != since_s
 
-        while since_s is not None and await self._keepalives.falls_silent(node_id, is_over):
+        pings_first = self._host.node_id < node_id
+        while since_s is not None and await self._keepalives.falls_silent(
+            node_id, is_over, pings_first=pings_first
+        ):
             self._count_no_more(node_id, "silent")
             with trio.move_on_after(_SILENT_TOO_LONG_S) as waiting:
                 await self._keepalives.speaks_again(node_id)

@@ -10,13 +10,14 @@ when the bootstrap node is gone for good.
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import trio
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_S = 30 * 86_400.0
 _SAVE_EVERY_S = 30.0
+SAVE_AGAIN_S: Final = 3600.0
+"""What has not changed since it was saved: when it was is looked at after REMEMBERED_S."""
 
 Addresses = tuple[Multiaddr, ...]
 Connected = Callable[[], Iterable[tuple[NodeId, Addresses]]]
@@ -54,6 +57,9 @@ class KnownPeers:
         self._network_id = network_id
         self._clock = clock
         self._known: Parts[Addresses] = Parts.alone() if peers is None else peers
+        self._saved: dict[NodeId, Addresses] = {}
+        """Of those that were connected when it was saved last."""
+        self._saved_at = -math.inf
         try:
             for node_id, addresses in store.peers(network_id, clock() - REMEMBERED_S):
                 self._known.put(node_id, addresses)
@@ -76,13 +82,19 @@ class KnownPeers:
                 await self._save(connected)
 
     async def _save(self, connected: Connected) -> None:
-        peers = [(node_id, addresses) for node_id, addresses in connected() if addresses]
-        if not peers:
+        now = self._clock()
+        if abs(now - self._saved_at) >= SAVE_AGAIN_S:
+            self._saved, self._saved_at = {}, now
+        peers = {node_id: addresses for node_id, addresses in connected() if addresses}
+        changed = [(who, where) for who, where in peers.items() if self._saved.get(who) != where]
+        if not changed:
             return
         try:
-            await trio.to_thread.run_sync(self._store.keep_peers, self._network_id, peers, self._clock())
+            await trio.to_thread.run_sync(self._store.keep_peers, self._network_id, changed, now)
         except (sqlite3.Error, StoreLocked) as error:
             log.warning("peers could not be remembered: %s", error)
+        else:
+            self._saved = peers
 
 
 def open_peer_memory(data_dir: Path, network_id: str, peers: Parts[Addresses] | None = None) -> KnownPeers:
