@@ -23,12 +23,11 @@ from swarmllm.swarm.data.keepalive import (
     CHECK_S,
     PING_S,
     REST_AFTER_S,
-    REST_PING_S,
-    REST_SILENCE_S,
     SILENCE_S,
 )
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.libp2p.control_keepalive import (
+    REST_LOOK_S,
     YAMUX_PING_S,
     YAMUX_SILENCE_S,
     ControlKeepalive,
@@ -186,10 +185,10 @@ async def test_a_peer_that_freezes_is_given_up_in_time_and_not_before(
         assert frozen_s < lasted_s < frozen_s + OUT_OF_ROUTES_S - 0.3
 
 
-async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_in_ten_seconds(
+async def test_a_peer_of_which_nothing_is_asked_costs_no_message_besides_the_librarys(
     autojump_clock: MockClock,
 ) -> None:
-    """In the first minute, and after each that something is asked of it, every other second."""
+    """In the first minute, and in each after something is asked of it, one every other second."""
     watched_s = 600.0
     async with joined() as (keepalive, here, _), trio.open_nursery() as nursery:
         nursery.start_soon(keepalive.falls_silent, NODE_ID, never)
@@ -198,8 +197,7 @@ async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_in_ten
         assert 0.8 * REST_AFTER_S / PING_S <= n_busy <= REST_AFTER_S / PING_S + 4
         await trio.sleep(watched_s)
         n_resting = here.n_writes - n_busy
-        n_measured = 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
-        assert 0.5 * watched_s / REST_PING_S <= n_resting <= watched_s / REST_PING_S + n_measured
+        assert n_resting <= 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
         keepalive.used(NODE_ID)
         await trio.sleep(REST_AFTER_S)
         assert here.n_writes >= n_busy + n_resting + 0.8 * REST_AFTER_S / PING_S
@@ -207,47 +205,43 @@ async def test_a_peer_that_has_nothing_to_say_lives_for_one_small_message_in_ten
         nursery.cancel_scope.cancel()
 
 
-async def test_of_two_that_rest_one_pings(autojump_clock: MockClock) -> None:
-    watched_s = 600.0
+async def test_of_two_that_listen_closely_one_pings(autojump_clock: MockClock) -> None:
     async with connected_both() as (muxers, here, there), trio.open_nursery() as nursery:
         for muxer in muxers:
             keepalive = ControlKeepalive(lambda node_id, muxer=muxer: [muxer], nursery)  # type: ignore[misc]
             nursery.start_soon(
                 partial(keepalive.falls_silent, NODE_ID, never, pings_first=muxer is muxers[0])
             )
-        await trio.sleep(2 * REST_AFTER_S)
-        n_before = here.n_writes, there.n_writes
-        await trio.sleep(watched_s)
-        # Pings on one side, as many answers on the other, and what the library measures.
-        n_measured = 2 * (1 + watched_s / RTT_MEASURE_INTERVAL)
-        for session, n in zip((here, there), n_before, strict=True):
-            assert 0.5 * watched_s / REST_PING_S <= session.n_writes - n
-            assert session.n_writes - n <= watched_s / REST_PING_S + n_measured
+        await trio.sleep(REST_AFTER_S)
+        # If both did, it would be twice as many.
+        for session in (here, there):
+            assert 0.8 * REST_AFTER_S / PING_S <= session.n_writes <= 1.5 * REST_AFTER_S / PING_S
         nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("frozen_s", [100.0, 113.7, 300.0])
-async def test_a_peer_that_freezes_at_rest_is_given_up_later_unless_something_is_asked_of_it(
+async def test_a_peer_that_freezes_at_rest_is_given_up_once_something_is_asked_of_it(
     frozen_s: float, autojump_clock: MockClock
 ) -> None:
-    for is_used in (False, True):
-        async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
-            began_s = trio.current_time()
+    async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
+        asked_s = trio.current_time() + frozen_s + 50.0
 
-            async def freeze(there: Session, keepalive: ControlKeepalive, is_used: bool) -> None:
-                await trio.sleep(frozen_s)
-                there.freeze()
-                await trio.sleep(3.0)
-                if is_used:
-                    keepalive.used(NODE_ID)
+        async def freeze() -> None:
+            await trio.sleep(frozen_s)
+            there.freeze()
+            await trio.sleep_until(asked_s)
+            keepalive.used(NODE_ID)
 
-            nursery.start_soon(freeze, there, keepalive, is_used)
-            assert await keepalive.falls_silent(NODE_ID, never)
-            after_s = trio.current_time() - began_s - frozen_s
-            if is_used:
-                assert 3.0 + SILENCE_S <= after_s < 3.0 + OUT_OF_ROUTES_S
-            else:
-                assert REST_SILENCE_S - REST_PING_S < after_s < REST_SILENCE_S + 1.0
+        nursery.start_soon(freeze)
+        assert await keepalive.falls_silent(NODE_ID, never)
+        assert asked_s + SILENCE_S <= trio.current_time() < asked_s + OUT_OF_ROUTES_S
+
+
+async def test_a_watch_at_rest_ends_soon_after_it_is_over(autojump_clock: MockClock) -> None:
+    async with joined() as (keepalive, _, _):
+        began_s = trio.current_time()
+        assert not await keepalive.falls_silent(NODE_ID, lambda: trio.current_time() > began_s + 200.0)
+        assert trio.current_time() - began_s <= 200.0 + 1.2 * REST_LOOK_S
 
 
 async def test_a_connection_that_nobody_watches_costs_two_messages_a_minute_and_ends_with_its_peer(

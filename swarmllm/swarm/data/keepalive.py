@@ -89,22 +89,23 @@ class Keepalive:
     def used(self, now: float) -> bool:
         """A message is sent or has come, or one is to be expected. Returns whether this side was at rest:
         then it is to `look` now."""
-        was_at_rest = self._is_at_rest(now, _REST_MARGIN_S)
-        if self._is_at_rest(now):
+        was_at_rest = self.is_at_rest(now, _REST_MARGIN_S)
+        if self.is_at_rest(now):
             self._heard_at_s = max(self._heard_at_s, now)
         self._used_at_s = now
         if was_at_rest:
             self.look_at_s = now
         return was_at_rest
 
-    def _is_at_rest(self, now: float, margin_s: float = 0.0) -> bool:
+    def is_at_rest(self, now: float, margin_s: float = 0.0) -> bool:
+        """Whether both sides rest, and no message has gone either way for REST_AFTER_S."""
         return self._may_rest and now >= self._used_at_s + REST_AFTER_S + margin_s
 
     def ping_is_due(self, now: float, *, is_measured: bool = True) -> bool:
         """And counts as sent. `is_measured`: the round trip is known well enough for now."""
         if now < self._ping_at_s:
             return False
-        is_at_rest = self._is_at_rest(now, _REST_MARGIN_S)
+        is_at_rest = self.is_at_rest(now, _REST_MARGIN_S)
         quiet_until_s = self._wrote_at_s + self._quiet_s
         if is_at_rest:
             # The next look is at the next tick.
@@ -119,7 +120,7 @@ class Keepalive:
         """When to `look` again: at `check_at_s`, if not before; without it in CHECK_S. At rest at the next
         tick."""
         silent_at_s = self._heard_at_s + self._silence_s(now)
-        if self._is_at_rest(now, _REST_MARGIN_S):
+        if self.is_at_rest(now, _REST_MARGIN_S):
             check_at_s = next_tick_s(now, TICK_S)
         elif check_at_s is None:
             check_at_s = now + CHECK_S
@@ -142,7 +143,7 @@ class Keepalive:
         return "alive"
 
     def _silence_s(self, now: float) -> float:
-        return REST_SILENCE_S if self._is_at_rest(now) else SILENCE_S
+        return REST_SILENCE_S if self.is_at_rest(now) else SILENCE_S
 
 
 RR_ACK_TIMEOUT_S = 10.0

@@ -6,8 +6,9 @@ libp2p connection shows that it lives. As on the data plane each side says so of
 pings, which every implementation answers), and silence is judged alike: see keepalive. All of this ends with
 the first data connection.
 
-A peer that nothing is asked of for REST_AFTER_S is pinged, and judged, as on a data connection at rest. The
-other end need not rest for that: it answers a ping at any time.
+Of a peer that nothing is asked of for REST_AFTER_S nothing is expected: it is there for gossip. libp2p's own
+pings tell within two minutes whether it lives (`judge_connections_by_what_comes`), and they go anyway. It is
+listened to closely again once something is asked of it.
 
 An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
 may meet and keep each other busy. So where this side is late itself, silence counts for less.
@@ -27,6 +28,7 @@ import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
 from libp2p.network.health.ping_probe import ConnectionPingResult
 
+from swarmllm.shared_ticks import next_tick_s
 from swarmllm.supervision import spawn
 from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
 from swarmllm_proto.identifiers import NodeId
@@ -40,6 +42,8 @@ _ALLOWANCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
 YAMUX_PING_S: Final = 60.0
 """Between pings of the library's own, on every connection."""
+REST_LOOK_S: Final = 60.0
+"""Between looks at a peer at rest: whether it still has to be watched."""
 YAMUX_SILENCE_S: Final = 80.0
 """Starved of processor time for some seconds is not frozen."""
 _HEARD_AT = "_heard_at_s"
@@ -118,16 +122,20 @@ class ControlKeepalive:
         heard_at_s, allowance_s = now, 0.0
         keepalive.may_rest(now)
         while True:
+            if keepalive.is_at_rest(now):
+                with trio.move_on_at(next_tick_s(now, REST_LOOK_S)):
+                    await watched.woken.wait()
+                if is_over():
+                    return False
+                now = trio.current_time()
+                heard_at_s, allowance_s = now, 0.0
+                continue
             keepalive.heard(heard_at_s + allowance_s)
             look_at_s = keepalive.next_look_s(now)
-            with trio.move_on_at(look_at_s) as sleeping:
-                await watched.woken.wait()
+            await trio.sleep_until(look_at_s)
             if is_over():
                 return False
             now = trio.current_time()
-            if not sleeping.cancelled_caught:
-                # Nobody listened closely until now.
-                heard_at_s = max(heard_at_s, now)
             late_s = max(0.0, now - look_at_s - LAST_LOOK_S)
             allowance_s = min(_ALLOWANCE_MAX_S, allowance_s + _ALLOWANCE * late_s)
             if (latest_s := self._heard_at_s(node_id)) > heard_at_s:
