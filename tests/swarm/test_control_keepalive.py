@@ -205,6 +205,25 @@ async def test_a_peer_of_which_nothing_is_asked_costs_no_message_besides_the_lib
         nursery.cancel_scope.cancel()
 
 
+async def test_a_peer_that_is_there_for_gossip_rests_from_the_beginning(autojump_clock: MockClock) -> None:
+    async with joined() as (keepalive, here, there), trio.open_nursery() as nursery:
+        nursery.start_soon(partial(keepalive.falls_silent, NODE_ID, never, begins_at_rest=True))
+        await trio.sleep(REST_AFTER_S)
+        assert here.n_writes <= 2 * (1 + REST_AFTER_S / RTT_MEASURE_INTERVAL)
+        nursery.cancel_scope.cancel()
+    async with joined() as (keepalive, _, there), trio.open_nursery() as nursery:
+        there.freeze()
+
+        async def ask() -> None:
+            await trio.sleep(20.0)
+            keepalive.used(NODE_ID)
+
+        nursery.start_soon(ask)
+        began_s = trio.current_time()
+        assert await keepalive.falls_silent(NODE_ID, never, begins_at_rest=True)
+        assert 20.0 + SILENCE_S <= trio.current_time() - began_s < 20.0 + OUT_OF_ROUTES_S
+
+
 async def test_of_two_that_listen_closely_one_pings(autojump_clock: MockClock) -> None:
     async with connected_both() as (muxers, here, there), trio.open_nursery() as nursery:
         for muxer in muxers:

@@ -491,9 +491,11 @@ async def test_some_peers_have_a_data_connection_early_and_the_others_when_there
         await trio.sleep(1.0)
         assert [peer for peer, _ in it.plane.reached] == [*NEIGHBOURS[:EARLY_DATA_PEERS], NEIGHBOURS[-1]]
         it.plane.close(NEIGHBOURS[0], "lost")
+        it.host.voices = [Voice()]
         it.host.open(C)
         await trio.sleep(60.0)
         assert not it.plane.has_connection(C), "there are enough"
+        assert ("disconnected", C) not in it.changes, "nobody listens for it"
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,18 @@ class ControlKeepalive:
             watched.woken = trio.Event()
 
     async def falls_silent(
-        self, node_id: NodeId, is_over: Callable[[], bool], *, pings_first: bool = True
+        self,
+        node_id: NodeId,
+        is_over: Callable[[], bool],
+        *,
+        pings_first: bool = True,
+        begins_at_rest: bool = False,
     ) -> bool:
         """Returns True once nothing has come from the peer for too long, False once `is_over`. `pings_first`:
-        the peer waits a little longer before it pings; what a ping and its answer say, both ends hear."""
+        the peer waits a little longer before it pings; what a ping and its answer say, both ends hear.
+        `begins_at_rest`: it is there for gossip."""
         watched = self._watched[node_id] = _Watched(Keepalive(dialled=pings_first))
+        watched.keepalive.may_rest(-math.inf if begins_at_rest else trio.current_time())
         try:
             return await self._watch(node_id, watched, is_over)
         finally:
@@ -120,7 +127,6 @@ class ControlKeepalive:
     async def _watch(self, node_id: NodeId, watched: _Watched, is_over: Callable[[], bool]) -> bool:
         keepalive, now = watched.keepalive, trio.current_time()
         heard_at_s, allowance_s = now, 0.0
-        keepalive.may_rest(now)
         while True:
             if keepalive.is_at_rest(now):
                 with trio.move_on_at(next_tick_s(now, REST_LOOK_S)):

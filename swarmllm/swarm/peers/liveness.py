@@ -380,9 +380,12 @@ class Liveness:
             await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * took_s))
         if self._host.node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)
-        plane = self._plane
-        if plane is not None and sum(map(plane.has_connection, self.connected)) < EARLY_DATA_PEERS:
+        if not self._has_early_data():
             await self._reach_data(node_id)
+
+    def _has_early_data(self) -> bool:
+        plane = self._plane
+        return plane is not None and sum(map(plane.has_connection, self.connected)) >= EARLY_DATA_PEERS
 
     def warm(self, node_id: NodeId) -> None:
         """There is work with that peer, or there may be soon: have a data connection, as soon as it
@@ -410,9 +413,9 @@ class Liveness:
             has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
             return has_data_connection or self.connected.get(node_id) != since_s
 
-        pings_first = self._host.node_id < node_id
+        pings_first, has_early_data = self._host.node_id < node_id, self._has_early_data()
         while since_s is not None and await self._keepalives.falls_silent(
-            node_id, is_over, pings_first=pings_first
+            node_id, is_over, pings_first=pings_first, begins_at_rest=has_early_data
         ):
             self._count_no_more(node_id, "silent")
             with trio.move_on_after(_SILENT_TOO_LONG_S) as waiting:
