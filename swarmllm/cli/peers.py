@@ -80,7 +80,8 @@ def _overview(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "link", "not connected"
     else:
         rtt = "unknown" if link["rtt_ms"] is None else f"{link['rtt_ms']:.1f} ms"
-        yield "link", f"{link['data_plane']}, round trip {rtt}, connected for {duration(link['connected_s'])}"
+        plane = "for gossip until there is work" if link["data_plane"] == "none" else link["data_plane"]
+        yield "link", f"{plane}, round trip {rtt}, connected for {duration(link['connected_s'])}"
         speed = "" if link["bytes_per_s"] is None else f", at {size(link['bytes_per_s'])}/s when large"
         yield "traffic", f"{size(link['bytes_sent'])} sent, {size(link['bytes_received'])} received{speed}"
         if link["damaged_jobs"]:

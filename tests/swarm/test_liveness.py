@@ -645,6 +645,20 @@ async def test_a_peer_at_rest_is_listened_to_closely_once_there_is_work_with_it(
         assert it.changes == [("connected", A), ("disconnected", A)]
 
 
+async def test_many_requests_to_a_peer_that_cannot_be_reached_are_one_dial(autojump_clock: MockClock) -> None:
+    async with node() as it:
+        it.plane.is_in_reach = False
+        it.host.open(A)
+        await trio.sleep(100.0)
+        n_before = len(it.plane.reached)
+        for _ in range(3):
+            for _ in range(10):
+                it.liveness.warm(A)
+            await trio.sleep(1.0)
+        assert len(it.plane.reached) == n_before + 3
+        assert list(it.parts.attempts) == []
+
+
 async def test_a_silent_peer_that_speaks_counts_again_without_being_greeted(
     autojump_clock: MockClock,
 ) -> None:

@@ -18,6 +18,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import trio
@@ -95,11 +96,13 @@ class PeerLiveness:
     lets_go: bool = False
     """It has said that it ends its connections with this node, and lives on."""
     has_work: bool = False
-    """There is work with it, while records are being exchanged."""
+    """There is work with it, for which a data connection is being made, or will be once it counts."""
 
     @property
     def is_empty(self) -> bool:
-        return self.exchange is None and not (self.is_thinning or self.gives_way or self.lets_go)
+        return self.exchange is None and not (
+            self.is_thinning or self.gives_way or self.lets_go or self.has_work
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,17 +388,30 @@ class Liveness:
 
     def _has_early_data(self) -> bool:
         plane = self._plane
-        return plane is not None and sum(map(plane.has_connection, self.connected)) >= EARLY_DATA_PEERS
+        if plane is None:
+            return False
+        have = islice(filter(plane.has_connection, self.connected), EARLY_DATA_PEERS)
+        return sum(1 for _ in have) == EARLY_DATA_PEERS
 
     def warm(self, node_id: NodeId) -> None:
         """There is work with that peer, or there may be soon: have a data connection, as soon as it
         counts."""
         self._keepalives.used(node_id)
         plane = self._plane
+        is_reached = plane is None or plane.has_connection(node_id)
         if self._exchange_of(node_id) is not None:
             self._peer(node_id).has_work = True
-        elif plane is not None and node_id in self.connected and not plane.has_connection(node_id):
-            spawn(self._nursery, "peer", self._reach_data, node_id)
+        elif node_id in self.connected and not is_reached and not self._peer(node_id).has_work:
+            self._peer(node_id).has_work = True
+            spawn(self._nursery, "peer", self._reach_for_work, node_id)
+
+    async def _reach_for_work(self, node_id: NodeId) -> None:
+        try:
+            await self._reach_data(node_id)
+        finally:
+            if (peer := self._peers.get(node_id)) is not None:
+                peer.has_work = False
+                self._settle(node_id)
 
     async def _reach_data(self, node_id: NodeId) -> None:
         plane = self._plane
