@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from bench.common.simulated_network import Place, random_place
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import SILENCE_S
-from swarmllm.swarm.decaying_count import DecayingCount
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import CONNECT_S, PEERS_MAX, Dialler
@@ -32,7 +30,7 @@ from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.in_memory.signer import InMemorySigner
 from swarmllm.swarm.libp2p.gossip_mesh import DEGREE, DEGREE_HIGH, DEGREE_LOW
-from swarmllm.swarm.libp2p.held_gossip import MANY_WITHIN_S, HeldGossip, update_waits_s
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.records.exchange import KIND_PEERS
@@ -130,7 +128,6 @@ class RecordNode:
         self._rng = rng
         self._seen: dict[bytes, None] = {}
         self._held = HeldGossip(rng)
-        self._updates: defaultdict[str, DecayingCount] = defaultdict(lambda: DecayingCount(MANY_WITHIN_S))
         self._held_changed = trio.Event()
         self._peers = PeerExchange(lambda node_id, body: self._ask(node_id, KIND_PEERS, body), self)
         self.spread: RecordSpread
@@ -232,8 +229,7 @@ class RecordNode:
         if len(self._seen) > SEEN_MAX:
             del self._seen[next(iter(self._seen))]
         if self.spread.validate(topic, content):
-            wait_s = self.spread.may_wait_s(topic, content)
-            if wait_s := wait_s or update_waits_s(self._updates[topic], trio.current_time()):
+            if wait_s := self.spread.may_wait_s(topic, content):
                 self._hold(topic, content, sender, name, wait_s)
             else:
                 self._pass_on(topic, content, sender)

@@ -9,15 +9,7 @@ import random
 
 import pytest
 
-from swarmllm.swarm.decaying_count import DecayingCount
-from swarmllm.swarm.libp2p.held_gossip import (
-    MANY_UPDATES,
-    MANY_WITHIN_S,
-    UPDATES_WAIT_S,
-    WAITING_MAX,
-    HeldGossip,
-    update_waits_s,
-)
+from swarmllm.swarm.libp2p.held_gossip import WAITING_MAX, HeldGossip
 
 
 def test_what_waits_goes_together_when_the_first_of_it_is_due() -> None:
@@ -59,17 +51,6 @@ def test_so_many_wait_and_no_more() -> None:
         assert held.due(0.0) == []
         held.hold("peer", b"%d" % number, number, 4.0, now=0.0)
     assert held.due(0.0) == [("peer", list(range(WAITING_MAX)))]
-
-
-def test_news_waits_only_while_there_is_much_of_it() -> None:
-    lately, rare_s = DecayingCount(MANY_WITHIN_S), MANY_WITHIN_S / MANY_UPDATES * 1.5
-    assert [update_waits_s(lately, each * rare_s) for each in range(100)] == [0.0] * 100
-    now = 100 * rare_s
-    waits_s = [update_waits_s(lately, now + each / 1000) for each in range(20)]
-    assert waits_s == sorted(waits_s)
-    assert 1 <= waits_s.count(0.0) <= MANY_UPDATES
-    assert set(waits_s) == {0.0, UPDATES_WAIT_S}
-    assert update_waits_s(lately, now + 10 * MANY_WITHIN_S) == 0.0
 
 
 def test_nothing_waits_for_who_is_gone() -> None:

@@ -42,6 +42,7 @@ from swarmllm.swarm.records.spread import (
     RecordSpread,
     heartbeat_interval_s,
 )
+from swarmllm.swarm.records.update_pace import UPDATES_WAIT_S
 from swarmllm.swarm.router import UnreadableRequest
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
@@ -370,6 +371,11 @@ async def test_news_does_not_wait_to_be_passed_on_and_signs_of_life_wait_longest
         assert spread.may_wait_s(MODELS, envelope(OTHER)) == 0.0
         assert [wait_s(OTHER, 1), wait_s(OTHER, 1, b"load")] == [HEARTBEAT_WAITS_S, LOAD_WAITS_S]
         assert [wait_s(OTHER, 2), wait_s(THIRD, 1)] == [0.0, 0.0], "of an envelope that is not here"
+        for number in range(20):
+            spread.may_wait_s(MODELS, envelope(new_identity(100 + number)))
+        assert spread.may_wait_s(MODELS, envelope(new_identity(99))) == UPDATES_WAIT_S, "there are many"
+        assert wait_s(THIRD, 1) == UPDATES_WAIT_S
+        assert spread.may_wait_s(MODELS, envelope(ME)) == 0.0, "its writer does not wait"
         nursery.cancel_scope.cancel()
 
 

@@ -19,8 +19,7 @@ from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 
 from swarmllm.shared_ticks import next_tick_s
-from swarmllm.swarm.decaying_count import DecayingCount
-from swarmllm.swarm.libp2p.held_gossip import MANY_WITHIN_S, HeldGossip, update_waits_s
+from swarmllm.swarm.libp2p.held_gossip import HeldGossip
 
 DEGREE: Final = 4
 DEGREE_LOW: Final = 3
@@ -56,8 +55,6 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         """By what is done, and topic."""
         self.held = HeldGossip(random.Random(random.random()))
         self._held_changed = trio.Event()
-        self._updates: defaultdict[str, DecayingCount] = defaultdict(lambda: DecayingCount(MANY_WITHIN_S))
-        """By topic: the news that came lately."""
         super().__init__(*arguments, **options)
 
     @property
@@ -96,7 +93,6 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         if msg_forwarder != pubsub.my_id:
             if pubsub.is_with_all_neighbours(msg_forwarder, pubsub_msg):
                 return
-            hold_s = hold_s or update_waits_s(self._updates[topic], trio.current_time())
         elif neighbours := self._told_by_the_author(topic, pubsub_msg, hold_s):
             # Nor is it offered to anybody later.
             for peer_id in neighbours:

@@ -4,9 +4,6 @@ A message that goes round a mesh at once crosses each of its connections in both
 have it from somebody else at about the same moment. Here it waits for a while at each node, which drawn lots
 make longer or shorter: who is told of it meanwhile by the very neighbour that it waits for need not tell that
 one. And what has come together by then travels in one packet.
-
-News waits only where there is much of it (UPDATES_WAIT_S): a hundred nodes that start together have a hundred
-things to say, and each packet costs its sender and its receiver more than what is in it.
 """
 
 from __future__ import annotations
@@ -16,21 +13,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from swarmllm.swarm.decaying_count import DecayingCount
-
 WAITING_MAX: Final = 100
 """Messages for one neighbour. One more, and they all go at once."""
-UPDATES_WAIT_S: Final = 1.0
-"""At most, at each node that passes it on, where there is much."""
-MANY_UPDATES: Final = 4.0
-MANY_WITHIN_S: Final = 2.0
-"""Much is more than MANY_UPDATES in about so many seconds."""
-
-
-def update_waits_s(lately: DecayingCount, now: float) -> float:
-    """For how long, at most, the news that has come now may wait. `lately`: how much of it has come before
-    within MANY_WITHIN_S; it is counted there."""
-    return UPDATES_WAIT_S if lately.add(now) > MANY_UPDATES else 0.0
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
 from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
+from swarmllm.swarm.records.update_pace import UpdatePace
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
@@ -138,6 +139,7 @@ class RecordSpread:
         self.exchange = RecordExchange(self._book, ask, self)
         self._pace = ComparisonPace(random.Random(random.random()))
         self._pace_changed = trio.Event()
+        self._updates = UpdatePace()
         self.records: Mapping[NodeId, bytes] = self._book.records()
         self.loads = self._book.loads
 
@@ -268,14 +270,15 @@ class RecordSpread:
         return None if statement.audience is UNSET else (statement.node_id, statement.audience)
 
     def may_wait_s(self, topic: str, content: bytes) -> float:
-        """See `GossipReader`. News does not wait."""
-        if topic == MODELS:
+        """See `GossipReader`."""
+        statement = self._unsealed(topic, content)
+        if isinstance(statement, Heartbeat):
+            known = self._book.envelope(statement.node_id)
+            if known is not None and known.version >= statement.version:
+                return LOAD_WAITS_S if statement.load else HEARTBEAT_WAITS_S
+        if statement.node_id == self._identity.node_id:
             return 0.0
-        heartbeat = self._unseal_heartbeat(content)
-        known = self._book.envelope(heartbeat.node_id)
-        if known is None or known.version < heartbeat.version:
-            return 0.0
-        return LOAD_WAITS_S if heartbeat.load else HEARTBEAT_WAITS_S
+        return self._updates.may_wait_s(statement.node_id, trio.current_time())
 
     def blame(self, sender: NodeId, error: BadMessage) -> None:
         """A peer has sent a statement that is refused, although each node checks what it passes on."""
