@@ -42,6 +42,7 @@ from swarmllm.swarm.peers.trust import TrustBook, TrustEvent
 from swarmllm.swarm.records.departures import FORGET_S, GAVE_UP_S, Departed, GaveUp
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm.swarm.records.registry import Registry, follow_router
+from swarmllm.swarm.records.update_pace import COUNTS_AGAIN_S, CountedUpdate
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.envelope import Envelope, seal
@@ -321,6 +322,7 @@ def test_bad_facts_about_some_peers_disturb_no_other() -> None:
 
 FAILED_AT_S = 100.0
 SAYS_NOTHING_AFTER_S: dict[str, tuple[Any, float]] = {
+    "counted_update": (CountedUpdate(FAILED_AT_S), COUNTS_AGAIN_S),
     "neighbour": (Neighbour(n_failures=3, retry_at_s=FAILED_AT_S), FAILURES_COUNT_S),
     "bulk": (BulkPeer(retry_at_s=FAILED_AT_S), 0.0),
     "hole_turn": (HoleTurn(n_failures=1, again_at_s=FAILED_AT_S), AGAIN_MAX_S),

@@ -39,4 +39,8 @@ def test_few_writers_are_remembered() -> None:
     pace = UpdatePace()
     for at, contact in enumerate(contacts(WRITERS_MAX + 50, seed=6)):
         pace.may_wait_s(contact.node_id, at / 1000)
-    assert len(pace._counted_at_s) == WRITERS_MAX
+    assert len(pace._counted) == WRITERS_MAX
+    pace._counted.tidy(0.1 + COUNTS_AGAIN_S)
+    assert 0 < len(pace._counted) < WRITERS_MAX
+    pace._counted.tidy(10.0 + COUNTS_AGAIN_S)
+    assert len(pace._counted) == 0

@@ -41,6 +41,7 @@ from swarmllm.swarm.records.prefix_index import Beginning
 from swarmllm.swarm.records.projector_index import Projectors
 from swarmllm.swarm.records.registry import Announced, RegistryParts
 from swarmllm.swarm.records.spread import RecordParts
+from swarmllm.swarm.records.update_pace import CountedUpdate
 from swarmllm_proto.identifiers import NodeId
 
 
@@ -59,6 +60,7 @@ class Peer:
 
     envelope: HeldEnvelope | None = None
     fetching_record: bool | None = None
+    counted_update: CountedUpdate | None = None
     announced: Announced | None = None
     present: Announced | None = None
     """The same, while the registry has been told that it is reachable."""
@@ -99,7 +101,9 @@ class PeerDirectory(PeerTable):
         self.trust: Parts[Reputation] = Parts(self, "trust")
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
-        self.records = RecordParts(Parts(self, "envelope"), Parts(self, "fetching_record"))
+        self.records = RecordParts(
+            Parts(self, "envelope"), Parts(self, "fetching_record"), PassingParts(self, "counted_update")
+        )
         self.uses: Parts[Use] = Parts(self, "use")
         self.requests: Parts[PeerRequests] = Parts(self, "requests")
         self.neighbours: PassingParts[Neighbour] = PassingParts(self, "neighbour")

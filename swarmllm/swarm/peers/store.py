@@ -88,6 +88,7 @@ class KnownPeers:
         peers = {node_id: addresses for node_id, addresses in connected() if addresses}
         changed = [(who, where) for who, where in peers.items() if self._saved.get(who) != where]
         if not changed:
+            self._saved = peers
             return
         try:
             await trio.to_thread.run_sync(self._store.keep_peers, self._network_id, changed, now)

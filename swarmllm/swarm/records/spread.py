@@ -25,12 +25,12 @@ from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
-from swarmllm.swarm.peers.peer_table import Parts
+from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
 from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
-from swarmllm.swarm.records.update_pace import UpdatePace
+from swarmllm.swarm.records.update_pace import CountedUpdate, UpdatePace
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
     ADDRESSES_MAX,
@@ -75,6 +75,7 @@ class RecordParts:
     envelopes: Parts[HeldEnvelope] = field(default_factory=Parts.alone)
     fetching: Parts[bool] = field(default_factory=Parts.alone)
     """Nodes whose newer envelope is being asked for."""
+    counted_updates: PassingParts[CountedUpdate] = field(default_factory=PassingParts.alone)
 
 
 class Signer(Protocol):
@@ -139,7 +140,7 @@ class RecordSpread:
         self.exchange = RecordExchange(self._book, ask, self)
         self._pace = ComparisonPace(random.Random(random.random()))
         self._pace_changed = trio.Event()
-        self._updates = UpdatePace()
+        self._updates = UpdatePace(parts.counted_updates)
         self.records: Mapping[NodeId, bytes] = self._book.records()
         self.loads = self._book.loads
 

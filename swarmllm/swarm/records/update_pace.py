@@ -10,9 +10,10 @@ A node that speaks again and again counts once, or it could slow down the others
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
+from swarmllm.swarm.peers.peer_table import PassingParts
 from swarmllm_proto.identifiers import NodeId
 
 UPDATES_WAIT_S: Final = 1.0
@@ -25,15 +26,24 @@ COUNTS_AGAIN_S: Final = 10.0
 WRITERS_MAX: Final = 256
 
 
+@dataclass(frozen=True, slots=True)
+class CountedUpdate:
+    at_s: float
+
+    def is_over(self, now: float) -> bool:
+        """Whether the next update of that node counts."""
+        return now >= self.at_s + COUNTS_AGAIN_S
+
+
 class UpdatePace:
     """`now` is any clock that does not run backwards, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: PassingParts[CountedUpdate] | None = None) -> None:
         self._n_writers = 0.0
         """As of `_at_s`; it shrinks from there."""
         self._at_s = -math.inf
-        self._counted_at_s: OrderedDict[NodeId, float] = OrderedDict()
-        """The latest writers, those that were counted first before the others."""
+        self._counted: PassingParts[CountedUpdate] = PassingParts.alone() if counted is None else counted
+        """Of each of the latest writers; who was counted first comes first."""
 
     def __repr__(self) -> str:
         return f"<UpdatePace {self._n_writers:.1f} writers>"
@@ -41,11 +51,11 @@ class UpdatePace:
     def may_wait_s(self, writer: NodeId, now: float) -> float:
         """For how long, at most, an update of that node may wait that has come now."""
         n_writers = self._n_writers * math.exp(-max(0.0, now - self._at_s) / MANY_WITHIN_S)
-        if now >= self._counted_at_s.get(writer, -math.inf) + COUNTS_AGAIN_S:
-            self._counted_at_s.pop(writer, None)
-            self._counted_at_s[writer] = now
-            if len(self._counted_at_s) > WRITERS_MAX:
-                self._counted_at_s.popitem(last=False)
+        counted = self._counted.get(writer)
+        if counted is None or counted.is_over(now):
+            self._counted.put_last(writer, CountedUpdate(now))
+            if len(self._counted) > WRITERS_MAX:
+                self._counted.drop_first()
             n_writers += 1.0
             self._n_writers, self._at_s = n_writers, now
         return UPDATES_WAIT_S if n_writers > MANY_WRITERS else 0.0
