@@ -155,6 +155,8 @@ def run(a: Side, b: Side, from_s: float, until_s: float) -> None:
                 keepalive.wrote(local_s)
                 arrivals.append((now + DELAY_S, other, False))
             continue
+        # Between two clocks a moment is rounded, and a look just before its time would come again and again.
+        local_s = max(local_s, keepalive.look_at_s)
         side.looked_s.append(now)
         if keepalive.look(local_s, is_reading=True) == "silent":
             side.gave_up_s = now
