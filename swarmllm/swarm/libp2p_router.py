@@ -224,7 +224,10 @@ class Libp2pRouter:
         self.plane.watch_while(is_working)
 
     async def reach(self, node_id: NodeId, *, timeout_s: float = _REACH_S) -> None:
-        if node_id == self.node_id or node_id in self._connected:
+        if node_id == self.node_id:
+            await trio.lowlevel.checkpoint()
+            return
+        if node_id in self._connected:
             self._liveness.warm(node_id)
             await trio.lowlevel.checkpoint()
             return

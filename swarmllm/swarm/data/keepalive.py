@@ -98,7 +98,7 @@ class Keepalive:
         return was_at_rest
 
     def is_at_rest(self, now: float, margin_s: float = 0.0) -> bool:
-        """Whether both sides rest, and no message has gone either way for REST_AFTER_S."""
+        """Whether it may rest, and nothing has been `used` for REST_AFTER_S."""
         return self._may_rest and now >= self._used_at_s + REST_AFTER_S + margin_s
 
     def ping_is_due(self, now: float, *, is_measured: bool = True) -> bool:

@@ -76,6 +76,7 @@ class RecordParts:
     fetching: Parts[bool] = field(default_factory=Parts.alone)
     """Nodes whose newer envelope is being asked for."""
     counted_updates: PassingParts[CountedUpdate] = field(default_factory=PassingParts.alone)
+    """Of nodes that said something new lately (`UpdatePace`)."""
 
 
 class Signer(Protocol):

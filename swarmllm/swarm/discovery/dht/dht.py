@@ -283,17 +283,17 @@ class Dht:
         return [self.core.placed(contact) for contact in found.values()]
 
     def _next_at_s(self, now: float) -> float:
-        wait_s = _SETTLE_S if self._due() else _REFRESH_S
-        return min(now + wait_s, max(now, self._unhurried_at_s)) if len(self._met) else now + wait_s
+        at_s = now + (_SETTLE_S if self._due() else _REFRESH_S)
+        return min(at_s, self._unhurried_at_s) if len(self._met) else at_s
 
     def _take_met(self, now: float) -> list[Contact]:
         """Who is to be asked now, of those that are still connected."""
         connected = self._node.connected()
         for node_id in [each for each in self._met if each not in connected]:
             self._met.drop(node_id)
-        n_wanted = EAGER_CONTACTS - len(self.core.table)
-        if n_wanted <= 0 and (n_wanted := int(now >= self._unhurried_at_s)):
-            self._unhurried_at_s = now + UNHURRIED_S
+        n_wanted = max(0, EAGER_CONTACTS - len(self.core.table))
+        if not n_wanted and len(self._met) and now >= self._unhurried_at_s:
+            n_wanted, self._unhurried_at_s = 1, now + UNHURRIED_S
         met = [Contact(node_id) for node_id in itertools.islice(self._met, n_wanted)]
         for contact in met:
             self._met.drop(contact.node_id)
