@@ -363,8 +363,8 @@ class Libp2pRouter:
     def lost(self, node_id: NodeId, how: str) -> None:
         self._liveness.drop(node_id, how)
 
-    def let_go(self, node_id: NodeId) -> None:
-        spawn(self._nursery, "peer", self._let_go, node_id)
+    def met_in_passing(self, node_id: NodeId) -> None:
+        self._reachable.met_in_passing(node_id, trio.current_time())
 
     async def _let_go(self, node_id: NodeId) -> None:
         """End the connections after saying that this node lives on. An older peer does not know the question,
@@ -425,6 +425,7 @@ class Libp2pRouter:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
             return self.spread.answer(sender, kind, body)
+        self._reachable.used(sender, trio.current_time())
         return await self.answer(sender, body)
 
     async def _have_connected(self, node_id: NodeId, timeout_s: float) -> float:
@@ -454,14 +455,15 @@ class Libp2pRouter:
             self.directory.tidy(now)
             self._reachable.announce_changes(now)
             for node_id in self._idle(now):
-                self.let_go(node_id)
+                spawn(self._nursery, "peer", self._let_go, node_id)
 
     def _idle(self, now: float) -> list[NodeId]:
-        """Connected nodes that were dialled for work that is long over, where there are more than are looked
-        for."""
+        """Connected nodes that were dialled for work that is long over, or in passing, where there are more
+        than are looked for."""
         statuses = {node_id: self.plane.status(node_id) for node_id in self._connected}
         n_bytes = {node_id: each.n_bytes_sent + each.n_bytes_received for node_id, each in statuses.items()}
-        return self._reachable.idle(n_bytes, len(n_bytes) - self._peers_max, now)
+        n_surplus = len(n_bytes) - self._peers_max
+        return self._reachable.idle(n_bytes, n_surplus, now, kept=self.wide_area.relayed())
 
     async def _keep_members_only(self) -> None:
         """A proof is made once per connection, and keys are taken back while connections live on."""

@@ -17,7 +17,7 @@ from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import DOUBT_FIRST_S, WANTED_MAX, Dial, Dialler
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.peers.reachable import IDLE_S, ReachableNodes, Use
+from swarmllm.swarm.peers.reachable import IDLE_S, PASSING_S, ReachableNodes, Use
 from swarmllm.swarm.peers.reachable_index import UNTRIED_MAX
 from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
@@ -222,6 +222,23 @@ async def test_connections_for_work_end_when_there_was_none_for_long(autojump_cl
     assert sorted(idle(n_bytes | {NodeId("a"): 11}, 3, start_s + 2 * IDLE_S)) == ["a", "b"]
     assert idle(n_bytes | {NodeId("a"): 11}, 1, start_s + 2 * IDLE_S) == ["b"], "the longest idle first"
     assert idle(n_bytes | {NodeId("a"): 11}, 0, start_s + 2 * IDLE_S) == []
+    for later_s in (2 * IDLE_S, 4 * IDLE_S):
+        assert idle(n_bytes, 3, start_s + later_s, kept={NodeId("a")}) == ["b"]
+    assert idle(n_bytes, 3, start_s + 4 * IDLE_S) == ["b", "a"]
+
+
+def test_who_was_met_in_passing_is_let_go_soon_unless_something_comes_of_it() -> None:
+    stand = Stand()
+    for name in "abc":
+        stand.nodes.met_in_passing(NodeId(name), 0.0)
+    idle, n_bytes = stand.nodes.idle, dict.fromkeys(map(NodeId, "abc"), 0)
+    assert idle(n_bytes, 3, PASSING_S / 2) == []
+    stand.nodes.used(NodeId("a"), PASSING_S / 2)
+    n_bytes[NodeId("b")] = 1
+    assert idle(n_bytes, 3, PASSING_S) == ["c"]
+    stand.nodes.met_in_passing(NodeId("b"), PASSING_S)
+    assert idle(n_bytes, 3, PASSING_S / 2 + IDLE_S) == ["c", "a"]
+    assert idle(n_bytes, 3, PASSING_S + IDLE_S) == ["c", "a", "b"]
 
 
 @asynccontextmanager

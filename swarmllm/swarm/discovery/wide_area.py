@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 
@@ -20,7 +20,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dht.dht import Dht, DhtParts
-from swarmllm.swarm.discovery.dht.messages import Contact, keys_of, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import RELAY_KEY, Contact, keys_of, model_key, name_key
 from swarmllm.swarm.discovery.dht.serving import DhtNode
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.relay.client import Circuits, Relaying, RelayUse
@@ -41,6 +41,8 @@ SEEK_AGAIN_S = 20.0
 _SEEKING_MAX = 4
 _REMEMBERED_MAX = 256
 _MEET_S = 8.0
+RELAYS_MET: Final = 4
+"""Of those that the DHT names, at a time."""
 PUNCHED_MAX = 6
 """Addresses of one node that are dialled at the agreed moment."""
 
@@ -59,8 +61,8 @@ class WideAreaUser(Protocol):
         """Connect with a node, if it is not connected. Raises an error of our tree."""
         ...
 
-    def let_go(self, node_id: NodeId) -> None:
-        """End the connections with a peer, on good terms."""
+    def met_in_passing(self, node_id: NodeId) -> None:
+        """A connection with it was made for one question: it ends on good terms if nothing else comes."""
         ...
 
     async def turned_direct(self, node_id: NodeId) -> None:
@@ -93,6 +95,9 @@ class WideArea:
         self.relaying = relaying
         self.relay_service = relay_service
         self._user = user
+        self._random = random.Random()
+        self._services = () if relay_service is None else (RELAY_KEY,)
+        self.dht.provide(self._services)
         self._turns = trio.Semaphore(_SEEKING_MAX)
         self._in_vain_at_s: dict[str, float] = {}
 
@@ -101,7 +106,7 @@ class WideArea:
         keys = dict.fromkeys(
             key for model_id, name in models for key in (model_key(model_id), name_key(name))
         )
-        self.dht.provide(list(keys)[:KEYS_PER_NODE])
+        self.dht.provide([*self._services, *keys][:KEYS_PER_NODE])
 
     async def seek(self, name_or_id: str) -> bool:
         """See ModelDiscovery."""
@@ -117,6 +122,21 @@ class WideArea:
             del self._in_vain_at_s[next(iter(self._in_vain_at_s))]
         self._in_vain_at_s[name_or_id] = trio.current_time()
         return False
+
+    async def meet_relays(self) -> None:
+        """Connect with some of the nodes that volunteer as relays."""
+        with trio.move_on_after(SEEK_S):
+            found = await self.dht.find_providers(RELAY_KEY, n_enough=RELAYS_MET)
+            chosen = self._random.sample(found, min(RELAYS_MET, len(found)))
+            await self._meet_all(chosen)
+            for contact in chosen:
+                self._user.met_in_passing(contact.node_id)
+
+    def relayed(self) -> set[NodeId]:
+        """Those through which this node can be reached, and those that use it as a relay: their connections
+        carry what nobody here sees."""
+        using = () if self.relay_service is None else self.relay_service.book.users()
+        return {*self.relaying.relays, *self.relaying.circuits.carriers(), *using}
 
     def statistics(self) -> DhtStatistics:
         return self.dht.statistics()
@@ -159,6 +179,7 @@ class _Node(DhtNode):
         self._spread = spread
         self._user = user
         self._uses_relays = uses_relays
+        self.search_relays: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
 
     def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
         return tuple(usable(self.addresses(node_id)))
@@ -178,8 +199,8 @@ class _Node(DhtNode):
         """By gossip, until records no longer all fit."""
         return self._spread.book.has_room
 
-    def let_go(self, node_id: NodeId) -> None:
-        self._user.let_go(node_id)
+    def met_in_passing(self, node_id: NodeId) -> None:
+        self._user.met_in_passing(node_id)
 
     def addresses(self, node_id: NodeId) -> tuple[str, ...]:
         envelope = self._spread.own if node_id == self._host.node_id else self._spread.envelope(node_id)
@@ -190,6 +211,9 @@ class _Node(DhtNode):
 
     def counted(self) -> Collection[NodeId]:
         return self._user.connected()
+
+    async def meet_relays(self) -> None:
+        await self.search_relays()
 
     async def tell(self, addresses: tuple[str, ...]) -> None:
         await self._spread.reach_through(addresses)
@@ -223,7 +247,6 @@ def open_wide_area(
         node,
         network_id=gater.network_id,
         mode=settings.dht,
-        peers_max=settings.max_peers,
         parts=parts.dht,
     )
     punching = Punching(host, node, parts.punching)
@@ -236,4 +259,6 @@ def open_wide_area(
         if settings.relay_service
         else None
     )
-    return WideArea(dht, user, relaying, relay_service)
+    wide_area = WideArea(dht, user, relaying, relay_service)
+    node.search_relays = wide_area.meet_relays
+    return wide_area

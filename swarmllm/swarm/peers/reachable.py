@@ -16,7 +16,7 @@ those count first that the routes of this node could need, and the others in tur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -32,6 +32,8 @@ from swarmllm_proto.identifiers import NodeId
 
 IDLE_S: Final = 300.0
 """Without a message or request for this long, a connection that was made for work is let go."""
+PASSING_S: Final = 10.0
+"""The same, of one that was made for a question in the DHT and has had no other use."""
 
 
 class HeardNodes(Protocol):
@@ -55,6 +57,10 @@ class Use:
     """Of all messages with that node so far."""
     since_s: float
     """When that number was another one, or a request was made."""
+    idle_s: float = IDLE_S
+
+    def again(self, now: float) -> None:
+        self.since_s, self.idle_s = now, IDLE_S
 
 
 class ReachableNodes:
@@ -128,20 +134,33 @@ class ReachableNodes:
     def used(self, node_id: NodeId, now: float) -> None:
         """A request goes there, or has come from there."""
         if (use := self._uses.get(node_id)) is not None:
-            use.since_s = now
+            use.again(now)
 
-    def idle(self, n_bytes: dict[NodeId, int], n_surplus: int, now: float) -> list[NodeId]:
-        """Of at most `n_surplus` nodes that were dialled for work: those without any for the longest time.
-        `n_bytes`: of all messages with each connected node so far."""
+    def met_in_passing(self, node_id: NodeId, now: float) -> None:
+        """A connection with it was made for one question."""
+        if self._uses.get(node_id) is None:
+            self._uses.put(node_id, Use(0, now, PASSING_S))
+
+    def idle(
+        self, n_bytes: dict[NodeId, int], n_surplus: int, now: float, kept: Container[NodeId] = ()
+    ) -> list[NodeId]:
+        """Of at most `n_surplus` nodes that were dialled for work or in passing: those without any for the
+        longest time, without those in `kept`. `n_bytes`: of all messages with each connected node so
+        far."""
         for node_id, use in list(self._uses.items()):
             if node_id not in n_bytes:
                 # It may have been dialled so lately that records are still being exchanged.
                 if now - use.since_s >= IDLE_S:
                     self._uses.drop(node_id)
             elif n_bytes[node_id] != use.n_bytes:
-                use.n_bytes, use.since_s = n_bytes[node_id], now
-        found = sorted((use.since_s, node_id) for node_id, use in self._uses.items())
-        return [node_id for since_s, node_id in found[: max(0, n_surplus)] if now - since_s >= IDLE_S]
+                use.n_bytes = n_bytes[node_id]
+                use.again(now)
+        found = sorted(
+            (use.since_s, node_id)
+            for node_id, use in self._uses.items()
+            if now - use.since_s >= use.idle_s and node_id in n_bytes and node_id not in kept
+        )
+        return [node_id for _, node_id in found[: max(0, n_surplus)]]
 
     def announce_changes(self, now: float) -> None:
         """Publishes changes of reachability that time alone causes. It includes nodes that were reachable

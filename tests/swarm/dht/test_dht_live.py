@@ -34,7 +34,6 @@ from swarmllm.swarm.discovery.dht.messages import (
     node_key,
 )
 from swarmllm.swarm.discovery.dht.serving import DhtNode
-from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, run_libp2p
 from swarmllm.swarm.libp2p.stream_framing import framed
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
@@ -62,9 +61,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     ports: dict[str, int] = {}
     async with trio.open_nursery() as nursery:
 
-        async def run(
-            name: str, mode: DhtMode, peers_max: int, *, task_status: TaskStatus[tuple[Host, Dht]]
-        ) -> None:
+        async def run(name: str, mode: DhtMode, *, task_status: TaskStatus[tuple[Host, Dht]]) -> None:
             host = Host(load_or_create_identity(_folder(tmp_path / name)), ConnectionGater())
 
             class Node(DhtNode):
@@ -75,14 +72,14 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                     return host.connected()
 
             async with trio.open_nursery() as inner, run_libp2p(host, own_addresses("127.0.0.1"), 0):
-                dht = Dht(host, inner, Node(), mode=mode, peers_max=peers_max)
+                dht = Dht(host, inner, Node(), mode=mode)
                 ports[host.node_id] = host.port
                 inner.start_soon(dht.run)
                 task_status.started((host, dht))
                 await trio.sleep_forever()
 
-        async def start_one(name: str, mode: DhtMode = "on", peers_max: int = PEERS_MAX) -> tuple[Host, Dht]:
-            started: tuple[Host, Dht] = await nursery.start(run, name, mode, peers_max)
+        async def start_one(name: str, mode: DhtMode = "on") -> tuple[Host, Dht]:
+            started: tuple[Host, Dht] = await nursery.start(run, name, mode)
             return started
 
         yield start_one
@@ -144,16 +141,16 @@ async def test_the_dead_are_named_and_it_costs_little(start: Start) -> None:
     assert len(seeker[1].core.table) == 1
 
 
-async def test_whom_it_asks_in_passing_it_lets_go_when_it_has_enough(
+async def test_it_tells_of_whom_it_has_dialled_for_a_question(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain = [await start(name, peers_max=1) for name in "abc"]
+    chain = [await start(name) for name in "abc"]
     await introduce(chain[0], chain[1])
-    dht, let_go = chain[2][1], list[str]()
-    monkeypatch.setattr(dht._asking._node, "let_go", let_go.append)
+    dht, met = chain[2][1], list[str]()
+    monkeypatch.setattr(dht._asking._node, "met_in_passing", met.append)
     await introduce(chain[2], chain[1])
     await until(lambda: chain[0][0].node_id in dht.core.table)
-    await until(lambda: let_go == [chain[0][0].node_id])
+    await until(lambda: met == [chain[0][0].node_id])
 
 
 async def test_a_client_asks_and_is_not_asked(start: Start) -> None:

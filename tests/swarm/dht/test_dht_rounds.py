@@ -32,13 +32,13 @@ SOON_S = 30.0
 
 
 class Node(DhtNode):
-    def __init__(self, network: MemoryNetwork, node_id: NodeId, mode: DhtMode, peers_max: int) -> None:
+    def __init__(self, network: MemoryNetwork, node_id: NodeId, mode: DhtMode) -> None:
         self.host = network.host(node_id)
         self.let_in = True
         self.knows_all = False
-        self.gone: list[NodeId] = []
+        self.passed_by: list[NodeId] = []
         host: Any = self.host
-        self.dht = Dht(host, network.nursery, self, mode=mode, peers_max=peers_max)
+        self.dht = Dht(host, network.nursery, self, mode=mode)
         network.nursery.start_soon(self.dht.run)
 
     def addresses_of(self, node_id: NodeId) -> tuple[Address, ...]:
@@ -53,8 +53,8 @@ class Node(DhtNode):
     def knows_the_swarm(self) -> bool:
         return self.knows_all
 
-    def let_go(self, node_id: NodeId) -> None:
-        self.gone.append(node_id)
+    def met_in_passing(self, node_id: NodeId) -> None:
+        self.passed_by.append(node_id)
 
     @property
     def node_id(self) -> NodeId:
@@ -71,8 +71,8 @@ class Nodes:
         self._ids = [NodeId(contact.node_id) for contact in contacts(40, seed=7)]
         self.made: list[Node] = []
 
-    def start(self, mode: DhtMode = "on", peers_max: int = 16) -> Node:
-        made = Node(self._network, self._ids[len(self.made)], mode, peers_max)
+    def start(self, mode: DhtMode = "on") -> Node:
+        made = Node(self._network, self._ids[len(self.made)], mode)
         self.made.append(made)
         return made
 
@@ -244,16 +244,14 @@ async def test_a_client_asks_and_does_not_answer_and_one_that_is_off_does_neithe
         assert off.dht.statistics().n_lookups == 0
 
 
-async def test_who_was_asked_in_passing_is_let_go_by_one_with_enough_connections(
-    autojump_clock: MockClock,
-) -> None:
+async def test_it_says_whom_it_has_dialled_for_a_question(autojump_clock: MockClock) -> None:
     async with nodes() as made:
-        seeker, middle, far = made.start(peers_max=1), made.start(), made.start()
+        seeker, middle, far = made.start(), made.start(), made.start()
         await made.introduce(middle, far)
         await made.introduce(seeker, middle)
         assert seeker.host.dialled[1:] == [far.node_id]
-        assert seeker.gone == [far.node_id]
-        assert (middle.gone, far.gone) == ([], [])
+        assert seeker.passed_by == [far.node_id]
+        assert (middle.passed_by, far.passed_by) == ([], [])
 
 
 async def test_who_is_not_let_in_is_not_asked(autojump_clock: MockClock) -> None:

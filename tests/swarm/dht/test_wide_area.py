@@ -14,12 +14,13 @@ from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dht.messages import Contact, model_key, name_key
+from swarmllm.swarm.discovery.dht.messages import RELAY_KEY, Contact, model_key, name_key
 from swarmllm.swarm.discovery.dht.table import KEYS_PER_NODE
 from swarmllm.swarm.discovery.wide_area import (
     _REMEMBERED_MAX,
     _SEEKING_MAX,
     PUNCHED_MAX,
+    RELAYS_MET,
     SEEK_AGAIN_S,
     SEEK_S,
     WideArea,
@@ -45,7 +46,7 @@ class Stand:
         self.dead: set[str] = set()
         self.linked: set[NodeId] = set()
         self.met: list[tuple[NodeId, list[Address]]] = []
-        self.gone: list[NodeId] = []
+        self.passed_by: list[NodeId] = []
         self.direct: list[NodeId] = []
         self.reachability: Reachability | None = None
         stand: Any = self
@@ -54,7 +55,7 @@ class Stand:
     def provide(self, keys: list[bytes]) -> None:
         self.provided = keys
 
-    async def find_providers(self, key: bytes) -> list[Contact]:
+    async def find_providers(self, key: bytes, *, n_enough: int = 1) -> list[Contact]:
         self.asked.append(key)
         await trio.sleep(self.takes_s)
         return self.named.get(key, [])
@@ -69,8 +70,8 @@ class Stand:
         self.linked.add(node_id)
         return node_id
 
-    def let_go(self, node_id: NodeId) -> None:
-        self.gone.append(node_id)
+    def met_in_passing(self, node_id: NodeId) -> None:
+        self.passed_by.append(node_id)
 
     async def turned_direct(self, node_id: NodeId) -> None:
         self.direct.append(node_id)
@@ -87,6 +88,41 @@ async def test_a_name_is_sought_and_those_that_are_named_are_met() -> None:
     assert await stand.area.seek("guide")
     assert sorted(stand.met) == sorted((c.node_id, list(c.addresses)) for c in (HOLDERS[0], HOLDERS[2]))
     assert stand.area.statistics() == "of the DHT"
+
+
+async def test_nodes_that_volunteer_as_relays_are_met_and_go_where_they_are_of_no_use(
+    autojump_clock: MockClock,
+) -> None:
+    stand = Stand()
+    named = contacts(RELAYS_MET + 2, seed=12)
+    stand.named[RELAY_KEY] = named
+    await stand.area.meet_relays()
+    assert len(stand.linked) == RELAYS_MET
+    assert stand.linked <= {contact.node_id for contact in named}
+    assert set(stand.passed_by) == stand.linked
+    stand.takes_s = 10 * SEEK_S
+    await stand.area.meet_relays()
+    assert trio.current_time() <= 2 * SEEK_S
+
+
+def test_a_relay_announces_itself_with_its_models_and_no_model_is_named_like_it() -> None:
+    stand: Any = Stand()
+    assert list(stand.provided) == []
+    area = WideArea(stand, stand, stand, stand)
+    assert list(stand.provided) == [RELAY_KEY]
+    area.announce([(MODEL, "guide")])
+    assert list(stand.provided) == [RELAY_KEY, model_key(MODEL), name_key("guide")]
+    assert name_key("relay") != RELAY_KEY
+
+
+def test_connections_with_relays_and_with_those_that_use_this_one_are_no_idle_ones() -> None:
+    stand: Any = Stand()
+    relay, carrier, guest = (contact.node_id for contact in contacts(3, seed=13))
+    stand.relays = (relay,)
+    stand.circuits = SimpleNamespace(carriers=lambda: {carrier})
+    stand.book = SimpleNamespace(users=lambda: {guest})
+    assert WideArea(stand, stand, stand, None).relayed() == {relay, carrier}
+    assert WideArea(stand, stand, stand, stand).relayed() == {relay, carrier, guest}
 
 
 async def test_an_id_is_sought_as_such(autojump_clock: MockClock) -> None:
@@ -233,7 +269,7 @@ async def test_it_says_who_is_connected_and_hands_on_what_it_is_told() -> None:
         assert set(it.counted()) == {B}
         assert it.lets_in(B)
         assert not it.lets_in(A)
-        it.let_go(B)
+        it.met_in_passing(B)
         await it.turned_direct(B)
         await it.tell(TEXTS)
-        assert (user.gone, user.direct, seen.told) == ([B], [B], [TEXTS])
+        assert (user.passed_by, user.direct, seen.told) == ([B], [B], [TEXTS])

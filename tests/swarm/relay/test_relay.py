@@ -14,6 +14,7 @@ from libp2p.peer.id import ID
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.discovery import reachability
+from swarmllm.swarm.discovery.dht.messages import RELAY_KEY
 from swarmllm.swarm.discovery.relay import client, service
 from swarmllm.swarm.discovery.relay.client import RelayUse
 from swarmllm.swarm.discovery.relay.messages import (
@@ -31,6 +32,7 @@ from swarmllm.swarm.discovery.relay.messages import (
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
+from swarmllm.swarm.peers.reachable import IDLE_S
 from swarmllm.swarm.settings import RELAY_LIMITS, RelayLimits, SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -62,6 +64,7 @@ async def node(
     punches: bool = False,
     secret: bytes | None,
     limits: RelayLimits = RELAY_LIMITS,
+    max_peers: int = 16,
 ) -> AsyncIterator[Libp2pRouter]:
     home = folder / name
     home.mkdir()
@@ -77,6 +80,7 @@ async def node(
         announce=(NOWHERE,) if hidden else (),
         relay_service=relays,
         relay_limits=limits,
+        max_peers=max_peers,
         hole_punching=punches,
     )
     async with open_libp2p_router(settings) as router:
@@ -124,6 +128,28 @@ async def test_hidden_nodes_talk_through_a_relay_on_both_planes(tmp_path: Path, 
                 await trio.sleep(0.05)
         assert a.wide_area.relaying.relays == (relay.node_id,)
         assert any("/p2p-circuit/p2p/" in text for text in a.addresses)
+        assert (a.wide_area.relayed(), relay.wide_area.relayed()) == ({relay.node_id}, {a.node_id, b.node_id})
+
+
+async def test_a_relay_that_a_hidden_node_has_never_met_is_found_by_the_dht(tmp_path: Path) -> None:
+    how: Any = {"secret": None, "max_peers": 1}
+    async with (
+        node(tmp_path, "known", hidden=False, secret=None) as known,
+        node(tmp_path, "relay", known.addresses[0], hidden=False, relays=True, **how) as relay,
+    ):
+        await until(relay, lambda: known.node_id in relay.connected())
+        with trio.fail_after(DEADLINE_S):
+            while not known.wide_area.dht.core.providers.find(RELAY_KEY, trio.current_time()):  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        async with node(tmp_path, "a", known.addresses[0], **how) as a:
+            with trio.fail_after(DEADLINE_S):
+                while a.wide_area.relaying.relays != (relay.node_id,):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            assert known.wide_area.relay_service is None
+            now = trio.current_time()
+            assert a._idle(now) == a._idle(now + 2 * IDLE_S) == [], "a reservation is a use while it lasts"
+            a.directory.wide_area.relays.drop(relay.node_id)
+            assert a._idle(now + 2 * IDLE_S) == [relay.node_id]
 
 
 async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from swarmllm.swarm.discovery.relay.client import (
     ACCEPTING_MAX,
     ANSWER_S,
     ASK_AGAIN_S,
+    FIND_FIRST_S,
+    FIND_MAX_S,
     LOOK_EVERY_S,
     RELAYS,
     Relaying,
@@ -76,6 +79,9 @@ class Scene:
         self.cannot_be_dialled = True
         self.connected = connected
         self.told: list[tuple[str, ...]] = []
+        self.volunteers: set[str] = set()
+        """Named by the DHT."""
+        self.searched_at_s: list[float] = []
         self.known: dict[str, tuple[str, ...]] = {}
         self.relaying = Relaying(
             self.host,  # type: ignore[arg-type]
@@ -96,6 +102,10 @@ class Scene:
     async def tell(self, addresses: tuple[str, ...]) -> None:
         self.told.append(addresses)
 
+    async def meet_relays(self) -> None:
+        self.searched_at_s.append(trio.current_time())
+        self.connected |= self.volunteers
+
 
 async def test_a_hidden_node_asks_until_it_has_enough_and_tells(autojump_clock: trio.abc.Clock) -> None:
     scene = Scene(set(OTHERS), set(OTHERS))
@@ -113,6 +123,59 @@ async def test_a_node_that_can_be_dialled_asks_nobody(autojump_clock: trio.abc.C
     scene.cannot_be_dialled = False
     await scene.relaying.look()
     assert scene.circuits.asked == scene.told == []
+
+
+async def test_a_node_of_whose_connected_ones_none_is_a_relay_looks_for_one(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    scene = Scene(set(OTHERS[2:3]), set(OTHERS[:2]))
+    scene.volunteers = set(OTHERS[2:3])
+    await scene.relaying.look()
+    assert scene.relaying.relays == ()
+    await trio.sleep(LOOK_EVERY_S)
+    await scene.relaying.look()
+    assert set(scene.relaying.relays) == scene.volunteers
+    assert len(scene.told) == 1
+    for _ in range(10):
+        await trio.sleep(FIND_FIRST_S)
+        await scene.relaying.look()
+    assert len(scene.searched_at_s) == 1, "one is enough to be reached"
+
+
+async def test_a_search_for_relays_in_vain_is_repeated_more_and_more_rarely(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    scene = Scene(set(), set())
+    with trio.move_on_after(4 * FIND_MAX_S):
+        await scene.relaying.run()
+    waits_s = [later - sooner for sooner, later in itertools.pairwise(scene.searched_at_s)]
+    assert waits_s[0] >= FIND_FIRST_S
+    assert waits_s == sorted(waits_s)
+    assert FIND_MAX_S <= waits_s[-1] <= FIND_MAX_S + 2 * LOOK_EVERY_S
+
+
+async def test_a_node_that_loses_its_relay_looks_for_another_soon(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(set(OTHERS[:1]), set())
+    for _ in range(100):
+        await scene.relaying.look()
+        await trio.sleep(FIND_FIRST_S)
+    scene.connected |= set(OTHERS[:1])
+    await scene.relaying.look()
+    assert scene.relaying.relays == (OTHERS[0],)
+    await trio.sleep(FIND_MAX_S)
+    scene.connected.clear()
+    n_before = len(scene.searched_at_s)
+    for _ in range(3):
+        await trio.sleep(FIND_FIRST_S)
+        await scene.relaying.look()
+    assert len(scene.searched_at_s) - n_before >= 2
+
+
+async def test_a_node_that_can_be_dialled_looks_for_no_relay() -> None:
+    scene = Scene(set(), set())
+    scene.cannot_be_dialled = False
+    await scene.relaying.look()
+    assert scene.searched_at_s == []
 
 
 async def test_who_is_no_relay_is_left_alone_for_a_while(autojump_clock: trio.abc.Clock) -> None:

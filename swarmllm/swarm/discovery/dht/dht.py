@@ -32,7 +32,6 @@ from swarmllm.swarm.discovery.dht.messages import (
 )
 from swarmllm.swarm.discovery.dht.serving import DhtAsker, DhtCore, DhtNode, Serving
 from swarmllm.swarm.discovery.dht.table import PARALLEL, Lookup, RoutingEntry
-from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p.host import Host, Stream
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
 from swarmllm.swarm.peers.peer_table import Parts
@@ -78,15 +77,11 @@ class DhtClient:
         nursery: trio.Nursery,
         protocol: str,
         node: DhtNode,
-        peers_max: int,
     ) -> None:
-        """A node that was asked in passing is let go when this one has `peers_max`: as many as it looks
-        for."""
         self._host = host
         self._nursery = nursery
         self._protocol = protocol
         self._node = node
-        self._peers_max = peers_max
         self._turns = trio.Semaphore(UNDER_WAY_MAX)
 
     async def ask(self, contact: Contact, question: Message) -> Message:
@@ -126,15 +121,14 @@ class DhtClient:
     async def _converse(
         self, contact: Contact, message: Message, expects_answer: bool, exchange: Outcome[Message]
     ) -> Message:
-        """The caller has the answer at once, that of a stranger when the connection may have been let go.
-        Raises NodeUnreachable."""
+        """The caller has the answer at once, before the stream is closed. Raises NodeUnreachable."""
         stream: Stream | None = None
         answer: Message | None = None
         failure = "no answer in time"
-        is_stranger = not self._host.is_connected(contact.node_id)
-        if is_stranger:
+        if not self._host.is_connected(contact.node_id):
             # It has deadlines of its own, and half a dial cancelled would leave half a connection.
             await self._host.dial(contact.node_id, list(contact.addresses))
+            self._node.met_in_passing(contact.node_id)
 
         with trio.move_on_after(_STUCK_S) as stuck:
             try:
@@ -150,9 +144,9 @@ class DhtClient:
                 failure = str(error)
             except Exception as error:  # libp2p's, of many kinds
                 failure = type(error).__name__
-            if not is_stranger and answer is not None:
+            if answer is not None:
                 exchange.succeed(answer)
-            elif not is_stranger:
+            else:
                 exchange.fail(NodeUnreachable(failure))
         if stuck.cancelled_caught:
             provoked_by(log, contact.node_id).info(
@@ -165,8 +159,6 @@ class DhtClient:
                     await (stream.close() if answer is not None else stream.reset())
                 except Exception as error:
                     log.debug("ending a stream of the DHT: %s", type(error).__name__)
-        if is_stranger and len(self._host.connected()) > self._peers_max:
-            self._node.let_go(contact.node_id)
         if answer is None:
             raise NodeUnreachable(failure)
         return answer
@@ -199,7 +191,6 @@ class Dht:
         *,
         network_id: str = "",
         mode: DhtMode = "on",
-        peers_max: int = PEERS_MAX,
         parts: DhtParts | None = None,
     ) -> None:
         parts = parts or DhtParts()
@@ -208,7 +199,7 @@ class Dht:
         self._mode = mode
         self._own_key = node_key(host.node_id)
         self.core = DhtCore(host.node_id, node, parts.n_entries, parts.contacts)
-        self._asking = DhtClient(host, nursery, protocol_name(network_id), node, peers_max)
+        self._asking = DhtClient(host, nursery, protocol_name(network_id), node)
         self._serving = Serving(self.core, node, parts.askers)
         self._changed = trio.Event()
         self._met = parts.met

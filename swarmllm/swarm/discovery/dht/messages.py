@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import Final
 
 from blake3 import blake3
 from google.protobuf.message import DecodeError
@@ -29,6 +30,7 @@ KEY_MAX_BYTES = 64
 """The longest multihash that is looked at; ours have 34."""
 _BLAKE3 = bytes((0x1E, 0x20))
 _NAME_CONTEXT = "swarmllm 2026 model name in the DHT"
+_SERVICE_CONTEXT = "swarmllm 2026 service in the DHT"
 
 
 def model_key(model_id: ModelId) -> bytes:
@@ -38,6 +40,14 @@ def model_key(model_id: ModelId) -> bytes:
 
 def name_key(name: str) -> bytes:
     return _BLAKE3 + blake3(name.encode(), derive_key_context=_NAME_CONTEXT).digest()
+
+
+def service_key(service: str) -> bytes:
+    """What nodes that volunteer for something are found under."""
+    return _BLAKE3 + blake3(service.encode(), derive_key_context=_SERVICE_CONTEXT).digest()
+
+
+RELAY_KEY: Final = service_key("relay")
 
 
 def keys_of(name_or_id: str) -> tuple[bytes, ...]:

@@ -75,8 +75,8 @@ class DhtNode:
         """Whether it knows all nodes and their models without the DHT."""
         return False
 
-    def let_go(self, node_id: NodeId) -> None:
-        """End the connection with a node that was asked in passing."""
+    def met_in_passing(self, node_id: NodeId) -> None:
+        """That node was dialled for one question."""
         return
 
 

@@ -1,9 +1,10 @@
 """Uses relays: to be reached where nobody can dial this node, and to reach such nodes.
 
 A node whose control port a peer has tried in vain asks connected nodes for a reservation until RELAYS of them
-have given one, and tells everybody in its envelope: `/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. A node that
-finds none of these addresses answering goes through one of those relays. Reservations are renewed in half of
-their time, and left to lapse when the node can be dialled after all. `Relaying` decides all that.
+have given one; where none gives one, it meets relays that the DHT names. It tells everybody in its envelope:
+`/ip4/.../tcp/.../p2p/RELAY/p2p-circuit`. A node that finds none of these addresses answering goes through one
+of those relays. Reservations are renewed in half of their time, and left to lapse when the node can be
+dialled after all. `Relaying` decides all that.
 
 `Circuits` makes reservations and connections through relays, and takes those that come through one, only
 from relays that this node asked for a reservation, as many at a time as ACCEPTING_MAX. Every exchange runs
@@ -16,11 +17,12 @@ desynchronise the connection to the relay: so writes are shielded here, and end 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 from libp2p.io.abc import ReadWriteCloser
@@ -152,7 +154,13 @@ class Circuits:
         self._on_inbound = on_inbound
         self._n_accepting = 0
         self.relays: Parts[RelayUse] = Parts.alone() if relays is None else relays
+        self._connections: list[RelayedConnection] = []
         host.serve(STOP, self._accept)
+
+    def carriers(self) -> set[NodeId]:
+        """The relays over which this node has connections with others."""
+        self._connections = [each for each in self._connections if not each.ended.is_set()]
+        return {each.relay_id for each in self._connections}
 
     async def reserve(self, relay_id: NodeId) -> None:
         """Raises NodeUnreachable. Not to be cancelled."""
@@ -178,6 +186,7 @@ class Circuits:
             raise NodeUnreachable(f"relay {relay_id} does not connect with {node_id}: {answer.status.name}")
         connection = RelayedConnection(stream, relay_id, answer.data_bytes)
         await self._host.adopt(connection, node_id, dialled=True)
+        self._connections.append(connection)
 
     async def _ask(self, relay_id: NodeId, question: Hop) -> tuple[Stream, Hop]:
         stream = await self._host.open_stream(relay_id, HOP)
@@ -213,6 +222,7 @@ class Circuits:
                 return
             connection = RelayedConnection(stream, relay_id)
             await self._host.adopt(connection, dialler, dialled=False)
+            self._connections.append(connection)
         except (ProtocolError, trio.TooSlowError, NodeUnreachable) as error:
             log.debug("a connection through relay %s: %s", relay_id, error)
             await stream.reset()
@@ -236,6 +246,9 @@ async def _reset(stream: Stream) -> None:
 RELAYS = 2
 ADDRESSES_PER_RELAY = 3
 LOOK_EVERY_S = 5.0
+FIND_FIRST_S: Final = 10.0
+FIND_MAX_S: Final = 1800.0
+"""Until the DHT is asked for relays again by a node that has none: twice as long each time, up to that."""
 _ASKED_PER_LOOK = 4
 _DETOURS_MAX = 3
 _REMEMBERED_MAX = 1024
@@ -254,6 +267,10 @@ class RelayedNode(Protocol):
 
     def addresses(self, node_id: NodeId) -> Collection[str]:
         """Those of a node's envelope."""
+        ...
+
+    async def meet_relays(self) -> None:
+        """Connect with some nodes that the DHT names as relays, if it names any."""
         ...
 
     async def tell(self, addresses: tuple[str, ...]) -> None:
@@ -275,6 +292,8 @@ class Relaying:
         self._random = randomness
         self._last_reported: tuple[str, ...] = ()
         self.n_detours = 0
+        self._find_again_at_s = -math.inf
+        self._find_pause_s = FIND_FIRST_S
 
     @property
     def relays(self) -> tuple[NodeId, ...]:
@@ -307,6 +326,14 @@ class Relaying:
         if told != self._last_reported:
             self._last_reported = told
             await self._node.tell(told)
+        if told:
+            self._find_pause_s = FIND_FIRST_S
+        elif self._node.is_hidden() and now >= self._find_again_at_s:
+            # The next look asks those that were found. With one relay a node can be reached, and looks no
+            # further.
+            await self._node.meet_relays()
+            self._find_again_at_s = trio.current_time() + self._find_pause_s
+            self._find_pause_s = min(FIND_MAX_S, 2 * self._find_pause_s)
 
     async def detour(self, node_id: NodeId) -> None:
         """A connection with a node none of whose addresses answers. Raises NodeUnreachable."""

@@ -82,6 +82,10 @@ class RelayBook:
     def holders(self) -> set[NodeId]:
         return set(self._reservations)
 
+    def users(self) -> set[NodeId]:
+        """Those, and the ends of circuits."""
+        return {*self._reservations, *self._n_of_node}
+
     def reserve(self, node_id: NodeId, now: float) -> Status:
         """For RESERVED_S from now; again before they are over renews."""
         for over in [each for each, held in self._reservations.items() if held.is_over(now)]:
