@@ -26,6 +26,7 @@ from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.records.envelope_book import (
     EXPIRY_NODES,
     EXPIRY_S,
+    GOES_ROUND_S,
     Digest,
     EnvelopeBook,
     VerifyOnce,
@@ -672,8 +673,8 @@ class Asked:
         raise NodeUnreachable("it is gone")
 
 
-def heartbeat(writer: Identity, sequence: int = 9) -> bytes:
-    told = Heartbeat(node_id=writer.node_id, started_at_ms=1000, sequence=sequence, beat=1)
+def heartbeat(writer: Identity, sequence: int = 9, beat: int = 1) -> bytes:
+    told = Heartbeat(node_id=writer.node_id, started_at_ms=1000, sequence=sequence, beat=beat)
     return seal(told, writer.sign)
 
 
@@ -743,6 +744,33 @@ async def test_a_node_is_found_through_its_latest_relays_and_no_others() -> None
         nursery.cancel_scope.cancel()
 
 
+async def test_what_has_been_round_the_swarm_is_not_passed_on_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Whoever is told of it once more has forgotten its id by then."""
+    parts: Any = (ME, verify, 1, None, ChangeFeed())
+    spread = RecordSpread(*parts, ask=no_answer, connected=(), listener=Listener())
+    sealed = envelope(OTHER, 5)
+    spread.take(sealed, {OTHER.node_id: 200.0})
+    await trio.sleep(GOES_ROUND_S / 2)
+    assert spread.validate(MODELS, sealed) is True
+    spread.take(sealed, {})
+    await trio.sleep(GOES_ROUND_S / 2)
+    assert spread.validate(MODELS, sealed) is None
+    assert spread.validate(MODELS, envelope(OTHER, 6)) is True
+    assert spread.validate(MODELS, envelope(THIRD)) is True
+    beats = {beat: heartbeat(OTHER, 5, beat) for beat in (3, 4, 5)}
+    assert spread.validate(HEALTH, beats[4]) is True
+    spread.receive(HEALTH, beats[4])
+    assert [spread.validate(HEALTH, beats[beat]) for beat in (3, 4, 5)] == [None, None, True]
+    spread.receive(HEALTH, beats[3])
+    assert spread.validate(HEALTH, beats[4]) is None
+    assert spread.validate(HEALTH, heartbeat(OTHER, 6, 1)) is True
+    spread.take(envelope(OTHER, 6), {})
+    assert spread.validate(HEALTH, heartbeat(OTHER, 6, 1)) is True
+    assert spread.validate(HEALTH, beats[5]) is None
+
+
 @pytest.mark.parametrize("topic", [MODELS, HEALTH])
 async def test_what_is_forged_is_not_passed_on_and_what_is_old_or_of_another_version_is_nobodys_fault(
     topic: str,
@@ -756,11 +784,9 @@ async def test_what_is_forged_is_not_passed_on_and_what_is_old_or_of_another_ver
         listener=Listener(),
         note=lambda node_id, event, _detail="": events.append((node_id, event)),
     )
-    for sequence, verdict in ((5, True), (4, None if topic == MODELS else True)):
+    spread.take(envelope(OTHER, 5), {})
+    for sequence, verdict in ((6, True), (5, True), (4, None)):
         sealed = envelope(OTHER, sequence) if topic == MODELS else heartbeat(OTHER, sequence)
         assert spread.validate(topic, sealed) is verdict
-        if sequence == 5 and topic == MODELS:
-            spread.take(sealed, {})
-            assert spread.validate(topic, sealed) is True
     assert spread.validate(topic, b"noise") is False
     assert events == []

@@ -25,6 +25,7 @@ from libp2p.tools.anyio_service.trio_tasks import FunctionTask
 from libp2p.utils import encode_varint_prefixed
 
 from swarmllm.swarm.discovery.addresses import Address, own_addresses
+from swarmllm.swarm.libp2p import gossip_mesh
 from swarmllm.swarm.libp2p.gossip import (
     AUDIENCE_MAX,
     MODELS,
@@ -279,6 +280,9 @@ async def test_a_newcomer_is_told_what_a_node_says_itself_and_not_what_it_heard(
         told = recorded(monkeypatch, stock, "write_msg", lambda _, rpc: [m.data for m in rpc.publish])
         await stock.router.send_recent_messages(ID.from_base58(newcomer.host.node_id), MODELS)
         assert [each for each in told if each] == [[b"valid, and new"]]
+        monkeypatch.setattr(gossip_mesh, "JUST_SAID_S", 0.0)
+        await stock.router.send_recent_messages(ID.from_base58(newcomer.host.node_id), MODELS)
+        assert len([each for each in told if each]) == 1, "what was said a while ago is no news"
 
 
 async def test_neighbours_are_told_of_large_messages_only_that_they_need_not_come_again(

@@ -154,8 +154,8 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.latest: dict[str, Any] = {}
-        """What this node itself said last, by topic."""
+        self.latest: dict[str, tuple[Any, float]] = {}
+        """What this node itself said last, by topic, and when."""
         self.budget = GossipBudget()
         self.note: Note = ignored_event
         self.author_and_audience: dict[str, Callable[[bytes], tuple[NodeId, bytes] | None]] = {}
@@ -201,7 +201,8 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         await self.push_msg(self.my_id, rpc_pb2.Message(data=data, topicIDs=[topic_id]))
 
     async def publish(self, topic_id: str, data: bytes) -> None:
-        self.latest[topic_id] = message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
+        message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
+        self.latest[topic_id] = message, trio.current_time()
         await self.push_msg(self.my_id, message)
 
     async def continuously_read_stream(self, stream: Any) -> None:

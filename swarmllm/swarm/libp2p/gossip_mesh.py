@@ -40,6 +40,8 @@ meshes change all the time."""
 RECENT_MAX_BYTES = 32 * 2**20
 """Of messages, each kept for some seconds for neighbours that missed it. What does not fit is passed on
 all the same, and a node that missed it learns of it by comparing records."""
+JUST_SAID_S: Final = 10.0
+"""Longer than it takes two nodes that have met to compare what they know."""
 WORTH_OFFERING_BYTES: Final = 512
 """An offer is made to six neighbours, and its name of the message has 66 bytes each time."""
 _WORTH_REFUSING_BYTES = 4 * 1024
@@ -149,9 +151,13 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
         """To who has just subscribed. The library tells everything that it heard from anybody in the last
         seconds: in a swarm of n that finds itself, n(n-1) nodes tell each other of n. Nodes that meet compare
-        what they know anyway; only what this one says in that very moment might pass the other by."""
-        message, stream = self.pubsub.latest.get(topic), self.pubsub.peers.get(peer_id)
-        if message is not None and stream is not None:
+        what they know anyway; only what this one says in that very moment might pass the other by. Older
+        messages would be new to nobody, and whoever has forgotten their ids would pass them on."""
+        latest, stream = self.pubsub.latest.get(topic), self.pubsub.peers.get(peer_id)
+        if latest is None or stream is None:
+            return
+        message, said_at_s = latest
+        if trio.current_time() < said_at_s + JUST_SAID_S:
             await self.pubsub.write_msg(stream, rpc_pb2.RPC(publish=[message]))
 
     async def _emit_idontwant_for_message(self, msg_id: bytes, topics: Any) -> None:

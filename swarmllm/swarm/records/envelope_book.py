@@ -36,6 +36,8 @@ EXPIRY_S = 300.0
 `EXPIRY_NODES`. In a larger one nodes speak more rarely (`spread.heartbeat_interval_s`), and are kept for
 longer in proportion."""
 EXPIRY_NODES = 120
+GOES_ROUND_S: Final = 60.0
+"""So long gossip may take. A node that knows an envelope for longer does not pass it on."""
 FINGERPRINT_BYTES: Final = 8
 BUCKETS_MAX: Final = 1024
 _BUCKET_NODES = 8
@@ -75,6 +77,10 @@ class HeldEnvelope:
     envelope: Envelope
     sealed: bytes
     heard_at_s: float
+    taken_at_s: float
+    """When this envelope came."""
+    heard_beat: int = -1
+    """The latest heartbeat that named it."""
     load: bytes = b""
     """What its writer has said since that it has to do; empty: nothing."""
     beat: int = -1
@@ -123,7 +129,7 @@ class EnvelopeBook:
         return len(self._entries) < self._nodes_max // 2 and self.n_bytes < self._bytes_max // 2
 
     def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
-        self._put(HeldEnvelope(envelope, sealed, now))
+        self._put(HeldEnvelope(envelope, sealed, now, now))
 
     def take(
         self,
@@ -147,7 +153,7 @@ class EnvelopeBook:
             return "known", node_id
         if node_id == self._node_id:
             return "refused", node_id
-        entry = HeldEnvelope(envelope, sealed, heard_at_s)
+        entry = HeldEnvelope(envelope, sealed, heard_at_s, now)
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
         more = entry.n_bytes - (held.n_bytes if held is not None else 0)
@@ -156,13 +162,26 @@ class EnvelopeBook:
         self._put(entry)
         return "new", node_id
 
-    def hear(self, node_id: NodeId, version: tuple[int, int], now: float) -> bool:
+    def is_old(self, node_id: NodeId, version: tuple[int, int], now: float, beat: int | None = None) -> bool:
+        """Whether this envelope, or this heartbeat that names it, has been round the swarm before. Peers may
+        repeat what was said once, for good reasons or bad ones, and everybody would pass it on to everybody
+        again."""
+        held = self._entries.get(node_id)
+        if held is None or held.envelope.version < version:
+            return False
+        if held.envelope.version > version:
+            return True
+        return now >= held.taken_at_s + GOES_ROUND_S if beat is None else beat <= held.heard_beat
+
+    def hear(self, node_id: NodeId, version: tuple[int, int], now: float, beat: int = -1) -> bool:
         """A sign of life. True when it names an envelope newer than the one held: go and ask for it."""
         held = self._entries.get(node_id)
         if held is None:
             return True
         if version >= held.envelope.version:
             self._heard(held, now)
+        if version == held.envelope.version:
+            held.heard_beat = max(held.heard_beat, beat)
         return version > held.envelope.version
 
     def hear_load(self, node_id: NodeId, version: tuple[int, int], beat: int, load: bytes) -> bool:

@@ -249,12 +249,12 @@ class RecordSpread:
         return self._book.envelope(node_id)
 
     def validate(self, topic: str, content: bytes) -> bool | None:
-        """Whether gossip is to be passed on. None: it is of another version of the protocol, or older than
-        what is known here. Neither is anybody's fault, and an old envelope is of no use to others."""
+        """Whether gossip is to be passed on. None: it is of another version of the protocol, or was said
+        before. Neither is anybody's fault, and what is old is of no use to others."""
         try:
             statement = self._unsealed(topic, content)
-            known = self._book.envelope(statement.node_id)
-            if topic == MODELS and known is not None and known.version > statement.version:
+            beat = statement.beat if isinstance(statement, Heartbeat) else None
+            if self._book.is_old(statement.node_id, statement.version, trio.current_time(), beat):
                 return None
         except BadMessage as error:
             provoked_by(log, "gossip").debug("gossip on %s refused: %s", topic, error)
@@ -317,7 +317,7 @@ class RecordSpread:
         if is_unknown and self._book.has_room:
             # Seldom only that one is missing here.
             self._learned()
-        elif self._book.hear(node_id, heartbeat.version, trio.current_time()):
+        elif self._book.hear(node_id, heartbeat.version, trio.current_time(), heartbeat.beat):
             self._fetch_soon(node_id)
         elif heartbeat.load and self._book.hear_load(
             node_id, heartbeat.version, heartbeat.beat, heartbeat.load
