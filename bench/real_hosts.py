@@ -33,6 +33,7 @@ from bench.common.host_parts import (
 )
 from bench.common.namespaces import NoNamespaces, cabled_namespaces, ip
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
+from swarmllm.swarm.records.spread import heartbeat_interval_s
 
 LOOK_EVERY_S = 0.25
 DEADLINE_S = 500.0
@@ -231,8 +232,12 @@ def killed(swarm: Swarm) -> list[Row]:
     ]
 
 
-def quiet(swarm: Swarm, n_namespaces: int) -> list[Row]:
-    """Nobody comes or goes, and nobody asks for anything."""
+def quiet(swarm: Swarm, n_namespaces: int, heartbeats_of: int) -> list[Row]:
+    """Nobody comes or goes, and nobody asks for anything. `heartbeats_of`: so many nodes send heartbeats as
+    often, all together, as these hosts shall; 0: as they do."""
+    if heartbeats_of:
+        interval_s = len(swarm.hosts) * heartbeat_interval_s(heartbeats_of, 8) / heartbeats_of
+        swarm.everywhere("beat_every", interval_s)
     time.sleep(SETTLE_S)
     before, began_s = swarm.look(), time.monotonic()
     time.sleep(QUIET_S)
@@ -242,7 +247,12 @@ def quiet(swarm: Swarm, n_namespaces: int) -> list[Row]:
     # Parts of one namespace count the same bytes.
     n_bytes = (after.n_bytes - before.n_bytes) * max(1, n_namespaces) / len(swarm.parts)
     return [
-        (f"nothing happens for {passed_s:.0f} s: each takes of a core", f"{percent:.2f} %"),
+        (
+            f"nothing happens for {passed_s:.0f} s"
+            + f", with the heartbeats of {heartbeats_of} nodes" * bool(heartbeats_of)
+            + ": each takes of a core",
+            f"{percent:.2f} %",
+        ),
         ("each receives, with all headers", f"{n_bytes / n_hosts / passed_s / 1000:.2f} kB/s"),
         ("connections of each", f"{sum(after.degrees) / n_hosts:.1f}"),
     ]
@@ -449,6 +459,12 @@ def main() -> None:
     parser.add_argument("--scenes", nargs="*", choices=SCENES, default=SCENES)
     parser.add_argument("--peers", type=int, default=PEERS_MAX)
     parser.add_argument("--crowd", type=int, default=100)
+    parser.add_argument(
+        "--heartbeats-of",
+        type=int,
+        default=0,
+        help="in a quiet minute, nodes (0: --hosts)",
+    )
     parser.add_argument("--churn-minutes", type=float, default=8.0)
     parser.add_argument("--change-every-s", type=float, default=4.0)
     options = parser.parse_args()
@@ -462,7 +478,7 @@ def main() -> None:
             "started": partial(started, swarm, options.hosts),
             "newcomer": partial(newcomer, swarm),
             "killed": partial(killed, swarm),
-            "quiet": partial(quiet, swarm, len(inside)),
+            "quiet": partial(quiet, swarm, len(inside), options.heartbeats_of),
             "halves": partial(halves, swarm, isolate),
             "crowd": partial(crowd, swarm, options.crowd),
             "half_dies": partial(half_dies, swarm),

@@ -34,6 +34,7 @@ from bench.common.namespaces import inside
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
+from swarmllm.swarm.records import spread
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -244,6 +245,11 @@ class Part:
             except SwarmLLMError:
                 self._messages.n_refused += 1
             await trio.sleep(SEND_EVERY_S * random.uniform(0.5, 1.5))
+
+    async def beat_every(self, interval_s: float) -> None:
+        """From now on these hosts send heartbeats as in a swarm that is quiet and as large as makes that the
+        interval."""
+        spread.HEARTBEAT_MAX_S = interval_s
 
     async def end_sending(self) -> None:
         if self._sending is not None:

@@ -13,7 +13,7 @@ from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.neighbour import Neighbour
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
-from swarmllm.swarm.peers import liveness
+from swarmllm.swarm.peers import early_connections
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
 
@@ -239,7 +239,7 @@ async def test_a_large_message_teaches_its_receiver_what_the_link_carries(tmp_pa
 async def test_a_neighbour_for_gossip_has_a_data_connection_once_there_is_work_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(liveness, "EARLY_DATA_PEERS", 0)
+    monkeypatch.setattr(early_connections, "EARLY_DATA_PEERS", 0)
     async with two_nodes(tmp_path) as (a, b):
 
         async def answer(sender: NodeId, body: bytes) -> bytes:

@@ -21,12 +21,10 @@ from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, NodeUnrespons
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
+from swarmllm.swarm.peers.early_connections import EARLY_DATA_PEERS, SLOW_EXCHANGE_S, UNHURRIED_MAX_S
 from swarmllm.swarm.peers.liveness import (
-    EARLY_DATA_PEERS,
     GUEST_S,
     GUESTS_MAX,
-    SLOW_EXCHANGE_S,
-    UNHURRIED_MAX_S,
     Liveness,
     LivenessParts,
 )

@@ -18,12 +18,10 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Final
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable, SwarmLLMError
+from swarmllm.errors import DeadlineExceeded, SwarmLLMError
 from swarmllm.log_filter import provoked_by
 from swarmllm.supervision import spawn
 from swarmllm.swarm.change_feed import ChangeFeed
@@ -43,6 +41,7 @@ from swarmllm.swarm.peers.connection_limits import (
     network_of,
     who_gives_way,
 )
+from swarmllm.swarm.peers.early_connections import EarlyConnections
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.exchange import KIND_LET_GO
 from swarmllm.swarm.router import Change
@@ -70,15 +69,6 @@ GUEST_S = 5.0
 """Where all places are taken, so many newcomers stay for so long: time enough to ask this node whom it knows,
 and to look for a place elsewhere."""
 _FAREWELL_S = 1.0
-EARLY_DATA_PEERS: Final = 4
-"""So many peers, about, have a data connection before it is needed; in a small swarm these are all. The
-others are there for gossip, and have one when there is work (`warm`): each costs a handshake, and beats."""
-SLOW_EXCHANGE_S: Final = 1.0
-UNHURRIED_SHARE: Final = 20.0
-UNHURRIED_MAX_S: Final = 30.0
-"""Where records take longer than SLOW_EXCHANGE_S many nodes meet on few processors, or over a bad line: the
-data connection waits for so many times as long."""
-_LARGER_ID_WAITS_S = 3.0
 _SURPLUS_S = 2.0
 """Between looks at a peer with more than one connection."""
 
@@ -141,10 +131,12 @@ class Liveness:
         self.connected = parts.connected_since_s
         self._exchanges = trio.Semaphore(EXCHANGES_MAX)
         self._keepalives = ControlKeepalive(host.muxers, nursery)
+        self._data = EarlyConnections(host.node_id, self.connected)
         self._plane: DataPlane | None = None
 
     def begin(self, plane: DataPlane) -> None:
         self._plane = plane
+        self._data.begin(plane)
         self._host.watch_peers(self)
 
     async def exchanged(self, node_id: NodeId) -> None:
@@ -315,9 +307,9 @@ class Liveness:
                 failed=partial(self._has_failed, node_id),
             )
             if not has_work:
-                await self._reach_early(node_id, trio.current_time() - began_s)
+                await self._data.reach_early(node_id, trio.current_time() - began_s)
         if has_work:
-            await self._reach_data(node_id)
+            await self._data.reach(node_id)
 
     def _lost_early(self, node_id: NodeId) -> None:
         """Its record may be here, and then routes may lead there."""
@@ -376,60 +368,32 @@ class Liveness:
         finally:
             self._exchanges.release()
 
-    async def _reach_early(self, node_id: NodeId, took_s: float = 0.0) -> None:
-        """Have the data connection before it is needed: it also tells of life. One end dials, the other only
-        if it must. `took_s`: for records to be exchanged."""
-        if took_s > SLOW_EXCHANGE_S:
-            await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * took_s))
-        if self._host.node_id > node_id:
-            await trio.sleep(_LARGER_ID_WAITS_S)
-        if not self._has_early_data():
-            await self._reach_data(node_id)
-
-    def _has_early_data(self) -> bool:
-        plane = self._plane
-        if plane is None:
-            return False
-        have = islice(filter(plane.has_connection, self.connected), EARLY_DATA_PEERS)
-        return sum(1 for _ in have) == EARLY_DATA_PEERS
-
     def warm(self, node_id: NodeId) -> None:
         """There is work with that peer, or there may be soon: have a data connection, as soon as it
         counts."""
         self._keepalives.used(node_id)
-        plane = self._plane
-        is_reached = plane is None or plane.has_connection(node_id)
         if self._exchange_of(node_id) is not None:
             self._peer(node_id).has_work = True
-        elif node_id in self.connected and not is_reached and not self._peer(node_id).has_work:
+        elif node_id in self.connected and not (self._data.has(node_id) or self._peer(node_id).has_work):
             self._peer(node_id).has_work = True
             spawn(self._nursery, "peer", self._reach_for_work, node_id)
 
     async def _reach_for_work(self, node_id: NodeId) -> None:
         try:
-            await self._reach_data(node_id)
+            await self._data.reach(node_id)
         finally:
             if (peer := self._peers.get(node_id)) is not None:
                 peer.has_work = False
                 self._settle(node_id)
-
-    async def _reach_data(self, node_id: NodeId) -> None:
-        plane = self._plane
-        if plane is not None and node_id in self.connected and not plane.has_connection(node_id):
-            try:
-                await plane.reach(node_id)
-            except NodeUnreachable as error:
-                provoked_by(log, node_id).info("no data connection to %s yet: %s", node_id, error)
 
     async def _watch(self, node_id: NodeId) -> None:
         """Until there is a data connection, the end of which is the end of the peer."""
         since_s = self.connected.get(node_id)
 
         def is_over() -> bool:
-            has_data_connection = self._plane is not None and self._plane.has_connection(node_id)
-            return has_data_connection or self.connected.get(node_id) != since_s
+            return self._data.has(node_id) or self.connected.get(node_id) != since_s
 
-        pings_first, has_early_data = self._host.node_id < node_id, self._has_early_data()
+        pings_first, has_early_data = self._host.node_id < node_id, self._data.are_enough()
         while since_s is not None and await self._keepalives.falls_silent(
             node_id, is_over, pings_first=pings_first, begins_at_rest=has_early_data
         ):
@@ -443,7 +407,7 @@ class Liveness:
             if is_exchanging_again or not self._host.is_connected(node_id):
                 return
             self._count(node_id)
-            spawn(self._nursery, "peer", self._reach_early, node_id)
+            spawn(self._nursery, "peer", self._data.reach_early, node_id)
             since_s = self.connected.get(node_id)
 
     def libp2p_disconnected(self, node_id: NodeId) -> None:
@@ -451,7 +415,7 @@ class Liveness:
         self._dialler.wake()
         if node_id not in self.connected:
             return
-        if self._plane is not None and self._plane.has_connection(node_id):
+        if self._data.has(node_id):
             self._dialler.lost(node_id, trio.current_time(), on_purpose=False)
             spawn(
                 self._nursery,
