@@ -59,6 +59,7 @@ PRIVATE = {
     "_peer_is_connected": (PUBSUB, "UnsignedPubsub forgets the subscriptions of who came back"),
     "_forget_all_subscriptions": (PUBSUB, "UnsignedPubsub forgets the subscriptions of who came back"),
     "_replayed_recent_topics": (PUBSUB, "who came back is not sent what this node said last"),
+    "_measure_rtt_loop": (YAMUX, "both ends of each connection ping it twice a minute"),
     "_emit_idontwant_for_message": (GOSSIPSUB, "UnsignedGossipSub refuses small messages at length"),
     "_check_equivocation": (GOSSIPSUB, "messages without an author count as contradictions"),
 }
@@ -66,7 +67,10 @@ PRIVATE = {
 
 READ_WHEN_USED = {
     "read_exactly(self.secured_conn": (YAMUX, "control_keepalive.note_what_comes sees nothing that comes"),
-    "move_on_after(RTT_MEASURE_INTERVAL)": (YAMUX, "judge_connections_by_what_comes sets no interval"),
+    "nursery.start_soon(self._measure_rtt_loop)": (
+        YAMUX,
+        "judge_connections_by_what_comes replaces nothing: both ends of each connection ping twice a minute",
+    ),
     "await ping_connection(": (
         "network/health/monitor.py",
         "judge_connections_by_what_comes replaces nothing: each connection opens a stream a minute to ping",
