@@ -20,7 +20,7 @@ SUPERVISED = ("supervise", "supervise_started", "spawn", "detach")
 WAITED_FOR = {
     # Several peers or addresses are asked at once, and the answers awaited.
     "downloads/shared_digests.py": {"_ask_around", "run"},
-    "pipeline/origin/assignment.py": {"assign"},
+    "pipeline/origin/assignment.py": {"assign", "assign_with_prefixes"},
     "pipeline/repair/probing.py": {"probe"},
     "pipeline/repair/standbys.py": {"_race"},
     "pipeline/route/warming.py": {"_warm_one"},

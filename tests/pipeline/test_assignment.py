@@ -13,12 +13,12 @@ from trio.testing import MockClock
 
 from bench.common.arithmetic import fake_entry
 from swarmllm.errors import NodeBusy, NodeRefused, NodeUnreachable, RemoteError
-from swarmllm.pipeline.origin.assignment import assign
+from swarmllm.pipeline.origin.assignment import assign, assign_with_prefixes
 from swarmllm.pipeline.origin.output import Blamed
 from swarmllm.pipeline.request import request_context
 from swarmllm_proto.codec import decode_request, encode_response
 from swarmllm_proto.ipc import Sampling
-from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage, StageState
+from swarmllm_proto.swarm import PipelineAck, PipelineAssignment, Stage, StageBlocks, StageState
 
 TIMEOUT_S = 3.0
 ASSIGNMENT = PipelineAssignment(
@@ -41,6 +41,7 @@ class Answering:
     silent: str = ""
     node_id: str = A
     asked: dict[str, PipelineAssignment] = field(default_factory=dict)
+    was_asked: trio.Event = field(default_factory=trio.Event)
 
     async def request(self, node_id: str, body: bytes, *, timeout_s: float) -> bytes:
         assert timeout_s == TIMEOUT_S
@@ -48,6 +49,7 @@ class Answering:
         assignment = decode_request(body)
         assert isinstance(assignment, PipelineAssignment)
         self.asked[node_id] = assignment
+        self.was_asked.set()
         if node_id == self.silent:
             await trio.sleep_forever()
         return self.answers.get(node_id, ACCEPTS)
@@ -77,6 +79,63 @@ async def test_all_stages_of_an_exact_request_are_told_what_its_bits_depend_on()
     assert (last.n_prompt_rows, other.n_prompt_rows) == (10, 10)
     assert last.exact_rows >= 10 + 77
     assert other.exact_rows >= 10 + 77
+
+
+class Naming:
+    """A chain, this node's worker and its fetcher in one: it names one block a stage and waits, before it has
+    any of it, until another node has been asked."""
+
+    def __init__(self, router: Answering, n_blocks: int = 1) -> None:
+        self.blamed = Blamed()
+        self._router, self._n_blocks = router, n_blocks
+
+    def prefixes_of(self, node_id: str) -> tuple[StageBlocks, ...]:
+        return tuple(
+            StageBlocks(index, bytes(32))
+            for index, stage in enumerate(ASSIGNMENT.stages)
+            if stage.node_id == node_id
+        )
+
+    async def bring(self, *_: object, **__: object) -> None:
+        await self._router.was_asked.wait()
+
+    async def name_prefix(self, *_: object, **__: object) -> int:
+        await trio.lowlevel.checkpoint()
+        return self._n_blocks
+
+
+async def named(router: Answering, naming: Naming, node_id: str = A) -> tuple[int, dict[str, PipelineAck]]:
+    context = request_context(ASSIGNMENT, fake_entry(), node_id)  # type: ignore[arg-type]
+    return await assign_with_prefixes(
+        naming,  # type: ignore[arg-type]
+        router,  # type: ignore[arg-type]
+        ASSIGNMENT,
+        context,
+        naming,
+        timeout_s=TIMEOUT_S,
+        fetches=naming,  # type: ignore[arg-type]
+    )
+
+
+def knows(n_blocks: int) -> bytes:
+    return encode_response(PipelineAck(request_id="r1", accepted=True, n_prefix_blocks=n_blocks))
+
+
+async def test_stages_here_look_for_their_rows_while_others_do(autojump_clock: MockClock) -> None:
+    router = Answering({B: knows(3), C: knows(2)})
+    with trio.fail_after(1.0):
+        n_blocks, acks = await named(router, Naming(router, n_blocks=4))
+    assert (n_blocks, set(acks)) == (2, {B, C})
+    n_blocks, _ = await named(router, Naming(router, n_blocks=1))
+    assert n_blocks == 1
+
+
+async def test_a_refusal_does_not_wait_for_stages_here(autojump_clock: MockClock) -> None:
+    router = Answering({B: encode_response(PipelineAck(request_id="r1", accepted=False, reason="no"))})
+    naming = Naming(Answering())
+    with trio.fail_after(1.0), pytest.raises(NodeRefused, match="refused: no"):
+        await named(router, naming)
+    assert naming.blamed == Blamed(culprit=B)
 
 
 @pytest.mark.parametrize(

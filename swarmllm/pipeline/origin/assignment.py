@@ -61,21 +61,34 @@ async def assign_with_prefixes(
     the number of the prompt's first blocks of which all of them have rows, and the acknowledgements of the
     other nodes. Raises as `assign` does."""
     view = context.view
-    prefixes = assigner.prefixes_of(view.node_id)
-    await fetches.bring(context, prefixes, sources)
-    n_here = await give_names(compute, context, prefixes)
-    acks = await assign(
-        router,
-        assignment,
-        timeout_s=timeout_s,
-        blamed=assigner.blamed,
-        prefixes_of=assigner.prefixes_of,
-        sources=sources,
-    )
-    n_blocks = [ack.n_prefix_blocks for ack in acks.values()]
-    if not acks or any(map(view.is_here, range(len(view.stages)))):
-        n_blocks.append(n_here)
-    return min(n_blocks), acks
+    n_blocks: list[int] = []
+
+    async def bring_here() -> None:
+        prefixes = assigner.prefixes_of(view.node_id)
+        await fetches.bring(context, prefixes, sources)
+        n_blocks.append(await give_names(compute, context, prefixes))
+
+    acks: dict[NodeId, PipelineAck] = {}
+    refusal: SwarmLLMError | None = None
+    async with trio.open_nursery() as nursery:
+        if any(map(view.is_here, range(len(view.stages)))):
+            # Beside the others: all stages look for their rows, and fetch them, at the same time.
+            nursery.start_soon(bring_here)
+        try:
+            acks = await assign(
+                router,
+                assignment,
+                timeout_s=timeout_s,
+                blamed=assigner.blamed,
+                prefixes_of=assigner.prefixes_of,
+                sources=sources,
+            )
+        except SwarmLLMError as error:
+            refusal = error
+            nursery.cancel_scope.cancel()
+    if refusal is not None:
+        raise refusal
+    return min([*n_blocks, *(ack.n_prefix_blocks for ack in acks.values())]), acks
 
 
 async def assign_fetches(
