@@ -255,6 +255,22 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     (
+        "take-seat-of-a-ring",
+        ipc.TakeSeat(
+            id=17,
+            request_id=REQUEST_ID,
+            stage=0,
+            start=0,
+            end=4,
+            before=NODE_B,
+            after=NODE_B,
+            origin=NODE_A,
+            n_prompt_tokens=130,
+            ring="5e" * 16,
+        ),
+        b"",
+    ),
+    (
         "take-seat-exact",
         ipc.TakeSeat(
             id=17,

@@ -72,10 +72,11 @@ class RingCalls:
         exact_rows: int = 0,
         picture_runs: tuple[PictureRun, ...] = (),
         owner: str = "",
+        ring: str = "",
     ) -> None:
         """Before any decode job of the stage can come by a link. `sampling`: of the last stage.
         `row_format`: in which rows go to the next one. `exact_rows`, `picture_runs`, `owner`: as in
-        `WorkerPool.forward`."""
+        `WorkerPool.forward`. `ring`: as in `TakeSeat`."""
         worker = self._hosts.worker(model_id)
         if worker is None:
             return
@@ -94,6 +95,7 @@ class RingCalls:
             exact_rows=exact_rows,
             picture_runs=picture_runs,
             owner=owner or UNSET,
+            ring=ring or UNSET,
         )
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from node_ids import A, B
 
 from swarmllm.guide import GUIDE_PATH
@@ -96,9 +97,16 @@ class RingOfTwo:
         self.run(lambda: due <= self._done)
 
     def start(
-        self, request_id: str, prompt: np.ndarray, sampling: ipc.Sampling, *, tells_prompt: bool = False
+        self,
+        request_id: str,
+        prompt: np.ndarray,
+        sampling: ipc.Sampling,
+        *,
+        tells_prompt: bool = False,
+        ring: str | UnsetType = UNSET,
     ) -> None:
-        """Seats, and the prompt by way of the daemons. `tells_prompt`: the last worker knows it."""
+        """Seats, and the prompt by way of the daemons. `tells_prompt`: the last worker knows it. `ring`: as
+        in TakeSeat."""
         self._prompts[request_id], self._samplings[request_id] = len(prompt), sampling
         self.tokens[request_id], self.text[request_id] = {}, b""
         for stage, worker in enumerate(self.workers):
@@ -114,6 +122,7 @@ class RingOfTwo:
                 n_prompt_tokens=len(prompt),
                 sampling=sampling if stage else None,
                 row_format="f32" if stage else self._row_format,
+                ring=ring,
             )
         if tells_prompt:
             last = len(self.workers) - 1

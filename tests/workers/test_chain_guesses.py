@@ -161,6 +161,43 @@ def test_a_head_that_knows_the_prompt_remembers_how_it_went_on(
     assert depths[1] >= ROWS_MAX, "as many as a stage computes in one batch"
 
 
+def test_the_second_request_of_a_ring_has_guesses_behind_its_first_token(
+    make_ring: MakeRing, plain: Worker
+) -> None:
+    """The daemons bring the row that gives it, and say nothing of what the stages take."""
+    prompt = plain.tokenize(messages=[{"role": "user", "content": "What is a ring?"}])
+    due = plain.generate(prompt, sampling=GREEDY)
+    shared_trips = []
+    for index, name in enumerate(("one", "one", "other", UNSET)):
+        ring, request_id = make_ring(A), f"{index}"
+        ring.start(request_id, prompt, GREEDY, tells_prompt=True, ring=name)
+        ring.run(lambda ring=ring, each=request_id: ring.finished(each))  # type: ignore[misc]
+        assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
+        tokens = ring.tokens[request_id]
+        shared_trips.append(tokens[1].timings == tokens[2].timings)
+        ring.clean_up()
+    assert shared_trips == [False, True, False, False]
+
+
+def test_without_a_link_nothing_is_guessed_behind_the_first_token(
+    halves: tuple[Worker, Worker], make_ring: MakeRing, plain: Worker
+) -> None:
+    """Its job goes by the daemon of the last stage, which knows of no guesses."""
+    prompt = plain.tokenize(messages=[{"role": "user", "content": "What is a link?"}])
+    due = plain.generate(prompt, sampling=GREEDY)
+    ring = make_ring(A)
+    ring.start("linked", prompt, GREEDY, tells_prompt=True, ring="unlinked")
+    ring.run(lambda: ring.finished("linked"))
+    ring.clean_up()
+    ring = RingOfTwo(halves, A)
+    ring.start("unlinked", prompt, GREEDY, tells_prompt=True, ring="unlinked")
+    ring.run(lambda: ring.finished("unlinked"))
+    assert ring.result("unlinked") == due.tokens
+    last = ring.tokens["unlinked"][N_TOKENS - 1]
+    assert last.guessed in (UNSET, (0, 0))
+    ring.clean_up()
+
+
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_of_a_grammar_is_guessed_too(

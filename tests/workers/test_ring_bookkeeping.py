@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 from node_ids import A, B, C
 
@@ -26,7 +27,7 @@ from swarmllm_proto.tensors import tensor_bytes
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring import ring as ring_module
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
-from swarmllm_workers.ring.ring import REPORT_INTERVAL_S, SEATS_MAX, Ring
+from swarmllm_workers.ring.ring import REPORT_INTERVAL_S, RINGS_MAX, SEATS_MAX, Ring
 from swarmllm_workers.ring.seat import Seat
 
 from .link_jobs import Jobs
@@ -313,6 +314,48 @@ def test_a_job_that_cannot_be_run_is_told_and_makes_room(
     clock.now_s += REPORT_INTERVAL_S
     worker.ring.send_reports()
     assert [each.running for each in worker.turned()] == [True, False]
+
+
+def test_a_last_stage_remembers_what_the_stages_of_a_ring_take(workers: Callable[..., Worker]) -> None:
+    worker = workers()
+    link = worker.sender(A)
+
+    def limits(request_id: str, *, ring: Any = UNSET, **said: Any) -> tuple[int, int]:
+        """Of its seat, before its first job by a link."""
+        worker.seat(request_id, sampling=ipc.Sampling(), ring=ring)
+        seat = worker.ring.seat(request_id, 1)
+        assert seat is not None
+        seat.came(replace(BROUGHT, position=3))
+        found = seat.limits_before
+        link.send_bytes(encode_job_frame(job(request_id=request_id, **said), ROW))
+        worker.read(A)
+        worker.ring.leave(request_id)
+        return found
+
+    takes = {"window_rows": 16, "jobs_max": 12}
+    assert limits("a", **takes) == (0, 0)
+    assert limits("b", ring="x", **takes) == (0, 0), "the one before named no ring"
+    assert limits("c", ring="y", **takes) == (0, 0)
+    assert limits("d", ring="x") == (16, 12), "a piece of the prompt has changed nothing"
+    assert limits("e", ring="x", **takes) == (0, 0), "it said that they take no windows"
+    assert limits("f", ring="x", **takes) == (16, 12)
+    worker.seat("g", ring="x", stage=0, start=0, end=4)
+    first = worker.ring.seat("g", 0)
+    assert first is not None
+    assert first.limits_before == (0, 0), "it is not the last one"
+    for number in range(RINGS_MAX):
+        limits(f"of {number}", ring=f"ring {number}", **takes)
+    assert limits("h", ring="x") == (0, 0), "too many were newer"
+
+
+def test_a_daemon_that_brings_a_decode_job_knows_of_no_windows(workers: Callable[..., Worker]) -> None:
+    worker = workers()
+    worker.seat()
+    seat = worker.ring.seat("r", 1)
+    assert seat is not None
+    seat.limits_before = 16, 16
+    seat.came(BROUGHT)
+    assert seat.limits_before == (0, 0)
 
 
 def test_nonsense_ends_the_link_by_which_it_came(workers: Callable[..., Worker]) -> None:

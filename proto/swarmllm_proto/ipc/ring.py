@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc.base import (
@@ -61,6 +61,9 @@ class TakeSeat(DaemonMessage, frozen=True, tag=True):
     picture_runs: PictureRuns = ()
     """As in Forward."""
     owner: Owner | UnsetType = UNSET
+    ring: Annotated[str, Meta(min_length=1, max_length=64)] | UnsetType = UNSET
+    """Equal for requests with the same stages on the same nodes: what jobs of one say of the stages before
+    holds for the next one. Unset: nothing is remembered."""
 
     def __post_init__(self) -> None:
         require_layer_range(self.start, self.end)

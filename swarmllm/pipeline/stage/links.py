@@ -12,11 +12,12 @@ calls it, so it never waits: it records the notice, or puts it into a session's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import trio
+from blake3 import blake3
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
@@ -32,6 +33,7 @@ from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.identifiers import ModelId, NodeId, is_model_id
 from swarmllm_proto.ipc import AnyWorkerMessage, Arrived, Error, LinkLost, Relay, Turned
 from swarmllm_proto.limits import SWARM_HEADER_MAX, SWARM_PAYLOAD_MAX
+from swarmllm_proto.swarm import Stage
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
@@ -168,6 +170,7 @@ class StageLinks(NoStageLinks):
                 exact_rows=context.exact_rows,
                 picture_runs=context.picture_runs,
                 owner=context.owner,
+                ring=ring_name(view.stages),
             )
         except SwarmLLMError as error:
             provoked_by(log, context.view.origin).info(
@@ -271,6 +274,12 @@ class LinkNotices:
             len(session.view.layers(message.stage)),
             1,
         )
+
+
+def ring_name(stages: Sequence[Stage]) -> str:
+    """The same for the same layers on the same nodes, in the same order."""
+    text = " ".join(f"{stage.node_id}:{stage.start}:{stage.end}" for stage in stages)
+    return blake3(text.encode()).hexdigest(16)
 
 
 def _frame(payload: memoryview) -> Frame | None:

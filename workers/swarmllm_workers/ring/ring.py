@@ -44,6 +44,8 @@ REPORT_INTERVAL_S: Final = 1.0
 LINKS_MAX: Final = 512
 """Of both directions: twice as many as the neighbours that a node looks for."""
 SEATS_MAX: Final = 1024
+RINGS_MAX: Final = 256
+"""Of which it is remembered what their stages take."""
 _FAULTS_OF_SENDERS: Final = ("bad_message", "bad_tensor")
 """The daemon refuses such a job too, and says whose it was."""
 
@@ -75,6 +77,8 @@ class Ring:
         """What is to leave, by receiver, while more is to come; None: it leaves at once."""
         self.n_requests = 0
         """That have seats here."""
+        self._limits: dict[str, tuple[int, int]] = {}
+        """Of the seats of last stages, `limits_before` by the name of their ring; the newest stand last."""
         self.has_spare_core = False
         """Whether the daemons can work while all compute threads do."""
 
@@ -105,13 +109,17 @@ class Ring:
     ) -> None:
         if len(self._seats) >= SEATS_MAX:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
-        self._seats[message.request_id, message.stage] = Seat.of(message, rows_max, guesser)
+        seat = Seat.of(message, rows_max, guesser)
+        if message.ring is not UNSET and message.sampling is not None:
+            seat.limits_before = self._limits.get(message.ring, (0, 0))
+        self._seats[message.request_id, message.stage] = seat
         self._count()
 
     def leave(self, request_id: str) -> None:
         """End the request here."""
         for key in [key for key in self._seats if key[0] == request_id]:
             seat = self._seats.pop(key)
+            self._remember(seat)
             if seat.guesser is not None:
                 seat.guesser.close()
             if seat.n_jobs_done:
@@ -119,6 +127,22 @@ class Ring:
                 seat.reported_at = 0.0
                 self._report(seat, time.monotonic())
         self._count()
+
+    def _remember(self, seat: Seat) -> None:
+        """What the last decode job of a request said of the stages before the last one: guesses of the next
+        request of the same ring need not wait for its second token."""
+        name = seat.message.ring
+        if name is UNSET or seat.message.sampling is None:
+            return
+        self._limits.pop(name, None)
+        if any(seat.limits_before):
+            self._limits[name] = seat.limits_before
+        if len(self._limits) > RINGS_MAX:
+            del self._limits[next(iter(self._limits))]
+
+    def has_link(self, peer: NodeId) -> bool:
+        """Whether results may leave for `peer` by a link."""
+        return peer in self._sending
 
     def _count(self) -> None:
         self.n_requests = len({request_id for request_id, _ in self._seats})

@@ -107,6 +107,16 @@ class Seat:
         n_jobs = JOBS_UNDER_WAY_MAX if is_first else min(self.jobs_max_before, JOBS_UNDER_WAY_MAX)
         self.jobs_max = n_jobs if self.rows_max > 1 and n_jobs > 1 else UNSET
 
+    @property
+    def limits_before(self) -> tuple[int, int]:
+        """`rows_max_before` and `jobs_max_before`."""
+        return self.rows_max_before, self.jobs_max_before
+
+    @limits_before.setter
+    def limits_before(self, limits: tuple[int, int]) -> None:
+        self.rows_max_before, self.jobs_max_before = limits
+        self._set_limits()
+
     def came(
         self, job: LayerForward | ipc.Forward, rows_max_before: int = 0, jobs_max_before: int = 0
     ) -> None:
@@ -114,9 +124,10 @@ class Seat:
         if job.number is UNSET or job.number == job.fresh:
             # Of the others, all rows may be refused: the next job may stand before them.
             self.expected = job.position + 1
-        if rows_max_before != self.rows_max_before or jobs_max_before != self.jobs_max_before:
-            self.rows_max_before, self.jobs_max_before = rows_max_before, jobs_max_before
-            self._set_limits()
+        limits = rows_max_before, jobs_max_before
+        # A piece of the prompt, which daemons bring, says nothing of windows.
+        if limits != self.limits_before and job.position >= self.message.n_prompt_tokens:
+            self.limits_before = limits
 
     def sent(self, messages: Messages) -> None:
         """Record the results that left by a link."""

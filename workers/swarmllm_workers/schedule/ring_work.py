@@ -99,7 +99,9 @@ class RingWork(ForwardWork):
 
     def _next_jobs(self, decoded: Decoded, landed_at: int, n_rows: int) -> tuple[LaunchedJob, ...]:
         land(self._seat, landed_at, n_rows)
-        return next_jobs(self._ring, self._seat, self._decodings[self.request_id], decoded)
+        may_guess = self._by_link or self._ring.has_link(self._seat.message.after)
+        decoding = self._decodings[self.request_id]
+        return next_jobs(self._ring, self._seat, decoding, decoded, may_guess=may_guess)
 
     def _timings(self) -> tuple[StageTiming, ...]:
         busy_s = max(0.0, time.perf_counter() - self._since)
@@ -112,9 +114,11 @@ def land(seat: Seat, position: int, n_rows: int) -> None:
         seat.guesser.jobs_in_flight.refuse()  # A token was repeated.
 
 
-def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> tuple[LaunchedJob, ...]:
+def next_jobs(
+    ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded, *, may_guess: bool = True
+) -> tuple[LaunchedJob, ...]:
     """What leaves now that `decoded`, the newest token of `decoding`, is there. The job in which it was
-    sampled has landed."""
+    sampled has landed. `may_guess` False: the daemon sends the token on, and no guesses with it."""
     guesser, position = seat.guesser, decoded.index + seat.message.n_prompt_tokens
     is_over = decoded.finish_reason is not None
     if guesser is None:
@@ -125,7 +129,7 @@ def next_jobs(ring: Ring, seat: Seat, decoding: Decoding, decoded: Decoded) -> t
         return ()
     limits = JobLimits(
         decoding.sampling.max_tokens - decoding.n_generated,
-        min(seat.rows_max, seat.rows_max_before),
+        min(seat.rows_max, seat.rows_max_before) if may_guess else 1,
         min(JOBS_UNDER_WAY_MAX, seat.jobs_max_before),
         seat.rows_at_once,
     )
