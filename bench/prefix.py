@@ -3,14 +3,16 @@
     python -m bench.prefix --rounds 5
 
 Through HTTP, from the client's side, against the same request with a prompt of the same length that nobody
-has sent before, in turns. Resubmission: 513 tokens of prompt, 5 of answer, the whole request. Second turn:
-the first token's arrival, for a conversation of a question of 513 tokens, its answer of 32, and another
-question of 32. The model is the 0.5B shape in Q8_0 with random weights and a token per letter.
+has sent before, in turns. Resubmission: the first token's arrival and the answer's end, for 513 tokens of
+prompt and 5 of answer. Second turn: the first token's arrival, for a conversation of a question of 513
+tokens, its answer of 32, and another question of 32. The model is the 0.5B shape in Q8_0 with random weights
+and a token per letter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from contextlib import ExitStack
@@ -35,6 +37,8 @@ class Asker:
     def __init__(self, swarm: Swarm, n_nodes: int) -> None:
         self._swarm = swarm
         where = f"{n_nodes} daemon{'s' if n_nodes > 1 else ''}"
+        self.cold_first = Figure(f"{where}: {N_PROMPT} tokens, new", "ms to first token")
+        self.again_first = Figure(f"{where}: the same again", "ms to first token")
         self.cold = Figure(f"{where}: {N_PROMPT} tokens, new", "ms")
         self.again = Figure(f"{where}: the same again", "ms")
         self.fresh_turn = Figure(f"{where}: second turn, in no session", "ms to first token")
@@ -42,13 +46,16 @@ class Asker:
 
     def round(self, seed: int, *, counts: bool) -> None:
         prompt = self._prompt(seed, N_PROMPT)
-        cold_ms, _ = self._whole(prompt)
-        again_ms, n_cached = self._whole(prompt)
+        cold_first_ms, cold_ms, n_cached = self._completion(prompt)
+        assert n_cached == 0, n_cached
+        again_first_ms, again_ms, n_cached = self._completion(prompt)
         assert n_cached == N_PROMPT // 64 * 64, n_cached
         turn_ms = self._second_turn(seed + 1, session=True)
         fresh_ms = self._second_turn(seed + 2, session=False)
         if counts:
             for figure, value in (
+                (self.cold_first, cold_first_ms),
+                (self.again_first, again_first_ms),
                 (self.cold, cold_ms),
                 (self.again, again_ms),
                 (self.turn, turn_ms),
@@ -70,13 +77,22 @@ class Asker:
         turns.append({"role": "user", "content": self._prompt(seed + 2000, N_TURN)})
         return self._first_token(self._body(messages=turns, max_tokens=2, **named))
 
-    def _whole(self, prompt: str) -> tuple[float, int]:
+    def _completion(self, prompt: str) -> tuple[float, float, int]:
+        """Milliseconds to the first token and to the end, and the number of cached tokens."""
+        body = self._body(prompt=prompt, max_tokens=N_ANSWER, stream=True)
         start_s = time.perf_counter()
-        answer = self._swarm.client.post("/v1/completions", self._body(prompt=prompt, max_tokens=N_ANSWER))
+        first_ms, last = 0.0, ""
+        for line in self._swarm.client.post_lines(
+            "/v1/completions", body | {"stream_options": {"include_usage": True}}
+        ):
+            # Comments keep the connection open while nothing comes.
+            if line.startswith("data: {"):
+                first_ms = first_ms or (time.perf_counter() - start_s) * 1000
+                last = line
         elapsed_ms = (time.perf_counter() - start_s) * 1000
-        usage = answer["usage"]
+        usage = json.loads(last.removeprefix("data: "))["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (N_PROMPT, N_ANSWER), usage
-        return elapsed_ms, int(usage["prompt_tokens_details"]["cached_tokens"])
+        return first_ms, elapsed_ms, int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def _first_token(self, body: dict[str, object]) -> float:
         start_s = time.perf_counter()
@@ -121,6 +137,8 @@ def main() -> None:
             for index in range(arguments.rounds + 1):
                 asker.round(10 * index, counts=index > 0)
         rows += [
+            (asker.cold_first, None),
+            (asker.again_first, ratios(asker.cold_first, asker.again_first)),
             (asker.cold, None),
             (asker.again, ratios(asker.cold, asker.again)),
             (asker.fresh_turn, None),

@@ -49,6 +49,9 @@ NEVER_S = 600
 TRIES = 5
 SETTLED_S = 7.0
 """News of what is kept is told every five seconds."""
+HTTP = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
+"""A client for each request would first read the system's certificates, and that takes about as long as an
+answer."""
 
 
 def letters(seed: int, n_tokens: int) -> str:
@@ -90,7 +93,7 @@ class Node:
     def stream(self, model: str) -> AbstractContextManager[httpx.Response]:
         body = {"model": model, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         url = f"{self.client.api_url}/v1/completions"
-        return httpx.stream("POST", url, json=body, timeout=ANSWER_S, trust_env=False)
+        return HTTP.stream("POST", url, json=body)
 
     def ask_over(self, prompt: str) -> tuple[str, ...]:
         """The names of the nodes that computed the answer."""
@@ -99,7 +102,7 @@ class Node:
     def ask(self, prompt: str) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
         url = f"{self.client.api_url}/v1/completions"
-        return dict(httpx.post(url, json=body, timeout=ANSWER_S, trust_env=False).raise_for_status().json())
+        return dict(HTTP.post(url, json=body).raise_for_status().json())
 
     def first_token(self, prompt: str) -> tuple[float, dict[str, Any]]:
         """Milliseconds; the answer has one token."""
@@ -109,7 +112,7 @@ class Node:
 
     def counters(self) -> dict[str, float]:
         """Of KV that travels, by the last word of the metric's name and its labels; what is not 0."""
-        text = httpx.get(f"{self.client.api_url}/metrics", timeout=ANSWER_S, trust_env=False).text
+        text = HTTP.get(f"{self.client.api_url}/metrics").text
         lines = (line for line in text.splitlines() if line.startswith("swarmllm_prefix_"))
         found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
         return {name.removeprefix("swarmllm_prefix_"): value for name, value in found.items() if value}
