@@ -519,6 +519,21 @@ async def test_where_records_come_slowly_the_data_connection_waits_unless_there_
         assert list(it.parts.attempts) == []
 
 
+@pytest.mark.parametrize("took_s", [SLOW_EXCHANGE_S, 1.2])
+async def test_where_records_come_slowly_nobody_listens_for_a_peer_before_something_is_asked_of_it(
+    autojump_clock: MockClock, took_s: float
+) -> None:
+    async with node(A) as it:
+        it.greeting_s, it.plane.is_in_reach = took_s, False
+        it.host.voices = [Voice()]
+        it.host.open(B)
+        await trio.sleep(took_s + 20.0)
+        assert (("disconnected", B) in it.changes) is (took_s <= SLOW_EXCHANGE_S)
+        it.liveness.warm(B)
+        await trio.sleep(20.0)
+        assert ("disconnected", B) in it.changes
+
+
 async def test_surplus_connections_end_once_they_are_idle(autojump_clock: MockClock) -> None:
     async with node() as it:
         it.host.is_busy = True

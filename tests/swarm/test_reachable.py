@@ -280,6 +280,11 @@ async def test_real_nodes_answer_each_other_without_having_been_connected(tmp_pa
             # The answer may be there before all records have been exchanged.
             await until(a, lambda: b.node_id in a.connected())
             assert a.untried() == {c.node_id}
+            b.met_in_passing(a.node_id)
+            assert await a.request(b.node_id, b"3") == b"answer to 3"
+            use = b.directory.uses.get(a.node_id)
+            assert use is not None
+            assert use.idle_s == IDLE_S, "a request that comes is a use"
             await c.send(a.node_id, b"message")
             with trio.fail_after(DEADLINE_S):
                 while not a.taken:  # type: ignore[attr-defined]  # noqa: ASYNC110 (no event tells)

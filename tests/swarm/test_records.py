@@ -290,6 +290,10 @@ def test_a_heartbeat_of_something_newer_says_so() -> None:
     assert kept.hear(OTHER.node_id, (1000, 1), now=0.0) is False
     assert kept.hear(OTHER.node_id, (1000, 2), now=0.0) is True
     assert kept.hear(OTHER.node_id, (999, 9), now=0.0) is False
+    kept.hear(OTHER.node_id, (999, 9), now=0.0, beat=1000)
+    assert not kept.is_old(OTHER.node_id, (1000, 1), 0.0, beat=2), (
+        "the heartbeats of an earlier life say nothing"
+    )
 
 
 def test_a_full_book_gives_up_who_was_silent_longest_but_nobody_connected() -> None:

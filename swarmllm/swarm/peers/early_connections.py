@@ -30,6 +30,11 @@ data connection waits for so many times as long."""
 _LARGER_ID_WAITS_S = 3.0
 
 
+def is_slow(exchange_took_s: float) -> bool:
+    """Whether what is not needed yet should wait."""
+    return exchange_took_s > SLOW_EXCHANGE_S
+
+
 class Plane(Protocol):
     """The part of the data plane that this module uses."""
 
@@ -72,7 +77,7 @@ class EarlyConnections:
     async def reach_early(self, node_id: NodeId, exchange_took_s: float = 0.0) -> None:
         """Have one with this peer where there are too few. One end dials, the other only if it must.
         `exchange_took_s`: for records to be exchanged with it."""
-        if exchange_took_s > SLOW_EXCHANGE_S:
+        if is_slow(exchange_took_s):
             await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * exchange_took_s))
         if self._node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)

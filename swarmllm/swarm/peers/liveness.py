@@ -41,7 +41,7 @@ from swarmllm.swarm.peers.connection_limits import (
     network_of,
     who_gives_way,
 )
-from swarmllm.swarm.peers.early_connections import EarlyConnections
+from swarmllm.swarm.peers.early_connections import EarlyConnections, is_slow
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.records.exchange import KIND_LET_GO
 from swarmllm.swarm.router import Change
@@ -285,11 +285,12 @@ class Liveness:
             self._settle(node_id)
 
     async def _count_when_answered(self, node_id: NodeId) -> None:
-        began_s = trio.current_time()
+        began_s, took_s = trio.current_time(), 0.0
         try:
             is_new = await self._answers_as_a_node(node_id) and (
                 self._host.is_connected(node_id) and node_id not in self.connected
             )
+            took_s = trio.current_time() - began_s
             if is_new:
                 self._count(node_id)
             elif node_id not in self.connected:
@@ -304,10 +305,11 @@ class Liveness:
                 "peer",
                 self._watch,
                 node_id,
+                is_slow(took_s),
                 failed=partial(self._has_failed, node_id),
             )
             if not has_work:
-                await self._data.reach_early(node_id, trio.current_time() - began_s)
+                await self._data.reach_early(node_id, took_s)
         if has_work:
             await self._data.reach(node_id)
 
@@ -386,16 +388,17 @@ class Liveness:
                 peer.has_work = False
                 self._settle(node_id)
 
-    async def _watch(self, node_id: NodeId) -> None:
-        """Until there is a data connection, the end of which is the end of the peer."""
+    async def _watch(self, node_id: NodeId, is_slow: bool) -> None:
+        """Until there is a data connection, the end of which is the end of the peer. A slow one is at rest
+        until something is asked of it: pings would keep two busy nodes busier."""
         since_s = self.connected.get(node_id)
 
         def is_over() -> bool:
             return self._data.has(node_id) or self.connected.get(node_id) != since_s
 
-        pings_first, has_early_data = self._host.node_id < node_id, self._data.are_enough()
+        pings_first, begins_at_rest = self._host.node_id < node_id, is_slow or self._data.are_enough()
         while since_s is not None and await self._keepalives.falls_silent(
-            node_id, is_over, pings_first=pings_first, begins_at_rest=has_early_data
+            node_id, is_over, pings_first=pings_first, begins_at_rest=begins_at_rest
         ):
             self._count_no_more(node_id, "silent")
             with trio.move_on_after(_SILENT_TOO_LONG_S) as waiting:

@@ -128,6 +128,11 @@ async def test_hidden_nodes_talk_through_a_relay_on_both_planes(tmp_path: Path, 
                 await trio.sleep(0.05)
         assert a.wide_area.relaying.relays == (relay.node_id,)
         assert any("/p2p-circuit/p2p/" in text for text in a.addresses)
+        circuits = [each.wide_area.relaying.circuits for each in (a, b)]
+        assert [each.carriers() for each in circuits] == [{relay.node_id}] * 2
+        for connection in circuits[0]._connections:
+            await connection.close()
+        assert circuits[0].carriers() == set()
         assert (a.wide_area.relayed(), relay.wide_area.relayed()) == ({relay.node_id}, {a.node_id, b.node_id})
 
 

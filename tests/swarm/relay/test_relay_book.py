@@ -80,6 +80,8 @@ def test_an_end_of_a_circuit_that_ended_may_have_another_one_and_nothing_is_kept
     book.end("dialler 1", "target")
     assert book.begin("dialler 0", "target", 0.0) is Status.OK
     assert n_of_node.get("dialler 0") == CIRCUITS_PER_NODE / 2 + 1
+    book.reserve("idle", 0.0)
+    assert book.users() == {"idle", "target", "dialler 0", "dialler 1"}
     for n in range(CIRCUITS_PER_NODE):
         book.end("dialler 0" if n <= CIRCUITS_PER_NODE / 2 else "dialler 1", "target")
     assert book.n_circuits == 0
