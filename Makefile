@@ -5,7 +5,7 @@ BOOTSTRAP := $(PYTHON) -I swarmllm/bootstrap.py
 # Hundreds of processes start here: each would compile every module again where nobody may keep its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-neon test-gpu test-releases compliance lint format dist wheel install clean
+.PHONY: help run test test-long test-neon test-gpu test-releases compliance lint format dist wheel install clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -19,8 +19,7 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 	@$(BIN)/swarmllm demo
 
 # Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Files
-# run beside each other, those with the longest tests first (`tests/conftest.py`). Those of whole swarms come last,
-# two at a time: they compute for half of their time.
+# run beside each other, those with the longest tests first (`tests/conftest.py`). Those of whole swarms come last.
 PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15 --dist loadfile --no-loadscope-reorder
 PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
 DAEMONS := $(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py)
@@ -33,8 +32,13 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(BIN)/mypy
 	failed=0; \
 	$(PYTEST) -n auto --maxprocesses 4 $(PARTS) || failed=1; \
-	$(PYTEST) -n 2 tests/dashboard $(DAEMONS) || failed=1; \
+	$(PYTEST) -n 3 tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
+
+# What `make test` does a part of (`tests/long_runs.py`): more draws, every cut of every family.
+test-long:  ## run whole studies, of which `make test` runs a part (minutes)
+	@$(BOOTSTRAP) --extra test
+	SWARMLLM_TEST_LONG=1 $(PYTEST) -n auto --maxprocesses 4 $(shell grep -rlE '^from long_runs' tests --include='*.py')
 
 # ggml's dot products for ARM are in the source of llama-cpp-python only.
 LLAMA = llama_cpp_python-$(shell $(BIN)/python -c 'from importlib.metadata import version; print(version("llama-cpp-python").partition("+")[0])')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
@@ -14,10 +15,15 @@ from trio.testing import MockClock
 import swarmllm_workers  # noqa: F401  (before any test loads libllama: small_batches.py)
 from bench.common.patient_clock import patient_clock
 from swarmllm.operating_system import n_cores
+from swarmllm_workers.__main__ import openmp_settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script ignores Ctrl-C, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# As a worker does before it loads libllama: where several tests compute with two threads each, a thread that
+# waits for another one by spinning keeps it from the core that it needs, and a test took ten times as long.
+os.environ.update(openmp_settings(0, os.environ))
 
 # The same examples in every run, and as long for each as the machine takes: to run, and to think of.
 settings.register_profile(

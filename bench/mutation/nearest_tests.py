@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,8 @@ TEST_FILES = (
 STARTS_PROCESSES = {"subprocess", "multiprocessing", "running_daemon", "daemon_process"}
 """A test file that imports one of these is too slow here and depends on the machine."""
 DISTANCE_MAX = 3
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+"""What has statements in it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class TestMap:
 def test_map(tree: Path) -> TestMap:
     """Reads every product module and every candidate test file under `tree`, each once."""
     _imports.cache_clear()
+    _helpers.cache_clear()
     product = {
         _dotted(path.relative_to(tree / folder)): path
         for package, folder in PRODUCT.items()
@@ -85,32 +88,27 @@ def _with_helpers(path: Path, tree: Path) -> set[str]:
     while left:
         file = left.pop()
         seen.add(file)
-        names = _imports(file, _dotted(file.relative_to(tree)))
-        found |= names
-        left += [x for x in _files(names, file, tree) if x not in seen and x not in left]
+        found |= _imports(file, _dotted(file.relative_to(tree)))
+        left += [x for x in _helpers(file, tree) if x not in seen and x not in left]
     return found
 
 
-def _files(names: Iterable[str], importer: Path, tree: Path) -> list[Path]:
-    """The helper modules among the names, as `tests.swarm.handlers`, but no conftest."""
-    candidates = []
-    for name in names:
-        candidates.append(tree / (name.replace(".", "/") + ".py"))
-        candidates += [
-            folder / f"{name}.py" for folder in (importer.parent, tree / "tests", tree / "tests/models")
-        ]
-    return [
-        path
-        for path in candidates
-        if path.is_relative_to(tree / "tests") and path.name != "conftest.py" and path.is_file()
-    ]
+@cache
+def _helpers(importer: Path, tree: Path) -> tuple[Path, ...]:
+    """The helper modules that a test file imports, as `tests.swarm.handlers`, but no conftest."""
+    names = _imports(importer, _dotted(importer.relative_to(tree)))
+    beside = [name for name in names if "." not in name]
+    candidates = [tree / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
+    for folder in (importer.parent, tree / "tests", tree / "tests/models"):
+        candidates += [folder / f"{name}.py" for name in beside]
+    return tuple(path for path in candidates if path.name != "conftest.py" and path.is_file())
 
 
 @cache
 def _imports(path: Path, name: str) -> frozenset[str]:
     """Every dotted name that the file imports: `from a.b import c` counts as a.b and as a.b.c."""
     found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -118,6 +116,15 @@ def _imports(path: Path, name: str) -> frozenset[str]:
             base = ".".join([*parent, *([node.module] if node.module else [])])
             found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     return frozenset(found)
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of them, at any depth, and not what they compute: in expressions nothing is imported."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        left += (x for x in ast.iter_child_nodes(node) if isinstance(x, BLOCKS))
 
 
 def _dotted(path: Path) -> str:

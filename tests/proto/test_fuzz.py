@@ -7,14 +7,15 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from long_runs import part_or_whole
 
 from bench.decoders.hostile_bytes import golden, mutated, noise, reshaped
 from bench.decoders.table import PROTOCOL, all_targets
 from bench.fuzz import hostile
 from swarmllm_proto.errors import ProtocolError
 
-N_PER_VECTOR = 250
-N_NOISE = 3000
+N_PER_VECTOR = part_or_whole(60, 250)
+N_NOISE = part_or_whole(750, 3000)
 N_PER_TARGET = 150
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from long_runs import part_or_whole
 
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.scheduling.candidates import runnable
@@ -110,7 +111,8 @@ def as_segments(route: Sequence[RouteStage]) -> Segments:
 def test_equal_to_brute_force_on_random_small_swarms() -> None:
     rng = random.Random(20260729)
     n_routed = n_crowded = 0
-    for _ in range(2000):
+    n_swarms = part_or_whole(500, 2000)
+    for _ in range(n_swarms):
         held, known, alignment = random_case(rng)
         route = cheapest_route(N_LAYERS, alignment, held, known)
         ways = (
@@ -126,8 +128,8 @@ def test_equal_to_brute_force_on_random_small_swarms() -> None:
             assert n_on_full_nodes(as_segments(route), known) == n_full
             assert felt_s(as_segments(route), known) == pytest.approx(best_s, rel=1e-9, abs=1e-7)
             assert route_cost_s(route, known) == pytest.approx(best_s, rel=1e-9, abs=1e-7)
-    assert n_routed >= 500
-    assert n_crowded >= 100
+    assert n_routed >= n_swarms / 4
+    assert n_crowded >= n_swarms / 20
 
 
 def test_no_other_cuts_are_better_where_no_way_is_shorter_by_a_detour() -> None:
