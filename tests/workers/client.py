@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from deadlines import DEADLINE_S as DEADLINE_S
+from forked_worker import ForkedWorker
 from kernel_timings import KERNEL_TIMINGS
 
 from swarmllm_proto import ipc
@@ -51,14 +52,21 @@ def worker_environment() -> dict[str, str]:
 
 class Worker:
     def __init__(
-        self, socket_path: Path, arguments: Sequence[str] = (), program: Sequence[str] = PROGRAM
+        self,
+        socket_path: Path,
+        arguments: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
+        *,
+        is_forked: bool = True,
     ) -> None:
+        """`is_forked`: see `forked_worker`. A program of its own is started by itself."""
         self._cache_dir = socket_path.parent / "segments"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(socket_path))
             listener.listen(1)
             listener.settimeout(DEADLINE_S)
-            self.process = subprocess.Popen(
+            start = ForkedWorker if is_forked and program == PROGRAM else subprocess.Popen
+            self.process: Any = start(
                 worker_command(socket_path, *arguments, program=program),
                 env=worker_environment(),
                 stderr=subprocess.DEVNULL,

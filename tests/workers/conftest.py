@@ -51,12 +51,15 @@ def segment_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
-    """`start_worker()`: a running worker process and the daemon's end of its socket."""
+def start_worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartWorker]:
+    """`start_worker()`: a running worker process and the daemon's end of its socket. A module that says
+    IS_FORKED = False gets real ones, others forks."""
     workers: list[Worker] = []
+    is_forked = getattr(request.module, "IS_FORKED", True)
 
     def start(*arguments: str) -> Worker:
-        worker = Worker(tmp_path / f"worker-{len(workers)}.sock", arguments)
+        path = tmp_path / f"worker-{len(workers)}.sock"
+        worker = Worker(path, arguments, is_forked=is_forked)
         workers.append(worker)
         return worker
 

@@ -25,6 +25,8 @@ from .test_exactness import GUIDE
 
 pytestmark = pytest.mark.slow
 
+IS_FORKED = False
+
 PROMPT = np.array([72, 101, 108, 108, 111, 44], np.int32)
 
 
@@ -295,7 +297,7 @@ def test_threads_that_take_every_core_are_kept_to_one_each(tmp_path: Path) -> No
     cores = os.sched_getaffinity(0)
     if len(cores) == 1:
         pytest.skip("there is one core")
-    worker = Worker(tmp_path / "socket", ["--threads", str(len(cores))])
+    worker = Worker(tmp_path / "socket", ["--threads", str(len(cores))], is_forked=False)
     try:
         worker.open(GUIDE, (0, 12), n_threads=len(cores))
         worker.generate(worker.tokenize(text="What is a pipeline?"))
