@@ -13,12 +13,13 @@ from api_fakes import Stand, serve_node
 from deadlines import DEADLINE_S
 from hostile_bodies import BODIES, VALUES, exchanged, hostile, operations, places_of, written
 from hypothesis import HealthCheck, given, settings
+from long_runs import part_or_whole
 
 from swarmllm.api.http.openapi import Operation
 
 JSON_TYPE = {"Content-Type": "application/json"}
-STEP = 4
-"""Every place gets a quarter of the values, the next place the next quarter."""
+STEP = part_or_whole(8, 4)
+"""Every place gets an eighth of the values (a quarter in a long run), the next place the next eighth."""
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def test_several_wrong_values_together(tmp_path: Path, caplog: pytest.LogCapture
     drawn: list[tuple[Operation, bytes]] = []
 
     def draw(operation: Operation) -> None:
-        @settings(max_examples=30, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=part_or_whole(10, 30), suppress_health_check=list(HealthCheck), database=None)
         @given(hostile(operation))
         def remember(data: bytes) -> None:
             drawn.append((operation, data))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+from long_runs import part_or_whole
 
 from bench.common.arithmetic import _Slot
 from bench.common.patient_clock import patient_clock
@@ -21,7 +22,7 @@ from bench.lying.swarm import Broken, LyingSwarm, open_lying_swarm
 from bench.lying.twists import TWISTS
 from swarmllm.swarm.peers.trust import TrustEvent
 
-N_LIES = 30
+N_LIES = part_or_whole(12, 30)
 NOTHING = Lie(None, None, (), "yes", known=True, busy=False, twists=("nothing",), reactions=())
 
 

@@ -16,7 +16,7 @@ from swarmllm_proto.errors import ProtocolError
 
 N_PER_VECTOR = part_or_whole(60, 250)
 N_NOISE = part_or_whole(750, 3000)
-N_PER_TARGET = 150
+N_PER_TARGET = part_or_whole(50, 150)
 
 
 def hostile_bytes(rng: random.Random) -> Iterator[bytes]:
