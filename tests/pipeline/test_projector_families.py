@@ -15,6 +15,7 @@ import pytest
 import trio
 from deadlines import DEADLINE_S
 from kernel_timings import KERNEL_TIMINGS
+from long_runs import part_or_whole
 from node_ids import A, B, C, D
 from vision_models import (
     GRID_FAMILIES,
@@ -44,6 +45,8 @@ from .test_picture_rows import asking
 pytestmark = pytest.mark.slow
 
 NODES: Final = (A, B, C, D)
+LAYOUTS: Final = part_or_whole((1, 4), (1, 2, 3, 4))
+"""Over how many nodes."""
 N_TOKENS: Final = 6
 SAMPLING: Final = Sampling(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=True)
 FIRST_TURN: Final = "what is in <__media__> and, compared with this one,<__media__>? Say it in a few words."
@@ -217,7 +220,7 @@ def answers_of_one_process(
 
 @pytest.mark.parametrize("text", EYES)
 async def test_logits_over_one_to_four_nodes_are_those_of_one_process(tmp_path: Path, text: str) -> None:
-    await compare(tmp_path, text, EYES[text], (1, 2, 3, 4))
+    await compare(tmp_path, text, EYES[text], LAYOUTS)
 
 
 @pytest.mark.parametrize("text", OTHER_TEXTS)
