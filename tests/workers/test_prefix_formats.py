@@ -24,6 +24,7 @@ from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.gguf_file import open_source
 from swarmllm_workers.kernels import row_attention
+from swarmllm_workers.schedule import check_work
 
 from .blueprint import write
 from .families import FAMILIES
@@ -109,6 +110,26 @@ def test_rows_of_another_format_are_those_of_the_prompt(open_room: OpenRoom) -> 
     assert bring_other(asker, lies).n_blocks == 4
     assert check(asker, BEGINNING, 1, 3).outcome == "wrong"
     assert n_known(asker, NAMES) == 0
+
+
+@pytest.mark.parametrize(
+    ("apart", "other_format", "same_format"), [(0.07, "close", "wrong"), (0.11, "wrong", "wrong")]
+)
+def test_rows_of_another_format_may_be_further_from_those_that_are_computed(
+    open_room: OpenRoom,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    apart: float,
+    other_format: str,
+    same_format: str,
+) -> None:
+    parts = slices(filled(open_room, **FORMATS["f16"]))
+    monkeypatch.setattr(check_work, "rows_apart", lambda *_: apart)
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["f16"])
+    assert bring_other(asker, parts).n_blocks == 4
+    assert check(asker, BEGINNING, 1, 3).outcome == other_format
+    asker = open_room(GUIDE_PATH, LAYERS, **SETTINGS, **FORMATS["f16"])
+    assert send(asker, import_message(NAMES, parts, LAYERS[1]), NAMES + b"".join(parts))[0].n_blocks == 4
+    assert check(asker, BEGINNING, 1, 3).outcome == same_format
 
 
 def test_own_rows_stay_beside_longer_ones_of_another_format(open_room: OpenRoom) -> None:  # noqa: F811

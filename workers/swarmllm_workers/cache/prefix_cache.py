@@ -259,6 +259,8 @@ class PrefixCache:
             return False
         assert kept.sequence is not None
         _share(where, kept.sequence, self._slots.take(request_id), n_rows)
+        if kept.other_format:
+            self._of_other_format.add(request_id)
         return True
 
     def _has_sequence(self) -> bool:

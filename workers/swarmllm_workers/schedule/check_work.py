@@ -26,6 +26,9 @@ from swarmllm_workers.schedule.work import Send
 TOLERANCE: Final = 0.05
 """Mean over the rows of a block, of K or V of one layer: length of the difference / length. Other kernels and
 batches round otherwise; rows of another text are about 1.4 away."""
+OTHER_FORMAT_TOLERANCE: Final = 0.1
+"""The same for rows that came in another format: of a model with random weights, those that were kept as f16
+were 0.059 from those of a node that keeps q8_0."""
 
 
 class CheckPrefixWork:
@@ -62,6 +65,7 @@ class CheckPrefixWork:
         self._position = 0
         self._n_running = 0
         self._is_equal = True
+        self._tolerance = TOLERANCE
 
     @property
     def _route(self) -> Route | None:
@@ -76,6 +80,8 @@ class CheckPrefixWork:
         # Rows that lie in segments which were cut since are not found.
         if not self._engine.prefixes.lend(self.request_id, segments, self._name, end):
             raise CallError("no_room", "the rows to check are not kept any more", "request_id")
+        if self._engine.prefixes.is_of_other_format(self.request_id):
+            self._tolerance = OTHER_FORMAT_TOLERANCE
         slot = self._engine.take_slot(self.request_id)
         self._came = segments[0].save_rows(slot, end - BLOCK_TOKENS, end)
         self._position = end - BLOCK_TOKENS
@@ -110,7 +116,7 @@ class CheckPrefixWork:
             apart = rows_apart(route.segments[0].save_rows(slot, end - BLOCK_TOKENS, end), self._came)
         except BadState:
             apart = float("inf")
-        if not apart <= TOLERANCE:
+        if not apart <= self._tolerance:
             self._judge(is_right=False)
             self._end("wrong")
             return
