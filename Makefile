@@ -19,7 +19,8 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 	@$(BIN)/swarmllm demo
 
 # Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Files
-# run beside each other, those with the longest tests first (`tests/conftest.py`). Those of whole swarms come last.
+# run beside each other, those with the longest tests first (`tests/conftest.py`). Those of whole swarms come last,
+# two at a time: they compute for half of their time.
 PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15 --dist loadfile --no-loadscope-reorder
 PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
 DAEMONS := $(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py)
@@ -32,7 +33,7 @@ test:  ## install what the tests need, then lint, type check and run every test
 	$(BIN)/mypy
 	failed=0; \
 	$(PYTEST) -n auto --maxprocesses 4 $(PARTS) || failed=1; \
-	$(PYTEST) -n 3 tests/dashboard $(DAEMONS) || failed=1; \
+	$(PYTEST) -n 2 tests/dashboard $(DAEMONS) || failed=1; \
 	exit $$failed
 
 # What `make test` does a part of (`tests/long_runs.py`): more draws, every cut of every family.

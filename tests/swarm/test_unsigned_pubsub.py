@@ -381,6 +381,18 @@ async def test_what_came_from_a_neighbour_does_not_wait_for_it(tmp_path: Path) -
         assert [each.data for each in left] == [b"valid second"]
 
 
+async def test_what_waits_is_offered_to_neighbours_outside_the_mesh_all_the_same(tmp_path: Path) -> None:
+    """A node that is in no mesh yet hears of news in no other way, and news waits where many nodes start."""
+    large = b"valid, patient" + bytes(WORTH_OFFERING_BYTES)
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b", WaitingGossip) as b:
+        await connect(a, b)
+        await until_subscribed([a, b], {0: 1, 1: 1})
+        recent = b.gossip._pubsub.router.mcache
+        await a.gossip.publish(MODELS, large)
+        await b.hears(large)
+        assert [recent.get(message_id).data for message_id in recent.window(MODELS)] == [large]
+
+
 async def test_what_a_node_says_that_may_wait_goes_to_its_mesh_only(tmp_path: Path) -> None:
     async with listener(tmp_path / "a", WaitingGossip) as a:
         pubsub = a.gossip._pubsub

@@ -115,6 +115,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         return [] if hold_s > 0 and is_in_mesh and not self.pubsub.names_audience(message) else neighbours
 
     def _hold(self, msg_forwarder: ID, message: Any, hold_s: float) -> None:
+        self.mcache.put(message)
         message_id, due_at_s = self.pubsub.get_message_id(message), self.held.due_at_s
         now = trio.current_time()
         for peer_id in self._get_peers_to_send(message.topicIDs, msg_forwarder, ID(b"")):
