@@ -159,8 +159,10 @@ class Circuits:
 
     def carriers(self) -> set[NodeId]:
         """The relays over which this node has connections with others."""
-        self._connections = [each for each in self._connections if not each.ended.is_set()]
-        return {each.relay_id for each in self._connections}
+        return {each.relay_id for each in self._living()}
+
+    def _living(self) -> list[RelayedConnection]:
+        return [each for each in self._connections if not each.ended.is_set()]
 
     async def reserve(self, relay_id: NodeId) -> None:
         """Raises NodeUnreachable. Not to be cancelled."""
@@ -186,7 +188,7 @@ class Circuits:
             raise NodeUnreachable(f"relay {relay_id} does not connect with {node_id}: {answer.status.name}")
         connection = RelayedConnection(stream, relay_id, answer.data_bytes)
         await self._host.adopt(connection, node_id, dialled=True)
-        self._connections.append(connection)
+        self._connections = [*self._living(), connection]
 
     async def _ask(self, relay_id: NodeId, question: Hop) -> tuple[Stream, Hop]:
         stream = await self._host.open_stream(relay_id, HOP)
@@ -222,7 +224,7 @@ class Circuits:
                 return
             connection = RelayedConnection(stream, relay_id)
             await self._host.adopt(connection, dialler, dialled=False)
-            self._connections.append(connection)
+            self._connections = [*self._living(), connection]
         except (ProtocolError, trio.TooSlowError, NodeUnreachable) as error:
             log.debug("a connection through relay %s: %s", relay_id, error)
             await stream.reset()
