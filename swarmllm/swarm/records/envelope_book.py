@@ -83,8 +83,8 @@ class HeldEnvelope:
     """The latest heartbeat that named it."""
     load: bytes = b""
     """What its writer has said since that it has to do; empty: nothing."""
-    beat: int = -1
-    """Of the heartbeat that said so."""
+    load_beat: int = -1
+    """The heartbeat that said so."""
 
     @property
     def n_bytes(self) -> int:
@@ -189,9 +189,9 @@ class EnvelopeBook:
         envelope that the heartbeat names: a newer one has a newer load, and an older one is about to be
         replaced."""
         held = self._entries.get(node_id)
-        if held is None or held.envelope.version != version or beat <= held.beat:
+        if held is None or held.envelope.version != version or beat <= held.load_beat:
             return False
-        held.load, held.beat = load, beat
+        held.load, held.load_beat = load, beat
         return True
 
     def fingerprints(self, is_lost: IsLost) -> bytes:
