@@ -6,9 +6,9 @@ libp2p connection shows that it lives. As on the data plane each side says so of
 pings, which every implementation answers), and silence is judged alike: see keepalive. All of this ends with
 the first data connection.
 
-Of a peer that nothing is asked of for REST_AFTER_S nothing is expected: it is there for gossip. libp2p's own
-pings tell within two minutes whether it lives (`judge_connections_by_what_comes`), and they go anyway. It is
-listened to closely again once something is asked of it.
+Of a peer that nothing is asked of for REST_AFTER_S nothing is expected: it is there for gossip. A ping after
+each minute of silence, which every connection gets, tells within two minutes whether it lives
+(`judge_connections_by_what_comes`). It is listened to closely again once something is asked of it.
 
 An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
 may meet and keep each other busy. So where this side is late itself, silence counts for less.

@@ -285,7 +285,7 @@ class Liveness:
             self._settle(node_id)
 
     async def _count_when_answered(self, node_id: NodeId) -> None:
-        began_s, took_s = trio.current_time(), 0.0
+        began_s = trio.current_time()
         try:
             is_new = await self._answers_as_a_node(node_id) and (
                 self._host.is_connected(node_id) and node_id not in self.connected
@@ -305,7 +305,7 @@ class Liveness:
                 "peer",
                 self._watch,
                 node_id,
-                is_slow(took_s),
+                took_s,
                 failed=partial(self._has_failed, node_id),
             )
             if not has_work:
@@ -388,7 +388,7 @@ class Liveness:
                 peer.has_work = False
                 self._settle(node_id)
 
-    async def _watch(self, node_id: NodeId, is_slow: bool) -> None:
+    async def _watch(self, node_id: NodeId, exchange_took_s: float) -> None:
         """Until there is a data connection, the end of which is the end of the peer. A slow one is at rest
         until something is asked of it: pings would keep two busy nodes busier."""
         since_s = self.connected.get(node_id)
@@ -396,7 +396,8 @@ class Liveness:
         def is_over() -> bool:
             return self._data.has(node_id) or self.connected.get(node_id) != since_s
 
-        pings_first, begins_at_rest = self._host.node_id < node_id, is_slow or self._data.are_enough()
+        pings_first = self._host.node_id < node_id
+        begins_at_rest = is_slow(exchange_took_s) or self._data.are_enough()
         while since_s is not None and await self._keepalives.falls_silent(
             node_id, is_over, pings_first=pings_first, begins_at_rest=begins_at_rest
         ):
