@@ -263,11 +263,7 @@ class Events(RuleBasedStateMachine):
         worker, tokens = self.worker, tokens[: len(tokens) // B * B]
         theirs = np.array([token + THEIRS for token in tokens], np.int32).tobytes()
         name = Name(named(tokens).hashes)
-        is_taken = complete(
-            worker.cache.taking_from_peer(
-                worker.where, name, Snapshot((theirs,), len(tokens), 0), in_slices(theirs, len(tokens))
-            )
-        )
+        is_taken = complete(worker.cache.taking_from_peer(worker.where, name, in_slices(theirs, len(tokens))))
         assert len(worker.segments) == 1 or not is_taken
 
     @rule(tokens=TOKENS)
@@ -315,13 +311,11 @@ def in_slices(state: bytes, n_rows: int, n_each: int = 50) -> list[tuple[bytes, 
     return [(state[4 * at : 4 * (at + n_each)], min(n_each, n_rows - at)) for at in range(0, n_rows, n_each)]
 
 
-def from_peer(
-    worker: Worker, tokens: list[int], *, shift: int = THEIRS, n_min: int = 0, other_format: bool = False
-) -> bool:
+def from_peer(worker: Worker, tokens: list[int], *, shift: int = THEIRS, other_format: bool = False) -> bool:
     theirs = np.array([token + shift for token in tokens], np.int32).tobytes()
     name = Name(named(tokens).hashes)
-    snapshot = Snapshot((theirs,), len(tokens), n_min)
-    return complete(worker.cache.taking_from_peer(worker.where, name, snapshot, other_format=other_format))
+    whole = [(theirs, len(tokens))]
+    return complete(worker.cache.taking_from_peer(worker.where, name, whole, other_format=other_format))
 
 
 def right_rows_of_another_format(worker: Worker, tokens: list[int]) -> None:
@@ -419,8 +413,7 @@ def test_rows_of_a_peer_come_in_slices_between_which_others_step(worker: Worker,
     tokens = STEMS[0][: 2 * B]
     theirs = np.array([token + THEIRS for token in tokens], np.int32).tobytes()
     slices = in_slices(theirs, len(tokens))
-    snapshot = Snapshot((theirs,), len(tokens), 0)
-    taking = worker.cache.taking_from_peer(worker.where, Name(named(tokens).hashes), snapshot, slices)
+    taking = worker.cache.taking_from_peer(worker.where, Name(named(tokens).hashes), slices)
     (segment,) = worker.segments
     next(taking)
     assert len(worker.cache) == 0, "nobody uses a part of it"
@@ -445,15 +438,11 @@ def test_rows_of_a_peer_come_in_slices_between_which_others_step(worker: Worker,
 def test_rows_of_a_peer_that_are_not_these_are_refused_and_take_nothing(worker: Worker) -> None:
     tokens = STEMS[0][: 2 * B]
     name = Name(named(tokens).hashes)
-    for snapshot in (
-        Snapshot((b"",), 2 * B - 1, 0),
-        Snapshot((b"",), -1, 0),
-        Snapshot((b"",), 2 * B, 1),
-    ):
-        with pytest.raises(BadState, match="rows everywhere"):
-            complete(worker.cache.taking_from_peer(worker.where, name, snapshot))
+    for slices in ([(b"", 2 * B - 1)], [(b"", B), (b"", B + 1)], []):
+        with pytest.raises(BadState, match="rows"):
+            complete(worker.cache.taking_from_peer(worker.where, name, slices))
     with pytest.raises(BadState):
-        complete(worker.cache.taking_from_peer(worker.where, Name(()), Snapshot((b"",), 0, 0)))
+        complete(worker.cache.taking_from_peer(worker.where, Name(()), []))
     worker.segments[0].takes_states = False
     for _ in range(2 * N_CELLS_ENTRIES):
         with pytest.raises(BadState, match="other layers"):

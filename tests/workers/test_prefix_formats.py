@@ -19,7 +19,7 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc.kv import LookUpPrefix
 from swarmllm_workers.engine.kv_layout import KvLayout, kv_encoding, kv_layout, turned
-from swarmllm_workers.engine.kv_state import BadState, converted, join_states, read_state, rows_apart
+from swarmllm_workers.engine.kv_state import BadState, converted, read_state, rows_apart
 from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.gguf_file import open_source
@@ -283,9 +283,6 @@ def test_any_layout_holds_the_same_rows(n_rows: int, scale: float, seed: int) ->
             assert rows_apart(back, before) < 0.01
         else:
             assert back == before
-    # Slices are brought to a layout one by one.
-    transposed = KvLayout(is_transposed=True)
-    assert join_states([converted(before, transposed)]) == converted(before, transposed)
 
 
 def test_numbers_that_a_layout_cannot_hold_are_refused() -> None:

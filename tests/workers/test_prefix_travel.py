@@ -18,7 +18,7 @@ from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.ipc.kv import CheckPrefix, LookUpPrefix, PrefixChecked, PrefixLookedUp
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.cache.prefixes import token_name
-from swarmllm_workers.engine.kv_state import BadState, join_states, layers_of, read_state, rows_apart
+from swarmllm_workers.engine.kv_state import BadState, layers_of, read_state, rows_apart, rows_in_order
 from swarmllm_workers.engine.segment import Span
 
 from .client import GREEDY
@@ -414,13 +414,36 @@ def test_layers_of_a_state_are_those_of_a_state_of_these_layers() -> None:
 
 
 @given(st.lists(st.integers(1, 4 * B - 1), max_size=6))
-def test_slices_of_any_size_join_to_the_same_state(cuts: list[int]) -> None:
+def test_slices_of_any_size_follow_each_other(cuts: list[int]) -> None:
     ends = [*sorted(set(cuts)), 4 * B]
     parts = [state_of(first, end) for first, end in zip([0, *ends], ends, strict=False)]
-    joined = join_states(parts)
-    assert read_state(joined).n_rows == 4 * B
-    assert joined == state_of(0, 4 * B)
-    assert rows_apart(joined, state_of(0, 4 * B)) == 0
+    assert rows_in_order(parts) == [end - first for first, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[(1, 9)], [(0, 4), (5, 9)], [(0, 4), (3, 9)], [(4, 9), (0, 4)], [(0, 4), (0, 4)]],
+    ids=["not from 0 on", "a gap", "a row twice", "another order", "a slice twice"],
+)
+def test_slices_that_do_not_follow_each_other_are_refused(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(BadState, match="follow"):
+        rows_in_order([state_of(*span) for span in spans])
+
+
+def test_slices_of_different_layouts_are_refused() -> None:
+    with pytest.raises(BadState, match="layouts"):
+        rows_in_order([state_of(0, 4), layers_of(state_of(4, 9), 2, 0, 1)])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 65504.0, -65504.0, 6e-8, -0.0])
+def test_only_numbers_that_are_none_are_refused(value: float) -> None:
+    data = state_of(0, 9)
+    data = data.replace(np.array([3], "<f2").tobytes(), np.array([value], "<f2").tobytes(), 1)
+    if np.isfinite(value):
+        assert rows_in_order([data]) == [9]
+    else:
+        with pytest.raises(BadState, match="NaN"):
+            rows_in_order([data])
 
 
 def test_rows_are_as_far_apart_as_they_differ() -> None:

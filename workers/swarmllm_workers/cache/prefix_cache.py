@@ -200,17 +200,17 @@ class PrefixCache:
         self,
         where: Segments,
         name: Name,
-        snapshot: Snapshot,
-        slices: Sequence[tuple[Buffer, int]] = (),
+        slices: Sequence[tuple[Buffer, int]],
         *,
         other_format: bool = False,
     ) -> Operation[bool]:
-        """Keep rows that another node computed, in cells, unchecked. `slices`: the same rows in parts, each
-        with how many they are; steps go on between two of them. `other_format`: they came in another one.
-        False where there is no room. Raises BadState for bytes that are not those rows in this model's KV."""
+        """Keep rows that another node computed, in cells, unchecked. `slices`: bytes of rows that follow each
+        other from row 0 on, each with how many they are; steps go on between two of them. `other_format`:
+        they came in another one. False where there is no room. Raises BadState for bytes that are not those
+        rows in this model's KV."""
         n_rows = len(name.hashes) * BLOCK_TOKENS
-        if not n_rows or snapshot.n_rows != n_rows or snapshot.n_min:
-            raise BadState(f"it is not {n_rows} rows everywhere")
+        if not n_rows or sum(n for _, n in slices) != n_rows:
+            raise BadState(f"it is not {n_rows} rows")
         if not self.travels(where):
             return False
         if self._index.is_known(where, name, time.monotonic()):
@@ -218,7 +218,7 @@ class PrefixCache:
         if not self._has_sequence() or self.make_room(where, n_rows) < n_rows:
             return False
         (segment,), sequence = where, self._index.take_sequence()
-        for state, n in slices or ((snapshot.states[0], n_rows),):
+        for state, n in slices:
             has_room = self.make_room(where, n) >= n
             is_taken = has_room and segment.append_rows(sequence, state, n)
             if not is_taken:

@@ -37,6 +37,8 @@ _BLOCK_Q8_0: Final = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 _BLOCK_VALUES: Final = 32
 _F32, _F16, _Q8_0 = 0, 1, 8
 """ggml's types."""
+_F16_EXPONENT: Final = np.uint16(0x7C00)
+"""All of its bits are set in NaN and infinity, and in no other number."""
 LAYERS_MAX: Final = 65535
 _WORST_ROW: Final = 2.0
 _TINY: Final = 1e-12
@@ -161,28 +163,21 @@ def read_state(data: bytes | memoryview) -> KvState:
     return KvState(n_rows, 0 if all(len(positions) == n_rows for positions in caches) else n_rows)
 
 
-def join_states(parts: Sequence[bytes | memoryview]) -> bytes:
-    """One state of the rows of several, which follow each other from row 0 on. Raises BadState as
-    `read_state` does, and for parts of another layout, or with other rows than those that come next."""
-    read = [_only_cache(part) for part in parts]
-    if not read:
-        raise BadState("there are no rows")
-    first, n_rows = read[0], 0
-    for cache in read:
-        if cache.layout != first.layout:
+def rows_in_order(parts: Sequence[bytes | memoryview]) -> list[int]:
+    """How many rows each part has; they follow each other from row 0 on. Raises BadState as `read_state`
+    does, for layers with a window, and for parts of different layouts, or with other rows than those that
+    come next."""
+    layout, n_rows, found = None, 0, list[int]()
+    for part in parts:
+        cache = _only_cache(part)
+        layout, n = layout or cache.layout, len(cache.positions)
+        if cache.layout != layout:
             raise BadState("the parts have different layouts")
-        if not np.array_equal(np.sort(cache.positions), np.arange(n_rows, n_rows + len(cache.positions))):
+        if not np.array_equal(np.sort(cache.positions), np.arange(n_rows, n_rows + n)):
             raise BadState("the parts do not follow each other")
-        n_rows += len(cache.positions)
-    cells = np.zeros(n_rows, _CELL)
-    cells["position"], cells["n_sequences"] = np.arange(n_rows), 1
-    orders = [np.argsort(cache.positions) for cache in read]
-    pieces = [bytes(memoryview(parts[0]).cast("B")[: _HEAD.size]), _PAIR.pack(1, n_rows), cells.tobytes()]
-    pieces.append(_PAIR.pack(first.transposed, first.n_layers))
-    for index, values in enumerate(first.values):
-        runs = [cache.values[index].ordered(order) for cache, order in zip(read, orders, strict=True)]
-        pieces += [values.head, np.concatenate(runs, axis=values.cells_axis).tobytes()]
-    return b"".join(pieces)
+        n_rows += n
+        found.append(n)
+    return found
 
 
 def layers_of(data: bytes | memoryview, n_layers: int, first: int, end: int) -> bytes:
@@ -219,13 +214,6 @@ def converted(data: bytes | memoryview, layout: KvLayout) -> bytes | memoryview:
         for i, values in enumerate(cache.values)
     )
     return b"".join((*head, *pieces))
-
-
-def n_cells(data: bytes | memoryview) -> int:
-    """The number of cells of the first cache. Raises BadState if the bytes end before that."""
-    reader = _Reader(memoryview(data).cast("B"))
-    reader.numbers(_HEAD)
-    return int(reader.numbers(_PAIR)[1])
 
 
 def rows_apart(data: bytes | memoryview, other: bytes | memoryview) -> float:
@@ -314,6 +302,14 @@ def _read_values(kind: int, reader: _Reader, size_bytes: int) -> np.ndarray:
         array = values = reader.array(np.dtype("<f2" if kind == _F16 else "<f4"), size_bytes)
     else:
         raise BadState(f"numbers of type {kind}")
-    if not np.isfinite(values).all():
+    if not _are_finite(values):
         raise BadState("it holds NaN or infinity")
     return array.view(np.uint8)
+
+
+def _are_finite(values: np.ndarray) -> bool:
+    if values.dtype.itemsize != _F16_EXPONENT.itemsize:
+        return bool(np.isfinite(values).all())
+    # numpy widens f16 first, one number at a time.
+    exponents = values.view("<u2") & _F16_EXPONENT
+    return not (exponents == _F16_EXPONENT).any()

@@ -21,7 +21,7 @@ from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
 from swarmllm_workers.cache.prefixes import Buffer, Name
 from swarmllm_workers.engine.kv_layout import KvLayout, kv_encoding
-from swarmllm_workers.engine.kv_state import BadState, converted, join_states, layers_of, n_cells
+from swarmllm_workers.engine.kv_state import BadState, converted, layers_of, rows_in_order
 from swarmllm_workers.engine.operation import Operation
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
@@ -226,8 +226,8 @@ class PrefixHandlers:
                     if layout is None:
                         self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=0))
                         return
-                snapshot, slices = yield partial(_joined, parts, layout)
-                yield from self._taking(message, name, snapshot, slices)
+                slices = yield partial(_slices, parts, layout)
+                yield from self._taking(message, name, slices)
                 return
             snapshot = yield partial(Snapshot.read, parts)
         except BadState as error:
@@ -238,14 +238,13 @@ class PrefixHandlers:
         self,
         message: ipc.ImportPrefixSnapshot,
         name: Name,
-        snapshot: Snapshot,
         slices: Sequence[tuple[Buffer, int]],
     ) -> Operation[None]:
         engine = self._state.engine()
         where, is_taken = engine.layers.find_segments(message.start, message.end), False
         if where is not None:
             is_taken = yield from engine.prefixes.taking_from_peer(
-                where, name, snapshot, slices, other_format=message.other_format is True
+                where, name, slices, other_format=message.other_format is True
             )
         self._state.send(ipc.PrefixFetchResult(id=message.id, n_blocks=message.n_blocks if is_taken else 0))
 
@@ -283,12 +282,12 @@ def _names(payload: memoryview) -> tuple[bytes, ...]:
         raise CallError("bad_message", error.reason, error.field) from None
 
 
-def _joined(parts: Sequence[Buffer], layout: KvLayout | None) -> tuple[Snapshot, list[tuple[Buffer, int]]]:
-    """All rows, read as one, and the parts with how many rows each has. `layout`: brought to it first."""
+def _slices(parts: Sequence[Buffer], layout: KvLayout | None) -> list[tuple[Buffer, int]]:
+    """The parts and how many rows each has. `layout`: brought to it first. Raises BadState for parts that
+    are not understood, not finite, or do not follow each other."""
     if layout is not None:
         parts = [converted(part, layout) for part in parts]
-    snapshot = Snapshot.read([join_states(parts)])
-    return snapshot, [(part, n_cells(part)) for part in parts]
+    return list(zip(parts, rows_in_order(parts), strict=True))
 
 
 @cache
