@@ -18,6 +18,7 @@ from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings
+from swarmllm_proto.frames import Frame, FrameDecoder
 from swarmllm_proto.limits import REQUEST_MAX
 
 from .conftest import DEADLINE_S, meet
@@ -66,6 +67,63 @@ async def test_both_ask_on_the_connection_that_one_of_them_has_dialled(tmp_path:
                     nursery.start_soon(b.fetch, a.node_id, b"b")
             assert bytes(await b.fetch(a.node_id, b"b")) == b"b".ljust(REQUEST_MAX, b".")
         assert bulk_connections(a, b.node_id) == bulk_connections(b, a.node_id) == 1
+
+
+async def test_the_first_question_does_not_wait_for_the_peers_hello(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        asked = trio.Event()
+
+        async def serve(sender: str, body: bytes) -> bytes:
+            asked.set()
+            return await answer_largest(sender, body)
+
+        b.serve(serve, no_message)
+        dial = a.plane.dial_bulk
+
+        async def dial_and_read_nothing_until_asked(node_id: str) -> Connection | None:
+            connection = await dial(node_id)
+            assert connection is not None
+            read = connection.wire.receive_frames
+
+            async def read_later(decoder: FrameDecoder) -> tuple[int, list[Frame]]:
+                await asked.wait()
+                return await read(decoder)
+
+            connection.wire.receive_frames = read_later  # type: ignore[method-assign]
+            return connection
+
+        a.plane.dial_bulk = dial_and_read_nothing_until_asked  # type: ignore[method-assign]
+        with trio.fail_after(DEADLINE_S):
+            assert bytes(await a.fetch(b.node_id, b"piece")) == b"piece".ljust(REQUEST_MAX, b".")
+        assert kinds_of_bulk(a, b.node_id) == ["direct"]
+
+
+async def test_a_peer_that_ends_the_dialled_connection_before_its_hello_is_asked_over_a_stream(
+    tmp_path: Path,
+) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"so that they have a connection for messages"])
+        b.serve(answer_largest, no_message)
+        dial, may_come, n_dialled = a.plane.dial_bulk, b.plane._may_come, 0
+
+        async def dial_to_be_refused(node_id: str) -> Connection | None:
+            nonlocal n_dialled
+            n_dialled += 1
+            b.plane._may_come = refuse  # type: ignore[method-assign]
+            return await dial(node_id)
+
+        def refuse(node_id: str) -> bool:
+            b.plane._may_come = may_come  # type: ignore[method-assign]
+            return False
+
+        a.plane.dial_bulk = dial_to_be_refused  # type: ignore[method-assign]
+        with trio.fail_after(DEADLINE_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(a.fetch, b.node_id, b"piece")
+            assert bytes(await a.fetch(b.node_id, b"more")) == b"more".ljust(REQUEST_MAX, b".")
+        assert n_dialled == 1
+        assert kinds_of_bulk(a, b.node_id) == kinds_of_bulk(b, a.node_id) == ["libp2p"]
 
 
 def delay_dial(router: Libp2pRouter, begun: trio.Event, go_on: trio.Event) -> None:

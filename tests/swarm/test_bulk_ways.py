@@ -50,6 +50,9 @@ class Connection:
             raise NodeUnreachable("it has ended")
         self.sent.append((*HEADER.unpack(header), bytes(payload)))
 
+    async def introduced(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def says_hello(self) -> bool:
         with trio.move_on_after(HELLO_S):
             await self.ready.wait()
@@ -184,10 +187,14 @@ async def test_a_question_ends_in_time_and_takes_its_connection_along_if_that_sa
         assert connection.alive
         it.loses(connection)
         it.direct = [mute := Connection(A, ready=False)]
-        asked = await it.asks(timeout_s=2 * HELLO_S)
+        both = [await it.asks(body, timeout_s=2 * HELLO_S) for body in (b"one", b"two")]
+        assert [body for _, _, body in mute.sent] == [b"one", b"two"], "no hello is waited for"
         await trio.sleep(HELLO_S + 1.0)
-        assert isinstance(asked.error, NoBulkConnection)
         assert not mute.alive
+        it.loses(mute)
+        await wait_all_tasks_blocked()
+        assert [type(each.error) for each in both] == [NoBulkConnection] * 2
+        assert it.n_dialled == 2, "a stream is tried, and the port is not dialled again"
 
 
 async def test_a_node_without_a_way_is_dialled_again_after_a_while(autojump_clock: MockClock) -> None:

@@ -160,12 +160,31 @@ class Bulk:
         for question in self._questions.pop(connection, {}).values():
             question.fail(NodeUnreachable(f"node {connection.node_id} was lost while it was asked"))
         self._n_answering.pop(connection, None)
+        if not connection.ready.is_set():
+            self._had_no_hello(connection)
+            return
         peer = self._peers.get(connection.node_id)
         if peer is not None and peer.connection is connection:
             self._peers.drop(connection.node_id)
 
+    def _had_no_hello(self, connection: Connection) -> None:
+        """A connection dialled here has ended before the peer said hello: the next way is a stream."""
+        peer = self._peers.get(connection.node_id)
+        if peer is not None and peer.connection is connection:
+            peer.connection, peer.retry_at_s = None, trio.current_time() + _NO_WAY_S
+
     async def _fetch(self, node_id: NodeId, body: bytes) -> bytes | memoryview:
-        connection = await self._connection(node_id)
+        while True:
+            connection = await self._connection(node_id)
+            try:
+                return await self._ask(connection, body)
+            except NodeUnreachable:
+                if connection.ready.is_set():
+                    raise
+                self._had_no_hello(connection)
+
+    async def _ask(self, connection: Connection, body: bytes) -> bytes | memoryview:
+        """Raises NodeUnreachable, NodeBusy, RemoteError."""
         number, question = next(self._numbers), Outcome[bytes | memoryview]()
         questions = self._questions.setdefault(connection, {})
         questions[number] = question
@@ -196,14 +215,18 @@ class Bulk:
         return connection
 
     async def _establish(self, node_id: NodeId, peer: BulkPeer) -> Connection:
+        """One that was dialled is not ready yet: a question follows this node's hello, a round trip before
+        the peer's can be here."""
         if there := [c for c in self._ways.all_connections(node_id) if _is_ready_and_direct(c)]:
             return there[0]
-        connection = None
         if trio.current_time() >= peer.retry_at_s:
-            connection = await self._ready(await self._ways.dial_bulk(node_id))
-            if connection is None:
-                peer.retry_at_s = trio.current_time() + _NO_WAY_S
-        connection = connection or await self._ready(await self._ways.open_bulk_stream(node_id, None))
+            dialled = await self._ways.dial_bulk(node_id)
+            if dialled is not None:
+                spawn(self._nursery, "connection", dialled.says_hello)  # Where it does not, this ends it.
+                await dialled.introduced()
+                return dialled
+            peer.retry_at_s = trio.current_time() + _NO_WAY_S
+        connection = await self._ready(await self._ways.open_bulk_stream(node_id, None))
         if connection is None:
             raise NoBulkConnection(f"node {node_id} takes no bulk connection")
         return connection

@@ -120,6 +120,7 @@ class Connection:
         self.ready = trio.Event()
         """The peer's hello has come."""
         self._ready_or_over = trio.Event()
+        self._introduced_or_over = trio.Event()
         self.retired = False
         """The peer has turned to a newer connection: what still arrives here is out of order."""
         self.trust_event: TrustEvent | None = None
@@ -203,6 +204,7 @@ class Connection:
                     seen = self._wire.seen_at
                     hello = Hello(v=VERSION, bulk=self.bulk, acks=True, rests=True, seen=seen)
                     self._queue_control(FrameKind.HELLO, msgspec.msgpack.encode(hello))
+                    self._introduced_or_over.set()
                     await self._read()
         except* _LinkAsked:
             if self.alive:
@@ -216,6 +218,11 @@ class Connection:
         finally:
             self._room.release()
             self.end("closed here")
+
+    async def introduced(self) -> None:
+        """Returns when this end has said hello, so that messages may follow, or when it has ended. Whoever
+        dialled need not wait for the peer's hello to send: the peer's end knows this node by then."""
+        await self._introduced_or_over.wait()
 
     async def says_hello(self) -> bool:
         """Whether the peer does, once it has, or has not in HELLO_S: then this ends the connection. False at
@@ -234,6 +241,7 @@ class Connection:
             return
         self.ending = how
         self._ready_or_over.set()
+        self._introduced_or_over.set()
         self._wire.abort()
         for outgoing in self._queue:
             outgoing.failed = True
