@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +82,7 @@ def in_reading_order(packages: set[str]) -> list[str]:
     )
 
 
+@cache
 def drawing() -> str:
     """Everything below the marker."""
     trees = {name: (path, ast.parse(path.read_text("utf-8"))) for name, path in modules()}

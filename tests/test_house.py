@@ -254,13 +254,15 @@ def module_name(package: str, relative: Path) -> str:
 def is_postponed(node: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def read_imports(
     node: ast.AST, package: str, names: set[str], at_import_time: bool = True
 ) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue  # no import is inside of one
         if isinstance(child, ast.Import):
             for alias in child.names:
                 yield Import(alias.name, child.lineno, at_import_time)
@@ -277,9 +279,9 @@ def read_imports(
             yield from read_imports(child, package, names, at_import_time and not is_postponed(child))
 
 
-def read_words(parsed: ast.AST) -> Iterator[tuple[str, int]]:
-    said = {id(node.value) for node in ast.walk(parsed) if isinstance(node, ast.Expr)}
-    for node in ast.walk(parsed):
+def read_words(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
+    said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.attr, node.lineno
         elif isinstance(node, ast.ImportFrom):
@@ -288,8 +290,8 @@ def read_words(parsed: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
-def read_names(parsed: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(parsed):
+def read_names(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
@@ -307,15 +309,16 @@ def parse_tree(sources: dict[str, tuple[str, str]]) -> Tree:
     tree: Tree = {}
     for name, (path, source) in sources.items():
         parsed = ast.parse(source, path)
+        nodes = list(ast.walk(parsed))
         package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
         calls = tuple(
             (node.func.id, node.lineno)
-            for node in ast.walk(parsed)
+            for node in nodes
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         )
         imports = tuple(read_imports(parsed, package, set(sources)))
         classes = tuple((each.name, each.lineno) for each in parsed.body if isinstance(each, ast.ClassDef))
-        names, words = tuple(read_names(parsed)), tuple(read_words(parsed))
+        names, words = tuple(read_names(nodes)), tuple(read_words(nodes))
         tree[name] = Module(name, path, source.count("\n"), imports, calls, classes, names, words)
     return tree
 
@@ -334,6 +337,7 @@ def each_import(tree: Tree) -> Iterator[tuple[Module, Import]]:
     return ((module, imported) for module in tree.values() for imported in module.imports)
 
 
+@cache
 def layer_of(name: str) -> int | None:
     return next((index for index, layer in enumerate(LAYERS) if is_inside(name, [layer])), None)
 
