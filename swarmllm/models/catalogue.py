@@ -119,6 +119,9 @@ class Catalogue:
                     f"{path} was written by another version of swarmllm (schema {version}, this one reads"
                     f" {SCHEMA_VERSION}); move it away and add the models again"
                 )
+            if not version:
+                # All at once: each statement by itself would wait for the disk.
+                database.execute("BEGIN IMMEDIATE")
             for table in _TABLES:
                 database.execute(table)
             if not version:
