@@ -285,6 +285,19 @@ def test_any_layout_holds_the_same_rows(n_rows: int, scale: float, seed: int) ->
             assert back == before
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 64, 128])
+def test_runs_are_multiplied_by_the_walsh_hadamard_matrix(width: int) -> None:
+    matrix = np.ones((1, 1))
+    while len(matrix) < width:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    numbers = np.random.default_rng(0).integers(-8, 9, (5, 3 * width)).astype(np.float32)
+    expected = (numbers.reshape(-1, width) @ matrix * width**-0.5).reshape(numbers.shape)
+    before = numbers.copy()
+    assert np.allclose(turned(numbers, width), expected, atol=1e-4)
+    assert np.array_equal(numbers, before), "what it is given stays as it is"
+    assert np.allclose(turned(turned(numbers, width), width), numbers, atol=1e-4)
+
+
 def test_numbers_that_a_layout_cannot_hold_are_refused() -> None:
     fitting = converted(state(np.full((2, 64), 60_000, np.float32)), KvLayout(is_q8_0=True))
     too_large = bytearray(fitting)

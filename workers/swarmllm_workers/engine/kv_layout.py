@@ -99,10 +99,14 @@ def kv_encoding() -> str:
 def turned(numbers: np.ndarray, width: int) -> np.ndarray:
     """f32 [n, m], each run of `width` numbers (a power of two that divides m) multiplied by the orthonormal
     Walsh-Hadamard matrix; the fast transform."""
-    runs = numbers.reshape(-1, width) * np.float32(width**-0.5)
+    # A run is a column, so that what numpy adds in one go lies side by side.
+    columns = np.ascontiguousarray(numbers.reshape(-1, width).T) * np.float32(width**-0.5)
+    other = np.empty_like(columns)
     half = 1
     while half < width:
-        pairs = runs.reshape(-1, width // (2 * half), 2, half)
-        runs = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), axis=2)
+        pairs, sums = (each.reshape(width // (2 * half), 2, -1) for each in (columns, other))
+        np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        columns, other = other, columns
         half *= 2
-    return runs.reshape(numbers.shape)
+    return np.ascontiguousarray(columns.T).reshape(numbers.shape)
