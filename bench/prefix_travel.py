@@ -8,6 +8,13 @@ one of the same length that nobody has computed, in turns. `--mbit-s` puts a pro
 which delays and limits what goes each way. `--kv-types f16 q8_0` has the two keep KV as different types, and
 `--rounded` has it travel as q8_0 between two that keep f16.
 
+Both have `encrypted_pipeline` on: a node with all layers then computes what its own clients ask. Otherwise a
+route may lead to the holder, which is as fast as the node that was asked and need not fetch. What that takes
+has a row of its own: a third node without layers, the model pinned to the first, asks it over the same line.
+
+The first fetch between two nodes dials a connection for it, and has rows of its own. Rounds before it do not
+count: a node does not ask where that does not seem to pay, as on a machine that is busy with other work.
+
     python -m bench.prefix_travel --nodes 8 --users 64
 
 All nodes get questions of users with one system prompt of 2,000 tokens, one after the other: how many tokens
@@ -46,7 +53,8 @@ ANSWER_S = 300.0
 N_CTX_CUT = 16384
 OLD, NEW = ("old-1", "old-2"), ("new-1", "new-2")
 NEVER_S = 600
-TRIES = 5
+FIRST_TRIES = 3
+"""Rounds until the first fetch."""
 SETTLED_S = 7.0
 """News of what is kept is told every five seconds."""
 HTTP = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
@@ -65,8 +73,8 @@ def route(answer: dict[str, Any]) -> tuple[str, ...]:
 
 
 class Node:
-    def __init__(self, client: Client, name: str) -> None:
-        self.client, self.name = client, name
+    def __init__(self, client: Client, name: str, node_id: str = "") -> None:
+        self.client, self.name, self.node_id = client, name, node_id
         self.model = ""
 
     def add(self, path: str) -> None:
@@ -95,19 +103,22 @@ class Node:
         url = f"{self.client.api_url}/v1/completions"
         return HTTP.stream("POST", url, json=body)
 
-    def ask_over(self, prompt: str) -> tuple[str, ...]:
-        """The names of the nodes that computed the answer."""
-        return route(self.ask(prompt))
+    def ask_over(self, prompt: str, *names: str) -> dict[str, Any]:
+        """Raises RuntimeError where other nodes compute the answer than these."""
+        answer = self.ask(prompt)
+        if route(answer) != names:
+            raise RuntimeError(f"{self.name} was answered by {route(answer)}, not by {names}")
+        return answer
 
     def ask(self, prompt: str) -> dict[str, Any]:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
         url = f"{self.client.api_url}/v1/completions"
         return dict(HTTP.post(url, json=body).raise_for_status().json())
 
-    def first_token(self, prompt: str) -> tuple[float, dict[str, Any]]:
-        """Milliseconds; the answer has one token."""
+    def first_token(self, prompt: str, *names: str) -> tuple[float, dict[str, Any]]:
+        """Milliseconds until the answer, which has one token. Raises as `ask_over`."""
         start_s = time.perf_counter()
-        answer = self.ask(prompt)
+        answer = self.ask_over(prompt, *names)
         return (time.perf_counter() - start_s) * 1000, answer
 
     def counters(self) -> dict[str, float]:
@@ -122,37 +133,36 @@ class Node:
         return sum(each["announced_prefixes"] for each in peers if each["nickname"] == peer)
 
 
-@contextmanager
-def sharing_swarm(
-    n_nodes: int,
-    rtt_s: float,
-    mbit_s: float,
-    n_threads: int,
-    kv_types: Sequence[str] = (),
-    *,
-    rounded: bool = False,
-) -> Iterator[list[Node]]:
-    """Nodes that each run the whole model; with `mbit_s` the ways between them lead through the proxy.
-    `kv_types`: of each node."""
-    path = str(half_billion())
-    with demo_nodes() as nodes, ExitStack() as stack:
-        bootstrap: list[str] = []
-        found: list[Node] = []
-        for index in range(n_nodes):
-            name = f"n{index + 1}"
-            away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
-            inference = {"n_threads": n_threads, "n_ctx": N_CTX, "share_prefix_cache_with_peers": "on"}
-            if kv_types:
-                inference["kv_type"] = kv_types[index]
-            if rounded:
-                inference["activation_compression"] = "q8_0"
-            node = nodes.start(name, [], bootstrap, inference, away and away.settings)
-            told = wait_for(node.announcement, f"{name} to start")
-            bootstrap = bootstrap or list(away.addresses(told["node_id"]) if away else told["addresses"])
-            found.append(Node(stack.enter_context(Client(told["api_url"])), name))
-        for each in found:
-            each.load(path)
-        yield found
+def inference(n_threads: int, n_ctx: int) -> dict[str, object]:
+    """A daemon's table of that name. To try where the model may be cut would go on beside the first round."""
+    return {
+        "n_threads": n_threads,
+        "n_ctx": n_ctx,
+        "share_prefix_cache_with_peers": "on",
+        "check_cuts": False,
+    }
+
+
+class SharingSwarm:
+    """Nodes that share what they keep; with `mbit_s` the ways between them lead through the proxy."""
+
+    def __init__(self, stack: ExitStack, rtt_s: float, mbit_s: float, n_threads: int) -> None:
+        self._stack = stack
+        self._nodes = stack.enter_context(demo_nodes())
+        self._line = rtt_s / 2, mbit_s * 125_000
+        self._inference = inference(n_threads, N_CTX)
+        self._bootstrap: list[str] = []
+
+    def start(self, name: str, **more: object) -> Node:
+        """`more`: of the table `inference`."""
+        one_way_s, bytes_per_s = self._line
+        away = self._stack.enter_context(behind_proxy(one_way_s, bytes_per_s)) if bytes_per_s else None
+        settings = {**self._inference, **more}
+        node = self._nodes.start(name, [], self._bootstrap, settings, away and away.settings)
+        told = wait_for(node.announcement, f"{name} to start")
+        addresses = away.addresses(told["node_id"]) if away else told["addresses"]
+        self._bootstrap = self._bootstrap or list(addresses)
+        return Node(self._stack.enter_context(Client(told["api_url"])), name, told["node_id"])
 
 
 def pair(
@@ -164,41 +174,68 @@ def pair(
     *,
     rounded: bool = False,
 ) -> list[tuple[Figure, Figure | None]]:
+    """`kv_types`: of each node."""
+    warm_name = f"{N_PROMPT} tokens, {N_SHARED} of them computed elsewhere"
     cold = Figure(f"{N_PROMPT} tokens, new", "ms")
-    warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed elsewhere", "ms")
-    first_s = Figure("of that, fetching", "ms")
+    warm, fetch = Figure(warm_name, "ms"), Figure("of that, fetching", "ms")
     mib = Figure("KV that came", "MiB")
-    swarm = sharing_swarm(2, rtt_s, mbit_s, n_threads, kv_types, rounded=rounded)
-    with swarm as (first, second):
-        for index in range(rounds + 1):
-            shared, before = computed_by(first, index, second)
-            wait_for(lambda before=before: second.announced(first.name) > before, "the announcement")
-            cold_ms, answer = second.first_token(letters(1000 + index, N_PROMPT))
-            where = [route(answer)]
-            warm_ms, answer = second.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
-            where.append(route(answer))
-            if where != [(second.name,)] * 2:
-                print(f"round {index}: computed over {where}, left out")
-                continue
-            prefix = answer["swarm"]["prefix"]
-            if prefix is None or prefix["tokens"] != N_SHARED:
-                print(f"round {index}: not fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
-            if index:
+    first_cold = Figure(cold.name, "ms")
+    first_warm = Figure(f"the first fetch of the two: {warm_name}", "ms")
+    first_fetch = Figure(fetch.name, "ms")
+    remote = Figure(f"{warm_name}, asked there over the line", "ms")
+    computes_itself: dict[str, object] = {"encrypted_pipeline": True}
+    if rounded:
+        computes_itself["activation_compression"] = "q8_0"
+    path, n_layers = str(half_billion()), HALF_BILLION.n_layers
+    with ExitStack() as stack:
+        swarm = SharingSwarm(stack, rtt_s, mbit_s, n_threads)
+        holder, second = (
+            swarm.start(name, kv_type=kv_type, **computes_itself)
+            for name, kv_type in zip(("n1", "n2"), kv_types or ("f16", "f16"), strict=True)
+        )
+        for node in (holder, second):
+            node.load(path)
+        asker = swarm.start("asker", pins=[f"{holder.model}:0:{n_layers}@{holder.node_id}"])
+        asker.add(path)
+        for node in (second, asker):
+            wait_for(lambda node=node: holder.name in node.holders(), "the holder's layers")
+            wait_for(lambda node=node: node.is_near_to([holder.name]), "round trips to be measured")
+        asker.ask_over("a", holder.name)  # Its worker reads the vocabulary before the first question.
+        n_own, index = N_PROMPT - N_SHARED, 0
+        while len(cold.values) < rounds:
+            shared, n_before = letters(100 + index, N_SHARED), second.announced(holder.name)
+            holder.ask_over(shared + "z", holder.name)
+            cold_ms, _ = second.first_token(letters(1000 + index, N_PROMPT), second.name)
+            wait_for(lambda n=n_before: second.announced(holder.name) > n, "the announcement")
+            warm_ms, answer = second.first_token(shared + letters(2000 + index, n_own), second.name)
+            remote_ms, _ = asker.first_token(shared + letters(3000 + index, n_own), holder.name)
+            prefix = answer["swarm"]["prefix"] or {"tokens": 0, "fetch_ms": 0.0, "bytes": 0}
+            if prefix["tokens"] != N_SHARED:
+                tokens = prefix["tokens"]
+                print(f"round {index}: {tokens} fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
+                print(f"{second.name}: {second.counters()}")
+            index += 1
+            if first_fetch.values:
                 cold.values.append(cold_ms)
                 warm.values.append(warm_ms)
-                first_s.values.append(prefix["fetch_ms"] if prefix else 0.0)
-                mib.values.append(prefix["bytes"] / 2**20 if prefix else 0.0)
-    return [(cold, None), (warm, ratios(cold, warm)), (first_s, None), (mib, None)]
-
-
-def computed_by(node: Node, index: int, seer: Node) -> tuple[str, int]:
-    """A prompt that `node` has computed, and how many beginnings it had announced to `seer` before. A node
-    that does not know how fast it is may have another one compute its first prompt."""
-    for attempt in range(TRIES):
-        prompt, before = letters(100 + index + 10_000 * attempt, N_SHARED), seer.announced(node.name)
-        if node.ask_over(prompt + "z") == (node.name,):
-            return prompt, before
-    raise RuntimeError(f"{node.name} has its prompts computed elsewhere")
+                fetch.values.append(prefix["fetch_ms"])
+                mib.values.append(prefix["bytes"] / 2**20)
+                remote.values.append(remote_ms)
+            elif prefix["tokens"]:
+                first_cold.values.append(cold_ms)
+                first_warm.values.append(warm_ms)
+                first_fetch.values.append(prefix["fetch_ms"])
+            elif index == FIRST_TRIES:
+                raise RuntimeError(f"nothing was fetched in {index} rounds")
+    return [
+        (cold, None),
+        (warm, ratios(cold, warm)),
+        (fetch, None),
+        (mib, None),
+        (remote, ratios(cold, remote)),
+        (first_warm, ratios(first_cold, first_warm)),
+        (first_fetch, None),
+    ]
 
 
 @contextmanager
@@ -210,23 +247,14 @@ def stopping_chain(
     wait for, which is never."""
     gguf, half = half_billion(), HALF_BILLION.n_layers // 2
     halves = f"0:{half}", f"{half}:{2 * half}"
-    inference: dict[str, object] = {
-        "n_threads": n_threads,
-        "n_ctx": N_CTX_CUT,
-        "share_prefix_cache_with_peers": "on",
-        "failover_timeout_s": NEVER_S,
-    }
+    settings = inference(n_threads, N_CTX_CUT) | {"failover_timeout_s": NEVER_S}
     with demo_nodes() as nodes, ExitStack() as stack:
         bootstrap: list[str] = []
 
         def start(name: str, load: list[str]) -> Node:
             away = stack.enter_context(behind_proxy(rtt_s / 2, mbit_s * 125_000)) if mbit_s else None
-            node = nodes.start(name, load, bootstrap, inference, away and away.settings)
-            node.process.kill()
-            config = node.folder / "config.toml"
-            text = config.read_text("utf-8")
-            config.write_text(text.replace("[node]", f"[node]\ndrain_timeout_s = {NEVER_S}"), "utf-8")
-            nodes.restart(node)
+            stays = {"drain_timeout_s": NEVER_S}
+            node = nodes.start(name, load, bootstrap, settings, away and away.settings, stays)
             told = wait_for(node.announcement, f"{name} to start")
             bootstrap[:] = bootstrap or (away.addresses(told["node_id"]) if away else told["addresses"])
             return Node(stack.enter_context(Client(told["api_url"])), name)
@@ -243,7 +271,7 @@ def stopping_chain(
         wait_for(lambda: origin.holders() == set(OLD), "the first chain")
         prompts = [letters(100 + index, N_SHARED) for index in range(n_prompts)]
         for prompt in prompts:
-            assert origin.ask_over(prompt + "z") == OLD
+            origin.ask_over(prompt + "z", *OLD)
         for node in olds:
             wait_for(lambda node=node: is_complete(node.client, "guide"), "a pipeline of the other model")
             lines = stack.enter_context(node.stream("guide")).iter_lines()
@@ -257,7 +285,7 @@ def stopping_chain(
         for node in news:
             wait_for(lambda node=node: node.is_near_to(OLD), "round trips to be measured")
         # A stage that does not know how fast it is does not know whether fetching pays.
-        assert origin.ask_over(letters(99, N_PROMPT)) == NEW
+        origin.ask_over(letters(99, N_PROMPT), *NEW)
         yield origin, news, prompts
 
 
@@ -266,8 +294,9 @@ def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[
     warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed by two others", "ms")
     with stopping_chain(rounds + 1, rtt_s, mbit_s, n_threads) as (origin, news, prompts):
         for index, shared in enumerate(prompts):
-            cold_ms, _ = origin.first_token(letters(1000 + index, N_PROMPT))
-            warm_ms, answer = origin.first_token(shared + letters(2000 + index, N_PROMPT - N_SHARED))
+            cold_ms, _ = origin.first_token(letters(1000 + index, N_PROMPT), *NEW)
+            prompt = shared + letters(2000 + index, N_PROMPT - N_SHARED)
+            warm_ms, answer = origin.first_token(prompt, *NEW)
             n_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             if n_cached != N_SHARED:
                 print(f"round {index}: {n_cached} fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
@@ -283,7 +312,11 @@ def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figu
     work = Figure(
         f"{n_nodes} nodes, {n_users} users: tokens of the system prompt that were computed", "x once"
     )
-    with sharing_swarm(n_nodes, 0.0, 0.0, n_threads) as nodes:
+    with ExitStack() as stack:
+        swarm = SharingSwarm(stack, 0.0, 0.0, n_threads)
+        nodes = [swarm.start(f"n{i + 1}") for i in range(n_nodes)]
+        for node in nodes:
+            node.load(str(half_billion()))
         system, computed = letters(7, N_SYSTEM), 0
         for user in range(n_users):
             node = nodes[user % n_nodes]

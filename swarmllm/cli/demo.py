@@ -92,13 +92,15 @@ class DemoNodes:
         bootstrap: Sequence[str],
         inference: Mapping[str, object] = ONE_THREAD,
         network: Mapping[str, object] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> DemoNode:
-        """A daemon that loads `load` (NAME:START:END each) and dials `bootstrap`; `network` goes before what
-        else would be in that table."""
+        """A daemon that loads `load` (NAME:START:END each) and dials `bootstrap`; `network`, and
+        `settings` for the table `node`, go before what else would be there."""
         folder = self.folder / name
         folder.mkdir()
         config = folder / "config.toml"
-        config.write_text(configuration(name, folder / "data", load, bootstrap, inference, network), "utf-8")
+        text = configuration(name, folder / "data", load, bootstrap, inference, network, settings)
+        config.write_text(text, "utf-8")
         with _uninterrupted():
             node = DemoNode(name, folder, _launch(folder))
             self.nodes.append(node)
@@ -172,10 +174,11 @@ def configuration(
     bootstrap: Sequence[str],
     inference: Mapping[str, object],
     network: Mapping[str, object] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> str:
     """A daemon's TOML file."""
     tables: dict[str, dict[str, object]] = {
-        "node": {"nickname": name, "data_dir": str(data_dir)},
+        "node": {"nickname": name, "data_dir": str(data_dir), **(settings or {})},
         "network": {
             "listen_host": "127.0.0.1",
             "libp2p_port": 0,
