@@ -112,8 +112,15 @@ def test_a_last_stage_that_is_told_the_prompt_remembers_how_it_went_on(
 
 def test_checks_of_rows_that_were_guessed_find_nothing_wrong(nodes: dict[str, DaemonProcess]) -> None:
     origin = nodes["checking"]
-    assert sum(n_right(answer(origin)) for _ in range(4))
-    wait_for(lambda: checks(origin).get("right", 0), DEADLINE_S, "a check to be over")
+    n_guessed = 0
+
+    def one_was_checked() -> bool:
+        """Asks again: a busy machine may take no guess at first, and drop the check of an answer."""
+        nonlocal n_guessed
+        n_guessed += n_right(answer(origin))
+        return n_guessed > 0 and checks(origin).get("right", 0) > 0
+
+    wait_for(one_was_checked, DEADLINE_S, "an answer with guesses, and a check to be over")
     assert checks(origin).keys() <= {"right", "dropped"}
     for name in HALVES:
         trust = origin.http.get(f"/api/admin/peers/{nodes[name].node_id}").json()["trust"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
@@ -51,6 +52,8 @@ from swarmllm_proto.tensors import HEAD, ROW_FORMATS, rounded
 from .fakes import Swarm
 from .test_guide_over_nodes import QUESTIONS, THIRDS, ask, expected_tokens, guide_swarm
 
+pytestmark = pytest.mark.long
+
 STAGES = tuple(Stage(node_id=node, start=4 * i, end=4 * i + 4) for i, node in enumerate((A, B, C)))
 KNOWS = frozenset(ROW_FORMATS)
 WIDTH = 64
@@ -58,6 +61,8 @@ PACKING = Packing(saved=0.1, seconds_per_byte=1e-8)
 """Pays below 10 MB/s."""
 SLOW, FAST = 1e6, 1e8
 READS_ALL = NodeCapability(row_formats=ROW_FORMATS[1:])
+MAX_ASKED = 60
+"""Requests, until one of them was checked."""
 
 
 def choice(
@@ -347,9 +352,13 @@ async def test_honest_stages_are_right_to_the_bit_however_rows_travel(
     holdings = {**THIRDS, D: "4:8"}
     async with guide_swarm(tmp_path, entry, holdings, compression=compression, check_rate=1.0) as swarm:
         await swarm.tell(A, dict.fromkeys((B, C, D), READS_ALL))
-        for number, question in enumerate(QUESTIONS * 2):
+        questions = QUESTIONS * 2
+        for number in count():
             before = swarm[A].pipelines.statistics()
-            await reported(swarm, question + "?" * number, n_tokens=20)
+            # On a busy machine the first checks may all be dropped.
+            if number >= len(questions) and (before.checked or number == MAX_ASKED):
+                break
+            await reported(swarm, questions[number % len(questions)] + "?" * number, n_tokens=20)
             with trio.fail_after(DEADLINE_S):
                 while True:
                     counts = swarm[A].pipelines.statistics()

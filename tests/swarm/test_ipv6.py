@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,35 @@ needs_ipv6 = pytest.mark.skipif(not _has_ipv6_loopback(), reason="this machine h
 
 
 @asynccontextmanager
-async def node(folder: Path, listen_host: str, *bootstrap: str) -> AsyncIterator[Libp2pRouter]:
-    settings = SwarmSettings(folder, listen_host, 0, 0, bootstrap=bootstrap, mdns=False)
+async def node(
+    folder: Path, listen_host: str, *bootstrap: str, ports: tuple[int, int] = (0, 0)
+) -> AsyncIterator[Libp2pRouter]:
+    settings = SwarmSettings(folder, listen_host, *ports, bootstrap=bootstrap, mdns=False)
     async with open_libp2p_router(settings) as router:
         yield router
+
+
+@contextmanager
+def ports_of_ipv6_alone() -> Iterator[tuple[int, int]]:
+    """Two on which nobody listens on IPv4, and nobody begins to: they are bound there."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < 2:
+            port = _bound(stack, socket.AF_INET, "0.0.0.0", 0)
+            with ExitStack() as probe:
+                try:
+                    found.append(_bound(probe, socket.AF_INET6, "::", port))
+                except OSError:
+                    continue  # Somebody has it on IPv6.
+        yield found[0], found[1]
+
+
+def _bound(stack: ExitStack, family: socket.AddressFamily, ip: str, port: int) -> int:
+    bound = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    if family == socket.AF_INET6:
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    bound.bind((ip, port))
+    return int(bound.getsockname()[1])
 
 
 async def connects(ip: str, port: int) -> bool:
@@ -94,7 +119,13 @@ async def test_a_node_listens_on_both_families_with_the_same_ports(tmp_path: Pat
 @needs_ipv6
 @pytest.mark.slow
 async def test_the_wildcard_of_one_family_takes_nobody_of_the_other(tmp_path: Path) -> None:
-    async with node(tmp_path / "a", "::") as a:
+    with ports_of_ipv6_alone() as ports:
+        await takes_nobody_of_ipv4(tmp_path, ports)
+
+
+async def takes_nobody_of_ipv4(folder: Path, ports: tuple[int, int]) -> None:
+    async with node(folder / "a", "::", ports=ports) as a:
+        assert (a.host.port, a.plane.port) == ports
         assert [await connects("::1", port) for port in (a.host.port, a.plane.port)] == [True, True]
         assert [await connects("127.0.0.1", port) for port in (a.host.port, a.plane.port)] == [False, False]
 
