@@ -18,6 +18,8 @@ from deadlines import DEADLINE_S
 from bench.common.shapes import Shape, build
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 
+pytestmark = pytest.mark.long
+
 PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 90
 NEAR_MS = 20
 INFERENCE = {"n_threads": 1, "n_ctx": 2048}

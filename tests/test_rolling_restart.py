@@ -15,10 +15,12 @@ import pytest
 from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import DEADLINE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 QUESTION = [{"role": "user", "content": "What is a pipeline?"}]
-N_TOKENS = 250
+N_TOKENS = 100
+N_TOKENS_MOVED = 250
+"""So many that a stream does not end while the node that it runs over takes its leave."""
 LAYERS = {
     "a": ["guide:0:8"],
     "b": ["guide:4:12"],
@@ -31,6 +33,8 @@ LAYERS = {
 class Swarm:
     folder: Path
     drain_timeout_s: float
+    n_tokens: int
+    """Of each stream."""
     nodes: dict[str, DaemonProcess] = field(default_factory=dict)
     stacks: dict[str, ExitStack] = field(default_factory=dict)
 
@@ -68,8 +72,8 @@ def n_holders(node: DaemonProcess) -> int:
 
 
 @contextmanager
-def running_swarm(folder: Path, drain_timeout_s: float) -> Iterator[Swarm]:
-    swarm = Swarm(folder, drain_timeout_s)
+def running_swarm(folder: Path, drain_timeout_s: float, n_tokens: int) -> Iterator[Swarm]:
+    swarm = Swarm(folder, drain_timeout_s, n_tokens)
     try:
         for name in LAYERS:
             swarm.start(name)
@@ -116,7 +120,7 @@ class Asker(threading.Thread):
                     stream: Any = ai.chat.completions.create(
                         model="guide",
                         messages=QUESTION,  # type: ignore[arg-type]
-                        max_tokens=N_TOKENS,
+                        max_tokens=self._swarm.n_tokens,
                         stream=True,
                         stream_options={"include_usage": True},
                         extra_body={"ignore_eos": True},
@@ -132,7 +136,7 @@ class Asker(threading.Thread):
                     chunks = list(stream)
             reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
             assert reasons[-1] == "length", f"a stream of {name} ended with {reasons[-1]}"
-            assert chunks[-1].usage.completion_tokens == N_TOKENS
+            assert chunks[-1].usage.completion_tokens == self._swarm.n_tokens
             self.n_whole += 1
             return
         raise AssertionError("no node took the request")
@@ -163,7 +167,7 @@ def more_answers(askers: list[Asker]) -> None:
 
 def test_no_stream_breaks_while_each_node_restarts(tmp_path: Path) -> None:
     with (
-        running_swarm(tmp_path, drain_timeout_s=30) as swarm,
+        running_swarm(tmp_path, drain_timeout_s=30, n_tokens=N_TOKENS) as swarm,
         asking(swarm, ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]) as askers,
     ):
         for name in LAYERS:
@@ -177,7 +181,10 @@ def test_no_stream_breaks_while_each_node_restarts(tmp_path: Path) -> None:
 
 
 def test_streams_move_when_a_stage_may_not_wait_for_them(tmp_path: Path) -> None:
-    with running_swarm(tmp_path, drain_timeout_s=0) as swarm, asking(swarm, ["a"], ["a"]) as askers:
+    with (
+        running_swarm(tmp_path, drain_timeout_s=0, n_tokens=N_TOKENS_MOVED) as swarm,
+        asking(swarm, ["a"], ["a"]) as askers,
+    ):
         for name in ("b", "c", "b", "c"):
             assert swarm.stop(name) == 0
             more_answers(askers)
