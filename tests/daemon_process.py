@@ -55,8 +55,8 @@ def running_daemon(
     **tables: dict[str, Any],
 ) -> Iterator[DaemonProcess]:
     """On loopback, on free ports, its configuration in a file. Stopped hard at the end if it still runs.
-    `program`: what a new Python runs instead of `swarmllm`. `environment`: what a new Python has besides
-    this one's. Without both of them the daemon is a fork (see `forked_process`)."""
+    `program`: what a new Python runs instead of `swarmllm`. Without it the daemon is a fork (see
+    `forked_process`). `environment`: what it has besides this one's."""
     data_dir = folder / nickname
     config = folder / f"{nickname}.toml"
     config.write_text(toml(nickname, data_dir, load, bootstrap or [], tables))
@@ -64,15 +64,16 @@ def running_daemon(
     arguments = ["daemon", "--config", str(config)]
     process: subprocess.Popen[bytes] | ForkedProcess
     with log.open("wb") as output:
-        if not program and environment is None:
-            process = ForkedProcess(arguments, log, KERNEL_TIMINGS)
+        its_environment = clean_environment() | (environment or {})
+        if not program:
+            process = ForkedProcess(arguments, log, KERNEL_TIMINGS, its_environment)
         else:
             process = subprocess.Popen(
-                [sys.executable, *(program or ("-m", "swarmllm")), *arguments],
+                [sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=clean_environment() | (environment or {}),
+                env=its_environment,
             )
     try:
         found = wait_for(lambda: daemon_info(process, data_dir, log), DEADLINE_S, "daemon.json")
@@ -86,6 +87,14 @@ def running_daemon(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def forked_demo_node(folder: Path) -> ForkedProcess:
+    """In place of `swarmllm.cli.demo.launch`, with which benchmarks start their nodes."""
+    log = folder / "daemon.log"
+    log.touch()
+    arguments = ["daemon", "--config", str(folder / "config.toml")]
+    return ForkedProcess(arguments, log, KERNEL_TIMINGS, clean_environment())
 
 
 def toml(

@@ -11,25 +11,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 PRELOADED = ["__main__", "swarmllm.cli.main", "swarmllm.cli.daemon", "swarmllm.daemon"]
+LAST = "tests.preloaded"
+"""What is imported when all else has been. It is named from the folder that pytest was started in, which is
+all that the server process has in its path."""
 
 
 class ForkedProcess:
     """As much of `subprocess.Popen` as tests use."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, kernel_timings: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, kernel_timings: Path, environment: Mapping[str, str]
+    ) -> None:
         """`kernel_timings`: where its workers keep them, instead of in its data folder.
 
         Raises OSError where the server process can't be reached."""
         context = multiprocessing.get_context("forkserver")
         assert isinstance(context, ForkServerContext)
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, LAST])
         self._process = context.Process(
-            target=run_swarmllm, args=(list(arguments), str(log), str(kernel_timings), clean_environment())
+            target=run_swarmllm, args=(list(arguments), str(log), str(kernel_timings), dict(environment))
         )
         self._process.start()
         assert self._process.pid is not None

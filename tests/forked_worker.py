@@ -19,7 +19,7 @@ from multiprocessing import reduction
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from forked_process import PRELOADED, ForkedProcess
+from forked_process import LAST, PRELOADED, ForkedProcess
 
 WORKER_MODULES = ["swarmllm_workers.server.loop"]
 """Not what encodes pictures: whoever is imported last has libllama's words on why it loads no file."""
@@ -73,7 +73,7 @@ def received(passed: Any) -> int:
 def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload([*PRELOADED, *WORKER_MODULES])
+    context.set_forkserver_preload([*PRELOADED, *WORKER_MODULES, LAST])
     return context
 
 

@@ -13,7 +13,7 @@ from deadlines import DEADLINE_S
 from bench.chaos import ALL_ON, PROMPTS, Chaos, Stream, chaos, run
 from swarmllm.cli.client import Client
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("forked_demo_nodes")]
 
 
 MAX_TRIES = 10

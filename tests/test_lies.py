@@ -13,6 +13,7 @@ N_LIES = 8
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_demo_nodes")
 def test_a_member_lies_to_real_daemons_and_all_go_on() -> None:
     figures = run(SEED, math.inf, lies_max=N_LIES, daemons=True)
     assert figures.broken == []

@@ -18,7 +18,7 @@ from deadlines import DEADLINE_S
 
 from bench import starved
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_demo_nodes")]
 
 N_STREAMS = 64
 WAYS_TO_LEAVE = ("at once", "before the answer", "in the middle", "with a reset", "never")

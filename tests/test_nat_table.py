@@ -14,6 +14,8 @@ from bench.common.namespaces import NoNamespaces
 from bench.common.nat_networks import KINDS, homes, kind_named
 from bench.nat_table import groups_of
 
+pytestmark = pytest.mark.long
+
 CHECKED = ("open", "port-restricted", "carrier-grade", "symmetric")
 
 

@@ -23,7 +23,7 @@ from swarmllm.models import build_manifest
 from swarmllm.node.placing.plan import shape_of
 from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, private_network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SHAPE = shape_of(build_manifest(GUIDE_PATH))
 THIRD_GIB = (SHAPE.embedding_bytes + SHAPE.head_bytes + 4.5 * SHAPE.layer_bytes) / 2**30

@@ -15,7 +15,7 @@ from test_sharing_daemons import command, held, private_nodes, shares
 
 from swarmllm.models import build_manifest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MODEL = other_guide("T")
 

@@ -102,7 +102,7 @@ class DemoNodes:
         text = configuration(name, folder / "data", load, bootstrap, inference, network, settings)
         config.write_text(text, "utf-8")
         with _uninterrupted():
-            node = DemoNode(name, folder, _launch(folder))
+            node = DemoNode(name, folder, launch(folder))
             self.nodes.append(node)
         return node
 
@@ -111,7 +111,7 @@ class DemoNodes:
         (node.folder / "data" / "daemon.json").unlink(missing_ok=True)
         node.process.wait(STOP_TIMEOUT_S)
         with _uninterrupted():
-            node.process = _launch(node.folder)
+            node.process = launch(node.folder)
 
     def stop(self) -> list[ProcessMark]:
         """End every daemon; returns the processes of the demo that survived, which should be none."""
@@ -144,7 +144,8 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _launch(folder: Path) -> subprocess.Popen[bytes]:
+def launch(folder: Path) -> subprocess.Popen[bytes]:
+    """The daemon whose config.toml is in that folder; its log goes there."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
     parent = os.getpid()
     ask_for_signal = signal_at_parents_end(signal.SIGTERM)

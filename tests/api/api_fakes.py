@@ -365,7 +365,7 @@ class Stand:
     registry: Registry
     catalogue: Catalogue
     url: str = ""
-    http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
+    http: httpx.AsyncClient = field(init=False)
 
     async def load_guide(self) -> None:
         entry, layers = await self.node.models.resolve("guide", None)

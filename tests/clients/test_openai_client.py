@@ -10,7 +10,7 @@ import pytest
 from daemon_process import DaemonProcess
 from openai_asking import QUESTION, ask, text_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ANYTHING = {"typical_p": 1.0}
 """The guide's preset leaves out what is not typical of its answers."""

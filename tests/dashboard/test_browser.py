@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 
 from swarmllm.guide import DRAFT_PATH
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 WIDTHS = (1280, 768, 360)
 VIEWS = ("swarm", "models", "chat")

@@ -20,7 +20,7 @@ from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks
 from faulty_server import open_shelf
 from other_guide import other_guide
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 QUICKSTART = next(page for page in PAGES if page.name == "quickstart.md")
 OTHER_PAGES = [page for page in PAGES if page.name not in ("quickstart.md", "first-ten-minutes.md")]

@@ -26,7 +26,7 @@ STOPS_SECOND: Final = "# first machine, after the second has stopped"
 SHOWN: Final = re.compile(r"^```sh\n(?P<code>.*?)^```\n\n```\n(?P<shown>.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMES: Final = ("first", "second")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ NAMES: Final = ("first", "second", "third")
 NICKNAMES: Final = ("kitchen", "attic", "garage")
 MODEL: Final = other_guide("P")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def publish(hub: FaultyServer, folder: Path) -> str:

@@ -23,7 +23,7 @@ VECTORS_PATH = Path(__file__).with_name("token_vectors.json")
 FLOORS = {"single": 0.88, "multi_turn": 0.85, "off_topic": 0.6, "tools": 0.68}
 TOOL_NAME_FLOOR = 0.9
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from swarmllm_proto.swarm import NodeCapability
 
 from .fakes import Swarm, computes, open_swarm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 A, B, C, D, M, N = (node_id_named(name) for name in "abcdmn")
 HOLDINGS = {A: "0:4", B: "4:8", M: "4:8", N: "4:8", C: "8:12", D: "8:12"}

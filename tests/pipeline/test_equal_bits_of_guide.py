@@ -31,7 +31,7 @@ from .test_checks_of_guide import Trusting, lies_steadily
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 A, B, C, D, M, N = (node_id_named(name) for name in "abcdmn")
 CUT = {A: "0:4", B: "4:8", M: "4:8", N: "4:8", C: "8:12", D: "8:12"}

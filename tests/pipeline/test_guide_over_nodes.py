@@ -29,7 +29,7 @@ from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, computes, open_swarm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 THIRDS = {A: "0:4", B: "4:8", C: "8:12"}
 QUESTIONS = (

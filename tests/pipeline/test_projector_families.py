@@ -42,7 +42,7 @@ from swarmllm_proto.ipc import Sampling
 from .fakes import Swarm, open_swarm
 from .test_picture_rows import asking
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NODES: Final = (A, B, C, D)
 LAYOUTS: Final = part_or_whole((1, 4), (1, 2, 3, 4))

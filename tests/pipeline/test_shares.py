@@ -52,6 +52,8 @@ from swarmllm_proto.tensors import encode_tensor
 
 from .fakes import Swarm, open_swarm
 
+pytestmark = pytest.mark.long
+
 PROMPT = "is there room?"
 
 

@@ -26,6 +26,8 @@ from swarmllm_proto.tensors import Tensor
 
 from .fakes import Swarm, computes, open_swarm
 
+pytestmark = pytest.mark.long
+
 A, B, C, D, E, F, G, OMITS, SILENT, NUMBS = (
     node_id_named(name) for name in ("a", "b", "c", "d", "e", "f", "g", "omits", "silent", "numbs")
 )

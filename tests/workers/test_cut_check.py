@@ -29,6 +29,8 @@ from .family_pieces import BASE, NO_BIAS
 from .generic_families import CUT_EXACTLY, RUN_WHOLE
 from .test_exactness import N_CTX, chain_logits, cuts, tokens_for, uncut_logits
 
+pytestmark = pytest.mark.long
+
 SETTINGS = EngineSettings(n_ctx=N_CTX, n_slots=2, n_threads=1)
 CHUNKING = [1, 7, 32]
 ALL = {**CUT_EXACTLY, **RUN_WHOLE}

@@ -29,7 +29,7 @@ from .client import Worker
 from .conftest import MakeModel
 from .families import FAMILIES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 N_FILES = 250
 ABSURD = (0, 1, 3, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)

@@ -25,6 +25,8 @@ from swarmllm_workers.kernels import repacking
 from .conftest import MakeModel
 from .factory import SPECS
 
+pytestmark = pytest.mark.long
+
 GUIDE = Path(__file__).parents[2] / "swarmllm" / "guide" / "guide.gguf"
 N_CTX = 256
 N_PROMPT = 40

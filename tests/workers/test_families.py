@@ -25,7 +25,7 @@ from .blueprint import write
 from .families import FAMILIES
 from .test_exactness import N_CTX, chain_logits, cuts, open_engine, steps, tokens_for, uncut_logits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CHUNKING = [1, 7, 32]
 SETTINGS = EngineSettings(n_ctx=N_CTX, n_slots=2, n_threads=1)
