@@ -83,15 +83,15 @@ async def test_a_question_and_its_answer_are_five_messages(
     async with two_hosts(tmp_path) as (one, other):
         await ask(one, other, b"before")
         written: list[bytes] = []
-        session = type(muxer(one, other).secured_conn)
-        write = session.write
+        transport = type(muxer(one, other).secured_conn.conn)
+        encrypt = transport.encrypt
 
-        async def record(self: Any, data: bytes) -> None:
+        def record(self: Any, data: bytes) -> bytes:
             if data[1] != 2:  # yamux pings by itself
                 written.append(data)
-            await write(self, data)
+            return bytes(encrypt(self, data))
 
-        monkeypatch.setattr(session, "write", record)
+        monkeypatch.setattr(transport, "encrypt", record)
         assert await ask(one, other, b"words") == b"words"
         with trio.fail_after(DEADLINE_S):
             while muxer(one, other).streams or muxer(other, one).streams:  # noqa: ASYNC110
@@ -182,6 +182,38 @@ async def test_a_free_lock_makes_nobody_wait_and_a_taken_one_does() -> None:
         order.append("first")
         await lock.__aexit__()
     assert order == ["first", "second"]
+
+
+async def test_nobody_overtakes_who_waits_for_a_lock_and_who_gives_up_holds_up_nobody() -> None:
+    lock, order = PromptLock(), []
+
+    async def take(name: str) -> None:
+        async with lock:
+            order.append(name)
+
+    async with trio.open_nursery() as nursery:
+        await lock.__aenter__()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as impatient:
+                impatient.start_soon(take, "impatient")
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        nursery.start_soon(take, "waiting")
+        await trio.testing.wait_all_tasks_blocked()
+        await lock.__aexit__()
+        # The other one has not run since.
+        await take("late")
+    assert order == ["waiting", "late"]
+    with trio.testing.assert_no_checkpoints():
+        await lock.__aenter__()
+
+
+async def test_a_lock_is_free_again_after_a_failure() -> None:
+    lock = PromptLock()
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            async with lock:
+                raise KeyError
 
 
 @pytest.mark.parametrize("belongs_to_yamux", [False, True])

@@ -22,6 +22,7 @@ import trio
 from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, Yamux
 
 from swarmllm.log_filter import provoked_by
+from swarmllm.swarm.libp2p.fast_paths import take_deciphered
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,9 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
     async def _read_data_body(self, length: int) -> bytes:
         if length > FRAME_MAX_BYTES:
             raise Overrun(f"a frame of {length} bytes")
-        body: bytes = await super()._read_data_body(length)
+        # What came with the header needs no deadline.
+        come = take_deciphered(self.secured_conn, length)
+        body: bytes = await super()._read_data_body(length) if come is None else come
         return body
 
 

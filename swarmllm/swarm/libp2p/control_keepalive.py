@@ -31,6 +31,7 @@ from libp2p.network.health.ping_probe import ConnectionPingResult
 from swarmllm.shared_ticks import next_tick_s
 from swarmllm.supervision import spawn
 from swarmllm.swarm.data.keepalive import CHECK_S, LAST_LOOK_S, Keepalive
+from swarmllm.swarm.libp2p.fast_paths import read_exactly
 from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
@@ -103,13 +104,10 @@ def _heard_at_s(muxer: Any, never: float = -math.inf) -> float:
     return heard_at_s
 
 
-_original_read_exactly = yamux.read_exactly
-
-
 async def _read_and_note(session: Any, n_bytes: int) -> bytes:
     # Nor is the peer silent while what came before is worked off.
     setattr(session, _HEARD_AT, trio.current_time())
-    received: bytes = await _original_read_exactly(session, n_bytes)
+    received = await read_exactly(session, n_bytes)
     setattr(session, _HEARD_AT, trio.current_time())
     return received
 

@@ -27,6 +27,7 @@ from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
 import trio
+from libp2p.exceptions import ValidationError
 from libp2p.io.exceptions import IOException, MessageTooLarge
 from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.stream.exceptions import StreamEOF, StreamError
@@ -270,9 +271,18 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
                 del seen.cache[next(iter(seen.cache))]
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
+        """The library's, less what it does with names and scores that are not there."""
         if msg.from_id or msg.seqno or msg.signature or msg.key:
             return
-        await super().push_msg(msg_forwarder, msg)
+        if self.is_peer_blacklisted(msg_forwarder) or self._is_msg_seen(msg):
+            return
+        try:
+            await self.validate_msg(msg_forwarder, msg)
+        except ValidationError:
+            return
+        self._mark_msg_seen(msg)
+        self.notify_subscriptions(msg)
+        await self.router.publish(msg_forwarder, msg)
 
 
 class Gossip:
@@ -341,7 +351,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         host.libp2p_host,
         router,
         strict_signing=False,
-        msg_id_constructor=_content_id,
+        msg_id_constructor=LatestId(),
         validation_cache_size=_VERDICTS_MAX,
         allowed_topics={topic_name(topic, network_id) for topic in size_max_bytes},
     )
@@ -381,6 +391,19 @@ def _node_id(peer_id: ID) -> NodeId:
 def topic_name(topic: str, network_id: str) -> str:
     """As the wire has it."""
     return f"{topic}/{network_id}" if network_id else topic
+
+
+class LatestId:
+    """`_content_id`, of which a message is asked up to nine times in a row."""
+
+    def __init__(self) -> None:
+        self._message: Any = None
+        self._id = b""
+
+    def __call__(self, message: Any) -> bytes:
+        if message is not self._message:
+            self._message, self._id = message, _content_id(message)
+        return self._id
 
 
 def _content_id(message: Any) -> bytes:

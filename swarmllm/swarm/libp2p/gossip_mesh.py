@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import trio
@@ -17,6 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.pubsub import gossipsub
 from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.pubsub.score import PeerScorer, ScoreParams
 
 from swarmllm.shared_ticks import next_tick_s
 from swarmllm.swarm.libp2p.held_gossip import HeldGossip
@@ -88,6 +90,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         self.recent_message_deliveries: Any = defaultdict(lambda: deque(maxlen=0))
         self.recent_peer_connections: Any = deque(maxlen=0)
         self.recent_peer_disconnections: Any = deque(maxlen=0)
+        self.scorer: Any = Indifferent(ScoreParams())
 
     async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
         pubsub, topic = self.pubsub, pubsub_msg.topicIDs[0]
@@ -104,8 +107,34 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
             hold_s = 0.0
         if hold_s > 0:
             self._hold(msg_forwarder, pubsub_msg, hold_s)
-        else:
+        elif msg_forwarder == pubsub.my_id or len(pubsub.peers) > len(pubsub.peer_topics.get(topic, ())):
+            # Kept for those that may still subscribe, too.
             await super().publish(msg_forwarder, pubsub_msg)
+        else:
+            await self._pass_on(msg_forwarder, pubsub_msg)
+
+    async def _pass_on(self, msg_forwarder: ID, message: Any) -> None:
+        if not self._check_spam_protection(msg_forwarder, message):
+            return
+        self.mcache.put(message)
+        message_id = self.pubsub.get_message_id(message)
+        await self._emit_idontwant_for_message(message_id, message.topicIDs)
+        for peer_id in self._get_peers_to_send(message.topicIDs, msg_forwarder, ID(b""), message_id):
+            self.send_rpc(peer_id, rpc_pb2.RPC(publish=[message]))
+
+    def _get_peers_to_send(
+        self, topic_ids: Any, msg_forwarder: ID, origin: ID, msg_id: bytes | None = None
+    ) -> Iterable[ID]:
+        """The library also looks among all peers for those that speak an older protocol, which is not spoken
+        here, and asks for the score of each."""
+        (topic,) = topic_ids
+        if topic not in self.mesh:
+            yield from super()._get_peers_to_send(topic_ids, msg_forwarder, origin, msg_id)
+            return
+        unwanted: Mapping[ID, Collection[bytes]] = self.dont_send_message_ids
+        for peer_id in list(self.mesh[topic]):
+            if peer_id != msg_forwarder and msg_id not in unwanted.get(peer_id, ()):
+                yield peer_id
 
     def _told_by_the_author(self, topic: str, message: Any, hold_s: float) -> list[ID]:
         """The neighbours to which this node sends what it says itself; nobody where the mesh will do. News
@@ -171,6 +200,26 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
     def _check_equivocation(self, msg: Any) -> bool:
         """Nobody is named who could contradict himself."""
         return True
+
+
+class Indifferent(PeerScorer):  # type: ignore[misc]
+    """What the library's scores come to where nothing has a weight, as here: trust is kept elsewhere. It
+    multiplies each of its counters by one at every look at the mesh."""
+
+    def on_heartbeat(self, dt_seconds: float = 1.0) -> None:
+        pass
+
+    def score(self, peer: ID, topics: list[str]) -> float:
+        return 0.0
+
+    def allow_publish(self, peer: ID, topics: list[str]) -> bool:
+        return True
+
+    def allow_gossip(self, peer: ID, topics: list[str]) -> bool:
+        return True
+
+    def is_graylisted(self, peer: ID, topics: list[str]) -> bool:
+        return False
 
 
 class ContentCache(MessageCache):  # type: ignore[misc]

@@ -88,9 +88,11 @@ async def _give_back_half_windows(self: Any, *, bytes_read: int = 0) -> None:
 def describe_oneself_rarely() -> None:
     """Every gossip message carries the sender's signed addresses, put together anew for each and checked anew
     by each receiver, which costs more than all the rest of gossip. Nobody here looks at them: addresses are
-    in envelopes. They are still sent, for others, from a copy; and what others send is not checked."""
-    for module in (pubsub, gossipsub, identify):
+    in envelopes. They are still sent, for others, from a copy, with the first message of a connection; what
+    others send is not checked."""
+    for module in (pubsub, identify):
         module.env_to_send_in_RPC = _recent_description
+    gossipsub.env_to_send_in_RPC = lambda _host: (b"", False)
     for module in (pubsub, gossipsub):
         module.maybe_consume_signed_record = lambda *_: True
 

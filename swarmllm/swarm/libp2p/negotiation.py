@@ -24,6 +24,8 @@ from libp2p.host.exceptions import StreamFailure
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectError
 
+from swarmllm.swarm.libp2p.fast_paths import unread_bytes
+
 ANSWER_S = 30.0
 """For each line. What is written is not under a deadline: half a write, cancelled, makes everything after it
 undecipherable."""
@@ -138,10 +140,10 @@ async def agree(stream: Any, is_supported: Callable[[TProtocol], bool]) -> TProt
     raise MultiselectError(f"{PROPOSALS_MAX} protocols were proposed, none of which is spoken here")
 
 
-def _has_come(stream: Any) -> bool:
-    """Whether more has already been received."""
-    muxed = stream.muxed_stream
-    return bool(muxed.conn.stream_buffers.get(muxed.stream_id))
+def _has_come(stream: Any, n_bytes: int = 1) -> bool:
+    """Whether so much more has already been received."""
+    muxed = getattr(stream, "muxed_stream", None)
+    return muxed is not None and len(unread_bytes(stream) or b"") >= n_bytes
 
 
 def _line(content: bytes) -> bytes:
@@ -169,6 +171,10 @@ async def _read_line(stream: Any) -> bytes:
 
 async def _read_exactly(stream: Any, n_bytes: int) -> bytes:
     received = b""
+    if n_bytes and _has_come(stream, n_bytes):
+        received = bytes(await stream.read(n_bytes))
+        if len(received) == n_bytes:
+            return received
     with trio.move_on_after(ANSWER_S):
         while len(received) < n_bytes:
             piece: bytes = await stream.read(n_bytes - len(received))
