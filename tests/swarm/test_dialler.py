@@ -25,6 +25,7 @@ from swarmllm.swarm.discovery.dialler import (
     EAGER_PEERS_SLOW,
     GATHER_FROM,
     GATHER_S,
+    GATHER_UNHURRIED_S,
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
@@ -493,33 +494,37 @@ async def test_it_looks_again_now_and_then_though_nothing_is_said(autojump_clock
 
 
 @pytest.mark.parametrize("n_known", [GATHER_FROM - 2, GATHER_FROM])
+@pytest.mark.parametrize(
+    ("n_connected", "gather_s"), [(EAGER_PEERS - 1, GATHER_S), (EAGER_PEERS, GATHER_UNHURRIED_S)]
+)
 async def test_where_many_are_known_news_is_looked_at_together_unless_somebody_waits(
-    autojump_clock: MockClock, n_known: int
+    autojump_clock: MockClock, n_known: int, n_connected: int, gather_s: float
 ) -> None:
     looked_at_s: list[float] = []
     dialled: list[str] = []
 
     def connected() -> set[NodeId]:
         looked_at_s.append(trio.current_time())
-        return {NodeId(f"here {n}") for n in range(PEERS_MAX)}
+        return {NodeId(f"there {n}") for n in range(n_connected)}
 
     async def dial(node_id: str, addresses: list[Address]) -> None:
         dialled.append(node_id)
 
-    d = dialler()
+    d = Dialler(NodeId("me"), random.Random(0), peers_max=n_connected)
     for number in range(n_known):
         d.suggest(f"here {number}", HERE, trio.current_time())
     async with trio.open_nursery() as nursery:
         nursery.start_soon(d.run, dial, connected)
-        await trio.sleep(1.0)
+        await trio.sleep(HOLD_BACK_S + 2 * gather_s)
         looked_at_s.clear()
         for _ in range(10):
             d.wake()
-            await trio.sleep(GATHER_S / 20)
+            await trio.sleep(gather_s / 20)
         n_looks = len(looked_at_s)
-        await trio.sleep(1.0)
+        await trio.sleep(2 * gather_s)
+        assert len(looked_at_s) == (1 if n_known >= GATHER_FROM else 10)
         d.wake()
-        await trio.sleep(GATHER_S / 20)
+        await trio.sleep(gather_s / 20)
         d.want(NodeId("here 3"), trio.current_time())
         await trio.testing.wait_all_tasks_blocked()
         assert dialled == ["here 3"]

@@ -69,9 +69,11 @@ BACKOFF_MAX_S = 30.0
 HOLD_BACK_S = 3.0
 LET_GO_S = 60.0
 GATHER_S = 0.2
+GATHER_UNHURRIED_S = 2.0
 GATHER_FROM = 32
 """Where so many nodes are known, what becomes known within GATHER_S is looked at together, unless a caller
-waits: each look is at all of them, and a newcomer hears of all within seconds."""
+waits: each look is at all of them, and a newcomer hears of all within seconds. With EAGER_PEERS connections
+it is within GATHER_UNHURRIED_S, since no other is looked for sooner."""
 PROBE_S = 60.0
 """A lost node is dialled so often, on average, while all places are taken."""
 DOUBT_FIRST_S = 2.0
@@ -357,14 +359,16 @@ class Dialler:
         async with trio.open_nursery() as nursery:
             while True:
                 self._changed, self._hurry = trio.Event(), trio.Event()
-                ready, next_s = self.due(trio.current_time(), connected())
+                peers = connected()
+                ready, next_s = self.due(trio.current_time(), peers)
+                gather_s = GATHER_S if len(peers) < EAGER_PEERS else GATHER_UNHURRIED_S
                 for node_id, addresses in ready:
                     spawn(nursery, "peer", self._try, dial, node_id, addresses)
                 # Asked again now and then in any case: a connection may end without a word to anybody.
                 with trio.move_on_at(min(next_s, trio.current_time() + BACKOFF_MAX_S)):
                     await self._changed.wait()
                     if len(self._candidates) >= GATHER_FROM:
-                        with trio.move_on_after(GATHER_S):
+                        with trio.move_on_after(gather_s):
                             await self._hurry.wait()
 
     async def _try(self, dial: Dial, node_id: NodeId, addresses: list[Address]) -> None:

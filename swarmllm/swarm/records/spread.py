@@ -48,8 +48,9 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 5.0
-"""After this node published something: a node that missed it learns of it so soon."""
+HEARTBEAT_S = 10.0
+"""After this node published something: a node that missed it learns of it so soon, where it was not offered
+either (`gossip_mesh`)."""
 HEARTBEAT_MAX_S = 60.0
 """While there is nothing new, of which only those need to hear that have no connection with this node. More
 rarely where the swarm is large (EXPIRY_NODES)."""
