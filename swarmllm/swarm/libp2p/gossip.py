@@ -61,6 +61,9 @@ SEEN_MAX = 65_536
 comes again is checked again, and is not new."""
 MODELS = "swarm/models"
 HEALTH = "swarm/health"
+TAKEN_AT_ONCE: Final = 8
+"""Messages of one packet, before others get their turn: to check a signature takes a tenth of a millisecond,
+and there may be hundreds."""
 _VERDICTS_MAX = 128
 """Kept of messages, so that one that comes twice at the same moment is checked once. The library's list of a
 thousand is searched from its beginning for each message."""
@@ -163,6 +166,15 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
         """By topic, see `GossipReader`."""
         self.waits: dict[str, Callable[[bytes], float]] = {}
         """By topic: `GossipReader.may_wait_s`."""
+        self.readers: dict[str, Callable[[bytes], None]] = {}
+        """By topic: what takes in its messages. None raises."""
+
+    def notify_subscriptions(self, publish_message: Any) -> None:
+        """Without the library's queue, which is short and drops what does not fit, and the task that reads
+        it."""
+        for topic_id in publish_message.topicIDs:
+            if (read := self.readers.get(topic_id)) is not None:
+                read(publish_message.data)
 
     def neighbours(self, topic_id: str) -> list[ID]:
         """The peers to which messages of the topic can be sent; none where they are more than AUDIENCE_MAX.
@@ -220,14 +232,14 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
 
     async def _take(self, peer_id: ID, rpc: rpc_pb2.RPC) -> None:
         sender = _node_id(peer_id)
-        for message in rpc.publish:
+        for n_taken, message in enumerate(rpc.publish):
+            if n_taken and n_taken % TAKEN_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
             try:
                 if self._is_wanted(peer_id, sender, message):
                     await self.push_msg(peer_id, message)
             except Exception as error:
                 note_failure(sender, error)
-            # Checking a signature takes a tenth of a millisecond, and there may be hundreds.
-            await trio.lowlevel.checkpoint()
         if len(rpc.subscriptions) <= self.max_subscriptions_per_rpc:
             for subscription in rpc.subscriptions:
                 self.handle_subscription(peer_id, subscription)
@@ -365,6 +377,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
             guarded_validator(topic, name, size_max, gossip.reader, gossip.note),
             is_async_validator=False,
         )
+        pubsub.readers[name] = partial(_take_in, gossip.reader, topic)
     async with (
         background_trio_service(pubsub),
         background_trio_service(router),
@@ -373,8 +386,7 @@ async def run_gossip(gossip: Gossip, host: Host) -> AsyncIterator[None]:
         await pubsub.wait_until_ready()
         nursery.start_soon(router.send_held)
         for topic in size_max_bytes:
-            subscription = await pubsub.subscribe(topic_name(topic, network_id))
-            nursery.start_soon(_drain, subscription, topic, gossip.reader)
+            await pubsub.subscribe(topic_name(topic, network_id))
         gossip.attach(pubsub)
         try:
             yield
@@ -433,14 +445,8 @@ def guarded_validator(
     return validator
 
 
-async def _drain(subscription: Any, topic: str, reader: GossipReader) -> None:
-    """The library's queue is short and drops what does not fit: nothing may ever wait in it."""
-    while True:
-        try:
-            message = await subscription.get()
-        except (trio.EndOfChannel, trio.ClosedResourceError):
-            return
-        try:
-            reader.receive(topic, message.data)
-        except Exception:
-            provoked_by(log, "gossip").exception("taking in gossip on %s", topic)
+def _take_in(reader: GossipReader, topic: str, content: bytes) -> None:
+    try:
+        reader.receive(topic, content)
+    except Exception:
+        provoked_by(log, "gossip").exception("taking in gossip on %s", topic)
