@@ -14,8 +14,10 @@ import trio
 import trio.testing
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.trio import TrioTCPStream
+from libp2p.network.stream.exceptions import StreamReset
+from libp2p.network.stream.net_stream import StreamState
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.stream_muxer.yamux.yamux import DEFAULT_WINDOW_SIZE, Yamux
 from libp2p.tools.anyio_service import Service, background_trio_service
 from trio_typing import TaskStatus
 
@@ -268,6 +270,40 @@ async def test_only_who_reads_what_has_come_already_gives_others_a_turn_first(tm
             order.extend([(await stream.read(1)).decode() for _ in range(4)])
         assert order[0] == "another", order
         await stream.close()
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_read_in_pieces_goes_on_beyond_its_window(tmp_path: Path) -> None:
+    n_bytes = 3 * DEFAULT_WINDOW_SIZE
+
+    async def pour(_sender: str, stream: Stream) -> None:
+        await stream.write(bytes(n_bytes))
+        await stream.close()
+
+    async with two_hosts(tmp_path) as (one, other):
+        other.serve("/pour/1", pour)
+        stream: Any = await one.open_stream(other.node_id, "/pour/1")
+        n_read = 0
+        with trio.fail_after(DEADLINE_S):
+            while n_read < n_bytes:
+                await wait_until_something_has_come(stream)
+                n_read += len(await stream.read(10_000))
+
+
+async def wait_until_something_has_come(stream: Any) -> None:
+    while not fast_paths.unread_bytes(stream):
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.slow
+async def test_what_has_come_before_a_stream_was_reset_is_not_read(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (one, other):
+        stream: Any = await one.open_stream(other.node_id, ECHO, b"words")
+        with trio.fail_after(DEADLINE_S):
+            await wait_until_something_has_come(stream)
+        stream._state = StreamState.RESET
+        with pytest.raises(StreamReset):
+            await stream.read(1)
 
 
 def test_the_librarys_yamux_is_still_what_the_shortcuts_expect() -> None:

@@ -30,7 +30,6 @@ PRIVATE = {
     ),
     "_state": ("network/stream/net_stream.py", "fast_paths reads from streams that were reset"),
     "_drain": ("security/secure_session.py", "fast_paths loses what came before yamux began to read"),
-    "_check_spam_protection": (GOSSIPSUB, "UnsignedGossipSub counts nobody's messages"),
     "_get_peers_to_send": (GOSSIPSUB, "gossip that waits is passed on to nobody"),
     "_maintain_mesh_quality": (GOSSIPSUB, "a neighbour in the mesh is replaced at each look"),
     "_perform_opportunistic_grafting": (GOSSIPSUB, "neighbours are added to the mesh at each look"),

@@ -29,6 +29,7 @@ from swarmllm.swarm.libp2p import gossip_mesh
 from swarmllm.swarm.libp2p.gossip import (
     AUDIENCE_MAX,
     MODELS,
+    TAKEN_AT_ONCE,
     Gossip,
     UnsignedPubsub,
     run_gossip,
@@ -117,6 +118,102 @@ async def test_a_message_travels_over_a_node_in_between(tmp_path: Path) -> None:
         for content in burst:
             await c.hears(content)
         assert not c.host.is_connected(a.host.node_id)
+
+
+async def test_what_is_not_valid_is_neither_taken_in_nor_passed_on(tmp_path: Path) -> None:
+    async with (
+        listener(tmp_path / "liar") as liar,
+        listener(tmp_path / "between") as between,
+        listener(tmp_path / "far", Credulous) as far,
+    ):
+        await connect(liar, between)
+        await connect(far, between)
+        await speak_as(liar, between, rpc_pb2.Message(data=b"a lie", topicIDs=[MODELS]))
+        await speak_as(liar, between, rpc_pb2.Message(data=b"valid", topicIDs=[MODELS]))
+        await far.hears(b"valid")
+        assert (between.heard, far.heard) == ([b"valid"], [b"valid"])
+
+
+class Credulous(ValidGossip):
+    def validate(self, topic: str, content: bytes) -> bool | None:
+        return True
+
+
+class Failing(ValidGossip):
+    def receive(self, topic: str, content: bytes) -> None:
+        super().receive(topic, content)
+        raise ValueError
+
+
+async def test_who_fails_to_take_a_message_in_passes_it_on_and_goes_on_reading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        listener(tmp_path / "a") as a,
+        listener(tmp_path / "b", Failing) as b,
+        listener(tmp_path / "c") as c,
+    ):
+        await connect(a, b)
+        await connect(c, b)
+        for content in (b"valid first", b"valid second"):
+            await a.gossip.publish(MODELS, content)
+            await b.hears(content)
+            await c.hears(content)
+    assert "taking in gossip on swarm/models" in caplog.text
+
+
+async def test_many_messages_of_one_packet_give_others_their_turn(tmp_path: Path) -> None:
+    async with listener(tmp_path / "a") as a, listener(tmp_path / "b") as b, trio.open_nursery() as nursery:
+        await connect(a, b)
+        order: list[str] = []
+
+        async def another() -> None:
+            while True:
+                order.append("another")
+                await trio.lowlevel.checkpoint()
+
+        nursery.start_soon(another)
+        rpc = rpc_pb2.RPC(
+            publish=[
+                rpc_pb2.Message(data=b"valid %d" % n, topicIDs=[MODELS]) for n in range(4 * TAKEN_AT_ONCE)
+            ]
+        )
+        await a.gossip._pubsub._take(ID.from_base58(b.host.node_id), rpc)
+        n_heard, n_turns = len(a.heard), len(order)
+        nursery.cancel_scope.cancel()
+    assert n_heard == 4 * TAKEN_AT_ONCE
+    assert 1 <= n_turns < TAKEN_AT_ONCE
+
+
+async def test_a_message_waits_for_the_subscription_of_a_peer_and_not_for_who_does_not_want_it(
+    tmp_path: Path,
+) -> None:
+    async with (
+        listener(tmp_path / "a") as a,
+        listener(tmp_path / "b") as b,
+        listener(tmp_path / "c") as c,
+    ):
+        await connect(a, b)
+        await connect(c, b)
+        await a.gossip.publish(MODELS, b"valid before")
+        await c.hears(b"valid before")
+        pubsub, late = b.gossip._pubsub, ID.from_base58(c.host.node_id)
+        # As though it had not subscribed yet.
+        pubsub.peer_topics[MODELS].discard(late)
+        pubsub.router.mesh[MODELS].discard(late)
+        await a.gossip.publish(MODELS, b"valid meanwhile")
+        await b.hears(b"valid meanwhile")
+        await trio.testing.wait_all_tasks_blocked()
+        assert b"valid meanwhile" not in c.heard
+        pubsub.handle_subscription(late, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=MODELS))
+        await c.hears(b"valid meanwhile")
+        pubsub.router.mesh[MODELS].add(late)
+        unwanted = pubsub.get_message_id(rpc_pb2.Message(data=b"valid, not wanted", topicIDs=[MODELS]))
+        pubsub.router.dont_send_message_ids.setdefault(late, set()).add(unwanted)
+        for content in (b"valid, not wanted", b"valid, wanted"):
+            await a.gossip.publish(MODELS, content)
+        await c.hears(b"valid, wanted")
+        assert b"valid, not wanted" not in c.heard
 
 
 async def test_who_speaks_in_the_name_of_another_does_not_silence_it(tmp_path: Path) -> None:

@@ -283,10 +283,10 @@ class UnsignedPubsub(Pubsub):  # type: ignore[misc]
                 del seen.cache[next(iter(seen.cache))]
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
-        """The library's, less what it does with names and scores that are not there."""
+        """The library's, less what it does with names, scores and black lists that are not there."""
         if msg.from_id or msg.seqno or msg.signature or msg.key:
             return
-        if self.is_peer_blacklisted(msg_forwarder) or self._is_msg_seen(msg):
+        if self._is_msg_seen(msg):
             return
         try:
             await self.validate_msg(msg_forwarder, msg)

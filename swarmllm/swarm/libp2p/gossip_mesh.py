@@ -114,8 +114,6 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
             await self._pass_on(msg_forwarder, pubsub_msg)
 
     async def _pass_on(self, msg_forwarder: ID, message: Any) -> None:
-        if not self._check_spam_protection(msg_forwarder, message):
-            return
         self.mcache.put(message)
         message_id = self.pubsub.get_message_id(message)
         await self._emit_idontwant_for_message(message_id, message.topicIDs)
