@@ -81,8 +81,6 @@ class Look:
     resident_mib: float = 0.0
     n_tasks: int = 0
     n_files: int = 0
-    n_bytes: int = 0
-    """Received in the namespace of the part."""
 
     def __add__(self, other: Look) -> Look:
         return Look(
@@ -94,7 +92,6 @@ class Look:
             self.resident_mib + other.resident_mib,
             self.n_tasks + other.n_tasks,
             self.n_files + other.n_files,
-            self.n_bytes + other.n_bytes,
         )
 
 
@@ -183,7 +180,6 @@ class Part:
             resident_mib("self"),
             trio.lowlevel.current_statistics().tasks_living,
             _n_open_files(),
-            _n_bytes_received(),
         )
 
     async def publish(self, name: str, speech: str) -> bytes:
@@ -258,11 +254,10 @@ class Part:
     async def messages(self) -> Messages:
         return self._messages
 
-
-def _n_bytes_received() -> int:
-    """By all interfaces of this process's namespace, with headers and acknowledgements."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
+    async def n_bytes_received(self) -> int:
+        """By all interfaces of this part's namespace, with headers and acknowledgements."""
+        lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+        return sum(int(line.partition(":")[2].split()[0]) for line in lines)
 
 
 def _n_open_files() -> int:
@@ -305,6 +300,7 @@ class PartProcess:
         self, context: ForkServerContext, listen_host: str, namespace: str | None, clock_wrong_s: float
     ) -> None:
         self.listen_host = listen_host
+        self.namespace = namespace
         self._commands, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
             target=_run_part, args=(theirs, namespace, clock_wrong_s), daemon=True
