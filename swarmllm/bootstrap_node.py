@@ -22,12 +22,11 @@ from swarmllm import __version__
 from swarmllm.api import open_bootstrap_api
 from swarmllm.config import Config
 from swarmllm.daemon import (
-    DAEMON_FILE,
     DaemonInfo,
     Reread,
     apply_to_swarm,
+    findable,
     follow_sighup,
-    write_daemon_info,
 )
 from swarmllm.daemon_settings import swarm_settings
 from swarmllm.keys import KeyFile
@@ -87,17 +86,12 @@ async def open_bootstrap_node(
                 node_id=router.node_id,
                 addresses=tuple(router.addresses),
             )
-            file = data_dir / DAEMON_FILE
-            await trio.to_thread.run_sync(write_daemon_info, file, daemon_info)
-            try:
-                log.info("bootstrap node %s (%s) serves %s", node.nickname, router.node_id, api_url)
-                if reread is not None:
-                    apply = partial(apply_to_swarm, router=router)
-                    await follow_sighup(nursery, config, reread, apply, manager)
+            log.info("bootstrap node %s (%s) serves %s", node.nickname, router.node_id, api_url)
+            if reread is not None:
+                apply = partial(apply_to_swarm, router=router)
+                await follow_sighup(nursery, config, reread, apply, manager)
+            async with findable(data_dir, daemon_info):
                 with watchdog.watching():
                     on_open(node)
                     yield daemon_info
-            finally:
-                log.info("node stops")
-                file.unlink(missing_ok=True)
         nursery.cancel_scope.cancel()

@@ -191,11 +191,24 @@ async def open_daemon(
     ):
         if reread is not None:
             await follow_sighup(nursery, config, reread, apply, manager)
-        # From here on, because imports at the start are slow steps that delay nobody.
-        with watchdog.watching():
-            on_open(node)
-            yield daemon_info
+        async with findable(data_dir, daemon_info):
+            # From here on, because imports at the start are slow steps that delay nobody.
+            with watchdog.watching():
+                on_open(node)
+                yield daemon_info
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def findable(data_dir: Path, daemon_info: DaemonInfo) -> AsyncIterator[None]:
+    """While there is a daemon.json. Whoever reads it may send signals."""
+    file = data_dir / DAEMON_FILE
+    await trio.to_thread.run_sync(_write_daemon_info, file, daemon_info)
+    try:
+        yield
+    finally:
+        log.info("node stops")
+        file.unlink(missing_ok=True)
 
 
 async def follow_sighup(
@@ -317,24 +330,18 @@ async def _open_rooms(
                 node_id=router.node_id,
                 addresses=tuple(router.addresses),
             )
-            file = data_dir / DAEMON_FILE
-            await trio.to_thread.run_sync(write_daemon_info, file, daemon_info)
-            try:
-                log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
-                supervise(nursery, "first loads", node.start)
-                supervise(nursery, "repeated loads", node.keep_trying)
-                supervise(nursery, "unused models", node.on_demand.run)
-                supervise(nursery, "segment copies", node.tidy_copies)
-                supervise(nursery, "placement", node.placing.run)
-                supervise(nursery, "shared files", node.file_shares.run)
-                yield daemon_info, apply, node
-            finally:
-                log.info("node stops")
-                file.unlink(missing_ok=True)
+            log.info("node %s (%s) serves %s", node.nickname, node.node_id, api_url)
+            supervise(nursery, "first loads", node.start)
+            supervise(nursery, "repeated loads", node.keep_trying)
+            supervise(nursery, "unused models", node.on_demand.run)
+            supervise(nursery, "segment copies", node.tidy_copies)
+            supervise(nursery, "placement", node.placing.run)
+            supervise(nursery, "shared files", node.file_shares.run)
+            yield daemon_info, apply, node
         nursery.cancel_scope.cancel()
 
 
-def write_daemon_info(file: Path, daemon_info: DaemonInfo) -> None:
+def _write_daemon_info(file: Path, daemon_info: DaemonInfo) -> None:
     """In one step, so that a reader never sees half a file."""
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(daemon_info)) + b"\n")
