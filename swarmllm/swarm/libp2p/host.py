@@ -319,8 +319,13 @@ class Host:
                     muxed = made.muxed_conn
                 else:
                     muxed = await self._swarm.upgrade_inbound_raw_conn(raw, where)
-        except Exception as error:
-            await raw.close()
+        except BaseException as error:
+            # The library leaves the socket of a handshake that is cancelled, as at this host's end, to the garbage
+            # collector.
+            with trio.CancelScope(deadline=trio.current_time() + _CLOSE_S, shield=True):
+                await raw.close()
+            if not isinstance(error, Exception):
+                raise
             raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
         if str(muxed.peer_id) != node_id:
             await muxed.close()
