@@ -320,8 +320,8 @@ class Host:
                 else:
                     muxed = await self._swarm.upgrade_inbound_raw_conn(raw, where)
         except BaseException as error:
-            # The library leaves the socket of a handshake that is cancelled, as at this host's end, to the garbage
-            # collector.
+            # Of a handshake that is cancelled, as at this host's end, the library leaves the socket to the
+            # garbage collector.
             with trio.CancelScope(deadline=trio.current_time() + _CLOSE_S, shield=True):
                 await raw.close()
             if not isinstance(error, Exception):
