@@ -297,8 +297,14 @@ async def wait_until_something_has_come(stream: Any) -> None:
 
 @pytest.mark.slow
 async def test_what_has_come_before_a_stream_was_reset_is_not_read(tmp_path: Path) -> None:
+
+    async def say(_sender: str, stream: Stream) -> None:
+        await stream.write(b"words")
+        await trio.sleep_forever()
+
     async with two_hosts(tmp_path) as (one, other):
-        stream: Any = await one.open_stream(other.node_id, ECHO, b"words")
+        other.serve("/say/1", say)
+        stream: Any = await one.open_stream(other.node_id, "/say/1")
         with trio.fail_after(DEADLINE_S):
             await wait_until_something_has_come(stream)
         stream._state = StreamState.RESET
