@@ -25,7 +25,7 @@ from swarmllm.daemon import (
     DaemonInfo,
     Reread,
     apply_to_swarm,
-    findable,
+    daemon_file,
     follow_sighup,
 )
 from swarmllm.daemon_settings import swarm_settings
@@ -90,7 +90,7 @@ async def open_bootstrap_node(
             if reread is not None:
                 apply = partial(apply_to_swarm, router=router)
                 await follow_sighup(nursery, config, reread, apply, manager)
-            async with findable(data_dir, daemon_info):
+            async with daemon_file(data_dir, daemon_info):
                 with watchdog.watching():
                     on_open(node)
                     yield daemon_info

@@ -191,7 +191,7 @@ async def open_daemon(
     ):
         if reread is not None:
             await follow_sighup(nursery, config, reread, apply, manager)
-        async with findable(data_dir, daemon_info):
+        async with daemon_file(data_dir, daemon_info):
             # From here on, because imports at the start are slow steps that delay nobody.
             with watchdog.watching():
                 on_open(node)
@@ -200,8 +200,8 @@ async def open_daemon(
 
 
 @asynccontextmanager
-async def findable(data_dir: Path, daemon_info: DaemonInfo) -> AsyncIterator[None]:
-    """While there is a daemon.json. Whoever reads it may send signals."""
+async def daemon_file(data_dir: Path, daemon_info: DaemonInfo) -> AsyncIterator[None]:
+    """Inside, daemon.json says where the daemon is. Whoever reads it may send signals."""
     file = data_dir / DAEMON_FILE
     await trio.to_thread.run_sync(_write_daemon_info, file, daemon_info)
     try:

@@ -78,6 +78,7 @@ READ_WHEN_USED = {
         "judge_connections_by_what_comes replaces nothing: each connection opens a stream a minute to ping",
     ),
     "min(len(buffer), MAX_MESSAGE_SIZE)": (YAMUX, "frames do not fit one Noise message"),
+    "env_to_send_in_RPC(self.pubsub.host)": (GOSSIPSUB, "guards.describe_oneself_rarely has no effect"),
     "env_to_send_in_RPC(self.host)": (PUBSUB, "guards.describe_oneself_rarely has no effect"),
     "maybe_consume_signed_record(rpc_incoming": (PUBSUB, "guards.describe_oneself_rarely has no effect"),
     "maybe_consume_signed_record(rpc,": (GOSSIPSUB, "guards.describe_oneself_rarely has no effect"),

@@ -243,8 +243,8 @@ async def read_exactly(session: Any, n_bytes: int) -> bytes:
 
 def take_deciphered(session: Any, n_bytes: int) -> bytes | None:
     """So much of what yamux has not read; None where so much is not there."""
-    deciphered = session.__dict__.get(_DECIPHERED, b"")
-    return None if len(deciphered) < n_bytes else _taken(deciphered, n_bytes)
+    deciphered = session.__dict__.get(_DECIPHERED)
+    return None if deciphered is None or len(deciphered) < n_bytes else _taken(deciphered, n_bytes)
 
 
 async def _next_message(transport: Any, tcp_stream: Any, n_had: int, n_wanted: int) -> bytes:

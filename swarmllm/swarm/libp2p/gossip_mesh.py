@@ -90,7 +90,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         self.recent_message_deliveries: Any = defaultdict(lambda: deque(maxlen=0))
         self.recent_peer_connections: Any = deque(maxlen=0)
         self.recent_peer_disconnections: Any = deque(maxlen=0)
-        self.scorer: Any = Indifferent(ScoreParams())
+        self.scorer: Any = NoScores(ScoreParams())
 
     async def publish(self, msg_forwarder: ID, pubsub_msg: Any) -> None:
         pubsub, topic = self.pubsub, pubsub_msg.topicIDs[0]
@@ -200,7 +200,7 @@ class UnsignedGossipSub(gossipsub.GossipSub):  # type: ignore[misc]
         return True
 
 
-class Indifferent(PeerScorer):  # type: ignore[misc]
+class NoScores(PeerScorer):  # type: ignore[misc]
     """What the library's scores come to where nothing has a weight, as here: trust is kept elsewhere. It
     multiplies each of its counters by one at every look at the mesh."""
 
