@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.common.host_parts import part_processes
-from bench.real_hosts import Swarm, all_know, shared_out
+from bench.common.host_swarm import Swarm, all_know, shared_out
 
 pytestmark = pytest.mark.slow
 
