@@ -150,15 +150,14 @@ def test_other_kinds_of_state_give_the_same_too(
     reason="this ggml has no tiles for K-quants: a row has the same bits in every batch",
 )
 def test_those_of_requests_that_are_not_exact_are_others(open_room: OpenRoom) -> None:
-    """Or the tests above would show nothing."""
+    """Or the tests above would show nothing. Where the cells lie decides it: they are elsewhere each time."""
     room = open_room(GUIDE, (0, 12), **SETTINGS)
-    for i, prompt in enumerate(prompts()):
-        room.generate(prompt, f"earlier-{i}", NOT_EXACT)
-    room.run()
-    for i, prompt in enumerate(prompts()[3:6]):
-        room.generate(prompt, f"endless-{i}", ENDLESS)
-    room.run(2)
-    assert ask([room], [(0, 12)], "scores", is_exact=False) != fresh(open_room, GUIDE, 12, "scores")
+    found = set()
+    for i in range(12):
+        room.generate(prompts()[i % 8] + i, f"earlier-{i}", NOT_EXACT)
+        room.run()
+        found.add(ask([room], [(0, 12)], "scores", is_exact=False))
+    assert len(found) > 1
 
 
 def test_a_models_parts_in_one_worker_give_those_of_the_whole(open_room: OpenRoom) -> None:
