@@ -22,8 +22,8 @@ of it the swarm computed in all, as a multiple of computing it once.
 
     python -m bench.prefix_travel --cut --rounds 5 [--mbit-s 100 --rtt-ms 20]
 
-The same model, cut in two. A third node, which holds no layers, has asked two nodes, which are about to stop;
-two others have taken over their layers when it asks again. Against a prompt that nobody has computed, over
+The same model, cut in two. A third node, which holds no layers, has asked two nodes, which are about to stop.
+Later two others take over their layers, and it asks again. Against a prompt that nobody has computed, over
 the same two nodes.
 """
 
@@ -272,15 +272,18 @@ def stopping_chain(
         prompts = [letters(100 + index, N_SHARED) for index in range(n_prompts)]
         for prompt in prompts:
             origin.ask_over(prompt + "z", *OLD)
+        streams = []  # One whose lines are forgotten ends.
         for node in olds:
             wait_for(lambda node=node: is_complete(node.client, "guide"), "a pipeline of the other model")
-            lines = stack.enter_context(node.stream("guide")).iter_lines()
-            next(lines)
+            streams.append(stack.enter_context(node.stream("guide")).iter_lines())
+            next(streams[-1])
         processes = {each.name: each.process for each in nodes.nodes}
         processes[other_half.name].kill()
-        news = started(NEW, [])
+        # While nobody can take over, nothing is fetched before a request needs it.
         for name in OLD:
             processes[name].terminate()
+        wait_for(lambda: not origin.holders(), "the first chain to be given up")
+        news = started(NEW, [])
         wait_for(lambda: origin.holders() == set(NEW), "the second chain")
         for node in news:
             wait_for(lambda node=node: node.is_near_to(OLD), "round trips to be measured")
@@ -291,7 +294,9 @@ def stopping_chain(
 
 def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[Figure, Figure | None]]:
     cold = Figure(f"{N_PROMPT} tokens, new, over two nodes", "ms")
-    warm = Figure(f"{N_PROMPT} tokens, {N_SHARED} of them computed by two others", "ms")
+    warm_name = f"{N_PROMPT} tokens, {N_SHARED} of them computed by two others"
+    warm = Figure(warm_name, "ms")
+    first_cold, first_warm = Figure(cold.name, "ms"), Figure(f"the first fetch: {warm_name}", "ms")
     with stopping_chain(rounds + 1, rtt_s, mbit_s, n_threads) as (origin, news, prompts):
         for index, shared in enumerate(prompts):
             cold_ms, _ = origin.first_token(letters(1000 + index, N_PROMPT), *NEW)
@@ -302,10 +307,13 @@ def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[
                 print(f"round {index}: {n_cached} fetched, {warm_ms:.0f} ms against {cold_ms:.0f} ms")
                 for node in news:
                     print(f"{node.name}: {node.counters()}")
-            if index:
-                cold.values.append(cold_ms)
-                warm.values.append(warm_ms)
-    return [(cold, None), (warm, ratios(cold, warm))]
+            (cold if index else first_cold).values.append(cold_ms)
+            (warm if index else first_warm).values.append(warm_ms)
+    return [
+        (cold, None),
+        (warm, ratios(cold, warm)),
+        (first_warm, ratios(first_cold, first_warm)),
+    ]
 
 
 def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figure, Figure | None]]:

@@ -14,6 +14,7 @@ import pytest
 import trio
 from deadlines import DEADLINE_S
 from node_ids import A, B, C, D, E
+from trio.testing import MockClock
 
 from bench.common.arithmetic import N_LAYERS, FakePool, uncut
 from swarmllm.pipeline import Prompt
@@ -41,6 +42,7 @@ ENOUGH = 20
 N_TOKENS = 12
 PREFILL_S = 0.05
 """Of a row, in all layers, as each node believes."""
+LATE_S, SOON_S = 5.0, 15.0
 MODEL = ModelId("ab" * 32)
 
 
@@ -168,6 +170,30 @@ async def test_where_the_kv_does_not_come_the_prompt_is_computed(why: str) -> No
             assert isinstance(fetcher, StageFetcher)
             assert fetcher.transfer.counts.prefix_misses >= 1
             assert not fetcher.transfer.avoided.has(B, trio.current_time())
+
+
+async def test_a_stage_asks_a_holder_again_soon_that_was_late(patient_clock: MockClock) -> None:
+    """For another prompt."""
+    pools = {A: GivingPool("0:4"), B: GivingPool("4:12"), C: GivingPool("4:12")}
+    prompts = [PROMPT, PROMPT[::-1]]
+    async with open_swarm({A: pools[A], B: pools[B]}, settings=SETTINGS) as swarm:
+        for prompt in prompts:
+            await ask(swarm, prompt=prompt)
+        await swarm.start(C, pools[C])
+        await leave(swarm, B)
+        knows_its_speed(swarm)
+        pools[B].gives_after_s = LATE_S
+        _, generation = await ask(swarm, prompt=prompts[0])
+        assert generation.n_cached_tokens == 0
+        assert (hits(swarm, C), swarm[C].pipelines.statistics().prefix_misses) == (0, 1)
+        pools[B].gives_after_s = 0.0
+        await trio.sleep(SOON_S)
+        for _ in range(ENOUGH):
+            knows_its_speed(swarm)
+        text, generation = await ask(swarm, prompt=prompts[1])
+        assert text == await uncut(prompts[1], 8)
+        assert generation.n_cached_tokens == 3 * BLOCK
+        assert hits(swarm, C) == 1
 
 
 async def test_a_stage_that_rests_on_kv_of_another_node_is_not_checked() -> None:

@@ -4,6 +4,8 @@ What it takes is predicted before anybody is asked: bytes by the throughput that
 trips, against what computing those rows takes here. A prediction may be wrong by a factor of two and the
 fetch still pays.
 
+A holder that was late or busy is expected to be so again for some seconds (`lateness`).
+
 While it runs, it is bounded by what it has brought: a request waits no longer than it would have computed for
 the rows that are there, and a twentieth of what its whole prompt takes. So a stuck or vanished peer costs
 that twentieth at most, the rows that came before are used, and a transfer that is slower than computing ends
@@ -41,9 +43,7 @@ ALLOWED: Final = 0.05
 TRIES: Final = 3
 """Holders that are asked for one prompt, one after the other."""
 REST_S: Final = 60.0
-"""How long a peer is not asked at most that did not give what it announced ..."""
-REST: Final = 100.0
-"""... and so many times as long as it was waited for in vain: a busy moment is soon over."""
+"""How long a peer is not asked that lied, or does not have what it announced."""
 PEERS_MAX: Final = 1024
 """Of which that is known."""
 PREFIX_BYTES_MAX: Final = 256 * 2**20
@@ -77,13 +77,15 @@ class HolderPath:
     rtt_s: float | None = None
     bytes_per_s: float | None = None
     """None: not measured."""
+    late_s: float = 0.0
+    """What the holder is expected to take until it begins to give."""
 
     def takes_s(self, n_bytes: int, n_slices: int) -> float:
         rtt_s = FAR_S if self.rtt_s is None else self.rtt_s
         unmeasured = UNMEASURED_WINDOW / max(rtt_s, UNMEASURED_WINDOW / UNMEASURED_MAX)
         bytes_per_s = self.bytes_per_s or unmeasured
         n_rounds = -(-n_slices // LANES)
-        return n_bytes / bytes_per_s + n_rounds * (rtt_s + HANDLING_S)
+        return self.late_s + n_bytes / bytes_per_s + n_rounds * (rtt_s + HANDLING_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,11 @@ class Slices:
             at = first_row + n_rows
         return found
 
+    def first_take_s(self, path: HolderPath) -> float:
+        """Until those are here."""
+        first = self.first
+        return path.takes_s(sum(n_rows for _, n_rows in first) * self.row_bytes, len(first))
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -177,12 +184,10 @@ def choose(
     if not asked or prefill_s_per_row is None or slices.n_bytes > PREFIX_BYTES_MAX:
         return None
     saved_s = (slices.n_rows - n_known) * prefill_s_per_row
-    first = slices.first
-    n_first_bytes = sum(n_rows for _, n_rows in first) * slices.row_bytes
     offers = (
         Offer(path, path.takes_s(slices.n_bytes, len(asked)))
         for path in paths
-        if path.takes_s(n_first_bytes, len(first)) <= spare_s
+        if slices.first_take_s(path) <= spare_s
     )
     best = min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
     return best if best is not None and best.predicted_s <= WORTH * saved_s else None
@@ -223,11 +228,10 @@ class AvoidedPeers:
 
     _until_s: dict[NodeId, float] = field(default_factory=dict)
 
-    def add(self, node_id: NodeId, now_s: float, lost_s: float = math.inf) -> None:
-        """`lost_s`: what waiting for it took, where it did nothing worse than keep this node waiting."""
+    def add(self, node_id: NodeId, now_s: float) -> None:
         self._until_s = {each: until_s for each, until_s in self._until_s.items() if until_s > now_s}
         if len(self._until_s) < PEERS_MAX:
-            self._until_s[node_id] = now_s + min(REST_S, REST * lost_s)
+            self._until_s[node_id] = now_s + REST_S
 
     def has(self, node_id: NodeId, now_s: float) -> bool:
         return self._until_s.get(node_id, now_s) > now_s

@@ -11,14 +11,14 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import trio
 from blake3 import blake3
 from msgspec import UNSET
 
-from swarmllm.errors import SwarmLLMError, WorkerError
+from swarmllm.errors import DeadlineExceeded, NodeBusy, SwarmLLMError, WorkerError
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.prefix.choice import (
@@ -33,6 +33,7 @@ from swarmllm.pipeline.prefix.choice import (
     WireRows,
     choose,
 )
+from swarmllm.pipeline.prefix.lateness import LateHolders
 from swarmllm.pipeline.prefix.serving import PrefixStore
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
@@ -63,6 +64,14 @@ class NotGiven(Exception):
 
 class NotKept(NotGiven):
     """It says that it does not have the rows."""
+
+
+class NotNow(NotGiven):
+    """It says that it is busy, or nothing came in time."""
+
+    def __init__(self, why: str, *, says_busy: bool = False) -> None:
+        super().__init__(why)
+        self.says_busy = says_busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,7 @@ class PrefixTransfer:
     trust: NodeTrust
     budget: ByteBudget
     avoided: AvoidedPeers = field(default_factory=AvoidedPeers)
+    late: LateHolders = field(default_factory=LateHolders)
     _under_way: dict[bytes, trio.Event] = field(default_factory=dict)
     """By the name of the last block."""
 
@@ -171,17 +181,22 @@ class PrefixTransfer:
         soonest is asked first, and another one where it breaks off. `n_known`: rows that are here."""
         best: GivenRows | None = None
         asked: set[NodeId] = set()
+        too_late: set[NodeId] = set()
+        is_declined = False
         while len(asked) < TRIES:
-            sources = {source.node_id: source for source in find(asked)}
+            sources = {source.node_id: source for source in find(asked | too_late)}
             n_blocks = max((source.n_blocks for source in sources.values()), default=0)
             n_best = max(n_known, best.n_rows if best is not None else 0)
             slices = Slices(n_blocks * BLOCK_TOKENS, wanted.wire.row_bytes, wanted.wire.read_bytes)
             if slices.n_rows <= n_best:
                 break
-            spare_s = clock.spare_s(trio.current_time())
-            offer = choose(self._paths(sources), slices, n_best, clock.s_per_row, spare_s)
+            paths, spare_s = self._paths(sources), clock.spare_s(trio.current_time())
+            offer = choose(paths, slices, n_best, clock.s_per_row, spare_s)
             if offer is None:
-                self.counts.prefix_declined += not asked
+                is_declined = True
+                if late := {path.node_id for path in paths if path.late_s}:
+                    too_late |= late  # Others may have less, and be quicker.
+                    continue
                 break
             asked.add(offer.path.node_id)
             grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, slices.n_bytes)
@@ -195,6 +210,7 @@ class PrefixTransfer:
                 best = came
             if came is not None and came.n_rows == slices.n_rows:
                 break
+        self.counts.prefix_declined += is_declined and not asked
         return best
 
     async def take_in(self, came: GivenRows) -> bool:
@@ -218,25 +234,27 @@ class PrefixTransfer:
         """The request's time for fetching is over. `holder`: the node that was to give something."""
         self.counts.prefix_misses += 1
         if holder is not None:
-            self.avoided.add(holder, trio.current_time())
+            waited_s = max(self.settings.asker_timeout_s, self.settings.network_timeout_s)
+            self.late.gave_nothing(holder, waited_s, trio.current_time())
 
     def _paths(self, node_ids: Container[NodeId]) -> list[HolderPath]:
+        now_s = trio.current_time()
         return [
-            HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s)
+            HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s, self.late.expected_s(peer.node_id, now_s))
             for peer in self.router.peers()
             if peer.node_id in node_ids
         ]
 
     def _failed(
-        self,
-        node_id: NodeId,
-        reason: NotGiven,
-        lost_s: float = math.inf,
-        named_by: NodeId | None = None,
+        self, node_id: NodeId, reason: NotGiven, waited_s: float = 0.0, named_by: NodeId | None = None
     ) -> None:
-        """`named_by`: the origin that said what is kept there; None: the node announced it itself."""
-        if named_by is None or not isinstance(reason, NotKept):
-            self.avoided.add(node_id, trio.current_time(), lost_s)
+        """`waited_s`: for rows of which some did not come. `named_by`: the origin that said what is kept
+        there; None: the node announced it itself."""
+        now_s = trio.current_time()
+        if isinstance(reason, NotNow):
+            self.late.gave_nothing(node_id, waited_s, now_s, says_busy=reason.says_busy)
+        elif named_by is None or not isinstance(reason, NotKept):
+            self.avoided.add(node_id, now_s)
         if reason.trust_event is not None:
             self.trust.note(node_id, reason.trust_event, "kept KV")
         provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
@@ -257,12 +275,15 @@ class PrefixTransfer:
         waiting = deque(enumerate(every))
         found: dict[int, PrefixKv] = {}
         failures: list[NotGiven] = []
+        began_s, first_at_s = trio.current_time(), math.inf
 
         async def lane() -> None:
+            nonlocal first_at_s
             try:
                 while waiting:
                     index, (first_row, n_rows) = waiting.popleft()
                     found[index] = await self._ask(wanted, source, first_row, n_rows)
+                    first_at_s = min(first_at_s, trio.current_time())
                     clock.came(_without_gap(every, found)[1] - n_known)
                     scope.deadline = clock.deadline_s
             except NotGiven as reason:
@@ -270,17 +291,19 @@ class PrefixTransfer:
                 nursery.cancel_scope.cancel()
 
         on_asking(node_id)
-        began_s = trio.current_time()
         with trio.move_on_at(clock.deadline_s) as scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(min(LANES, len(waiting))):
                     nursery.start_soon(lane)
         on_asking(None)
         n_slices, n_rows = _without_gap(every, found)
-        if n_slices < len(every):
-            lost_s = math.inf if failures else trio.current_time() - began_s
-            reason = failures[0] if failures else NotGiven("it did not come in time")
-            self._failed(node_id, reason, lost_s, named_by=wanted.scope)
+        now_s = trio.current_time()
+        if n_slices == len(every):
+            on_time_s = slices.first_take_s(replace(offer.path, late_s=0.0))
+            self.late.gave(node_id, first_at_s - began_s - on_time_s, now_s)
+        else:
+            reason = failures[0] if failures else NotNow("it did not come in time")
+            self._failed(node_id, reason, now_s - began_s, named_by=wanted.scope)
             if reason.trust_event is not None:
                 return None
         return GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
@@ -306,14 +329,16 @@ class PrefixTransfer:
             piece = decode_response(answer)
         except ProtocolError as error:
             raise NotGiven(f"the answer cannot be read: {error}", TrustEvent.BROKE_PROTOCOL) from None
+        except (NodeBusy, DeadlineExceeded) as error:
+            raise NotNow(error.message, says_busy=isinstance(error, NodeBusy)) from None
         except SwarmLLMError as error:
             raise NotGiven(error.message) from None
         if not isinstance(piece, PrefixKv):
             raise NotGiven("it answered something else", TrustEvent.BROKE_PROTOCOL)
         if piece.status == "absent":
             raise NotKept("it does not keep that")
-        if piece.status != "ok":
-            raise NotGiven(f"it is {piece.status}")
+        if piece.status == "busy":
+            raise NotNow("it is busy", says_busy=True)
         if len(piece.digest) != DIGEST_SIZE or not piece.data:
             raise NotGiven("the answer has no rows or no digest", TrustEvent.BROKE_PROTOCOL)
         if piece.other_format is True and wanted.wire.takes is None:
