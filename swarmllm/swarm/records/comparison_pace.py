@@ -20,9 +20,10 @@ FIRST_S: Final = 2.0
 MAX_S: Final = 90.0
 """Several times in the time after which a silent node is forgotten (`envelope_book.EXPIRY_S`): a node that
 gossip reaches badly learns by comparing who lives."""
-BUSY_SHARE: Final = 10.0
-BUSY_MAX_S: Final = 30.0
-"""At least so many times as long as the last comparison took: it is slow where others wait as well."""
+BUSY_SHARE: Final = 4.0
+BUSY_MAX_S: Final = 8.0
+"""At least so many times as long as the last comparison took, BUSY_MAX_S at most: it is slow where others
+wait as well. They may be through soon after, and who lacks records has nobody else to tell it."""
 
 
 class ComparisonPace:
