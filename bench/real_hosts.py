@@ -117,9 +117,12 @@ def quiet(swarm: Swarm, heartbeats_of: int) -> list[Row]:
         interval_s = len(swarm.hosts) * heartbeat_interval_s(heartbeats_of, 8) / heartbeats_of
         swarm.everywhere("beat_every", interval_s)
     time.sleep(SETTLE_S)
+    first = swarm.parts[0]
     before, received, began_s = swarm.look(), swarm.n_bytes(), time.monotonic()
+    alone_s = first.do("look").processor_s
     time.sleep(QUIET_S)
     after, passed_s = swarm.look(), time.monotonic() - began_s
+    alone = first.do("look")
     n_bytes, n_hosts = swarm.n_bytes() - received, len(swarm.hosts)
     percent = 100 * (after.processor_s - before.processor_s) / passed_s / n_hosts
     return [
@@ -131,6 +134,10 @@ def quiet(swarm: Swarm, heartbeats_of: int) -> list[Row]:
         ),
         ("each receives, with all headers", f"{n_bytes / n_hosts / passed_s / 1000:.2f} kB/s"),
         ("connections of each", f"{sum(after.degrees) / n_hosts:.1f}"),
+        (
+            f"the first one, with {alone.degrees[0]} connections: of a core",
+            f"{100 * (alone.processor_s - alone_s) / passed_s:.2f} %",
+        ),
     ]
 
 
