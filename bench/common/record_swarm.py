@@ -23,9 +23,10 @@ from bench.common.simulated_network import Place, random_place
 from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.keepalive import SILENCE_S
+from swarmllm.swarm.discovery.address_race import CONNECT_S
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dialler import CONNECT_S, PEERS_MAX, Dialler
+from swarmllm.swarm.discovery.dialler import PEERS_MAX, Dialler
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.in_memory.signer import InMemorySigner
@@ -124,7 +125,9 @@ class RecordNode:
         """Of gossip and of comparisons that came, duplicates included; `n_dials`: from here."""
         self.feed = ChangeFeed()
         rng = random.Random(network.rng.random())
-        self.dialler = Dialler(node_id, rng, peers_max)
+        self.dialler = Dialler(
+            node_id, rng, peers_max, heard_at_s=lambda other: self.spread.book.heard_at_s(other)
+        )
         self._rng = rng
         self._seen: dict[bytes, None] = {}
         self._held = HeldGossip(rng)

@@ -109,7 +109,12 @@ class Libp2pRouter:
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
         self._dialler = dialler = Dialler(
-            identity.node_id, random.Random(), settings.max_peers, gater, directory.candidates
+            identity.node_id,
+            random.Random(),
+            settings.max_peers,
+            gater,
+            directory.candidates,
+            heard_at_s=lambda node_id: self.spread.book.heard_at_s(node_id),
         )
         self.address_sources = AddressSources(host, nursery, dialler, gater)
         self._requests = RequestProtocol(

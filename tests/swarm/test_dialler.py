@@ -29,8 +29,10 @@ from swarmllm.swarm.discovery.dialler import (
     HOLD_BACK_S,
     LET_GO_S,
     PEERS_MAX,
-    PROBE_S,
     QUICK_S,
+    REDIAL_FULL_S,
+    REDIAL_S,
+    REDIAL_SHARE,
     SLOW_S,
     UNHURRIED_MAX_S,
     UNHURRIED_S,
@@ -546,18 +548,27 @@ def separated(n_lost: int) -> tuple[Dialler, set[NodeId]]:
 
 
 def test_one_lost_node_at_a_time_is_sought_though_all_places_are_taken() -> None:
-    """Else two parts of a swarm that were separated for a while would never meet again."""
-    d, connected = separated(20)
+    """Else two parts of a swarm that were separated for a while would never meet again. Each is dialled once
+    soon after it was lost: it may live."""
+    n_lost = 20
+    d, connected = separated(n_lost)
     sought: list[tuple[float, NodeId]] = []
-    for now in range(1, 1200):
+    for now in range(1, 1500):
         for node_id in names(d.due(float(now), connected)):
             sought.append((float(now), NodeId(node_id)))
             d.dialled(NodeId(node_id), float(now), succeeded=False)
-    assert len({node_id for _, node_id in sought}) > 5
     assert all(node_id.startswith("lost") for _, node_id in sought)
     pauses = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(sought)]
-    assert min(pauses) >= PROBE_S / 2
-    assert max(pauses) <= 1.5 * PROBE_S + BACKOFF_MAX_S
+    assert min(pauses) >= REDIAL_S / 2
+    firsts = {node_id: at for at, node_id in reversed(sought)}
+    assert len(firsts) == n_lost
+    assert max(firsts.values()) <= n_lost * 1.5 * REDIAL_S + BACKOFF_MAX_S + REDIAL_FULL_S
+    agains = [at for at, node_id in sought if at != firsts[node_id]]
+    assert len(agains) > 10
+    assert min(later - sooner for sooner, later in itertools.pairwise(agains)) >= REDIAL_FULL_S / 2
+    assert max(later - sooner for sooner, later in itertools.pairwise(agains)) <= (
+        1.5 * REDIAL_FULL_S + BACKOFF_MAX_S
+    )
 
 
 def test_lost_nodes_are_left_alone_once_they_are_connected_or_none_was_lost() -> None:
@@ -572,7 +583,58 @@ def test_lost_nodes_are_left_alone_once_they_are_connected_or_none_was_lost() ->
     assert names(d.due(600.0, connected)) == []
 
 
-def test_while_places_are_free_no_lost_node_is_sought_besides() -> None:
+def with_one_lost(n_known: int, dial_took_s: float) -> Dialler:
+    """So many other nodes are known, and one was lost at second 0, as a dial ended that took so long."""
+    d = Dialler(NodeId("me"), random.Random(0))
+    d.suggest(NodeId("slow"), HERE, now=-100.0)
+    assert names(d.due(-dial_took_s, set())) == ["slow"]
+    d.dialled(NodeId("slow"), 0.0, succeeded=True)
+    for node_id in ("lost", *(f"known {i}" for i in range(n_known))):
+        d.suggest(NodeId(node_id), HERE, now=-100.0)
+    d.answered(NodeId("lost"))
+    d.lost(NodeId("lost"), 0.0, on_purpose=False)
+    return d
+
+
+def redials(d: Dialler, n_seconds: int) -> list[float]:
+    """When the lost node was dialled, each time for nothing."""
+    connected, found = {NodeId(f"here {i}") for i in range(EAGER_PEERS)}, []
+    for now in range(1, n_seconds):
+        for node_id in names(d.due(float(now), connected)):
+            d.dialled(NodeId(node_id), float(now), succeeded=False)
+            if node_id == "lost":
+                found.append(float(now))
+    return found
+
+
+def test_a_lost_node_is_dialled_soon_though_many_others_are_known() -> None:
+    """Its connection may have ended while it lives, and others hear of it once in two minutes."""
+    found = redials(with_one_lost(500, 0.0), 300)
+    assert found[0] <= 1.5 * REDIAL_S
+    assert len(found) >= 300 / (1.5 * (BACKOFF_MAX_S + REDIAL_S))
+    assert all(later - sooner >= REDIAL_S / 2 for sooner, later in itertools.pairwise(found))
+
+
+def test_lost_nodes_are_dialled_one_after_the_other() -> None:
+    d, connected = separated(20)
+    for each in list(connected)[EAGER_PEERS:]:
+        connected.remove(each)
+    n_dialled = 0
+    for now in range(1, 100):
+        for node_id in names(d.due(float(now), connected)):
+            n_dialled += node_id.startswith("lost")
+            d.dialled(NodeId(node_id), float(now), succeeded=False)
+    assert n_dialled <= 100 / (0.5 * REDIAL_S) + 100 / (0.5 * UNHURRIED_S)
+
+
+def test_one_that_is_drawn_by_lot_is_enough() -> None:
     d, connected = separated(20)
     connected.pop()
     assert len(names(d.due(60.0, connected))) == 1
+
+
+def test_where_dials_are_slow_lost_nodes_are_dialled_more_rarely() -> None:
+    took_s = 4.0
+    found = redials(with_one_lost(500, took_s), 600)
+    pauses = [later - sooner for sooner, later in itertools.pairwise(found)]
+    assert min(pauses) >= 0.5 * REDIAL_SHARE * took_s

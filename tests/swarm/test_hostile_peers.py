@@ -28,8 +28,8 @@ from multiaddr import Multiaddr
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data import wire
 from swarmllm.swarm.data.wire import FrameKind, HandshakeFailed, NoiseWire, WireClosed, noise_handshake
+from swarmllm.swarm.discovery.address_race import first_to_answer
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.gossip import MODELS, guarded_validator
 from swarmllm.swarm.libp2p.request_protocol import PROTOCOL
 from swarmllm.swarm.libp2p_router import Libp2pRouter

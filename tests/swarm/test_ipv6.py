@@ -13,8 +13,8 @@ import trio
 from swarmllm import operating_system
 from swarmllm.errors import ConfigError, NodeUnreachable
 from swarmllm.swarm.discovery import addresses as addresses_module
+from swarmllm.swarm.discovery.address_race import first_to_answer
 from swarmllm.swarm.discovery.addresses import EVERYWHERE, Address, own_addresses
-from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.host import open_listeners, refuse_taken_port
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.settings import SwarmSettings

@@ -44,7 +44,7 @@ class Stand:
     def __init__(self) -> None:
         self.book = Book()
         self.connected: Parts[float] = Parts.alone()
-        self.dialler = Dialler(NodeId("me"), random.Random(0), peers_max=0)
+        self.dialler = Dialler(NodeId("me"), random.Random(0), peers_max=0, heard_at_s=self.book.heard_at_s)
         self.feed = ChangeFeed()
         self.uses: Parts[Use] = Parts.alone()
         self.nodes = ReachableNodes(self.book, self.dialler, self.connected, self.feed, self.uses)
@@ -117,6 +117,23 @@ def test_a_node_that_was_lost_counts_again_when_it_is_heard_of_later() -> None:
     assert not stand.nodes.at(200.0), "that sign may have been under way"
     stand.book.hears("a", 11.1 + DOUBT_FIRST_S)
     assert stand.nodes.at(200.0) == stand.nodes.untried(200.0) == {"a"}
+
+
+def test_dials_in_vain_of_a_lost_node_say_nothing_once_it_is_heard_again() -> None:
+    """The network was cut, or it was restarted, and it was dialled again and again meanwhile."""
+    stand = Stand()
+    stand.hears("a", now=10.0)
+    stand.dialler.answered(NodeId("a"))
+    stand.dialler.lost(NodeId("a"), 11.0, on_purpose=False)
+    for now in range(20, 100, 10):
+        stand.dialler.dialled(NodeId("a"), float(now), succeeded=False)
+    stand.book.hears("a", 100.0)
+    assert stand.nodes.at(100.0) == {"a"}
+    for _ in range(2):
+        stand.dialler.dialled(NodeId("a"), 101.0, succeeded=False)
+    stand.book.hears("a", 102.0)
+    assert not stand.nodes.at(101.0 + 3 * DOUBT_FIRST_S), "it lives, and cannot be reached from here"
+    assert stand.nodes.at(101.1 + 4 * DOUBT_FIRST_S) == {"a"}
 
 
 def test_each_dial_in_vain_doubles_the_time_in_which_signs_of_life_do_not_count() -> None:

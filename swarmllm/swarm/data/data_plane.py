@@ -37,8 +37,8 @@ from swarmllm.swarm.data.stream_fallback import BULK_PROTOCOL, PROTOCOL, StreamO
 from swarmllm.swarm.data.transfer_pacing import TransferPacing
 from swarmllm.swarm.data.upgrade import Upgrades, ask_for_link, give_link
 from swarmllm.swarm.data.wire import HANDSHAKE_S, HandshakeFailed, NoiseWire, Wire, noise_handshake
+from swarmllm.swarm.discovery.address_race import first_to_answer
 from swarmllm.swarm.discovery.addresses import Address
-from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.libp2p.handshake_turns import HandshakeTurns
 from swarmllm.swarm.libp2p.host import Host, Stream, open_listeners
 from swarmllm.swarm.membership.connection_gater import ConnectionGater

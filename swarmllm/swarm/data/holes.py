@@ -24,8 +24,8 @@ import trio
 from swarmllm.errors import InvalidRequest, NodeUnreachable
 from swarmllm.log_filter import provoked_by
 from swarmllm.swarm.data.wire import HandshakeFailed, NoiseWire, WireClosed, checked_hello, noise_handshake
+from swarmllm.swarm.discovery.address_race import first_to_answer
 from swarmllm.swarm.discovery.addresses import Address, is_loopback
-from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.discovery.own_port import connect_from, forget_at_close
 from swarmllm.swarm.discovery.relay.moment import BELIEVED_MAX, believed, moment_of, moment_with
 from swarmllm.swarm.libp2p.host import Host, Stream

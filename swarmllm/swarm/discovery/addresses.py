@@ -181,7 +181,7 @@ def _reachable(listening: Sequence[str]) -> tuple[str, ...]:
     """A wildcard is of no use to anybody else: it becomes the addresses of this machine's interfaces, the
     loopback one last, so that nodes on one machine find each other too. IPv6 and IPv4 take turns, IPv6 first
     (RFC 8305, section 4), and a dialler waits for no address that does not answer (see
-    `dialler.first_to_answer`).
+    `address_race.first_to_answer`).
     """
     wildcards = {family_of(ip) for ip in listening if ipaddress.ip_address(ip).is_unspecified}
     if not wildcards:

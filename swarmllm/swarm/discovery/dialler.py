@@ -1,23 +1,18 @@
-"""Decides which nodes to dial and when, and races their addresses. Keeps a few connections for gossip, and
-those that callers need.
+"""Decides which nodes to dial and when. Keeps a few connections for gossip, and those that callers need.
 
 Addresses come from three places: the settings (bootstrap), mDNS, and the envelopes of nodes heard of. A peer
 that is known and not connected is dialled, with a back-off that doubles and jitters, until there are
-`peers_max` connections, and one lost peer a minute after that: two parts of a swarm that were separated have
-connections enough each, and would never meet again. A new address of a node (an envelope, an mDNS answer)
-starts the back-off afresh. The peers are drawn at random: a graph in which each node has drawn a few others
-is connected, and no node is everybody's neighbour. When two nodes learn of each other at once, the one with
-the smaller id dials and the other holds back a moment. A node that a caller needs is dialled at once, however
-many connections there are (`want`).
+`peers_max` connections. A lost peer is dialled once soon after, however many there are: a connection may end
+between two that live. After that one of them is dialled every few seconds, or, beyond `peers_max`, every
+minute: two parts of a swarm that were separated have connections enough each, and would never meet again. A
+new address of a node (an envelope, an mDNS answer) starts the back-off afresh. The peers are drawn by lot: a
+graph in which each node has drawn a few others is connected, and no node is everybody's neighbour. When two
+nodes learn of each other at once, the one with the smaller id dials and the other holds back a moment. A node
+that a caller needs is dialled at once, however many connections there are (`want`).
 
 A node that was lost is taken for dead until there is a sign of life, and one that could not be dialled for a
 while (`may_answer_from_s`).
 `Dialler` decides and `run` acts; the decisions are pure and take the time as an argument.
-
-A node has several addresses: of every network it is in, of bridges that nobody else reaches, of yesterday.
-py-libp2p dials one of them, and never one of the loopback if there are others. So those are raced here as
-in RFC 8305 (`first_to_answer`): the next one is tried as soon as the one before has failed, or has not
-answered for a moment.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import trio
@@ -74,13 +69,17 @@ GATHER_FROM = 32
 """Where so many nodes are known, what becomes known within GATHER_S is looked at together, unless a caller
 waits: each look is at all of them, and a newcomer hears of all within seconds. With EAGER_PEERS connections
 it is within GATHER_UNHURRIED_S, since no other is looked for sooner."""
-PROBE_S = 60.0
-"""A lost node is dialled so often, on average, while all places are taken."""
+REDIAL_S = 3.0
+REDIAL_SHARE = 5.0
+"""A lost node is dialled so often, on average, or so many times as rarely as the last dial took. Without a
+connection the next sign of life of one that lives may be minutes away."""
+REDIAL_FULL_S = 60.0
+"""The same, for those that were dialled in vain since, while all places are taken."""
 DOUBT_FIRST_S = 2.0
 DOUBT_MAX_S = 600.0
 """A sign of life that comes so soon after a node was lost may have been under way for as long. After a dial
-that failed the node is not counted on for that time, which doubles with each: some nodes live where this one
-cannot reach them."""
+that failed the node is not counted on for that time, which doubles with each while it gives signs of life:
+some nodes live where this one cannot reach them."""
 
 
 @dataclass(eq=False)
@@ -91,6 +90,9 @@ class DialCandidate:
     max_failures: float = math.inf
     """Failures in a row after which it is given up."""
     n_failures: int = 0
+    n_doubts: int = 0
+    """Failures in a row, without those of a node that was lost and gave no sign of life: when it comes back,
+    they say nothing of whether it can be reached."""
     due_at_s: float = 0.0
     dialling_since_s: float | None = None
     doubted_at_s: float = -math.inf
@@ -101,6 +103,11 @@ class DialCandidate:
     """There was a connection with it, and nothing has been wrong since."""
     wanted: Outcome[None] | None = None
     """There while callers wait for it: how the next dial ends."""
+
+    @property
+    def is_lost(self) -> bool:
+        """It was connected, and is no more; others may have heard of it since."""
+        return self.lost_at_s > -math.inf
 
 
 Dial = Callable[[NodeId, list[Address]], Awaitable[None]]
@@ -119,8 +126,11 @@ class Dialler:
         peers_max: int = PEERS_MAX,
         admission: ConnectionAdmission = ADMIT_ALL,
         peers: Parts[DialCandidate] | None = None,
+        heard_at_s: Callable[[NodeId], float | None] = lambda _: None,
     ) -> None:
-        """Strangers are no reason not to dial whom this node knows: they give way (see connection_limits)."""
+        """Strangers are no reason not to dial whom this node knows: they give way (see connection_limits).
+        `heard_at_s`: when a node gave its last sign of life, if that is known."""
+        self._heard_at_s = heard_at_s
         self._admission = admission
         self._node_id = node_id
         self._random = randomness
@@ -133,8 +143,10 @@ class Dialler:
         self._peers_max = peers_max
         self._unhurried_due_s = -math.inf
         """When the next connection beyond EAGER_PEERS may be looked for."""
-        self._probe_due_s = -math.inf
-        """When a lost node may be dialled next though all places are taken."""
+        self._redial_due_s = -math.inf
+        """When a lost node may be dialled next though no place is to be filled."""
+        self._redial_full_due_s = -math.inf
+        """The same, for one that was dialled in vain since, while all places are taken."""
 
     def suggest(
         self,
@@ -164,7 +176,7 @@ class Dialler:
         fresh = list(dict.fromkeys(Address(a.ip, a.port) for a in addresses))
         old = [a for a in candidate.addresses if a not in fresh]
         if set(fresh) - set(candidate.addresses):
-            candidate.n_failures = 0
+            candidate.n_failures = candidate.n_doubts = 0
             candidate.due_at_s = min(candidate.due_at_s, now + HOLD_BACK_S)
             has_changed = True
         candidate.addresses = [*fresh, *old][:ADDRESSES_PER_NODE]
@@ -176,7 +188,7 @@ class Dialler:
     def lost(self, node_id: NodeId, now: float, *, on_purpose: bool) -> None:
         """A connection ended. A node that said goodbye is not called back at once."""
         if (candidate := self._candidates.get(node_id)) is not None:
-            candidate.n_failures = 3 if on_purpose else 0
+            candidate.n_failures = candidate.n_doubts = 3 if on_purpose else 0
             candidate.lost_at_s = now
             self.doubt(node_id, now)
             candidate.due_at_s = now + self._backoff_s(candidate)
@@ -228,7 +240,7 @@ class Dialler:
         candidate = self._candidates.get(node_id)
         if candidate is None or not candidate.addresses or self.is_lost(node_id, heard_at_s):
             return math.inf
-        doubt_s = min(DOUBT_MAX_S, DOUBT_FIRST_S * float(2 ** min(candidate.n_failures, 16)))
+        doubt_s = min(DOUBT_MAX_S, DOUBT_FIRST_S * float(2 ** min(candidate.n_doubts, 16)))
         return candidate.doubted_at_s + doubt_s
 
     def watch(self, on_change: Callable[[NodeId], None]) -> None:
@@ -299,15 +311,33 @@ class Dialler:
         if n_drawn < room and self._has_room_for_known(connected):
             known = [each for each in others if self._is_known(each[0])]
             picked += self._drawn(known)[: room - n_drawn]
-        if n_places <= 0 < room and not picked and now >= self._probe_due_s:
-            lost = self._drawn([each for each in others if each[1].lost_at_s > -math.inf])
-            if lost:
-                picked.append(lost[0])
-                self._probe_due_s = now + PROBE_S * self._random.uniform(0.5, 1.5)
+        if room > len(picked) and not any(each[1].is_lost for each in picked):
+            again, again_s = self._redialled([each for each in others if each[1].is_lost], n_places, now)
+            picked += again
+            next_s = min(next_s, again_s)
         chosen = [*wanted, *picked]
         for _, candidate in chosen:
             candidate.dialling_since_s = now
         return [(node_id, list(candidate.addresses)) for node_id, candidate in chosen], next_s
+
+    def _redialled(
+        self, lost: list[tuple[NodeId, DialCandidate]], n_places: int, now: float
+    ) -> tuple[list[tuple[NodeId, DialCandidate]], float]:
+        """(the one of them that is dialled now, when to ask again)"""
+        if not lost:
+            return [], math.inf
+        if n_places <= 0 and now < self._redial_full_due_s:
+            lost = [each for each in lost if not each[1].n_failures]
+        if not lost:
+            return [], self._redial_full_due_s
+        if now < self._redial_due_s:
+            return [], self._redial_due_s
+        node_id, candidate = self._random.choice(lost)
+        pause_s = max(REDIAL_S, min(REDIAL_FULL_S, REDIAL_SHARE * self._dial_took_s))
+        self._redial_due_s = now + pause_s * self._random.uniform(0.5, 1.5)
+        if n_places <= 0 and candidate.n_failures:
+            self._redial_full_due_s = now + REDIAL_FULL_S * self._random.uniform(0.5, 1.5)
+        return [(node_id, candidate)], self._redial_due_s
 
     def _drawn(self, candidates: list[tuple[NodeId, DialCandidate]]) -> list[tuple[NodeId, DialCandidate]]:
         """In an order by lot, those of the settings first."""
@@ -327,7 +357,10 @@ class Dialler:
             since_s, candidate.dialling_since_s = candidate.dialling_since_s, None
             if since_s is not None and (succeeded or unanswered):
                 self._learn(now - since_s)
+            heard_at_s = self._heard_at_s(node_id)
+            is_gone = candidate.is_lost and (heard_at_s is None or self.is_lost(node_id, heard_at_s))
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
+            candidate.n_doubts = 0 if succeeded else candidate.n_doubts + (not is_gone)
             if succeeded:
                 candidate.doubted_at_s = -math.inf
                 self._candidates.touched(node_id)
@@ -389,39 +422,3 @@ class Dialler:
     def wake(self) -> None:
         """Who is connected has changed."""
         self._changed.set()
-
-
-HEAD_START_S = 0.25
-CONNECT_S = 8.0
-
-
-async def first_to_answer(addresses: Sequence[Address]) -> tuple[Address, trio.SocketStream]:
-    """Raises NodeUnreachable where none does."""
-    answered: list[tuple[Address, trio.SocketStream]] = []
-
-    async def connect(address: Address, failed: trio.Event) -> None:
-        try:
-            stream = await trio.open_tcp_stream(address.ip, address.port)
-        except OSError:
-            failed.set()
-            return
-        answered.append((address, stream))
-        racing.cancel()
-
-    try:
-        with trio.move_on_after(CONNECT_S) as racing:
-            async with trio.open_nursery() as nursery:
-                for address in addresses:
-                    failed = trio.Event()
-                    nursery.start_soon(connect, address, failed)
-                    with trio.move_on_after(HEAD_START_S):
-                        await failed.wait()
-    except BaseException:
-        for _, stream in answered:
-            stream.socket.close()
-        raise
-    if not answered:
-        raise NodeUnreachable(f"none of {', '.join(map(str, addresses))} answers")
-    for _, late in answered[1:]:
-        late.socket.close()
-    return answered[0]

@@ -34,8 +34,8 @@ from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
 
 from swarmllm.errors import ConfigError, NodeUnreachable
+from swarmllm.swarm.discovery.address_race import first_to_answer
 from swarmllm.swarm.discovery.addresses import Address, OwnAddresses, family_of
-from swarmllm.swarm.discovery.dialler import first_to_answer
 from swarmllm.swarm.discovery.own_port import connect_from, share_port
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
