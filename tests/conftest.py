@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,13 @@ def pytest_collection_finish() -> None:
     look at them again and again, which took a twentieth of the processor time of tests in this process."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """llama_cpp opens /dev/null twice when it is imported, and closes neither."""
+    if utils := sys.modules.get("llama_cpp._utils"):
+        utils.outnull_file.close()
+        utils.errnull_file.close()
 
 
 @pytest.fixture(autouse=True)

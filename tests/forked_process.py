@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ["__main__", "swarmllm.cli.main", "swarmllm.cli.daemon", "swarmllm.daemon"]
+PRELOADED = [
+    "__main__",
+    "swarmllm.cli.main",
+    "swarmllm.cli.daemon",
+    "swarmllm.daemon",
+    # Not what encodes pictures: whoever is imported last has libllama's words on why it loads no file.
+    "swarmllm_workers.server.loop",
+]
 LAST = "tests.preloaded"
 """What is imported when all else has been. It is named from the folder that pytest was started in, which is
 all that the server process has in its path."""

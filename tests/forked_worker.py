@@ -11,18 +11,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import reduction
 from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
 from typing import Any
 
 from forked_process import LAST, PRELOADED, ForkedProcess
-
-WORKER_MODULES = ["swarmllm_workers.server.loop"]
-"""Not what encodes pictures: whoever is imported last has libllama's words on why it loads no file."""
 
 
 class ForkedWorker(ForkedProcess):
@@ -40,7 +41,9 @@ class ForkedWorker(ForkedProcess):
         begun, its_begin = os.pipe()
         try:
             self._process = forks().Process(
-                target=run_worker, args=(list(command), dict(env), Passed(its_errors), Passed(its_begin))
+                target=run_worker,
+                args=(list(command), dict(env), Passed(its_errors), Passed(its_begin)),
+                daemon=True,
             )
             self._process.start()
         finally:
@@ -54,6 +57,15 @@ class ForkedWorker(ForkedProcess):
             self.stderr = os.fdopen(errors, "rb", buffering=0)
         else:
             os.close(errors)
+
+
+def fork_workers(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Workers that this process starts are forks from now on. `set_attribute`: a test's, which undoes it."""
+    from swarmllm.workerpool import process
+
+    kept = ("PIPE", "DEVNULL", "TimeoutExpired")
+    popen = {name: getattr(subprocess, name) for name in kept} | {"Popen": ForkedWorker}
+    set_attribute(process, "subprocess", SimpleNamespace(**popen))
 
 
 class Passed:
@@ -73,7 +85,7 @@ def received(passed: Any) -> int:
 def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload([*PRELOADED, *WORKER_MODULES, LAST])
+    context.set_forkserver_preload([*PRELOADED, LAST])
     return context
 
 
@@ -83,6 +95,14 @@ def start_server() -> None:
     process = forks().Process(target=int)
     process.start()
     process.join()
+
+
+def die_with_parent() -> None:
+    """As the kernel does with a worker that is a child of its daemon, and not of the server process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    select.select([parent.sentinel], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_worker(command: list[str], environment: dict[str, str], errors: int, begin: int) -> None:
@@ -96,6 +116,7 @@ def run_worker(command: list[str], environment: dict[str, str], errors: int, beg
     os.close(begin)
     os.environ.clear()
     os.environ.update(environment)
+    threading.Thread(target=die_with_parent, daemon=True).start()
     program = [each for each in command[1:] if each != "-P"]
     if program[0] == "-m":
         sys.argv = program[1:]

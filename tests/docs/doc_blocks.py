@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -52,15 +53,31 @@ def blocks(page: Path, *languages: str) -> Iterator[Block]:
             yield Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
 
 
+REAL: Final = f'exec "{sys.executable}" -m swarmllm "$@"\n'
+"""The script of `swarmllm`."""
+
+
+def real_once(folder: Path, stand_in: str) -> str:
+    """A script of `swarmllm`: each command is a real process the first time that it is typed on one of the
+    machines that have this folder, and later `stand_in`, of `command_forks`."""
+    folder.mkdir()
+    return (
+        'case "$1" in models|network) name="$1 $2";; *) name="$1";; esac\n'
+        f'if mkdir "{folder}/$name" 2> /dev/null; then {REAL.strip()}; fi\n'
+        f'exec {stand_in} "$@"\n'
+    )
+
+
 class Machine:
     """A home folder and an environment: what makes a machine, as far as a node can tell."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, script: str = REAL) -> None:
+        """`script`: of the program `swarmllm`, for a shell."""
         self.home = home
         programs = home / "bin"
         programs.mkdir(parents=True)
         program = programs / "swarmllm"
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m swarmllm "$@"\n')
+        program.write_text(f"#!/bin/sh\n{script}")
         program.chmod(0o755)
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("SWARMLLM_", "XDG_"))
@@ -74,6 +91,8 @@ class Machine:
             "SWARMLLM_NETWORK_MDNS": "false",
             "SWARMLLM_API_PORT": "0",
             "SWARMLLM_INFERENCE_N_THREADS": "1",
+            # By default a node looks every five seconds what it should hold, and loads it at the third look.
+            "SWARMLLM_AUTO_MANAGE_INTERVAL_S": "0.5",
         }
         self.enter: tuple[str, ...] = ()
         """Words before every command."""

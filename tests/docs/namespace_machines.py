@@ -24,8 +24,8 @@ from bench.common.namespaces import NoNamespaces, cabled_namespaces, inside
 class NamespaceMachine(Machine):
     """A machine with a network of its own, configured by nothing but what is typed."""
 
-    def __init__(self, home: Path, namespace: str) -> None:
-        super().__init__(home)
+    def __init__(self, home: Path, namespace: str, script: str) -> None:
+        super().__init__(home, script)
         self.environment = {
             name: value for name, value in self.environment.items() if not name.startswith("SWARMLLM_")
         }
@@ -80,14 +80,16 @@ class NamespaceMachine(Machine):
 
 
 @contextmanager
-def namespace_machines(folder: Path, names: Sequence[str]) -> Iterator[dict[str, NamespaceMachine]]:
-    """Skips the test where there can be none."""
+def namespace_machines(
+    folder: Path, names: Sequence[str], script: str
+) -> Iterator[dict[str, NamespaceMachine]]:
+    """`script`: of the program `swarmllm` on each. Skips the test where there can be none."""
     with ExitStack() as stack:
         try:
             namespaces = stack.enter_context(cabled_namespaces(names))
         except NoNamespaces as error:
             pytest.skip(f"no network namespaces here: {error}")
-        yield {name: NamespaceMachine(folder / name, namespaces[name]) for name in names}
+        yield {name: NamespaceMachine(folder / name, namespaces[name], script) for name in names}
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from command_forks import command_forks
 from daemon_process import wait_for
 from deadlines import DEADLINE_S
-from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks
+from doc_blocks import PAGES, SOME_ID, Block, Machine, blocks, real_once
 from faulty_server import open_shelf
 from other_guide import other_guide
 
@@ -68,6 +69,13 @@ class RunningNode:
 
 
 @pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the program `swarmllm`."""
+    with command_forks() as stand_in:
+        yield real_once(tmp_path_factory.mktemp("typed") / "once", stand_in)
+
+
+@pytest.fixture(scope="module")
 def start() -> Iterator[Callable[[Machine, str], RunningNode]]:
     """Start a node on a machine. All are stopped at the end."""
     with ExitStack() as stack:
@@ -82,10 +90,10 @@ def start() -> Iterator[Callable[[Machine, str], RunningNode]]:
 
 @pytest.fixture(scope="module")
 def node(
-    start: Callable[[Machine, str], RunningNode], tmp_path_factory: pytest.TempPathFactory
+    start: Callable[[Machine, str], RunningNode], script: str, tmp_path_factory: pytest.TempPathFactory
 ) -> RunningNode:
     """One that serves the whole guide."""
-    machine = Machine(tmp_path_factory.mktemp("machines") / "only")
+    machine = Machine(tmp_path_factory.mktemp("machines") / "only", script)
     node = start(machine, "swarmllm daemon --load guide")
     wait_for(lambda: node.answers("guide"), DEADLINE_S, "the guide to be loaded")
     return node
@@ -98,9 +106,9 @@ def test_what_a_page_tells_to_type_works(block: Block, node: RunningNode) -> Non
 
 
 @pytest.mark.parametrize("block", all_blocks(PAGES, "toml"))
-def test_configurations_in_pages_are_accepted(block: Block, tmp_path: Path) -> None:
+def test_configurations_in_pages_are_accepted(block: Block, script: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(block.code.replace("12D3KooW...", SOME_ID))
-    machine = Machine(tmp_path / "machine")
+    machine = Machine(tmp_path / "machine", script)
     done = machine.run("swarmllm", "config", "check", str(tmp_path / "config.toml"))
     assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
 
@@ -113,17 +121,17 @@ def test_json_in_pages_is_json(block: Block) -> None:
 
 
 def test_three_machines_follow_the_quickstart(
-    start: Callable[[Machine, str], RunningNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start: Callable[[Machine, str], RunningNode], script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with open_shelf() as hub:
         hub.files["/ORG/REPO/resolve/main/FILE.gguf"] = other_guide("H")
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        _follow_the_quickstart(start, tmp_path)
+        _follow_the_quickstart(start, tmp_path, script)
         assert hub.n_bytes < 2 * len(other_guide("H")), "each machine has fetched more than its part"
 
 
-def _follow_the_quickstart(start: Callable[[Machine, str], RunningNode], folder: Path) -> None:
-    machines = {name: Machine(folder / name) for name in ("first", "second", "third")}
+def _follow_the_quickstart(start: Callable[[Machine, str], RunningNode], folder: Path, script: str) -> None:
+    machines = {name: Machine(folder / name, script) for name in ("first", "second", "third")}
     _put_model(machines["first"].home / "models" / "qwen.gguf")
     nodes: dict[str, RunningNode] = {}
     asked: list[str] = []

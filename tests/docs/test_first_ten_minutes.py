@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from command_forks import command_forks
 from daemon_process import wait_for
 from deadlines import DEADLINE_S
-from doc_blocks import PAGES, Block, Machine, blocks
+from doc_blocks import PAGES, Block, Machine, blocks, real_once
 from namespace_machines import NamespaceMachine, namespace_machines
 
 PAGE: Final = next(page for page in PAGES if page.name == "first-ten-minutes.md")
@@ -31,8 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, NamespaceMachine]]:
-    with namespace_machines(tmp_path, NAMES) as machines:
-        yield machines
+    with command_forks() as stand_in:
+        script = real_once(tmp_path / "typed", stand_in)
+        with namespace_machines(tmp_path, NAMES, script) as machines:
+            yield machines
 
 
 def masked(line: str) -> str:

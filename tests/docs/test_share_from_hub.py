@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from command_forks import command_forks
 from daemon_process import wait_for
 from deadlines import DEADLINE_S
 from doc_blocks import PAGES, blocks
@@ -61,7 +62,8 @@ def typed(machine: NamespaceMachine, command: str) -> subprocess.CompletedProces
 
 def test_one_share_and_one_question_give_an_answer_through_three_machines(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        machines = stack.enter_context(namespace_machines(tmp_path, NAMES))
+        script = f'exec {stack.enter_context(command_forks())} "$@"\n'
+        machines = stack.enter_context(namespace_machines(tmp_path, NAMES, script))
         with machines["first"].inside():
             hub = stack.enter_context(open_shelf())
         (tmp_path / "hub").mkdir()

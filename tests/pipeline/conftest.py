@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-from types import SimpleNamespace
-
 import pytest
-from forked_worker import ForkedWorker
-
-from swarmllm.workerpool import process
+from forked_worker import fork_workers
 
 
 @pytest.fixture(autouse=True)
 def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_by = SimpleNamespace(
-        Popen=ForkedWorker,
-        PIPE=subprocess.PIPE,
-        DEVNULL=subprocess.DEVNULL,
-        TimeoutExpired=subprocess.TimeoutExpired,
-    )
-    monkeypatch.setattr(process, "subprocess", started_by)
+    fork_workers(monkeypatch.setattr)
