@@ -9,6 +9,8 @@ the prompt in batches of 128 and the answer row by row. `swarmllm.pipeline.check
 
 from __future__ import annotations
 
+import swarmllm_workers  # noqa: F401  isort: skip  (its kernels stand before libllama)
+
 import ctypes
 import os
 import sys

@@ -11,6 +11,8 @@ disturb least. How many functions of Python such a step runs is counted apart: n
 
 from __future__ import annotations
 
+import swarmllm_workers  # noqa: F401  isort: skip  (its kernels stand before libllama)
+
 import argparse
 import cProfile
 import select

@@ -10,6 +10,8 @@ one another: the worst case.
 
 from __future__ import annotations
 
+import swarmllm_workers  # noqa: F401  isort: skip  (its kernels stand before libllama)
+
 import argparse
 import ctypes
 import time

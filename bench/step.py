@@ -17,6 +17,8 @@ writes them and reads the embedding, "other nodes" norms, rotations, sums and ac
 
 from __future__ import annotations
 
+import swarmllm_workers  # noqa: F401  isort: skip  (its kernels stand before libllama)
+
 import argparse
 import ctypes
 import socket

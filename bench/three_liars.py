@@ -11,6 +11,8 @@ known when its trust is too low for work.
 
 from __future__ import annotations
 
+import swarmllm_workers  # noqa: F401  isort: skip  (its kernels stand before libllama)
+
 import argparse
 import ctypes
 import json
