@@ -158,7 +158,7 @@ class Origin:
         self.uses = uses
         """The models that its clients ask for."""
         self.connected: Parts[float] = Parts.alone()
-        self.dialler = Dialler(node.node_id, random.Random(seed), PEERS_MAX)
+        self.dialler = Dialler(node.node_id, random.Random(seed), PEERS_MAX, heard_at_s=book.heard_at_s)
         self.reachable = ReachableNodes(book, self.dialler, self.connected, ChangeFeed())
         self.untried = UntriedNodes()
         self.asked: dict[str, tuple[Manifest, int, int]] = {}
