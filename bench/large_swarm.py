@@ -112,6 +112,8 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
         if risked:
             origin.untried.accepted()
         route = await lighter(swarm, origin, model, size, stages_of(chosen), avoid, told)
+        if best is not None and all(stage.node_id in truth.speeds for stage in route):
+            swarm.plan_ratios.append(route_cost_s(route, truth) / route_cost_s(best, truth))
         left = await walk(swarm, origin, model, size, route, left)
         figures.n_rerouted += left > 0
     figures.n_asked += 1
@@ -331,6 +333,7 @@ def summary(swarm: LargeSwarm, duration_s: float) -> dict[str, Any]:
         "of them re-routed on the way": figures.n_rerouted,
         "duration p50 / p95 (s)": quantiles(figures.costs_s),
         "against the oracle's route p50 / p95": quantiles(figures.ratios),
+        "the plans alone, without dials": quantiles(swarm.plan_ratios),
         "of the first request of an origin for a model": quantiles(swarm.first_ratios),
         "of later ones": quantiles(swarm.later_ratios),
         "records and loads heard, bytes/s": round(figures.n_record_bytes / duration_s),

@@ -74,6 +74,9 @@ class LargeSwarm:
         self.first_ratios: list[float] = []
         """Of each origin's first request for each model it uses; `later_ratios`: of those that follow."""
         self.later_ratios: list[float] = []
+        self.plan_ratios: list[float] = []
+        """Of each route that a request took: what it takes with the real speeds and distances, by what the
+        oracle's takes. What it took to connect is left out."""
         self.book = EnvelopeBook(OBSERVER, lambda *_: True)
         self.n_fetched = 0
         """Envelopes that were asked for again, because the book had forgotten them."""
@@ -250,7 +253,7 @@ class LargeSwarm:
 
     def begin_counting(self) -> None:
         self.figures, self.n_fetched, self.settled = Figures(), 0, True
-        self.first_ratios, self.later_ratios = [], []
+        self.plan_ratios, self.first_ratios, self.later_ratios = [], [], []
         for origin in self.origins:
             origin.n_dials = origin.n_dials_in_vain = 0
 
