@@ -586,7 +586,7 @@ def test_lost_nodes_are_left_alone_once_they_are_connected_or_none_was_lost() ->
 def with_one_lost(n_known: int, dial_took_s: float) -> Dialler:
     """So many other nodes are known, and one was lost at second 0, as a dial ended that took so long."""
     d = Dialler(NodeId("me"), random.Random(0))
-    d.suggest(NodeId("slow"), HERE, now=-100.0)
+    d.suggest(NodeId("slow"), HERE, now=-1000.0)
     assert names(d.due(-dial_took_s, set())) == ["slow"]
     d.dialled(NodeId("slow"), 0.0, succeeded=True)
     for node_id in ("lost", *(f"known {i}" for i in range(n_known))):
@@ -638,3 +638,37 @@ def test_where_dials_are_slow_lost_nodes_are_dialled_more_rarely() -> None:
     found = redials(with_one_lost(500, took_s), 600)
     pauses = [later - sooner for sooner, later in itertools.pairwise(found)]
     assert min(pauses) >= 0.5 * REDIAL_SHARE * took_s
+
+
+def test_a_very_slow_dial_does_not_leave_lost_nodes_alone_for_longer_than_a_full_node_does() -> None:
+    found = redials(with_one_lost(500, 500.0), 1200)
+    pauses = [later - sooner for sooner, later in itertools.pairwise(found)]
+    assert len(pauses) > 10
+    assert max(pauses) <= 1.5 * REDIAL_FULL_S + BACKOFF_MAX_S
+
+
+@pytest.mark.parametrize("n_connected", [EAGER_PEERS, PEERS_MAX])
+def test_it_is_asked_again_when_the_next_lost_node_may_be_dialled(n_connected: int) -> None:
+    d, connected = separated(20)
+    kept = set(sorted(connected)[:n_connected])
+    now = 1.0
+    for _ in range(30):
+        ready, next_s = d.due(now, kept)
+        for node_id in names((ready, next_s)):
+            d.dialled(NodeId(node_id), now, succeeded=False)
+        # The places that are free are filled, one by one, at moments of their own.
+        assert now < next_s <= now + 1.5 * (REDIAL_S if n_connected < PEERS_MAX else REDIAL_FULL_S)
+        now = next_s
+
+
+def test_doubts_end_with_a_new_address_and_begin_anew_with_a_goodbye() -> None:
+    d = dialler()
+    d.suggest("zoe", HERE, now=0.0)
+    for _ in range(5):
+        d.dialled("zoe", 10.0, succeeded=False)
+    assert d.may_answer_from_s("zoe", 10.0) > 10.0 + 2 * DOUBT_FIRST_S
+    d.suggest("zoe", THERE, now=11.0)
+    assert d.may_answer_from_s("zoe", 11.0) == 10.0 + DOUBT_FIRST_S
+    d.answered("zoe")
+    d.lost("zoe", 20.0, on_purpose=True)
+    assert d.may_answer_from_s("zoe", 30.0) > 20.0 + 4 * DOUBT_FIRST_S, "heartbeats may still be under way"
