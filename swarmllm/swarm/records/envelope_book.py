@@ -138,12 +138,15 @@ class EnvelopeBook:
         *,
         connected: Collection[NodeId] = (),
         ages_s: Mapping[NodeId, float] = MappingProxyType({}),
+        envelope: Envelope | None = None,
     ) -> tuple[Verdict, NodeId]:
-        """(what became of it, whose it is). Raises BadMessage for a forged or malformed one.
+        """(what became of it, whose it is). `envelope`: what it holds, where it was unsealed before. Raises
+        BadMessage for a forged or malformed one.
 
         "refused": somebody else writes under this node's own id, or the book is full of connected nodes.
         """
-        envelope = unseal(sealed, Envelope, self._verify)
+        if envelope is None:
+            envelope = unseal(sealed, Envelope, self._verify)
         node_id = envelope.node_id
         held = self._entries.get(node_id)
         heard_at_s = now - min(ages_s.get(node_id, 0.0), expiry_s(len(self._entries)))

@@ -327,12 +327,16 @@ class RecordSpread:
 
     def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
-        verdict, node_id = self._book.take(sealed, now, connected=self._connected, ages_s=ages_s)
+        # Gossip has been unsealed, to be validated.
+        envelope = self._unseal_envelope(sealed)
+        verdict, node_id = self._book.take(
+            sealed, now, connected=self._connected, ages_s=ages_s, envelope=envelope
+        )
         if verdict == "refused" and node_id == self._identity.node_id:
             provoked_by(log, node_id).error(
                 "another node uses this node's identity; was the data folder copied?"
             )
-        if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
+        if verdict == "new":
             self._listener.heard(envelope)
             if envelope.record:
                 self._feed.announce(Change("record", node_id))
