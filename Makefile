@@ -20,11 +20,10 @@ run:  ## start three nodes here, ask the bundled model a question, show its rout
 
 # Real daemons have real deadlines: what failed on a starved machine is tried once more, its failure shown. Files
 # run beside each other, those with the longest tests first (`tests/conftest.py`). Those of whole swarms come last,
-# two at a time: they compute for half of their time. Nodes behind routers wait nearly all of the time, beside others.
+# two at a time: they compute for half of their time.
 PYTEST := $(BIN)/pytest --reruns 1 --rerun-show-tracebacks -raR --durations 15 --dist loadfile --no-loadscope-reorder
 PARTS := $(filter-out tests/dashboard/ tests/__pycache__/,$(sort $(wildcard tests/*/)))
-DAEMONS := $(filter-out tests/test_nat_table.py,\
-$(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py))
+DAEMONS := $(shell grep -lE '^from (bench|crashing_daemon|daemon_process|running_daemon)' tests/test_*.py)
 PARTS += $(filter-out $(DAEMONS),$(sort $(wildcard tests/test_*.py)))
 
 test:  ## install what the tests need, then lint, type check and run every test

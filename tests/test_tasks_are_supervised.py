@@ -27,7 +27,7 @@ WAITED_FOR = {
     "pipeline/vision/happy_eyeballs.py": {"_first"},
     "pipeline/stage/admission.py": {"_reach_neighbours", "next_end"},
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
-    "swarm/discovery/dialler.py": {"first_to_answer"},
+    "swarm/discovery/address_race.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
     "swarm/data/holes.py": {"_dial_all"},
     "swarm/discovery/relay/hole_punching.py": {"_dial_all"},

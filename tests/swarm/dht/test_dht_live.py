@@ -114,10 +114,11 @@ async def test_what_one_provides_is_found_by_one_that_never_heard_of_it(start: S
     await introduce(chain[0], chain[1])
     await until(lambda: len(middle.core.providers) == 1)
     await introduce(chain[1], chain[2])
-    seeker = (await start("d"))[1]
+    host, seeker = await start("d")
     await chain[2][0].dial(
         seeker.core.node_id, list(seeker.core.placed(Contact(seeker.core.node_id)).addresses)
     )
+    await until(lambda: host.is_connected(chain[2][0].node_id))
     seeker.met(chain[2][0].node_id)
     await until(lambda: len(seeker.core.table) > 0)
     with trio.fail_after(DEADLINE_S):
