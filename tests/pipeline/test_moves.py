@@ -58,12 +58,17 @@ async def take_over(swarm: Swarm, node_id: str, *ranges: str) -> GivingPool:
 
 
 async def stream(
-    swarm: Swarm, then: Callable[[int], Awaitable[None]], **sampling: Any
+    swarm: Swarm,
+    then: Callable[[int], Awaitable[None]],
+    *,
+    origin: str = A,
+    prompt: str = PROMPT,
+    **sampling: Any,
 ) -> tuple[str, Generation]:
     """`then` is called with each token's index."""
     text = ""
-    async with swarm[A].pipelines.generate(
-        Prompt(text=PROMPT), swarm.entry, Sampling(max_tokens=N_TOKENS, **sampling)
+    async with swarm[origin].pipelines.generate(
+        Prompt(text=prompt), swarm.entry, Sampling(max_tokens=N_TOKENS, **sampling)
     ) as generation:
         async for piece in generation:
             text += piece.text
@@ -241,3 +246,26 @@ async def test_kv_of_requests_that_are_over_is_fetched_before_it_is_needed(
         assert again == text
         assert generation.n_cached_tokens == 2 * BLOCK_TOKENS
         assert statistics().prefix_hits == 1
+
+
+async def test_where_a_node_fetches_for_another_origin_it_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fetches ahead for one at a time, and refuses the other's prompt meanwhile."""
+    monkeypatch.setitem(globals(), "PREFILL_S", 0.05)
+    pools = {A: GivingPool("0:4"), B: GivingPool("4:12"), D: GivingPool()}
+    async with open_swarm(pools, settings=SETTINGS) as swarm:
+
+        async def then(index: int) -> None:
+            await trio.lowlevel.checkpoint()
+
+        for origin in (A, D):
+            await stream(swarm, then, origin=origin, prompt=f"{origin} {PROMPT}")
+        await swarm.quiet()
+        pools[B].gives_after_s = 1.0
+        await take_over(swarm, C, "4:12")
+        await give_up(swarm, B)
+        with trio.fail_after(DEADLINE_S):
+            while swarm[C].pipelines.statistics().prefix_hits < 2:
+                await trio.lowlevel.checkpoint()
+        await swarm.quiet()

@@ -220,7 +220,8 @@ class Attempts:
             self.kept_prompts.completed(KeptPrompt(request.entry, chain.tokens, names.stages, now_s))
 
     async def fetch_ahead(self, request: OriginRequest, assembly: Assembly) -> bool:
-        """Has stages fetch KV of a prompt that no request needs now. Whether all have some of it then."""
+        """Has stages fetch KV of a prompt that no request needs now. Whether all have some of it then. Raises
+        NodeBusy where a stage fetches for others at the moment."""
         attempt = self._attempt(request, assembly, is_standby=False)
         names, tokens = self._prefix_names(attempt), request.rows
         sources = () if names is None else self._sources_of(names, tokens)
@@ -237,6 +238,8 @@ class Attempts:
                 fetches=self._sessions.fetches,
                 sources=sources,
             )
+        except NodeBusy:
+            raise
         except SwarmLLMError as error:
             log.info("KV is not fetched ahead: %s", error.message)
             return False

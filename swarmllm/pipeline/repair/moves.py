@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import trio
 
-from swarmllm.errors import NoPipeline, StageMoved
+from swarmllm.errors import NodeBusy, NoPipeline, StageMoved
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.origin.attempts import Attempts
 from swarmllm.pipeline.origin.chain import Chain
@@ -48,6 +47,8 @@ MOVING_S: Final = 5.0
 """What one request may take to go on elsewhere before the next one follows."""
 AHEAD_S: Final = 5.0
 """What KV of requests that are over may take: nobody waits for it."""
+AGAIN_S: Final = 0.25
+"""Until a node is asked again that was busy fetching for others."""
 _BEGINS: Final = frozenset({ChainState.ASSIGNING, ChainState.PREFILL, ChainState.REBUILDING})
 
 
@@ -124,10 +125,15 @@ class Moves:
         while kept := prompts.of(self._is_given_up, trio.current_time()):
             prompts.drop(kept[0])
             request = OriginRequest(new_request_id(), kept[0].entry, kept[0].tokens, Sampling(max_tokens=1))
-            with suppress(NoPipeline):
+            try:
                 assembly = await self.routes.choose(request)
                 if len(assembly.stages) > 1:
                     await self.attempts.fetch_ahead(request, assembly)
+            except NodeBusy:
+                prompts.completed(kept[0])
+                await trio.sleep(AGAIN_S)
+            except NoPipeline:
+                pass
 
     def _is_given_up(self, kept: KeptPrompt) -> bool:
         return self._is_missing(kept.entry.model_id, kept.stages)
