@@ -13,8 +13,7 @@ from swarmllm.swarm.discovery.dialler import PEERS_MAX
 
 LOOK_EVERY_S = 0.25
 LOOK_SHARE = 5.0
-"""Looking at two hundred hosts takes processor time that they need: so many times as long as that took is
-waited before the next look."""
+"""So many times as long as a look took, the next one waits: it takes processor time that the hosts need."""
 DEADLINE_S = 500.0
 
 
@@ -121,7 +120,7 @@ class Swarm:
         return time.monotonic() - began_s, look.processor_s - before_s
 
     def _timed_look(self) -> tuple[Look, float]:
-        """The other one: for how long the parts were busy with it, those that looked longest."""
+        """(what there is to see, how many seconds it took to look)"""
         before_s = time.monotonic()
         look = self.look()
         return look, time.monotonic() - before_s

@@ -627,6 +627,24 @@ def test_lost_nodes_are_dialled_one_after_the_other() -> None:
     assert n_dialled <= 100 / (0.5 * REDIAL_S) + 100 / (0.5 * UNHURRIED_S)
 
 
+def test_lost_nodes_that_answer_nothing_hold_one_dial_up_and_not_all() -> None:
+    d = with_one_lost(500, 0.0)
+    for name in ("lost 2", "lost 3"):
+        d.suggest(NodeId(name), HERE, now=-100.0)
+        d.answered(NodeId(name))
+        d.lost(NodeId(name), 0.0, on_purpose=False)
+    connected, n_lost, n_known = {NodeId(f"here {i}") for i in range(EAGER_PEERS)}, 0, 0
+    for now in range(1, 60):
+        for node_id in names(d.due(float(now), connected)):
+            if node_id.startswith("lost"):
+                n_lost += 1
+            else:
+                n_known += 1
+                d.dialled(NodeId(node_id), float(now), succeeded=False)
+    assert n_lost == 1
+    assert n_known >= 60 / (1.5 * UNHURRIED_S) - 1
+
+
 def test_one_that_is_drawn_by_lot_is_enough() -> None:
     d, connected = separated(20)
     connected.pop()

@@ -105,8 +105,8 @@ class DialCandidate:
     """There while callers wait for it: how the next dial ends."""
 
     @property
-    def is_lost(self) -> bool:
-        """It was connected, and is no more; others may have heard of it since."""
+    def was_lost(self) -> bool:
+        """It was connected and is no more, whatever was heard of it since."""
         return self.lost_at_s > -math.inf
 
 
@@ -277,7 +277,8 @@ class Dialler:
 
     def due(self, now: float, connected: set[NodeId]) -> tuple[list[tuple[str, list[Address]]], float]:
         """(whom to dial now, when to ask again). The ones returned count as being dialled until `dialled`."""
-        n_dialling = sum(c.dialling_since_s is not None for c in self._candidates.values())
+        dialling = [c for c in self._candidates.values() if c.dialling_since_s is not None]
+        n_dialling, is_redialling = len(dialling), any(c.was_lost for c in dialling)
         room = self._n_dials_max - n_dialling
         n_places = self._peers_max - len(connected) - n_dialling
         wanted: list[tuple[NodeId, DialCandidate]] = []
@@ -311,8 +312,9 @@ class Dialler:
         if n_drawn < room and self._has_room_for_known(connected):
             known = [each for each in others if self._is_known(each[0])]
             picked += self._drawn(known)[: room - n_drawn]
-        if room > len(picked) and not any(each[1].is_lost for each in picked):
-            again, again_s = self._redialled([each for each in others if each[1].is_lost], n_places, now)
+        # One at a time: many that answer nothing would otherwise hold all dials up.
+        if room > len(picked) and not is_redialling and not any(each[1].was_lost for each in picked):
+            again, again_s = self._redialled([each for each in others if each[1].was_lost], n_places, now)
             picked += again
             next_s = min(next_s, again_s)
         chosen = [*wanted, *picked]
@@ -358,7 +360,7 @@ class Dialler:
             if since_s is not None and (succeeded or unanswered):
                 self._learn(now - since_s)
             heard_at_s = self._heard_at_s(node_id)
-            is_gone = candidate.is_lost and (heard_at_s is None or self.is_lost(node_id, heard_at_s))
+            is_gone = candidate.was_lost and (heard_at_s is None or self.is_lost(node_id, heard_at_s))
             candidate.n_failures = 0 if succeeded else candidate.n_failures + 1
             candidate.n_doubts = 0 if succeeded else candidate.n_doubts + (not is_gone)
             if succeeded:
