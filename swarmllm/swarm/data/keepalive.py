@@ -49,10 +49,10 @@ by then."""
 
 
 REST_AFTER_S = 60.0
-REST_PING_S = 20.0
+REST_PING_S = 10.0
 REST_YIELD_S = TICK_S
 """As YIELD_S, at rest."""
-REST_SILENCE_S = 30.0
+REST_SILENCE_S = 15.0
 REST_MEASURE_S = 60.0
 """As MEASURE_S, at rest."""
 _REST_MARGIN_S = 5.0
