@@ -16,6 +16,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
@@ -93,6 +94,7 @@ class HeldEnvelope:
 
 
 Verdict = Literal["new", "known", "refused"]
+UNSEALED_KEPT: Final = 8
 
 
 class EnvelopeBook:
@@ -109,7 +111,8 @@ class EnvelopeBook:
     ) -> None:
         """`peers` holds this node's own envelope too."""
         self._node_id = node_id
-        self._verify = verify
+        self.unseal = lru_cache(maxsize=UNSEALED_KEPT)(lambda sealed: unseal(sealed, Envelope, verify))
+        """As `envelope.unseal`: gossip asks for the same one several times before it is taken."""
         self._nodes_max = nodes_max
         self._bytes_max = bytes_max
         self.n_bytes = 0
@@ -138,15 +141,12 @@ class EnvelopeBook:
         *,
         connected: Collection[NodeId] = (),
         ages_s: Mapping[NodeId, float] = MappingProxyType({}),
-        envelope: Envelope | None = None,
     ) -> tuple[Verdict, NodeId]:
-        """(what became of it, whose it is). `envelope`: what it holds, where it was unsealed before. Raises
-        BadMessage for a forged or malformed one.
+        """(what became of it, whose it is). Raises BadMessage for a forged or malformed one.
 
         "refused": somebody else writes under this node's own id, or the book is full of connected nodes.
         """
-        if envelope is None:
-            envelope = unseal(sealed, Envelope, self._verify)
+        envelope = self.unseal(sealed)
         node_id = envelope.node_id
         held = self._entries.get(node_id)
         heard_at_s = now - min(ages_s.get(node_id, 0.0), expiry_s(len(self._entries)))

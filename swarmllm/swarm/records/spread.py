@@ -28,7 +28,7 @@ from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
-from swarmllm.swarm.records.envelope_book import EnvelopeBook, HeldEnvelope, VerifyOnce
+from swarmllm.swarm.records.envelope_book import UNSEALED_KEPT, EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
 from swarmllm.swarm.records.update_pace import CountedUpdate, UpdatePace
 from swarmllm.swarm.router import Change
@@ -65,7 +65,6 @@ TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
 _FETCHES_MAX = 8
-_UNSEALED_KEPT = 8
 _INCARNATION_NAME = "incarnation"
 
 
@@ -121,9 +120,9 @@ class RecordSpread:
         self._identity = identity
         verify = VerifyOnce(verify)
         # Gossip asks for the same message several times while it passes it on.
-        unsealed = lru_cache(maxsize=_UNSEALED_KEPT)
-        self._unseal_envelope = unsealed(lambda content: unseal(content, Envelope, verify))
-        self._unseal_heartbeat = unsealed(lambda content: unseal(content, Heartbeat, verify))
+        self._unseal_heartbeat = lru_cache(maxsize=UNSEALED_KEPT)(
+            lambda content: unseal(content, Heartbeat, verify)
+        )
         self._nursery = nursery
         self._feed = feed
         self._connected = connected
@@ -266,7 +265,7 @@ class RecordSpread:
         return True
 
     def _unsealed(self, topic: str, content: bytes) -> Envelope | Heartbeat:
-        return self._unseal_envelope(content) if topic == MODELS else self._unseal_heartbeat(content)
+        return self._book.unseal(content) if topic == MODELS else self._unseal_heartbeat(content)
 
     def author_and_audience(self, topic: str, content: bytes) -> tuple[NodeId, bytes] | None:
         statement = self._unsealed(topic, content)
@@ -327,16 +326,12 @@ class RecordSpread:
 
     def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
-        # Gossip has been unsealed, to be validated.
-        envelope = self._unseal_envelope(sealed)
-        verdict, node_id = self._book.take(
-            sealed, now, connected=self._connected, ages_s=ages_s, envelope=envelope
-        )
+        verdict, node_id = self._book.take(sealed, now, connected=self._connected, ages_s=ages_s)
         if verdict == "refused" and node_id == self._identity.node_id:
             provoked_by(log, node_id).error(
                 "another node uses this node's identity; was the data folder copied?"
             )
-        if verdict == "new":
+        if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
             self._listener.heard(envelope)
             if envelope.record:
                 self._feed.announce(Change("record", node_id))
