@@ -16,7 +16,7 @@ from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
 from swarmllm.swarm.membership.identity import verify
 from swarmllm.swarm.records.registry import Registry, follow_router
-from swarmllm.swarm.records.spread import RecordSpread
+from swarmllm.swarm.records.spread import HEARTBEAT_S, RecordSpread
 from swarmllm.swarm.router import Change
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.envelope import Heartbeat, seal, unseal
@@ -115,7 +115,7 @@ async def test_a_load_travels_in_heartbeats_until_the_next_record(
         told = [unseal(content, Heartbeat, verify) for topic, content in gossip.contents if topic == HEALTH]
         await spread.publish(b"another")
         assert spread.loads() == {}
-        await trio.sleep(10)
+        await trio.sleep(1.5 * HEARTBEAT_S)
         nursery.cancel_scope.cancel()
     loads = [each.load for each in told]
     assert loads.count(b"load") >= 3
