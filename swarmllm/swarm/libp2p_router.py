@@ -16,8 +16,7 @@ from typing import Any
 
 import trio
 
-from swarmllm.errors import DeadlineExceeded, RemoteError, SwarmLLMError
-from swarmllm.log_filter import provoked_by
+from swarmllm.errors import DeadlineExceeded, RemoteError
 from swarmllm.private_files import locked_data_dir
 from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.supervision import spawn, supervise, supervise_started
@@ -42,14 +41,22 @@ from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
-from swarmllm.swarm.peers.connection_limits import LET_GO, Standings
+from swarmllm.swarm.peers.connection_limits import Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.liveness import Liveness
 from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.peers.reachable_index import Needed
+from swarmllm.swarm.peers.spare_connections import SpareConnections
 from swarmllm.swarm.peers.store import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
-from swarmllm.swarm.records.exchange import KIND_APPLICATION, KIND_DIAL_BACK, KIND_LET_GO, KIND_PEERS
+from swarmllm.swarm.peers.unused_connections import UnusedConnections
+from swarmllm.swarm.records.exchange import (
+    KIND_APPLICATION,
+    KIND_DIAL_BACK,
+    KIND_LET_GO,
+    KIND_MAY_LET_GO,
+    KIND_PEERS,
+)
 from swarmllm.swarm.records.spread import TOPIC_SIZES_BYTES, RecordSpread, next_incarnation
 from swarmllm.swarm.router import (
     Change,
@@ -106,6 +113,7 @@ class Libp2pRouter:
         self._gater = gater
         self._nursery = nursery
         self._feed = ChangeFeed()
+        self._gossip: Gossip | None = None
         self._on_request: RequestHandler | None = None
         self._on_message: MessageHandler | None = None
         self._dialler = dialler = Dialler(
@@ -132,7 +140,6 @@ class Libp2pRouter:
             note=note,
             parts=directory.records,
         )
-        self._peers_max = settings.max_peers
         self._reachable = ReachableNodes(
             self.spread.book, dialler, self._connected, self._feed, directory.uses
         )
@@ -161,6 +168,17 @@ class Libp2pRouter:
             connections_max=settings.max_connections,
             hole_turns=directory.hole_turns,
             hole_punching=settings.hole_punching,
+        )
+        self._unused = UnusedConnections(
+            nursery,
+            self._liveness,
+            self._reachable,
+            SpareConnections(settings.max_peers, directory.uses, random.Random()),
+            self._ask,
+            self.plane.status,
+            lambda: self.wide_area.relayed(),
+            self._gossiping,
+            settings.max_peers,
         )
         self._dial_backs = DialBacks(identity, gater, self.spread, host, directory.dial_back_turns)
         self._checks = ReachabilityChecks(
@@ -315,6 +333,7 @@ class Libp2pRouter:
         maps_ports: bool,
     ) -> None:
         """Take connections, tell of this node, look for others."""
+        self._gossip = gossip
         self.plane.serve(listeners)
         self._liveness.begin(self.plane)
         self.spread.begin(
@@ -371,16 +390,6 @@ class Libp2pRouter:
     def met_in_passing(self, node_id: NodeId) -> None:
         self._reachable.met_in_passing(node_id, trio.current_time())
 
-    async def _let_go(self, node_id: NodeId) -> None:
-        """End the connections after saying that this node lives on. An older peer does not know the question,
-        and takes this node for lost until it hears of it again."""
-        with trio.move_on_after(_GOODBYE_S):
-            try:
-                await self._ask(node_id, KIND_LET_GO, b"")
-            except SwarmLLMError as error:
-                provoked_by(log, node_id).debug("node %s was not told that it is let go: %s", node_id, error)
-        self.lost(node_id, LET_GO)
-
     async def meet(self, node_id: NodeId, addresses: list[Address], timeout_s: float) -> NodeId:
         """See AddressSources.meet."""
         return await self.address_sources.meet(self._feed, self.connected, node_id, addresses, timeout_s)
@@ -426,6 +435,8 @@ class Libp2pRouter:
         if kind == KIND_LET_GO:
             self._liveness.peer_lets_go(sender)
             return b""
+        if kind == KIND_MAY_LET_GO:
+            return self._unused.may_end(sender, trio.current_time())
         if kind == KIND_PEERS:
             return self._peer_exchange.answer(sender, body)
         if kind != KIND_APPLICATION:
@@ -459,16 +470,10 @@ class Libp2pRouter:
             now = trio.current_time()
             self.directory.tidy(now)
             self._reachable.announce_changes(now)
-            for node_id in self._idle(now):
-                spawn(self._nursery, "peer", self._let_go, node_id)
+            self._unused.end(now)
 
-    def _idle(self, now: float) -> list[NodeId]:
-        """Connected nodes that were dialled for work that is long over, or in passing, where there are more
-        than are looked for."""
-        statuses = {node_id: self.plane.status(node_id) for node_id in self._connected}
-        n_bytes = {node_id: each.n_bytes_sent + each.n_bytes_received for node_id, each in statuses.items()}
-        n_surplus = len(n_bytes) - self._peers_max
-        return self._reachable.idle(n_bytes, n_surplus, now, kept=self.wide_area.relayed())
+    def _gossiping(self) -> set[NodeId]:
+        return set() if self._gossip is None else self._gossip.neighbours()
 
     async def _keep_members_only(self) -> None:
         """A proof is made once per connection, and keys are taken back while connections live on."""

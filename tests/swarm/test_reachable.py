@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarmllm.errors import DeadlineExceeded, NodeUnreachable
+from swarmllm.errors import DeadlineExceeded, NodeUnreachable, RemoteError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.discovery.dialler import DOUBT_FIRST_S, WANTED_MAX, Dial, Dialler
@@ -19,6 +19,7 @@ from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import IDLE_S, PASSING_S, ReachableNodes, Use
 from swarmllm.swarm.peers.reachable_index import UNTRIED_MAX
+from swarmllm.swarm.records.exchange import KIND_MAY_LET_GO
 from swarmllm.swarm.router import Change
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
@@ -406,3 +407,70 @@ async def test_one_that_never_had_a_message_is_idle_from_its_dial_on(autojump_cl
         await stand.nodes.reach(NodeId("a"), 5.0)
     reached_s = trio.current_time()
     assert stand.nodes.idle({NodeId("a"): 0}, 1, reached_s + IDLE_S) == ["a"]
+
+
+async def test_connected_nodes_are_taken_down_as_there_for_gossip_and_are_not_ended_alone() -> None:
+    stand = Stand()
+    n_bytes = {NodeId("a"): 0, NodeId("b"): 0}
+    for now in (0.0, IDLE_S, 2 * IDLE_S):
+        assert stand.nodes.idle(n_bytes, 2, now) == []
+    uses = dict(stand.uses.items())
+    assert [(use.since_s, use.is_for_gossip) for use in uses.values()] == [(0.0, True)] * 2
+    stand.nodes.used(NodeId("a"), 2 * IDLE_S)
+    stand.nodes.idle(n_bytes | {NodeId("b"): 1}, 2, 2 * IDLE_S + 1)
+    assert [use.since_s for use in uses.values()] == [2 * IDLE_S, 2 * IDLE_S + 1]
+    stand.nodes.idle({NodeId("b"): 1}, 2, 4 * IDLE_S)
+    assert list(stand.uses) == ["b"]
+
+
+@asynccontextmanager
+async def idle_pair(folder: Path, max_peers: int) -> AsyncIterator[tuple[Libp2pRouter, Libp2pRouter]]:
+    """Two that are connected, of which the second looks for `max_peers`. Nothing was said for long."""
+    async with node(folder, "a", max_peers=0) as a, node(folder, "b", max_peers=max_peers) as b:
+        await a.connect(b.addresses[0])
+        for one, other in ((a, b), (b, a)):
+            await until(one, lambda one=one, other=other: other.node_id in one.connected())  # type: ignore[misc]
+            with trio.fail_after(DEADLINE_S):
+                while one._gossiping() != {other.node_id}:  # noqa: ASYNC110 (no event tells)
+                    await trio.sleep(0.01)
+            one._unused.end(trio.current_time())
+            for use in one.directory.uses.values():
+                use.since_s -= IDLE_S
+        yield a, b
+
+
+async def test_two_nodes_with_enough_connections_end_theirs_and_take_each_other_for_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with idle_pair(tmp_path, max_peers=0) as (a, b):
+        spare = a._unused._spare
+        assert spare.offered(1, trio.current_time(), a._unused._kept()) == [], "gossip goes that way"
+        for one in (a, b):
+            monkeypatch.setattr(one._unused, "_gossiping", set)
+        a._unused.end(trio.current_time())
+        for one, other in ((a, b), (b, a)):
+            await until(one, lambda one=one: not one.connected())  # type: ignore[misc]
+            assert other.node_id in one.reachable()
+            assert other.node_id not in one.untried()
+        assert await b.request(a.node_id, b"2") == b"answer to 2"
+
+
+async def test_a_node_that_needs_a_connection_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with idle_pair(tmp_path, max_peers=1) as (a, b):
+        for one in (a, b):
+            monkeypatch.setattr(one._unused, "_gossiping", set)
+        with pytest.raises(RemoteError, match="needs the connection"):
+            await a._ask(b.node_id, KIND_MAY_LET_GO, b"")
+        a._unused.end(trio.current_time())
+        assert await a.request(b.node_id, b"1") == b"answer to 1"
+        assert a.node_id in b.connected()
+
+
+def test_one_that_was_looked_at_before_it_is_known_why_it_was_dialled_is_let_go_soon() -> None:
+    stand = Stand()
+    n_bytes = {NodeId("a"): 0}
+    assert stand.nodes.idle(n_bytes, 1, 0.0) == []
+    stand.nodes.met_in_passing(NodeId("a"), 1.0)
+    assert stand.nodes.idle(n_bytes, 1, 1.0 + PASSING_S) == ["a"]

@@ -12,7 +12,8 @@ may last a little less than that. A ping of a peer that is merely short of proce
 SILENCE_S less PING_S, YIELD_S and CHECK_S.
 
 **Rest.** Where both sides have said that they rest, and no message has gone either way for REST_AFTER_S,
-pings come every REST_PING_S and silence may last REST_SILENCE_S: nobody waits for such a peer. This side
+pings come every REST_PING_S, from the side that did not dial, and silence may last REST_SILENCE_S: nobody
+waits for such a peer. This side
 wakes up with its first message, or when the node begins to work (`used`). From then on it pings and judges as
 above, and a peer that froze meanwhile is given up SILENCE_S later; the peer answers pings whether it rests or
 not.
@@ -51,7 +52,7 @@ by then."""
 REST_AFTER_S = 60.0
 REST_PING_S = 10.0
 REST_YIELD_S = TICK_S
-"""As YIELD_S, at rest."""
+"""At rest, so much longer waits the side that dialled."""
 REST_SILENCE_S = 15.0
 REST_MEASURE_S = 60.0
 """As MEASURE_S, at rest."""
@@ -63,7 +64,8 @@ _TICK_SLACK_S = 0.5
 class Keepalive:
     def __init__(self, *, dialled: bool = True) -> None:
         self._quiet_s = PING_S if dialled else PING_S + YIELD_S
-        self._quiet_at_rest_s = REST_PING_S if dialled else REST_PING_S + REST_YIELD_S
+        # The other side: a node that many dial pings them all at one moment, and has their answers together.
+        self._quiet_at_rest_s = REST_PING_S + REST_YIELD_S if dialled else REST_PING_S
         self._may_rest = False
         self._used_at_s = -math.inf
         self._heard_at_s = math.inf

@@ -128,8 +128,9 @@ class WideArea:
         with trio.move_on_after(SEEK_S):
             found = await self.dht.find_providers(RELAY_KEY, n_enough=RELAYS_MET)
             chosen = self._random.sample(found, min(RELAYS_MET, len(found)))
-            await self._meet_all(chosen)
-            for contact in chosen:
+            strangers = [contact for contact in chosen if contact.node_id not in self._user.connected()]
+            await self._meet_all(strangers)
+            for contact in strangers:
                 self._user.met_in_passing(contact.node_id)
 
     def relayed(self) -> set[NodeId]:

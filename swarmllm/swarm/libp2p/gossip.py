@@ -326,6 +326,11 @@ class Gossip:
             audience = self._pubsub.audience(topic_name(topic, self.network_id))
         return audience
 
+    def neighbours(self) -> set[NodeId]:
+        """The peers in the mesh of a topic."""
+        meshes = {} if self._pubsub is None else self._pubsub.router.mesh
+        return {NodeId(str(peer_id)) for mesh in meshes.values() for peer_id in mesh}
+
     async def publish(self, topic: str, content: bytes) -> None:
         """A failure of the network is logged, not raised: heartbeats tell those who miss the message."""
         if self._pubsub is not None:

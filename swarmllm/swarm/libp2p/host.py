@@ -28,7 +28,6 @@ from libp2p.network.config import ConnectionConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import Direction
 from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.yamux import yamux
 from multiaddr import Multiaddr
@@ -252,17 +251,8 @@ class Host:
     async def _dial(self, node_id: NodeId, addresses: list[Address]) -> None:
         if self.libp2p_host is None:
             raise NodeUnreachable("libp2p is being started again")
-        if len(addresses) > 1 and not self.is_connected(node_id):
+        if not self.is_connected(node_id):
             await self._dial_whichever_answers(node_id, addresses)
-            return
-        where = [Multiaddr(str(Address(a.ip, a.port))) for a in addresses]
-        try:
-            peer_id = ID.from_base58(node_id)
-            # The library remembers every address it ever heard of and tries them all.
-            self.libp2p_host.get_peerstore().clear_addrs(peer_id)
-            await self.libp2p_host.connect(PeerInfo(peer_id, where))
-        except Exception as error:
-            raise NodeUnreachable(f"node {node_id} cannot be reached: {type(error).__name__}") from error
 
     async def _dial_whichever_answers(self, node_id: NodeId, addresses: list[Address]) -> None:
         """An address can be somebody else's by now: then the others have their turn."""

@@ -51,13 +51,15 @@ class HeardNodes(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """The use of a connection that was made because there was work."""
+    """The use of a connection."""
 
     n_bytes: int
     """Of all messages with that node so far."""
     since_s: float
     """When that number was another one, or a request was made."""
     idle_s: float = IDLE_S
+    is_for_gossip: bool = False
+    """Neither work nor a question made it."""
 
     def again(self, now: float) -> None:
         self.since_s, self.idle_s = now, IDLE_S
@@ -137,8 +139,10 @@ class ReachableNodes:
             use.again(now)
 
     def met_in_passing(self, node_id: NodeId, now: float) -> None:
-        """A connection with it was made for one question."""
-        if self._uses.get(node_id) is None:
+        """A connection with it was made for one question, just now."""
+        use = self._uses.get(node_id)
+        # It may have been looked at already.
+        if use is None or use.is_for_gossip:
             self._uses.put(node_id, Use(0, now, PASSING_S))
 
     def idle(
@@ -146,7 +150,7 @@ class ReachableNodes:
     ) -> list[NodeId]:
         """Of at most `n_surplus` nodes that were dialled for work or in passing: those without any for the
         longest time, without those in `kept`. `n_bytes`: of all messages with each connected node so
-        far."""
+        far. Others that are connected are taken down as there for gossip."""
         for node_id, use in list(self._uses.items()):
             if node_id not in n_bytes:
                 # It may have been dialled so lately that records are still being exchanged.
@@ -155,10 +159,16 @@ class ReachableNodes:
             elif n_bytes[node_id] != use.n_bytes:
                 use.n_bytes = n_bytes[node_id]
                 use.again(now)
+        for node_id in n_bytes:
+            if node_id not in self._uses:
+                self._uses.put(node_id, Use(n_bytes[node_id], now, is_for_gossip=True))
         found = sorted(
             (use.since_s, node_id)
             for node_id, use in self._uses.items()
-            if now - use.since_s >= use.idle_s and node_id in n_bytes and node_id not in kept
+            if not use.is_for_gossip
+            and now - use.since_s >= use.idle_s
+            and node_id in n_bytes
+            and node_id not in kept
         )
         return [node_id for _, node_id in found[: max(0, n_surplus)]]
 

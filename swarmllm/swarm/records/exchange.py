@@ -35,6 +35,7 @@ KIND_ENVELOPES = 2
 KIND_PEERS = 3
 KIND_DIAL_BACK = 4
 KIND_LET_GO = 5
+KIND_MAY_LET_GO = 6
 
 NO_DIGESTS: Final = msgspec.msgpack.encode(())
 """The answer where two nodes know the same."""

@@ -94,6 +94,7 @@ def _folder(path: Path) -> Path:
 async def introduce(one: tuple[Host, Dht], other: tuple[Host, Dht]) -> None:
     with trio.fail_after(DEADLINE_S):
         await one[0].dial(other[0].node_id, [Address("127.0.0.1", other[0].port)])
+        await until(lambda: other[0].is_connected(one[0].node_id))
         one[1].met(other[0].node_id)
         other[1].met(one[0].node_id)
         await until(lambda: other[0].node_id in one[1].core.table)

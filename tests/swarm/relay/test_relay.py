@@ -152,9 +152,11 @@ async def test_a_relay_that_a_hidden_node_has_never_met_is_found_by_the_dht(tmp_
                     await trio.sleep(0.05)
             assert known.wide_area.relay_service is None
             now = trio.current_time()
-            assert a._idle(now) == a._idle(now + 2 * IDLE_S) == [], "a reservation is a use while it lasts"
+            assert a._unused.idle(now) == a._unused.idle(now + 2 * IDLE_S) == [], (
+                "a reservation is a use while it lasts"
+            )
             a.directory.wide_area.relays.drop(relay.node_id)
-            assert a._idle(now + 2 * IDLE_S) == [relay.node_id]
+            assert a._unused.idle(now + 2 * IDLE_S) == [relay.node_id]
 
 
 async def test_both_ends_turn_to_a_direct_connection_without_losing_a_message(tmp_path: Path) -> None:
