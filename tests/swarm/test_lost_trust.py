@@ -52,6 +52,7 @@ async def test_unreadable_requests_cost_the_connection_and_nobody_elses(tmp_path
                 except SwarmLLMError:
                     continue
         await until(victim, lambda: hostile.node_id not in victim.connected())
+        await until(hostile, lambda: victim.node_id not in hostile.connected())
         assert trust.count(hostile.node_id, TrustEvent.BROKE_PROTOCOL) >= 5
         with pytest.raises(SwarmLLMError):
             await hostile.connect(victim.addresses[0], timeout_s=3)

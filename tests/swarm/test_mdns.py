@@ -122,7 +122,15 @@ async def test_what_is_no_announcement_is_passed_over(junk: str) -> None:
     assert set(finder.found) == ({X} if junk == "nothing wrong" else set())
 
 
-@pytest.mark.parametrize("error", [EventLoopBlocked(), NotRunningException(), RuntimeError("loop closed")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EventLoopBlocked(),
+        NotRunningException(),
+        RuntimeError("loop closed"),
+        AssertionError("Zeroconf instance loop must be running, was it already stopped?"),
+    ],
+)
 async def test_what_cannot_be_looked_up_is_passed_over(error: Exception) -> None:
     listener = mdns._Listener(trio.lowlevel.current_trio_token(), b"", Finder().take)
     listener.add_service(Failing(error), mdns.SERVICE, X)  # type: ignore[arg-type]

@@ -42,8 +42,9 @@ class _Listener(ServiceListener):
     def add_service(self, zc: Zeroconf, type_: str, name: str) -> None:
         try:
             info = zc.get_service_info(type_, name, timeout=_RESOLVE_MS)
-        except (ZeroconfError, RuntimeError) as error:
-            # Closed meanwhile, or slower than it is allowed to be; this is a thread of zeroconf's own.
+        except (ZeroconfError, RuntimeError, AssertionError) as error:
+            # Closed meanwhile, or slower than it is allowed to be; this is a thread of zeroconf's own. It
+            # asserts that its loop runs.
             provoked_by(log, "mDNS").debug("mDNS answer not looked up: %s", type(error).__name__)
             return
         if info is None or info.port is None or (info.properties.get(_NETWORK_KEY) or b"") != self._network:
