@@ -41,7 +41,7 @@ from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
-from swarmllm.swarm.peers.connection_limits import Standings
+from swarmllm.swarm.peers.connection_limits import Standing, Standings
 from swarmllm.swarm.peers.directory import PeerDirectory
 from swarmllm.swarm.peers.liveness import Liveness
 from swarmllm.swarm.peers.reachable import ReachableNodes
@@ -173,7 +173,7 @@ class Libp2pRouter:
             nursery,
             self._liveness,
             self._reachable,
-            SpareConnections(settings.max_peers, directory.uses, random.Random()),
+            SpareConnections(settings.max_peers, directory.uses, self._is_chosen, random.Random()),
             self._ask,
             self.plane.status,
             lambda: self.wide_area.relayed(),
@@ -471,6 +471,9 @@ class Libp2pRouter:
             self.directory.tidy(now)
             self._reachable.announce_changes(now)
             self._unused.end(now)
+
+    def _is_chosen(self, node_id: NodeId) -> bool:
+        return self.host.has_dialled(node_id) or self._gater.standing(node_id) > Standing.STRANGER
 
     def _gossiping(self) -> set[NodeId]:
         return set() if self._gossip is None else self._gossip.neighbours()

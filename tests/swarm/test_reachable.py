@@ -444,7 +444,9 @@ async def test_two_nodes_with_enough_connections_end_theirs_and_take_each_other_
 ) -> None:
     async with idle_pair(tmp_path, max_peers=0) as (a, b):
         spare = a._unused._spare
-        assert spare.offered(1, trio.current_time(), a._unused._kept()) == [], "gossip goes that way"
+        assert spare.offered([b.node_id], trio.current_time(), a._unused._kept()) == [], (
+            "gossip goes that way"
+        )
         for one in (a, b):
             monkeypatch.setattr(one._unused, "_gossiping", set)
         a._unused.end(trio.current_time())

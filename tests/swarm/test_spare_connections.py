@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +24,26 @@ class End:
 
     def __init__(self, seed: int = 0) -> None:
         self.uses: Parts[Use] = Parts.alone()
-        self.spare = SpareConnections(PEERS_MAX, self.uses, random.Random(seed))
+        self.chosen: set[NodeId] = set()
+        self.spare = SpareConnections(
+            PEERS_MAX, self.uses, lambda node_id: node_id in self.chosen, random.Random(seed)
+        )
 
     def connect(self, *names: NodeId, since_s: float = 0.0, is_for_gossip: bool = True) -> None:
         for name in names:
             self.uses.put(name, Use(0, since_s, is_for_gossip=is_for_gossip))
 
+    def drop(self, name: NodeId) -> None:
+        self.uses.drop(name)
+        self.chosen.discard(name)
+
     def offered(self, now: float, kept: Container[NodeId] = ()) -> list[NodeId]:
-        return self.spare.offered(len(self.uses), now, kept)
+        return self.spare.offered(list(self.uses), now, kept)
+
+    def agrees(
+        self, name: NodeId, staying: Collection[NodeId], now: float, kept: Container[NodeId] = ()
+    ) -> bool:
+        return self.spare.agrees(name, staying, now, kept)
 
 
 def test_offers_are_made_beyond_the_tolerated_number_and_for_what_is_beyond_it() -> None:
@@ -66,16 +78,37 @@ def test_a_connection_of_use_is_neither_offered_nor_given_up(why: str) -> None:
     )
     kept = [the_one] if why == "it is kept" else []
     assert end.offered(IDLE_S, kept) == []
-    assert not end.spare.agrees(the_one, PEERS_MAX + 1, IDLE_S, kept)
+    assert not end.agrees(the_one, list(end.uses), IDLE_S, kept)
+
+
+ENOUGH = NAMES[: PEERS_MAX + 1]
 
 
 def test_who_keeps_as_many_as_it_looks_for_agrees_and_nobody_else() -> None:
     end = End()
     end.connect(NAMES[0])
-    assert end.spare.agrees(NAMES[0], PEERS_MAX + 1, AGREES_AFTER_S, ())
-    assert not end.spare.agrees(NAMES[0], PEERS_MAX, AGREES_AFTER_S, ())
-    assert not end.spare.agrees(NAMES[0], PEERS_MAX + 1, AGREES_AFTER_S - 0.1, ())
-    assert not end.spare.agrees(NAMES[1], PEERS_MAX + 1, AGREES_AFTER_S, ()), "nothing is known of it"
+    assert end.agrees(NAMES[0], ENOUGH, AGREES_AFTER_S)
+    assert not end.agrees(NAMES[1], ENOUGH, AGREES_AFTER_S), "nothing is known of it"
+    assert not end.agrees(NAMES[0], ENOUGH, AGREES_AFTER_S - 0.1)
+    assert not end.agrees(NAMES[0], ENOUGH[:PEERS_MAX], AGREES_AFTER_S)
+    assert not end.agrees(NAMES[0], ENOUGH, 2 * AGREES_AFTER_S - 0.1), "it has just been refused"
+    assert end.agrees(NAMES[0], ENOUGH, 2 * AGREES_AFTER_S)
+
+
+def test_half_of_those_that_are_looked_for_stay_of_the_chosen_ones() -> None:
+    """Whoever fills a node with connections of his own does not get the others ended."""
+    end = End()
+    end.connect(*NAMES)
+    end.chosen |= set(NAMES[: PEERS_MAX // 2])
+    assert not end.agrees(NAMES[0], NAMES, IDLE_S)
+    assert end.agrees(NAMES[-1], NAMES, IDLE_S)
+    for round_number in range(1, 6):
+        assert end.chosen.isdisjoint(end.offered(round_number * IDLE_S * 2))
+    end.chosen.add(NAMES[PEERS_MAX])
+    assert end.agrees(NAMES[0], NAMES, 20 * IDLE_S)
+    offered = {name for number in range(11, 40) for name in end.offered(number * IDLE_S * 2)}
+    assert offered & end.chosen
+    assert all(len(end.chosen.intersection(end.offered(n * IDLE_S * 2))) <= 1 for n in range(41, 60))
 
 
 def test_work_between_offer_and_answer_is_seen() -> None:
@@ -100,6 +133,8 @@ def test_a_swarm_through_which_others_have_passed_keeps_few_connections_and_stay
     ends = {node_id: End(rng.randrange(2**32)) for node_id in ids}
 
     def connect(a: NodeId, b: NodeId) -> None:
+        if b not in ends[a].uses:
+            ends[a].chosen.add(b)
         ends[a].connect(b)
         ends[b].connect(a)
 
@@ -109,6 +144,7 @@ def test_a_swarm_through_which_others_have_passed_keeps_few_connections_and_stay
             if other != node_id:
                 connect(node_id, other)
     looked_for = {node_id: min(PEERS_MAX, len(end.uses)) for node_id, end in ends.items()}
+    chosen_kept = {node_id: min(PEERS_MAX // 2, len(end.chosen)) for node_id, end in ends.items()}
     for round_number in range(1, 3 * n_nodes):
         now = round_number * (IDLE_S + 1)
         for node_id in rng.sample(ids, n_nodes):
@@ -117,13 +153,19 @@ def test_a_swarm_through_which_others_have_passed_keeps_few_connections_and_stay
                 their = ends[other].uses.get(node_id)
                 assert their is not None
                 their.since_s = min(their.since_s, now - AGREES_AFTER_S)
-                if ends[other].spare.agrees(node_id, len(ends[other].uses), now, ()):
-                    ends[node_id].uses.drop(other)
-                    ends[other].uses.drop(node_id)
+                if ends[other].agrees(node_id, list(ends[other].uses), now):
+                    ends[node_id].drop(other)
+                    ends[other].drop(node_id)
     for node_id, end in ends.items():
         assert len(end.uses) >= looked_for[node_id]
-        others_have_more = [other for other in end.uses if len(ends[other].uses) > PEERS_MAX]
-        assert len(end.uses) <= TOLERATED_N or not others_have_more
+        assert len(end.chosen) >= chosen_kept[node_id]
+        if len(end.uses) > TOLERATED_N:
+            assert all(
+                len(ends[other].uses) <= PEERS_MAX
+                or (node_id in ends[other].chosen and len(ends[other].chosen) <= PEERS_MAX // 2)
+                or (other in end.chosen and len(end.chosen) <= PEERS_MAX // 2)
+                for other in end.uses
+            )
     seen, left = {ids[0]}, [ids[0]]
     while left:
         for other in set(ends[left.pop()].uses) - seen:

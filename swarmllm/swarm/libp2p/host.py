@@ -332,6 +332,10 @@ class Host:
         """Whether there is a connection that goes through no relay."""
         return any(not host_guards.is_relayed(c.muxed_conn) for c in self._connections(node_id))
 
+    def has_dialled(self, node_id: NodeId) -> bool:
+        """Whether there is a connection that this node made."""
+        return any(each.direction == Direction.OUTBOUND for each in self._connections(node_id))
+
     def remote_ip(self, node_id: NodeId) -> str:
         """Where a node's connection comes from; empty where that cannot be said."""
         for connection in self._connections(node_id):

@@ -174,10 +174,10 @@ class Liveness:
         if node_id in self.connected:
             self._peer(node_id).lets_go = True
 
-    def n_staying(self) -> int:
-        """Of the connected peers, those that have not said that they end their connections."""
+    def staying(self) -> list[NodeId]:
+        """The connected peers that have not said that they end their connections."""
         leaving = {node_id for node_id, peer in self._peers.items() if peer.lets_go}
-        return sum(node_id not in leaving for node_id in self.connected)
+        return [node_id for node_id in self.connected if node_id not in leaving]
 
     def _peer(self, node_id: NodeId) -> PeerLiveness:
         return self._peers.get(node_id) or self._peers.put(node_id, PeerLiveness())

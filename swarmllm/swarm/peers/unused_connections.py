@@ -62,7 +62,7 @@ class UnusedConnections:
         """Those that are unused by now, each in a task of its own."""
         for node_id in self.idle(now):
             spawn(self._nursery, "peer", self._let_go, node_id)
-        for node_id in self._spare.offered(self._liveness.n_staying(), now, self._kept()):
+        for node_id in self._spare.offered(self._liveness.staying(), now, self._kept()):
             spawn(self._nursery, "peer", self._offer, node_id, now)
 
     def idle(self, now: float) -> list[NodeId]:
@@ -74,8 +74,8 @@ class UnusedConnections:
 
     def may_end(self, sender: NodeId, now: float) -> bytes:
         """The answer to one that offers to end its connection with this node. Raises RequestRefused."""
-        is_spare = self._spare.agrees(sender, self._liveness.n_staying(), now, self._kept())
-        if not is_spare or sender not in self._liveness.connected:
+        staying = self._liveness.staying()
+        if sender not in staying or not self._spare.agrees(sender, staying, now, self._kept()):
             raise RequestRefused("this node needs the connection")
         self._liveness.peer_lets_go(sender)
         return b""
