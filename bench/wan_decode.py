@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +55,9 @@ QUESTIONS: Final = (
 )
 QUESTIONS_PER_ROUND: Final = 2
 N_CTX: Final = 1024
+SETTLED_S: Final = 0.5
+"""Stages free the rows of an answer a moment after its end. The next answer has other bits where that happens
+while it runs: its cells are in another order then."""
 
 Ask = Callable[[str, bool], Answer]
 """A prompt, and whether the answer goes on behind its end."""
@@ -103,28 +108,56 @@ def prompts(text: str, index: int) -> tuple[str, ...]:
     return tuple(QUESTIONS[(first + i) % len(QUESTIONS)] for i in range(QUESTIONS_PER_ROUND))
 
 
-def ask(way: Ask, text: str, index: int) -> tuple[float, list[str]]:
-    """Tokens/s from the first token on, of all prompts of a round one after the other, and what was said."""
-    answers = [way(prompt, text != "guide") for prompt in prompts(text, index)]
-    speed = sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers)
-    return speed, [answer.text for answer in answers]
+def ask(way: Ask, text: str, index: int, settled_s: float) -> list[Answer]:
+    """All prompts of a round, one after the other."""
+    answers = []
+    for prompt in prompts(text, index):
+        time.sleep(settled_s)
+        answers.append(way(prompt, text != "guide"))
+    return answers
+
+
+def decode_speed(answers: Sequence[Answer]) -> float:
+    """Tokens/s from the first token on."""
+    return sum(each.n_tokens - 1 for each in answers) / sum(each.decode_s for each in answers)
+
+
+def compare_texts(plain: Sequence[Answer], guessed: Sequence[Answer], where: str) -> None:
+    """Raises RuntimeError where the text is another one with guesses."""
+    for one, other in zip(plain, guessed, strict=True):
+        if one.text == other.text:
+            continue
+        n_alike = next((i for i, (a, b) in enumerate(zip(one.text, other.text, strict=False)) if a != b), -1)
+        raise RuntimeError(
+            f"{where}: another text with guesses after {n_alike} characters of {len(one.text)}; prompts of "
+            f"{one.n_prompt_tokens} tokens, {one.n_cached} of them kept and {other.n_cached} with guesses "
+            f"({other.n_right} right, {other.n_wrong} wrong)"
+        )
 
 
 def measure(
     ggufs: dict[str, tuple[Path, int]], n_nodes: int, rtt_ms: float, arguments: argparse.Namespace
 ) -> dict[tuple[str, str], Figure]:
     figures: dict[tuple[str, str], Figure] = {}
+    n_right: Counter[str] = Counter()
+    n_guessed: Counter[str] = Counter()
     with contestants(ggufs, n_nodes, rtt_ms / 1e3, arguments) as found:
         for index in range(arguments.rounds + 1):
-            said: dict[tuple[str, str], list[str]] = {}
-            for (text, way), asked in found.items():
+            said: dict[tuple[str, str], list[Answer]] = {}
+            turns = list(found.items())
+            for (text, way), asked in turns[:: -1 if index % 2 else 1]:
+                answers = said[text, way] = ask(asked, text, index, SETTLED_S + rtt_ms / 1e3)
+                if not index:  # the first round makes links and learns what a trip costs
+                    continue
                 label = f"{text}, {n_nodes} nodes, {rtt_ms:g} ms: {way}"
-                speed, said[text, way] = ask(asked, text, index)
-                if index:  # the first round makes links and learns what a trip costs
-                    figures.setdefault((text, way), Figure(label, SPEED)).values.append(speed)
+                figures.setdefault((text, way), Figure(label, SPEED)).values.append(decode_speed(answers))
+                if way == OURS:
+                    n_right[text] += sum(answer.n_right for answer in answers)
+                    n_guessed[text] += sum(answer.n_right + answer.n_wrong for answer in answers)
             for text in ggufs:
-                if said[text, PLAIN] != said[text, OURS]:
-                    raise RuntimeError(f"{text} over {n_nodes} nodes is another text with guesses")
+                compare_texts(said[text, PLAIN], said[text, OURS], f"{text}, {n_nodes} nodes, round {index}")
+    for text in ggufs:
+        figures[text, OURS].name += f" ({n_right[text]} of {n_guessed[text]} right)"
     return figures
 
 

@@ -32,6 +32,11 @@ class Answer:
     decode_s: float
     text: str
     swarm: dict[str, Any]
+    n_cached: int = 0
+    """Tokens of the prompt."""
+    n_right: int = 0
+    """Guesses that were right."""
+    n_wrong: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,6 +93,7 @@ def ask_chat(api_url: str, model: str, prompt: str, n_tokens: int, *, ignore_eos
                 end_s = event.at_s
     if not end_s:
         raise RuntimeError("the answer had no end")
+    guesses = usage.get("completion_tokens_details", {})
     return Answer(
         n_tokens=int(usage["completion_tokens"]),
         n_prompt_tokens=int(usage["prompt_tokens"]),
@@ -95,6 +101,9 @@ def ask_chat(api_url: str, model: str, prompt: str, n_tokens: int, *, ignore_eos
         decode_s=end_s - first_s,
         text="".join(text),
         swarm=swarm,
+        n_cached=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+        n_right=guesses.get("accepted_prediction_tokens", 0),
+        n_wrong=guesses.get("rejected_prediction_tokens", 0),
     )
 
 
