@@ -87,11 +87,17 @@ setup(
                     "neon_blocks_32",
                     "neon_blocks_32_rows",
                     "neon_k_quants_rows",
+                    "row_attention_avx2",
                     "weights_body",
                 )
             ],
-            # Nothing fused in rows that are rounded: the same bits on every processor.
-            extra_compile_args=["-O2", *(("-ffp-contract=off",) if name == "row_codec" else ())],
+            # Nothing fused that the source does not fuse: rows that are rounded have the same bits on every
+            # processor, and attention has ggml's.
+            extra_compile_args=[
+                "-O2",
+                *(("-ffp-contract=off",) if name in ("row_codec", "row_attention") else ()),
+            ],
+            libraries=["m"] if name == "row_attention" and os.name == "posix" else [],
             optional=True,
         )
         for name, *others in (
@@ -106,7 +112,7 @@ setup(
                 "neon_blocks_32",
                 "neon_k_quants",
             ),
-            ("row_attention",),
+            ("row_attention", "row_attention_avx2"),
             ("memory_calls",),
             ("lone_row",),
             ("weights",),

@@ -238,7 +238,8 @@ class InferenceTable:
         "auto", "libllama's fused attention: on, off, auto (if it can)."
     )
     kernels: KernelMode = _setting(
-        "auto", "Matrix products: auto (the fastest here, as measured), ggml, ours."
+        "auto",
+        "Matrix products: auto (the fastest here, as measured; attention of few rows too), ggml, ours.",
     )
     check_cuts: bool = _setting(
         True,

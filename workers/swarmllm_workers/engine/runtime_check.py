@@ -48,13 +48,13 @@ class Calls:
 class Graphs:
     """A ggml context and a processor to compute with. Raises LookupError or MemoryError."""
 
-    def __init__(self, closing: ExitStack) -> None:
+    def __init__(self, closing: ExitStack, *, memory_bytes: int = _MEMORY_BYTES, n_threads: int = 1) -> None:
         self.ggml = functions()
-        self.context = self.ggml["ggml_init"](InitParams(_MEMORY_BYTES, None, False)) or no_memory()
+        self.context = self.ggml["ggml_init"](InitParams(memory_bytes, None, False)) or no_memory()
         closing.callback(self.ggml["ggml_free"], self.context)
         self._backend = self.ggml["ggml_backend_cpu_init"]() or no_memory()
         closing.callback(self.ggml["ggml_backend_free"], self._backend)
-        self.ggml["ggml_backend_cpu_set_n_threads"](self._backend, 1)
+        self.ggml["ggml_backend_cpu_set_n_threads"](self._backend, n_threads)
 
     def tensor(self, kind: int, *shape: int) -> int:
         padded = (*shape, 1, 1, 1, 1)[:4]

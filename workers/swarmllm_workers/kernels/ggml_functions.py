@@ -37,6 +37,7 @@ _FUNCTIONS: Final[dict[str, tuple[str, Any, tuple[Any, ...]]]] = {
         ctypes.c_void_p,
         (*[ctypes.c_void_p] * 5, *[ctypes.c_float] * 3),
     ),
+    "ggml_permute": ("libggml-base", ctypes.c_void_p, (*[ctypes.c_void_p] * 2, *[ctypes.c_int] * 4)),
     "ggml_mul_mat": ("libggml-base", ctypes.c_void_p, (ctypes.c_void_p,) * 3),
     "ggml_rms_norm": ("libggml-base", ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float)),
     "ggml_soft_max": ("libggml-base", ctypes.c_void_p, (ctypes.c_void_p,) * 2),

@@ -29,6 +29,7 @@ from swarmllm_proto.ipc.base import KernelChoice, KernelMode, KernelType, Kernel
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of
 from swarmllm_workers.kernels import interposing, small_batches
+from swarmllm_workers.kernels.attention_tuning import AttentionTuning
 from swarmllm_workers.kernels.kernel_choice import (
     ROW_CLASSES,
     MatrixType,
@@ -210,6 +211,7 @@ class KernelTuning:
         self._in_use: dict[tuple[MatrixType, int], ProductShape] = {}
         """By type and row length."""
         small_batches.use(mode)
+        self._attention = AttentionTuning()
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
@@ -237,7 +239,9 @@ class KernelTuning:
         then ggml computes single rows, and our kernels the rest."""
         if not self.is_on:
             return True
+        sources = list(sources)
         n_unknown = sum(not self._tune(source, n_threads, measures) for source in sources)
+        n_unknown += not self._attention.tune(sources, n_threads, measures=measures)
         if self._in_use:
             small_batches.fill_table(
                 {key: [each.way for each in self._chosen[shape]] for key, shape in self._in_use.items()}

@@ -17,11 +17,45 @@ attention.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from swarmllm_proto.ipc import FlashAttention, KvType
-from swarmllm_workers.kernels.interposing import stand_before_libllama
+from swarmllm_workers.kernels.interposing import mapped_libraries, stand_before_libllama
+
+_SHAPES_MAX: Final = 64
+"""As row_attention.c has it."""
 
 _library: ctypes.CDLL | None = None
+
+
+class HeadShape(NamedTuple):
+    """What `row_attention_avx2.c` is chosen by."""
+
+    key: int
+    """Numbers of a key."""
+    value: int
+    """Of a value."""
+    group: int
+    """Heads of queries for each head of keys."""
+
+
+class RowChoices(NamedTuple):
+    """Whether ours computes it."""
+
+    single: bool
+    """A row that is alone in its batch."""
+    several: bool
+    """Batches of 2 to 63 rows."""
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        ("key", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("is_ours", ctypes.c_int64 * 2),
+    )
 
 
 def install() -> None:
@@ -49,3 +83,47 @@ def chosen(setting: FlashAttention, kv_type: KvType) -> FlashAttention:
 def is_asked() -> bool:
     """Whether ggml has asked here since it was loaded."""
     return _library is not None and ctypes.c_int64.in_dll(_library, "swarmllm_n_attended").value > 0
+
+
+def computes_rows(shape: HeadShape) -> bool:
+    """Whether ours can compute it on this processor at all, after libllama was loaded. False of an earlier
+    state of the C files, and of a libllama for AVX-512: its sums have another order."""
+    if _library is None or not hasattr(_library, "swarmllm_attention_bytes") or _has_wider_sums():
+        return False
+    _library.swarmllm_attention_bytes.restype = ctypes.c_size_t
+    sizes = ctypes.c_int64(shape.key), ctypes.c_int64(shape.value)
+    is_whole = all(0 < size <= 256 and size % 32 == 0 for size in shape[:2])
+    return is_whole and bool(_library.swarmllm_attention_bytes(*sizes))
+
+
+def _has_wider_sums() -> bool:
+    libraries = mapped_libraries("libggml-cpu")
+    return any(hasattr(ggml, "ggml_cpu_has_avx512") and ggml.ggml_cpu_has_avx512() for ggml in libraries)
+
+
+def fill_table(table: Mapping[HeadShape, RowChoices]) -> None:
+    """What ours computes; all else is ggml's. Between two batches only."""
+    if _library is None or not hasattr(_library, "swarmllm_attention_bytes"):
+        return
+    shapes = (_Shape * _SHAPES_MAX).in_dll(_library, "swarmllm_attention_shapes")
+    n_shapes = min(len(table), _SHAPES_MAX)
+    for each, (shape, choices) in zip(shapes, table.items(), strict=False):
+        each.key, each.value, each.group = shape
+        each.is_ours[0], each.is_ours[1] = choices
+    ctypes.c_int64.in_dll(_library, "swarmllm_n_attention_shapes").value = n_shapes
+
+
+def force(is_ours: bool | None) -> None:
+    """From now on ours computes every row that it can, or none; None: the table counts again."""
+    if _library is not None and hasattr(_library, "swarmllm_attention_bytes"):
+        forced = ctypes.c_int64.in_dll(_library, "swarmllm_attention_forced")
+        forced.value = -1 if is_ours is None else is_ours
+
+
+def has_computed() -> bool:
+    """Whether ours has computed anything since this was asked last."""
+    if _library is None or not hasattr(_library, "swarmllm_n_ours"):
+        return False
+    n_ours = ctypes.c_int64.in_dll(_library, "swarmllm_n_ours")
+    found, n_ours.value = n_ours.value > 0, 0
+    return found
