@@ -419,7 +419,7 @@ async def test_connected_nodes_are_taken_down_as_there_for_gossip_and_are_not_en
     stand.nodes.used(NodeId("a"), 2 * IDLE_S)
     stand.nodes.idle(n_bytes | {NodeId("b"): 1}, 2, 2 * IDLE_S + 1)
     assert [use.since_s for use in uses.values()] == [2 * IDLE_S, 2 * IDLE_S + 1]
-    stand.nodes.idle({NodeId("b"): 1}, 2, 4 * IDLE_S)
+    stand.nodes.idle({NodeId("b"): 1}, 2, 2 * IDLE_S + 2)
     assert list(stand.uses) == ["b"]
 
 

@@ -153,8 +153,8 @@ class ReachableNodes:
         far. Others that are connected are taken down as there for gossip."""
         for node_id, use in list(self._uses.items()):
             if node_id not in n_bytes:
-                # It may have been dialled so lately that records are still being exchanged.
-                if now - use.since_s >= IDLE_S:
+                # One that was dialled may have been so lately that records are still being exchanged.
+                if use.is_for_gossip or now - use.since_s >= IDLE_S:
                     self._uses.drop(node_id)
             elif n_bytes[node_id] != use.n_bytes:
                 use.n_bytes = n_bytes[node_id]
