@@ -161,9 +161,12 @@ def way(router: Libp2pRouter, node_id: NodeId) -> tuple[bool | None, str]:
 async def settle(router: Libp2pRouter, node_id: NodeId, punch_s: float, upgrade_s: float) -> None:
     """Reach it, and wait for a better way than a relay."""
     with trio.move_on_after(REACH_S):
-        while node_id not in router.connected():
+        is_reached = False
+        # Also a node that is connected: then there is a data connection, as before a request.
+        while not is_reached or node_id not in router.connected():
             try:
                 await router.reach(node_id, timeout_s=REACH_S)
+                is_reached = True
                 await trio.sleep(0.1)  # records are exchanged behind it
             except SwarmLLMError:
                 await trio.sleep(1.0)

@@ -11,6 +11,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.data.upgrade import UPGRADE_EVERY_S
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.peers import early_connections
@@ -104,7 +105,8 @@ async def test_a_stream_gives_way_to_a_direct_connection_and_nothing_is_lost(tmp
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange, a, b, payloads)
             assert await a.plane.upgrades.upgrade(b.node_id)
-            assert await b.plane.upgrades.upgrade(a.node_id)
+            # It has accepted that connection, and may have turned to it by itself.
+            await b.plane.upgrades.upgrade(a.node_id)
         assert [peer.data_plane for peer in (*a.peers(), *b.peers())] == ["direct", "direct"]
         assert not await a.plane.upgrades.upgrade(b.node_id)
         with trio.fail_after(DEADLINE_S):
@@ -113,6 +115,21 @@ async def test_a_stream_gives_way_to_a_direct_connection_and_nothing_is_lost(tmp
                 b.plane.upgrades.tidy(a.node_id)
                 await trio.sleep(0.01)
         await exchange(a, b, [b"after"])
+        assert a.connected() == {b.node_id}
+
+
+async def test_a_node_that_can_dial_turns_a_peers_stream_into_a_direct_connection_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is behind a router that lets in nobody, and a message is to go there."""
+    monkeypatch.setattr(early_connections, "EARLY_DATA_PEERS", 0)
+    async with two_nodes(tmp_path) as (a, b):
+        monkeypatch.setattr(a.plane, "addresses_of", lambda node_id: [])
+        await exchange(a, b, [b"over a stream, or not"])
+        with trio.fail_after(UPGRADE_EVERY_S / 2):
+            while [peer.data_plane for peer in (*a.peers(), *b.peers())] != ["direct", "direct"]:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        await exchange(a, b, [b"directly", bytes(100_000)])
         assert a.connected() == {b.node_id}
 
 

@@ -289,7 +289,9 @@ class DataPlane:
         spawn(self._nursery, "connection", self._turn_to, node_id, connection)
 
     async def _turn_to(self, node_id: NodeId, connection: Connection) -> None:
-        if await connection.says_hello():
+        if await connection.says_hello() and (neighbour := self._neighbours.get(node_id)) is not None:
+            async with neighbour.establishing:
+                pass  # A stream may be on its way to being what messages take.
             await self.upgrades.upgrade(node_id)
 
     def has_direct(self, node_id: NodeId) -> bool:
@@ -485,7 +487,9 @@ class DataPlane:
         finally:
             handshake.end()
         if self._may_come(node_id):
-            self._start(node_id, wire, dialled=False)
+            connection = self._start(node_id, wire, dialled=False)
+            if not self._sends_directly(node_id):
+                spawn(self._nursery, "connection", self._turn_to, node_id, connection)
         else:
             wire.abort()
 
@@ -493,7 +497,22 @@ class DataPlane:
         if not self._may_come(sender):
             await stream.reset()
             return
+        if self._neighbours.get(sender) is None:
+            spawn(self._nursery, "connection", self._dial_back, sender)
         await self._run(self._connection(sender, self._streams.wire(stream), dialled=False))
+
+    async def _dial_back(self, node_id: NodeId) -> None:
+        """A peer that cannot dial this node's data port may have one that this node can dial."""
+        if not self.has_direct(node_id) and (connection := await self.dial(node_id)) is not None:
+            await self._turn_to(node_id, connection)
+
+    def _sends_directly(self, node_id: NodeId) -> bool:
+        neighbour = self._neighbours.get(node_id)
+        return (
+            neighbour is not None
+            and neighbour.sending is not None
+            and neighbour.sending.wire_kind == "direct"
+        )
 
     def _may_come(self, node_id: NodeId) -> bool:
         n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}
