@@ -133,6 +133,24 @@ async def test_a_node_that_can_dial_turns_a_peers_stream_into_a_direct_connectio
         assert a.connected() == {b.node_id}
 
 
+async def test_no_stream_is_opened_to_a_peer_that_has_dialled_while_it_was_dialled_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_connections, "EARLY_DATA_PEERS", 0)
+    async with two_nodes(tmp_path) as (a, b):
+
+        async def dial_in_vain(node_id: NodeId) -> None:
+            await b.plane.reach(a.node_id)
+            with trio.fail_after(DEADLINE_S):
+                while not a.plane.connections(b.node_id):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+
+        monkeypatch.setattr(a.plane, "dial", dial_in_vain)
+        connection = await a.plane.reach(b.node_id)
+        assert connection.wire_kind == "direct"
+        assert a.plane.all_connections(b.node_id) == [connection]
+
+
 async def test_over_a_libp2p_stream_a_reader_may_take_its_time(tmp_path: Path) -> None:
     async with two_nodes(tmp_path, announce=(ELSEWHERE,)) as (a, b):
         released, arrived = trio.Event(), trio.Event()

@@ -189,9 +189,12 @@ class DataPlane:
         async with neighbour.establishing:
             if neighbour.sending is not None and neighbour.sending.alive:
                 return neighbour.sending
-            live = [c for c in self.connections(node_id) if not c.retired and not c.has_left]
+            live = self._to_send_on(node_id)
             neighbour.sending = live[0] if live else await self._establish(node_id, neighbour)
             return neighbour.sending
+
+    def _to_send_on(self, node_id: NodeId) -> list[Connection]:
+        return [c for c in self.connections(node_id) if not c.retired and not c.has_left]
 
     def dial_beside(self, node_id: NodeId) -> None:
         """Have a direct connection, if there is such a way, while libp2p's is being made. Where there is
@@ -335,7 +338,9 @@ class DataPlane:
         try:
             connection = await self.dial(node_id)
             if connection is None:
-                connection = await self._open_stream(node_id)
+                # The peer may have dialled this node meanwhile.
+                live = self._to_send_on(node_id)
+                connection = live[0] if live else await self._open_stream(node_id)
             if not await connection.says_hello():
                 raise NodeUnreachable(f"node {node_id} said no hello on the data plane: {connection.ending}")
         except NodeUnreachable:
