@@ -11,6 +11,7 @@ import trio
 
 from swarmllm.errors import NodeUnreachable
 from swarmllm.swarm.data.neighbour import Neighbour
+from swarmllm.swarm.data.stream_fallback import PROTOCOL
 from swarmllm.swarm.data.upgrade import UPGRADE_EVERY_S
 from swarmllm.swarm.discovery.addresses import Address
 from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
@@ -149,6 +150,31 @@ async def test_no_stream_is_opened_to_a_peer_that_has_dialled_while_it_was_diall
         connection = await a.plane.reach(b.node_id)
         assert connection.wire_kind == "direct"
         assert a.plane.all_connections(b.node_id) == [connection]
+
+
+async def test_streams_that_come_and_go_bring_one_dial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens them says where it is to be dialled. (One that ends a connection over a stream ends all,
+    and has to connect anew.)"""
+    monkeypatch.setattr(early_connections, "EARLY_DATA_PEERS", 0)
+    dialled: list[NodeId] = []
+    async with two_nodes(tmp_path) as (a, b):
+
+        async def dial(node_id: NodeId) -> None:
+            dialled.append(node_id)
+            await trio.lowlevel.checkpoint()
+
+        monkeypatch.setattr(b.plane, "dial", dial)
+        for _ in range(4):
+            stream = await a.host.open_stream(b.node_id, PROTOCOL)
+            with trio.fail_after(DEADLINE_S):
+                while not b.plane.all_connections(a.node_id):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                await stream.reset()
+                while b.plane.all_connections(a.node_id):  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+    assert dialled == [a.node_id]
 
 
 async def test_over_a_libp2p_stream_a_reader_may_take_its_time(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 CONNECTIONS_MAX = 1024
 """Unless the node has more of libp2p's: every peer that counts has one of each."""
 CONNECTIONS_PER_PEER = 6
+DIALS_BACK_MAX = 8
+"""At once, of peers that have opened a stream."""
 HANDSHAKES_MAX = 64
 """Accepted connections of which the peer is not known yet."""
 
@@ -109,6 +111,7 @@ class DataPlane:
         self.connections_max = max(CONNECTIONS_MAX, connections_max)
         """For twice as many peers, those are forgotten that could not be reached."""
         self._identity = identity
+        self._dialling_back: set[NodeId] = set()
         self._budget = budget or ByteBudget()
         self._gater = gater
         self._host = host
@@ -502,14 +505,27 @@ class DataPlane:
         if not self._may_come(sender):
             await stream.reset()
             return
-        if self._neighbours.get(sender) is None:
+        is_new = self._neighbours.get(sender) is None and sender not in self._dialling_back
+        if is_new and len(self._dialling_back) < DIALS_BACK_MAX:
+            self._dialling_back.add(sender)
             spawn(self._nursery, "connection", self._dial_back, sender)
         await self._run(self._connection(sender, self._streams.wire(stream), dialled=False))
 
     async def _dial_back(self, node_id: NodeId) -> None:
-        """A peer that cannot dial this node's data port may have one that this node can dial."""
-        if not self.has_direct(node_id) and (connection := await self.dial(node_id)) is not None:
+        """A peer that cannot dial this node's data port may have one that this node can dial. It says where,
+        so after a dial in vain further streams of its bring none for FAILURES_COUNT_S."""
+        try:
+            connection = None if self.has_direct(node_id) else await self.dial(node_id)
+        finally:
+            self._dialling_back.discard(node_id)
+        if connection is not None:
             await self._turn_to(node_id, connection)
+        elif not self.has_direct(node_id):
+            if len(self._neighbours) >= 2 * self.connections_max:
+                self._forget_unreachable()
+            neighbour = self._neighbour(node_id)
+            neighbour.n_failures += 1
+            neighbour.retry_at_s = max(neighbour.retry_at_s, trio.current_time())
 
     def _sends_directly(self, node_id: NodeId) -> bool:
         neighbour = self._neighbours.get(node_id)
