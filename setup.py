@@ -83,6 +83,7 @@ setup(
                     "blocks",
                     "blocks_32",
                     "experts",
+                    "ggml_tensor",
                     "neon",
                     "neon_blocks_32",
                     "neon_blocks_32_rows",

@@ -295,9 +295,7 @@ class DataPlane:
         spawn(self._nursery, "connection", self._turn_to, node_id, connection)
 
     async def _turn_to(self, node_id: NodeId, connection: Connection) -> None:
-        if await connection.says_hello() and (neighbour := self._neighbours.get(node_id)) is not None:
-            async with neighbour.establishing:
-                pass  # A stream may be on its way to being what messages take.
+        if await connection.says_hello():
             await self.upgrades.upgrade(node_id)
 
     def has_direct(self, node_id: NodeId) -> bool:
@@ -496,7 +494,7 @@ class DataPlane:
             handshake.end()
         if self._may_come(node_id):
             connection = self._start(node_id, wire, dialled=False)
-            if not self._sends_directly(node_id):
+            if not self._neighbour(node_id).sends_directly:
                 spawn(self._nursery, "connection", self._turn_to, node_id, connection)
         else:
             wire.abort()
@@ -513,7 +511,8 @@ class DataPlane:
 
     async def _dial_back(self, node_id: NodeId) -> None:
         """A peer that cannot dial this node's data port may have one that this node can dial. It says where,
-        so after a dial in vain further streams of its bring none for FAILURES_COUNT_S."""
+        so after a dial in vain further streams of its bring none for FAILURES_COUNT_S, unless it is heard
+        of meanwhile (`forgive`)."""
         try:
             connection = None if self.has_direct(node_id) else await self.dial(node_id)
         finally:
@@ -526,14 +525,6 @@ class DataPlane:
             neighbour = self._neighbour(node_id)
             neighbour.n_failures += 1
             neighbour.retry_at_s = max(neighbour.retry_at_s, trio.current_time())
-
-    def _sends_directly(self, node_id: NodeId) -> bool:
-        neighbour = self._neighbours.get(node_id)
-        return (
-            neighbour is not None
-            and neighbour.sending is not None
-            and neighbour.sending.wire_kind == "direct"
-        )
 
     def _may_come(self, node_id: NodeId) -> bool:
         n_of_each = {n: len(each.connections) for n, each in self._neighbours.items()}

@@ -13,10 +13,9 @@ SILENCE_S less PING_S, YIELD_S and CHECK_S.
 
 **Rest.** Where both sides have said that they rest, and no message has gone either way for REST_AFTER_S,
 pings come every REST_PING_S, from the side that did not dial, and silence may last REST_SILENCE_S: nobody
-waits for such a peer. This side
-wakes up with its first message, or when the node begins to work (`used`). From then on it pings and judges as
-above, and a peer that froze meanwhile is given up SILENCE_S later; the peer answers pings whether it rests or
-not.
+waits for such a peer. This side wakes up with its first message, or when the node begins to work (`used`).
+From then on it pings and judges as above, and a peer that froze meanwhile is given up SILENCE_S later; the
+peer answers pings whether it rests or not.
 
 **Deliveries.** A message's delivery id is its number on its connection, from 1: both ends count, so it
 costs no byte, and below them Noise counts too, so nothing comes twice. The receiver acknowledges by the

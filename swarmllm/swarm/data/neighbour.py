@@ -30,6 +30,10 @@ class Neighbour:
     n_bytes_received: int = 0
 
     @property
+    def sends_directly(self) -> bool:
+        return self.sending is not None and self.sending.alive and self.sending.wire_kind == "direct"
+
+    @property
     def is_in_use(self) -> bool:
         return bool(self.connections) or self.establishing.locked() or self.turning is not None
 

@@ -122,10 +122,13 @@ class Upgrades:
     async def upgrade(self, node_id: NodeId) -> bool:
         """Whether messages to this peer go over a direct connection now that did not before."""
         neighbour = self._neighbours.get(node_id)
-        old = neighbour.sending if neighbour else None
-        if neighbour is None or old is None or not old.alive or old.wire_kind == "direct":
+        if neighbour is None or neighbour.sends_directly:
             return False
+        # Where a stream is being opened at this moment, that is what messages take afterwards.
         async with neighbour.establishing:
+            old = neighbour.sending
+            if old is None or not old.alive or old.wire_kind == "direct":
+                return False
             new = await self._direct(node_id) or await self._ready(await self._ways.reopen(node_id, old))
             if new is None or neighbour.sending is not old:
                 return False

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ggml_tensor.h"
 #include "row_attention_avx2.h"
 
 /* ggml's `struct ggml_compute_params`. */
@@ -22,21 +23,6 @@ struct params {
     void *work;
     void *pool;
     bool is_reference; /* take each row through all cells in order, without parts and tiles */
-};
-
-/* The head of ggml's `struct ggml_tensor`. */
-struct tensor {
-    int type;
-    void *buffer;
-    int64_t shape[4];
-    size_t strides[4];
-    int operation;
-    int32_t settings[16];
-    int32_t flags;
-    const struct tensor *operands[10];
-    const struct tensor *viewed;
-    size_t viewed_at;
-    void *data;
 };
 
 enum { F32 = 0, F16 = 1, TILED_FROM = 64, SHAPES_MAX = 64 };

@@ -16,27 +16,13 @@
 #include "blocks.h"
 #include "blocks_32.h"
 #include "experts.h"
+#include "ggml_tensor.h"
 #include "k_quants.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-/* The head of ggml's `struct ggml_tensor`. */
-struct tensor {
-    int type;
-    void *buffer;
-    int64_t shape[4];
-    size_t strides[4];
-    int operation;
-    int32_t settings[16];
-    int32_t flags;
-    const struct tensor *operands[10];
-    const struct tensor *viewed;
-    size_t viewed_at;
-    void *data;
-};
 
 typedef bool (*product)(const void *params, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda, const void *b,
                         int64_t ldb, void *c, int64_t ldc, int a_type, int b_type, int c_type);
