@@ -179,6 +179,8 @@ def test_a_connection_without_messages_beats_rarely_and_nobody_is_given_up(a_s: 
         assert sum(each > 100.0 for each in side.looked_s) <= 300 / TICK_S + 1
     at_rest = [each for side in (dialler, other) for each in side.pinged_s if each > 100.0]
     assert 300 / (REST_PING_S + 1) - 1 <= len(at_rest) <= 300 / REST_PING_S + 300 / REST_MEASURE_S + 2
+    # Of many that dialled one node, it pings all at one moment.
+    assert sum(each > 100.0 for each in other.pinged_s) >= 0.75 * len(at_rest)
     before = [each for each in dialler.pinged_s if each < REST_AFTER_S]
     assert len(before) >= REST_AFTER_S / (PING_S + CHECK_S)
 

@@ -457,6 +457,21 @@ async def test_two_nodes_with_enough_connections_end_theirs_and_take_each_other_
         assert await b.request(a.node_id, b"2") == b"answer to 2"
 
 
+async def test_a_connection_that_is_used_while_its_end_is_offered_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with idle_pair(tmp_path, max_peers=0) as (a, b):
+        for one in (a, b):
+            monkeypatch.setattr(one._unused, "_gossiping", set)
+        offered_at_s = trio.current_time()
+        assert a._unused._spare.offered([b.node_id], offered_at_s, ()) == [b.node_id]
+        assert await a.request(b.node_id, b"1") == b"answer to 1"
+        for use in b.directory.uses.values():
+            use.since_s -= IDLE_S
+        await a._unused._offer(b.node_id, offered_at_s)
+        assert b.node_id in a.connected()
+
+
 async def test_a_node_that_needs_a_connection_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
