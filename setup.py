@@ -114,6 +114,7 @@ setup(
                 "neon_k_quants",
             ),
             ("row_attention", "row_attention_avx2"),
+            ("amx",),
             ("memory_calls",),
             ("lone_row",),
             ("weights",),

@@ -25,6 +25,7 @@ import numpy as np
 
 from bench.common.figures import Figure, publish, ratios
 from bench.common.models import MODELS, bench_model
+from bench.common.uncut import keep_from_amx
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPTS = (64, 512)
@@ -35,6 +36,7 @@ N_REPEATS = 4
 def serve(gguf: str, n_threads: int, side: str) -> None:
     """Answers each number of rows on stdin with milliseconds."""
     if side == "tiles":
+        keep_from_amx()
         import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
     from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
     from swarmllm_workers.kernels import small_batches

@@ -3,16 +3,24 @@
 Reads one JSON object per line on stdin ({"prompt": [token ids], "n_tokens": N}) and answers with one JSON
 line: seconds of prefill and of decode, and the tokens. Greedy, no stop at EOS, sampling and detokenising
 included, as in a plain script.
+
+With llama-cpp-python as GCC 12 compiles it, ggml ends the process where the processor has AMX (see
+`swarmllm_workers/kernels/amx.py`), so the rival is kept from it there. BENCH_LLAMA_CPP_LIBS names a folder
+with another build of llama.cpp's libraries for the rival, such as one that can use AMX, which is not kept
+from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +30,11 @@ class Uncut:
 
     def __init__(self, gguf: Path, n_ctx: int, n_threads: int) -> None:
         command = [sys.executable, "-m", "bench.common.uncut", str(gguf), str(n_ctx), str(n_threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        libraries = os.environ.get("BENCH_LLAMA_CPP_LIBS")
+        environment = {**os.environ, "LLAMA_CPP_LIB_PATH": libraries} if libraries else None
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def generate(self, prompt: Sequence[int], n_tokens: int) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -41,7 +53,19 @@ class Uncut:
         self._process.wait(30)
 
 
+def keep_from_amx() -> None:
+    """Before libllama is loaded, and without the worker's package, which would stand before more of it."""
+    if os.environ.get("BENCH_LLAMA_CPP_LIBS"):
+        return
+    package = find_spec("swarmllm_workers")
+    assert package is not None
+    for folder in package.submodule_search_locations or ():
+        for library in Path(folder).glob("_amx*.so"):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
 def serve(gguf: str, n_ctx: int, n_threads: int) -> None:
+    keep_from_amx()
     from llama_cpp import Llama
 
     llm = Llama(gguf, n_ctx=n_ctx, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)

@@ -9,11 +9,12 @@ from swarmllm_workers import partial_packages
 
 partial_packages.import_modules_alone()
 
-from swarmllm_workers.kernels import memory_calls, row_attention, small_batches  # noqa: E402  (one of them needs `gguf`)
+from swarmllm_workers.kernels import amx, memory_calls, row_attention, small_batches  # noqa: E402  (one of them needs `gguf`)
 
 __version__ = "0.1.0"
 
 # Nothing of this package can have loaded libllama yet.
+amx.install()
 small_batches.install()
 row_attention.install()
 memory_calls.install()

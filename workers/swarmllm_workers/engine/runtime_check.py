@@ -19,7 +19,7 @@ import numpy as np
 
 from swarmllm_workers.engine import releases, shared_weights
 from swarmllm_workers.engine.tap import TensorHead
-from swarmllm_workers.kernels import interposing, row_attention, small_batches
+from swarmllm_workers.kernels import amx, interposing, row_attention, small_batches
 from swarmllm_workers.kernels.ggml_functions import F16, F32, Q8_0, InitParams, functions, no_memory
 
 COMPILED: Final = {
@@ -136,6 +136,8 @@ def shortcomings() -> tuple[str, ...]:
     ):
         if interposing.find_library(name) is not None and not is_called:
             found.append(f"this build of libllama never calls {name}: {COMPILED[name]}")
+    if amx.is_used():
+        found.append("ggml cannot be kept from AMX: matrices stay as their file has them, more slowly")
     if not shared_weights.is_supported():
         found.append("layers cannot be run from the file where they lie: each range is copied on the disk")
     if not reads_structs():

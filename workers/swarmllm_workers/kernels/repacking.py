@@ -8,6 +8,8 @@ fast, with more rows faster, and each row has the bits that it has alone. liblla
 a file that has other such types too is rearranged as ever (`arranged_weights.py`: once for all of its parts),
 and so is one with experts where ggml asks nobody for their products.
 
+Where ggml would rearrange for AMX and cannot be kept from it (`amx.py`), everything stays as it is.
+
 On ARM, ggml rearranges most types where it was compiled for dot products of bytes, and nothing else. Whether
 that is faster than the kernels of `neon_blocks_32.c` and `neon_k_quants.c` has not been measured, so it may
 (`inference.kernels = "ours"`: it may not).
@@ -25,7 +27,7 @@ from typing import Any, Final
 
 from gguf.constants import GGMLQuantizationType as Type
 
-from swarmllm_workers.kernels import interposing, small_batches
+from swarmllm_workers.kernels import amx, interposing, small_batches
 from swarmllm_workers.kernels.kernel_choice import IS_ARM
 
 _OTHERS: Final = frozenset({Type.Q4_0, Type.Q2_K, Type.IQ4_NL, Type.MXFP4})
@@ -44,6 +46,8 @@ _UNMULTIPLIED: Final = b"token_embd.weight"
 def keeps_rows(paths: Iterable[Path]) -> bool:
     """Whether the files of a model are to be left as they are, by their headers. Every segment that is cut
     from a model gets the answer that the whole gets. False where a file cannot be read: libllama says why."""
+    if amx.is_used():
+        return True
     if not small_batches.keeps_rows_of_q4_k():
         return False
     types, has_experts = _read(paths)
