@@ -208,7 +208,7 @@ def test_memory_returns_to_the_system_on_unload(worker: Worker, tmp_path: Path) 
         worker.call(ipc.Load, start=come, end=come + 6)
         worker.call(ipc.Unload, start=gone, end=gone + 6)
     # What a load leaves beside its half of the weights it leaves once, and not eight times.
-    assert memory_bytes(worker.process.pid) - one < 0.4 * half, "memory grows with each load"
+    assert memory_bytes(worker.process.pid) - one < 0.5 * half, "memory grows with each load"
 
 
 def test_mapped_segments_leave_no_memory_behind_either(worker: Worker, tmp_path: Path) -> None:
