@@ -23,9 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.common.uncut import keep_from_amx, other_libraries
+
+if "tiles" in sys.argv[1:]:
+    # Before the worker's package, which the next imports bring: it cannot stand before ggml any more.
+    keep_from_amx()
+    import llama_cpp  # noqa: F401
+
 from bench.common.figures import Figure, publish, ratios
 from bench.common.models import MODELS, bench_model
-from bench.common.uncut import keep_from_amx
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PROMPTS = (64, 512)
@@ -35,14 +41,13 @@ N_REPEATS = 4
 
 def serve(gguf: str, n_threads: int, side: str) -> None:
     """Answers each number of rows on stdin with milliseconds."""
-    if side == "tiles":
-        keep_from_amx()
-        import llama_cpp  # noqa: F401  (before the worker's package: it cannot stand before ggml any more)
     from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
-    from swarmllm_workers.kernels import small_batches
+    from swarmllm_workers.kernels import repacking, small_batches
     from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 
     tuning = KernelTuning("ours" if side == "ours" else "auto")
+    if side == "tiles":
+        repacking.keeps_rows = lambda _: False
     model = Model(Path(gguf))  # after the mode is known: it decides whether rows are rearranged
     settings = ContextSettings(
         n_ctx=2048,
@@ -81,7 +86,10 @@ class Side:
     def __init__(self, gguf: Path, n_threads: int, side: str) -> None:
         command = [sys.executable, "-m", "bench.small_batches", "--serve", str(gguf)]
         command += ["--threads", str(n_threads), "--side", side]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = other_libraries() if side == "tiles" else None
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def milliseconds(self, n_rows: int) -> float:
         assert self._process.stdin is not None

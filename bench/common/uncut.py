@@ -30,10 +30,8 @@ class Uncut:
 
     def __init__(self, gguf: Path, n_ctx: int, n_threads: int) -> None:
         command = [sys.executable, "-m", "bench.common.uncut", str(gguf), str(n_ctx), str(n_threads)]
-        libraries = os.environ.get("BENCH_LLAMA_CPP_LIBS")
-        environment = {**os.environ, "LLAMA_CPP_LIB_PATH": libraries} if libraries else None
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=other_libraries()
         )
 
     def generate(self, prompt: Sequence[int], n_tokens: int) -> dict[str, Any]:
@@ -51,6 +49,12 @@ class Uncut:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
+
+
+def other_libraries() -> dict[str, str] | None:
+    """The rival's environment, where it has libraries of its own."""
+    libraries = os.environ.get("BENCH_LLAMA_CPP_LIBS")
+    return {**os.environ, "LLAMA_CPP_LIB_PATH": libraries} if libraries else None
 
 
 def keep_from_amx() -> None:
