@@ -293,7 +293,17 @@ KernelMode = Literal["auto", "ggml", "ours"]
 """Whose matrix products are computed: those that were measured as the fastest, or always one side's."""
 KernelType = Literal["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 """Types of matrices for which there is a choice."""
-KernelWay = Literal["ggml-dots", "ggml-tiles", "avx2", "avx2-streamed", "avx512", "avx512-in-order", "neon"]
+KernelWay = Literal[
+    "ggml-dots",
+    "ggml-tiles",
+    "avx2",
+    "avx2-streamed",
+    "avx512",
+    "avx512-in-order",
+    "neon",
+    "panels",
+    "panels-amx",
+]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 
 

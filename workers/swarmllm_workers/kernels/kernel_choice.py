@@ -71,10 +71,19 @@ class Way(IntEnum):
     """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
     NEON = 6
     """Ours on ARM: one row of the matrix after the other, without prefetching."""
+    PANELS = 7
+    """Ours: sixteen rows of the matrix, unpacked once for all rows of a large batch, with VNNI."""
+    PANELS_AMX = 8
+    """The same with the matrix unit."""
 
     @property
     def is_ggmls(self) -> bool:
         return self <= Way.TILES
+
+    @property
+    def has_own_sums(self) -> bool:
+        """Ours, with other bits than dot products."""
+        return self >= Way.PANELS
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,17 @@ ROW_CLASSES: Final = (
     *(RowClass(n, n) for n in range(1, 9)),
     RowClass(9, 16),
     RowClass(17, 32),
-    RowClass(33, 2**31 - 1),
+    RowClass(33, 63),
+    RowClass(64, 2**31 - 1),
 )
 """As `class_of` of `small_batches.c` has them."""
 
+PANEL_ROWS_MIN: Final = ROW_CLASSES[-1].first
+"""Attention has other bits than that of single rows from here on, too."""
+_OF_PANELS: Final = frozenset(
+    {MatrixType.Q4_0, MatrixType.Q5_0, MatrixType.Q8_0, MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K}
+)
+"""Types that `panels.c` and `panels_32.c` multiply with."""
 GAIN_MIN: Final = 0.95
 """A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""
 HOPELESS: Final = 1.5
@@ -133,13 +149,15 @@ def reference(kind: MatrixType, n_rows: int) -> Way:
 
 def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
     """Whether a way may be chosen though its bits are not the reference's: ggml's tiles with other bits in
-    large batches, in which no bits are promised."""
-    return kind.tiles_differ and way == Way.TILES and n_rows > ROWS_MAX
+    large batches, and panels in larger ones, in which no bits are promised."""
+    return way.has_own_sums or (kind.tiles_differ and way == Way.TILES and n_rows > ROWS_MAX)
 
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
     left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
+    if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
+        left_out |= {Way.PANELS, Way.PANELS_AMX}
     return [
         way for way in sorted(ways) if way not in left_out and (way != Way.TILES or n_rows >= kind.tiled_from)
     ]
@@ -155,10 +173,11 @@ def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[W
     own = ggmls_own(kind, rows.first)
     own = own if own in allowed else next(way for way in sorted(allowed) if way.is_ggmls)
     theirs = _faster(allowed, own, [way for way in allowed if way.is_ggmls])
-    ours = [way for way in allowed if not way.is_ggmls]
+    ours = [way for way in allowed if not way.is_ggmls and not way.has_own_sums]
     best = _faster(allowed, theirs, ours)
     if ours and may_differ(kind, theirs, rows.first):
         best = _faster(allowed, min(ours, key=lambda way: (allowed[way], way)), [theirs])
+    best = _faster(allowed, best, [way for way in allowed if way.has_own_sums])
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
     ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
     return RowChoice(rows, best, ggml_ns, ours_ns)

@@ -21,6 +21,10 @@ step of a 0.6B model in Q4_K_M took 69 ms for eight rows instead of ggml's 193 o
 ggml has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before which `small_batches.c` stands
 too), with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
 
+Batches of 64 rows and more, where nobody is promised the bits of single rows, may go other ways (`panels.c`):
+sixteen rows of the matrix are unpacked once for all of them, to numbers that need no scale for each group of
+32. With AVX-512 VNNI, and with the matrix unit (AMX) where there is one.
+
 Products of experts in these types (`experts.c`) likewise: ggml asks for one expert after the other
 (`ggml_compute_forward_mul_mat_id_tiled`), with the columns of the batch that chose it.
 
@@ -43,10 +47,11 @@ Where no compiler was at hand, or another module had loaded libllama before, eve
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -66,6 +71,16 @@ _EXPERT_TILES: Final = "ggml_compute_forward_mul_mat_id_tiled"
 
 _library: ctypes.CDLL | None = None
 _mode: KernelMode = "auto"
+
+
+class _Block(NamedTuple):
+    size: int
+    """Numbers."""
+    n_bytes: int
+
+
+_Q8_K: Final = _Block(256, 292)
+_N_TRIED: Final = 16 * _Q8_K.size
 
 
 class _Shape(ctypes.Structure):
@@ -98,6 +113,14 @@ def has_ways() -> bool:
 def last_way() -> Way:
     """The last of the ways to compute a product that this processor can go; it can go all before."""
     return Way(_library.swarmllm_last_way()) if _library is not None and has_ways() else Way.TILES
+
+
+def ways_of_panels() -> tuple[Way, ...]:
+    """Those that this processor can go."""
+    if _library is None or not hasattr(_library, "swarmllm_panels"):
+        return ()
+    _library.swarmllm_panels.restype = ctypes.c_int64
+    return (Way.PANELS, Way.PANELS_AMX)[: _library.swarmllm_panels()]
 
 
 def use(mode: KernelMode) -> None:
@@ -186,8 +209,22 @@ def connect() -> None:
         if has_ways():
             for feature in ("dot", "sve") if last_way() == Way.NEON else ():
                 ctypes.c_int64.in_dll(_library, f"swarmllm_ggml_has_{feature}").value = ggml_has(feature)
+            _try_to_quantise(_library)
             interposing.tell_ggmls_own(_library, _K_TILES, "swarmllm_k_tiled")
             interposing.tell_ggmls_own(_library, _EXPERT_TILES, "swarmllm_expert_tiled")
+
+
+def _try_to_quantise(library: ctypes.CDLL) -> None:
+    """Columns of Q8_K are rounded by `quantise.c` if it makes of some numbers what ggml makes of them."""
+    if not hasattr(library, "swarmllm_try_to_quantise"):
+        return
+    numbers = array("f")
+    for at in range(_N_TRIED // 2):  # in the middle between two whole numbers, or nearly, of either sign
+        numbers.extend(((at % 255 - 127) / 2, (at * 7919 % 25500 - 12750) / 200))
+    numbers[_Q8_K.size * 2 : _Q8_K.size * 3] = array("f", bytes(4 * _Q8_K.size))
+    blocks = [ctypes.create_string_buffer(len(numbers) // _Q8_K.size * _Q8_K.n_bytes) for _ in range(2)]
+    library.swarmllm_try_to_quantise.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64)
+    library.swarmllm_try_to_quantise(numbers.buffer_info()[0], *blocks, len(numbers))
 
 
 def ggml_has(feature: str) -> bool:

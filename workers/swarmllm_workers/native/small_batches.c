@@ -11,6 +11,9 @@
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  *
+ * Products of 64 columns and more have sums of their own from panels.c, where that is faster (PANELS with VNNI, PANELS_TILES
+ * with the matrix unit).
+ *
  * On ARM all products are those of neon_blocks_32.c and neon_k_quants.c (NEON).
  */
 #include "blocks.h"
@@ -18,6 +21,7 @@
 #include "experts.h"
 #include "ggml_tensor.h"
 #include "k_quants.h"
+#include "panels.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -31,15 +35,16 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
                              char *scratch);
 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
- * tiles of K-quants, and which is the fastest depends on the processor, so that it is measured (kernel_choice.py). */
-enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6 };
+ * tiles of K-quants and products from panels, and which is the fastest depends on the processor, so that it is measured
+ * (kernel_choice.py). */
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6, PANELS = 7, PANELS_TILES = 8 };
 #ifdef __aarch64__
 enum { HAS_NEON = 1 }; /* and Q8_0 is with the other types in blocks of 32 */
 #else
 enum { HAS_NEON = 0 };
 #endif
 enum { F32 = 0, BLOCK = 32, BLOCKS_MAX = 1024, COLUMNS = 8, ROWS_MAX = 8, FAR_ENOUGH = 1 << 14, NEAR = 3 << 17 };
-enum { SHAPES_MAX = 64, CLASSES = 11 };
+enum { PANEL_BATCH = 64, SHAPES_MAX = 64, CLASSES = 12 };
 
 /* How products with rows of `k` blocks are computed, for each class of numbers of columns (`class_of`). */
 struct shape {
@@ -61,7 +66,7 @@ uint8_t swarmllm_unmeasured_k[16]; /* of K-quants */
 uint8_t swarmllm_unmeasured_32[16]; /* of the other types in blocks of 32 */
 
 static int class_of(int64_t n) {
-    return n <= 8 ? (int)n - 1 : n <= 16 ? 8 : n <= 32 ? 9 : CLASSES - 1;
+    return n <= 8 ? (int)n - 1 : n <= 16 ? 8 : n <= 32 ? 9 : n < PANEL_BATCH ? 10 : CLASSES - 1;
 }
 
 static bool is_k_quant(int type) {
@@ -84,6 +89,12 @@ static int way_of(int type, int64_t k, int64_t n) {
     return (type == Q8_0         ? swarmllm_unmeasured
             : is_k_quant(type) ? swarmllm_unmeasured_k
                                : swarmllm_unmeasured_32)[class_of(n)];
+}
+
+/* From panels, if that is the way; false: nothing was computed. */
+static bool is_from_panels(int way, struct panel_product product) {
+    product.unit = way == PANELS_TILES ? PANELS_AMX : PANELS_VNNI;
+    return way >= PANELS && swarmllm_panel_product(&product);
 }
 
 /* The head of ggml's `struct ggml_compute_params`, which is all that is looked at. */
@@ -373,8 +384,14 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
                                                             const void *a, int64_t lda, const void *b, int64_t ldb,
                                                             void *c, int64_t ldc, int a_type, int b_type, int c_type) {
     swarmllm_n_asked = 1;
+    const struct thread *thread = params;
+    const struct panel_product panels = {a_type, PANELS_NONE, m, n, k, a, lda, b, ldb, c, ldc, thread->index, thread->count};
     if (!HAS_NEON && a_type == Q8_0 && b_type == Q8_0 && c_type == F32) {
-        const int way = way_of(Q8_0, k, n);
+        int way = way_of(Q8_0, k, n);
+        if (is_from_panels(way, panels)) {
+            return true;
+        }
+        way = way < PANELS ? way : TILES;
         if (way == DOTS) {
             return false;
         }
@@ -387,8 +404,11 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
         }
     }
     if (is_of_32(a_type) && b_type == Q8_0 && c_type == F32) {
-        const struct thread *thread = params;
-        const int way = way_of(a_type, k, n);
+        int way = way_of(a_type, k, n);
+        if (is_from_panels(way, panels)) {
+            return true;
+        }
+        way = way < PANELS ? way : TILES;
         if (way > TILES && swarmllm_product_32(&(struct product_32){a_type, way == STREAMED, m, n, k, a, lda, b, ldb, c,
                                                                     ldc, thread->index, thread->count})) {
             return true;
@@ -397,9 +417,11 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
                swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
     }
     if (is_k_quant(a_type) && b_type == Q8_K && c_type == F32) {
-        const struct thread *thread = params;
         const int way = way_of(a_type, k, n);
-        return way > TILES && swarmllm_k_product(&(struct k_product){a_type, way - BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
+        if (is_from_panels(way, panels)) {
+            return true;
+        }
+        return way > TILES && way < PANELS && swarmllm_k_product(&(struct k_product){a_type, way - BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
                                                                      thread->index, thread->count});
     }
     return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
@@ -422,7 +444,10 @@ __attribute__((visibility("default"))) bool ggml_compute_forward_mul_mat_id_tile
                                                                                   const int32_t *chosen, char *scratch) {
     const struct tensor *matrix = result->operands[0], *columns = result->operands[1];
     const int64_t k = matrix->shape[0] / 256;
-    const int way = is_k_quant(matrix->type) ? way_of(matrix->type, k, n) : TILES;
+    int way = is_k_quant(matrix->type) ? way_of(matrix->type, k, n) : TILES;
+    if (way >= PANELS) { /* not for experts: as in a smaller batch */
+        way = swarmllm_forced < 0 ? way_of(matrix->type, k, PANEL_BATCH - 1) : DOTS;
+    }
     if (way == TILES) {
         return swarmllm_expert_tiled != NULL && swarmllm_expert_tiled(params, result, expert, n, chosen, scratch);
     }

@@ -1,0 +1,31 @@
+/* Products of many columns, with sums of their own: panels.c has them, small_batches.c asks for them. */
+#ifndef SWARMLLM_PANELS_H
+#define SWARMLLM_PANELS_H
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { PANEL_COLUMNS_MIN = 16 };
+enum { PANELS_NONE, PANELS_VNNI, PANELS_AMX }; /* what a processor has; who has AMX has both */
+
+struct panel_product {
+    int type; /* of the matrix, as ggml numbers it */
+    int unit; /* with which it is computed */
+    int64_t m; /* rows of the matrix */
+    int64_t n; /* columns, at least PANEL_COLUMNS_MIN */
+    int64_t k; /* blocks of a row */
+    const void *a; /* the matrix, `lda` blocks from one row to the next */
+    int64_t lda;
+    const void *b; /* columns of Q8_K, or of Q8_0, `ldb` blocks from one to the next */
+    int64_t ldb;
+    float *c; /* [n][ldc] */
+    int64_t ldc;
+    int thread; /* which share of the rows is computed, */
+    int n_threads;
+};
+
+/* Of panels [first, end), with blocks of 32. */
+void swarmllm_panels_32(const struct panel_product *product, int64_t first, int64_t end);
+
+/* False, and nothing was computed: not for this type, or not on this processor. */
+bool swarmllm_panel_product(const struct panel_product *product);
+#endif
