@@ -23,8 +23,8 @@ built = pytest.mark.skipif(interposing.find_library("amx") is None, reason="not 
 
 
 @pytest.fixture
-def q4_0(make_model: MakeModel) -> Path:
-    return make_model(Spec("llama", n_layers=1, types=(Type.Q4_0,)))
+def rearranged(make_model: MakeModel) -> Path:
+    return make_model(Spec("llama", n_layers=1, types=(Type.IQ4_NL,)))
 
 
 def run(lines: str) -> object:
@@ -49,18 +49,18 @@ def test_our_function_answers_under_the_name_that_ggml_asks_for() -> None:
         assert not is_compiled_for_it or hasattr(ggml, FUNCTION)
 
 
-def test_where_ggml_cannot_be_kept_from_it_a_file_stays_in_its_order(q4_0: Path) -> None:
+def test_where_ggml_cannot_be_kept_from_it_a_file_stays_in_its_order(rearranged: Path) -> None:
     """A libllama that was there before the worker's package asks nobody."""
     told = run(
         "import json; from pathlib import Path; import llama_cpp; "
         "from swarmllm_workers.kernels import amx, repacking; "
-        f"print(json.dumps([amx.is_used(), repacking.keeps_rows([Path({str(q4_0)!r})])]))"
+        f"print(json.dumps([amx.is_used(), repacking.keeps_rows([Path({str(rearranged)!r})])]))"
     )
     assert told in ([True, True], [False, False])
 
 
-def test_a_file_stays_in_its_order_if_ggml_uses_it(q4_0: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not repacking.keeps_rows([q4_0])
+def test_a_file_stays_in_its_order_if_ggml_uses_it(rearranged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not repacking.keeps_rows([rearranged])
     monkeypatch.setattr(amx, "is_used", lambda: True)
-    assert repacking.keeps_rows([q4_0])
-    assert not repacking.rearranges([q4_0])
+    assert repacking.keeps_rows([rearranged])
+    assert not repacking.rearranges([rearranged])

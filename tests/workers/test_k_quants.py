@@ -205,7 +205,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(path: Path) ->
             for n_rows in (1, 2, 7, 8, 17):
                 found = set()
                 for way in ways():
-                    if way != Way.TILES:
+                    if way != Way.TILES and not way.has_own_sums:
                         small_batches.force(way)
                         found.add(bench.result(n_rows))
                         assert bench.run(n_rows) > 0
@@ -236,7 +236,7 @@ def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeMo
         return make_model(Spec(architecture, types=types, **size))
 
     assert not repacking.keeps_rows([made("llama", Type.Q6_K)])
-    assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.Q4_0)])
+    assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.IQ4_NL)])
     with_experts = made("qwen3moe", Type.Q4_K, n_experts=4)
     assert repacking.keeps_rows([with_experts]) == small_batches.multiplies_experts()
     assert not repacking.keeps_rows([path.with_name("none.gguf")])

@@ -15,8 +15,8 @@ from swarmllm_proto import ipc
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import small_batches
-from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way
-from swarmllm_workers.kernels.kernel_tuning import KernelTuning, measure, ways
+from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way, ways_of
+from swarmllm_workers.kernels.kernel_tuning import KernelTuning, are_near, measure, ways
 from swarmllm_workers.kernels.product_timing import ProductBench, matrices
 
 from .conftest import MakeModel, StartWorker
@@ -37,6 +37,9 @@ def table() -> Iterator[None]:
     small_batches.use("auto")
 
 
+RIGHT, WRONG = (np.array(values, np.float32).tobytes() for values in ([1.0, -2.0], [1.0, -2.1]))
+
+
 class FakeBench:
     """Results as `wrong` has them; a product takes what `times` says, 1,000 ns where it says nothing."""
 
@@ -51,10 +54,10 @@ class FakeBench:
         return self.times.get(self.way, 1000)
 
     def result(self, n_rows: int) -> bytes:
-        return b"wrong" if (self.way, n_rows) in self.wrong else b"right"
+        return WRONG if (self.way, n_rows) in self.wrong else RIGHT
 
     def alone(self, n_rows: int) -> bytes:
-        return b"right"
+        return RIGHT
 
 
 def test_a_kernel_with_other_bits_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,6 +77,22 @@ def test_nothing_is_said_where_all_bits_are_right(caplog: pytest.LogCaptureFixtu
     assert not caplog.text
 
 
+def test_panels_whose_sums_are_far_away_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    times = {Way.PANELS: 200, Way.PANELS_AMX: 100}
+    bench = FakeBench({(Way.PANELS_AMX, 64)}, times)
+    with caplog.at_level(logging.WARNING):
+        found = measure(bench, MatrixType.Q4_K, list(Way), bench.force, lambda: 0.0, 512)
+    assert found[-1].way == Way.PANELS
+    assert all(not each.way.has_own_sums for each in found[:-1])
+    assert "kernels panels-amx have other bits" in caplog.text
+
+
+@pytest.mark.parametrize("found", [[1.0, float("nan")], [1.0, float("inf")], [1.0, -2.0002]])
+def test_sums_in_another_order_are_near(found: list[float]) -> None:
+    assert are_near(np.array([1.0, -2.0001], np.float32).tobytes(), RIGHT)
+    assert not are_near(np.array(found, np.float32).tobytes(), RIGHT)
+
+
 def test_on_arm_the_bits_of_a_row_alone_count(caplog: pytest.LogCaptureFixture) -> None:
     """There ggml's own may have others in a batch, and then they are left out though they are faster."""
     wrong = {(Way.DOTS, rows.first) for rows in ROW_CLASSES if rows.first % 2 == 0}
@@ -88,6 +107,7 @@ def test_on_arm_the_bits_of_a_row_alone_count(caplog: pytest.LogCaptureFixture) 
 
 def test_a_processor_without_ways_in_between_has_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_batches, "last_way", lambda: Way.NEON)
+    monkeypatch.setattr(small_batches, "ways_of_panels", lambda: ())
     assert ways() == (Way.DOTS, Way.TILES, Way.NEON)
     library = small_batches._library
     assert library is not None
@@ -105,7 +125,7 @@ def test_products_of_ggmls_graphs_have_the_same_bits_in_every_way(make_model: Ma
         with ProductBench(source, MatrixType.Q8_0, k, 1, cached_bytes=2**20) as bench:
             for n_rows in (1, 2, 3, 7, 8, 9, 17):
                 found = set()
-                for way in ways():
+                for way in ways_of(MatrixType.Q8_0, n_rows, ways()):
                     small_batches.force(way)
                     found.add(bench.result(n_rows))
                     assert bench.run(n_rows) > 0
@@ -182,7 +202,7 @@ def test_logits_are_the_same_whoever_computes() -> None:
     tuning.tune(tuning.read([GUIDE]), 1)
     for n_rows in (1, 2, 3, 7, 8, 9, 21):
         found = [logits(n_rows)]  # as was chosen
-        for way in ways():
+        for way in ways_of(MatrixType.Q8_0, n_rows, ways()):
             small_batches.force(way)
             found.append(logits(n_rows))
         small_batches.force(None)

@@ -109,7 +109,12 @@ PANEL_ROWS_MIN: Final = ROW_CLASSES[-1].first
 _OF_PANELS: Final = frozenset(
     {MatrixType.Q4_0, MatrixType.Q5_0, MatrixType.Q8_0, MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K}
 )
-"""Types that `panels.c` and `panels_32.c` multiply with."""
+"""Types that `panels.c` and `panels_32.c` multiply with. Q6_K, which has three digits there, with the matrix
+unit only: with VNNI it is as fast as `k_quants.c`."""
+PANEL_LOSS_MAX: Final = 1.25
+"""Panels are taken where they take no more than so many times what the fastest other way takes. They take half of
+it or less in most cases, so a clock that other programs disturb does not decide it: two workers of one machine
+should choose alike, because panels have bits of their own."""
 GAIN_MIN: Final = 0.95
 """A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""
 HOPELESS: Final = 1.5
@@ -150,7 +155,9 @@ def reference(kind: MatrixType, n_rows: int) -> Way:
 def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
     """Whether a way may be chosen though its bits are not the reference's: ggml's tiles with other bits in
     large batches, and panels in larger ones, in which no bits are promised."""
-    return way.has_own_sums or (kind.tiles_differ and way == Way.TILES and n_rows > ROWS_MAX)
+    if way.has_own_sums:
+        return n_rows >= PANEL_ROWS_MIN
+    return kind.tiles_differ and way == Way.TILES and n_rows > ROWS_MAX
 
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
@@ -158,6 +165,8 @@ def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
     if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
         left_out |= {Way.PANELS, Way.PANELS_AMX}
+    if kind == MatrixType.Q6_K:
+        left_out |= {Way.PANELS}
     return [
         way for way in sorted(ways) if way not in left_out and (way != Way.TILES or n_rows >= kind.tiled_from)
     ]
@@ -177,10 +186,17 @@ def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[W
     best = _faster(allowed, theirs, ours)
     if ours and may_differ(kind, theirs, rows.first):
         best = _faster(allowed, min(ours, key=lambda way: (allowed[way], way)), [theirs])
-    best = _faster(allowed, best, [way for way in allowed if way.has_own_sums])
+    best = _panels(allowed) or best
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
     ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
     return RowChoice(rows, best, ggml_ns, ours_ns)
+
+
+def _panels(times: Times) -> Way | None:
+    """The faster of both, which have the same bits, where they are not much slower than all others."""
+    panels = min((way for way in times if way.has_own_sums), key=lambda way: (times[way], way), default=None)
+    others = min(time_ns for way, time_ns in times.items() if not way.has_own_sums)
+    return panels if panels is not None and times[panels] <= PANEL_LOSS_MAX * others else None
 
 
 def _choose_ours(kind: MatrixType, rows: RowClass, times: Times, allowed: Times) -> RowChoice:
@@ -212,7 +228,8 @@ def race(
             for way in ways_of(kind, rows.first, ways):
                 if n_round >= ROUNDS_MIN and now_s() >= ends_at:
                     return best
-                if n_round >= ROUNDS_MIN and times[way] > HOPELESS * min(times.values()):
+                is_hopeless = times.get(way, 0) > HOPELESS * min(times.values(), default=0)
+                if n_round >= ROUNDS_MIN and is_hopeless and not way.has_own_sums:
                     continue
                 n_runs = SINGLE_RUNS if rows.last == 1 else 1
                 times[way] = min(times.get(way, 2**62), *(run(rows.first, way) for _ in range(n_runs)))

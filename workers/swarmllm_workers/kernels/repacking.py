@@ -8,6 +8,10 @@ fast, with more rows faster, and each row has the bits that it has alone. liblla
 a file that has other such types too is rearranged as ever (`arranged_weights.py`: once for all of its parts),
 and so is one with experts where ggml asks nobody for their products.
 
+On a processor with a matrix unit, with which `panels.c` computes prompts, the same goes for Q4_0 without
+experts. A product with one row took 0.21 ms instead of ggml's 0.27 on an Intel Xeon (family 6, model 167), a
+prompt of 512 tokens less than half of the time, a batch of 16 rows 1.6 times as long.
+
 Where ggml would rearrange for AMX and cannot be kept from it (`amx.py`), everything stays as it is.
 
 On ARM, ggml rearranges most types where it was compiled for dot products of bytes, and nothing else. Whether
@@ -30,9 +34,8 @@ from gguf.constants import GGMLQuantizationType as Type
 from swarmllm_workers.kernels import amx, interposing, small_batches
 from swarmllm_workers.kernels.kernel_choice import IS_ARM
 
-_OTHERS: Final = frozenset({Type.Q4_0, Type.Q2_K, Type.IQ4_NL, Type.MXFP4})
-"""What ggml rearranges on x86, beside Q4_K."""
-REARRANGED: Final = frozenset({Type.Q4_K, *_OTHERS})
+REARRANGED: Final = frozenset({Type.Q4_K, Type.Q4_0, Type.Q2_K, Type.IQ4_NL, Type.MXFP4})
+"""What ggml rearranges on x86."""
 _WITHOUT_SVE: Final = frozenset({Type.Q4_0, Type.Q8_0})
 """Ours on ARM have not the bits of a libllama that was compiled for SVE."""
 _ON_ARM: Final = frozenset({Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.MXFP4, *_WITHOUT_SVE})
@@ -56,7 +59,9 @@ def keeps_rows(paths: Iterable[Path]) -> bool:
     if IS_ARM:
         has_bits = not (small_batches.ggml_has("sve") and _WITHOUT_SVE.intersection(types))
         return has_bits and bool(_ON_ARM.intersection(types))
-    return Type.Q4_K in types and not _OTHERS.intersection(types)
+    rearranged = REARRANGED.intersection(types)
+    kept = {Type.Q4_K, Type.Q4_0} if small_batches.has_matrix_unit() and not has_experts else {Type.Q4_K}
+    return bool(rearranged) and rearranged <= kept
 
 
 def rearranges(paths: Iterable[Path]) -> bool:

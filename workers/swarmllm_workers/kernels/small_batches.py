@@ -123,6 +123,11 @@ def ways_of_panels() -> tuple[Way, ...]:
     return (Way.PANELS, Way.PANELS_AMX)[: _library.swarmllm_panels()]
 
 
+def has_matrix_unit() -> bool:
+    """Whether large batches can be computed with it."""
+    return Way.PANELS_AMX in ways_of_panels()
+
+
 def use(mode: KernelMode) -> None:
     """Forget the table. "auto": until it is filled, and for what is not in it, single rows are ggml's, which
     nothing is known to be slower than, and others ours."""

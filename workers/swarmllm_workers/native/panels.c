@@ -42,23 +42,35 @@ struct panel {
 
 /* ---- Unpacking. ---- */
 
-AVX512 INLINE void take_scales(struct panel *p, int block, const struct rows *rows, uint8_t scales[GROUPS][ROWS]) {
-    for (int row = 0; row < ROWS; row++) {
-        const struct q4_k *x = (const struct q4_k *)(const void *)row_at(rows, row); /* Q5_K begins like it */
-        uint64_t of_groups, minima;
-        six_bit_scales(x->scales, &of_groups, &minima);
-        for (int group = 0; group < GROUPS; group++) {
-            scales[group][row] = (uint8_t)(of_groups >> 8 * group);
-            p->minima[block][group / 2][2 * row + group % 2] = (int16_t)(minima >> 8 * group & 0xff);
-        }
-        p->scales[block][row] = _cvtsh_ss(x->scale);
-        p->minimum_scales[block][row] = _cvtsh_ss(x->minimum);
+/* A byte of each row, as a number. */
+AVX512 INLINE __m512i byte_of_each(__m512i fours, int which) {
+    return _mm512_and_si512(_mm512_srli_epi32(fours, (unsigned)(8 * which)), _mm512_set1_epi32(255));
+}
+
+/* The scales of the groups of each row. Q4_K and Q5_K begin alike. See six_bit_scales. */
+AVX512 INLINE void take_scales(struct panel *p, int block, const struct rows *rows, __m512i scales[GROUPS]) {
+    const __m512i both = four_of_each(rows, 0), a = four_of_each(rows, 4), b = four_of_each(rows, 8), c = four_of_each(rows, 12);
+    const __m512i six = _mm512_set1_epi32(0x3f3f3f3f), four = _mm512_set1_epi32(0x0f0f0f0f), two = _mm512_set1_epi32(0x30303030);
+    const __m512i of_groups[2] = {
+        _mm512_and_si512(a, six),
+        _mm512_or_si512(_mm512_and_si512(c, four), _mm512_and_si512(_mm512_srli_epi32(a, 2), two)),
+    };
+    const __m512i minima[2] = {
+        _mm512_and_si512(b, six),
+        _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(c, 4), four), _mm512_and_si512(_mm512_srli_epi32(b, 2), two)),
+    };
+    UNROLL for (int group = 0; group < GROUPS; group++) scales[group] = byte_of_each(of_groups[group / 4], group % 4);
+    UNROLL for (int pair = 0; pair < GROUPS / 2; pair++) {
+        const __m512i first = byte_of_each(minima[pair / 2], pair % 2 * 2);
+        const __m512i second = byte_of_each(minima[pair / 2], pair % 2 * 2 + 1);
+        _mm512_store_si512(p->minima[block][pair], _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
     }
+    _mm512_store_ps(p->scales[block], half_of_each(both));
+    _mm512_store_ps(p->minimum_scales[block], half_of_each(_mm512_srli_epi32(both, 16)));
 }
 
 /* Four weights of each row times the digits of the scales of their group: two products of bytes in 16 bits. */
-AVX512 INLINE void put_unsigned(struct panel *p, int block, int fours, __m512i weights, const uint8_t scales[ROWS]) {
-    const __m512i scale = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)scales));
+AVX512 INLINE void put_unsigned(struct panel *p, int block, int fours, __m512i weights, __m512i scale) {
     const __m512i both = _mm512_or_si512(scale, _mm512_slli_epi32(scale, 16));
     const __m512i low = _mm512_and_si512(both, _mm512_set1_epi16(7)), high = _mm512_srli_epi16(both, 3);
     _mm512_store_si512(p->digits[block][0][fours], _mm512_mullo_epi16(weights, low));
@@ -67,7 +79,7 @@ AVX512 INLINE void put_unsigned(struct panel *p, int block, int fours, __m512i w
 
 AVX512 static void unpack_q4_k(struct panel *p, int block, const struct rows *rows) {
     const __m512i nibbles = _mm512_set1_epi8(15);
-    uint8_t scales[GROUPS][ROWS];
+    __m512i scales[GROUPS];
     take_scales(p, block, rows, scales);
     for (int at = 0; at < 32; at++) {
         const int group = at / 8 * 2, fours = group * 8 + at % 8;
@@ -79,7 +91,7 @@ AVX512 static void unpack_q4_k(struct panel *p, int block, const struct rows *ro
 
 AVX512 static void unpack_q5_k(struct panel *p, int block, const struct rows *rows) {
     const __m512i nibbles = _mm512_set1_epi8(15), fifth = _mm512_set1_epi8(16);
-    uint8_t scales[GROUPS][ROWS];
+    __m512i scales[GROUPS];
     take_scales(p, block, rows, scales);
     for (int column = 0; column < 8; column++) {
         const __m512i high = four_of_each(rows, 16 + 4 * column);
@@ -95,20 +107,21 @@ AVX512 static void unpack_q5_k(struct panel *p, int block, const struct rows *ro
     }
 }
 
-/* The digits of a scale of Q6_K, each -3 to 4. */
-INLINE void digits_of(int scale, int8_t digits[DIGITS_MAX]) {
-    for (int i = 0; i < DIGITS_MAX - 1; i++) {
-        digits[i] = (int8_t)(((scale + 3) & 7) - 3);
-        scale = (scale - digits[i]) / 8;
+/* The digits of scales of Q6_K, each -3 to 4. */
+AVX512 INLINE void digits_of(__m512i scale, __m512i digits[DIGITS_MAX]) {
+    const __m512i three = _mm512_set1_epi32(3), seven = _mm512_set1_epi32(7);
+    UNROLL for (int i = 0; i < DIGITS_MAX - 1; i++) {
+        digits[i] = _mm512_sub_epi32(_mm512_and_si512(_mm512_add_epi32(scale, three), seven), three);
+        scale = _mm512_srai_epi32(_mm512_sub_epi32(scale, digits[i]), 3);
     }
-    digits[DIGITS_MAX - 1] = (int8_t)scale;
+    digits[DIGITS_MAX - 1] = scale;
 }
 
 /* `weights`: 32 too large. With digit d, (weight * |d|) - 32 * |d| in bytes, and its sign turned for a negative d. */
 AVX512 INLINE void put_signed(struct panel *p, int block, int fours, __m512i weights,
-                              const int32_t digits[DIGITS_MAX][ROWS]) {
+                              const __m512i digits[DIGITS_MAX]) {
     UNROLL for (int i = 0; i < DIGITS_MAX; i++) {
-        const __m512i digit = _mm512_loadu_si512(digits[i]), size = _mm512_abs_epi32(digit);
+        const __m512i digit = digits[i], size = _mm512_abs_epi32(digit);
         const __m512i both = _mm512_or_si512(size, _mm512_slli_epi32(size, 16));
         const __m512i middle = _mm512_mullo_epi16(both, _mm512_set1_epi16(32 + (32 << 8)));
         const __m512i product = _mm512_sub_epi8(_mm512_mullo_epi16(weights, both), middle);
@@ -119,16 +132,12 @@ AVX512 INLINE void put_signed(struct panel *p, int block, int fours, __m512i wei
 
 AVX512 static void unpack_q6_k(struct panel *p, int block, const struct rows *rows) {
     const __m512i nibbles = _mm512_set1_epi8(15), top = _mm512_set1_epi8(0x30);
-    int32_t digits[16][DIGITS_MAX][ROWS];
-    for (int row = 0; row < ROWS; row++) {
-        const struct q6_k *x = (const struct q6_k *)(const void *)row_at(rows, row);
-        for (int group = 0; group < 16; group++) {
-            int8_t found[DIGITS_MAX];
-            digits_of(x->scales[group], found);
-            for (int i = 0; i < DIGITS_MAX; i++) digits[group][i][row] = found[i];
-        }
-        p->scales[block][row] = _cvtsh_ss(x->scale);
+    __m512i digits[16][DIGITS_MAX];
+    for (int group = 0; group < 16; group++) { /* the byte to the highest, for its sign */
+        const __m512i scales = _mm512_slli_epi32(four_of_each(rows, 192 + group / 4 * 4), (unsigned)(24 - 8 * (group % 4)));
+        digits_of(_mm512_srai_epi32(scales, 24), digits[group]);
     }
+    _mm512_store_ps(p->scales[block], half_of_each(_mm512_srli_epi32(four_of_each(rows, 206), 16)));
     for (int half = 0; half < 2; half++) {
         for (int column = 0; column < 8; column++) {
             const __m512i high = four_of_each(rows, 128 + 32 * half + 4 * column);

@@ -37,9 +37,6 @@ struct part {
     __mmask16 present; /* rows that are there */
 };
 
-/* The first 16 bits of four bytes of each, as f16. */
-AVX512 INLINE __m512 half_of_each(__m512i fours) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(fours)); }
-
 AVX512 static void unpack(int type, struct panel *p, int block, const struct rows *rows) {
     const __m512i nibbles = _mm512_set1_epi8(15);
     __m512i *to = (__m512i *)(void *)p->weights[block];

@@ -4,6 +4,7 @@
 #include "blocks.h"
 
 #include <immintrin.h>
+#include <stddef.h>
 
 enum { ROWS = 16, COLUMNS = 8, TILE = 16 };
 
@@ -14,26 +15,21 @@ enum { ROWS = 16, COLUMNS = 8, TILE = 16 };
 struct rows {
     const char *first;
     __m512i offsets; /* of each row from the first, in bytes; rows that are not there lie where the last one does */
-    int64_t stride;
-    int n;
 };
 
 AVX512 INLINE struct rows rows_of(int64_t stride, int n) {
-    struct rows rows = {.stride = stride, .n = n};
     int32_t offsets[ROWS];
     for (int row = 0; row < ROWS; row++) offsets[row] = (int32_t)((row < n ? row : n - 1) * stride);
-    rows.offsets = _mm512_loadu_si512(offsets);
-    return rows;
-}
-
-AVX512 INLINE const char *row_at(const struct rows *rows, int row) {
-    return rows->first + (row < rows->n ? row : rows->n - 1) * rows->stride;
+    return (struct rows){NULL, _mm512_loadu_si512(offsets)};
 }
 
 /* Four bytes of each row. */
 AVX512 INLINE __m512i four_of_each(const struct rows *rows, int64_t at) {
     return _mm512_i32gather_epi32(rows->offsets, rows->first + at, 1);
 }
+
+/* The first two bytes of four of each, as f16. */
+AVX512 INLINE __m512 half_of_each(__m512i fours) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(fours)); }
 
 INLINE int rows_from(int64_t at, int64_t m) { return m - at * ROWS < ROWS ? (int)(m - at * ROWS) : ROWS; }
 
