@@ -112,8 +112,8 @@ _OF_PANELS: Final = frozenset(
 """Types that `panels.c` and `panels_32.c` multiply with. Q6_K, which has three digits there, with the matrix
 unit only: with VNNI it is as fast as `k_quants.c`."""
 PANEL_LOSS_MAX: Final = 1.25
-"""Panels are taken where they take no more than so many times what the fastest other way takes. They take half of
-it or less in most cases, so a clock that other programs disturb does not decide it: two workers of one machine
+"""Panels are taken where they take no more than so many times what the fastest other way takes. Most take
+half of it or less, so a clock that other programs disturb does not decide it: two workers of one machine
 should choose alike, because panels have bits of their own."""
 GAIN_MIN: Final = 0.95
 """A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""

@@ -39,7 +39,8 @@ enum { LANES = 8 };
 AVX2 INLINE __m256i rounded(__m256 x, __m256 factor) {
     const __m256 moved = _mm256_add_ps(_mm256_mul_ps(factor, x), _mm256_set1_ps(12582912.0f));
     const __m256i low = _mm256_and_si256(_mm256_castps_si256(moved), _mm256_set1_epi32(0x007fffff));
-    return _mm256_min_epi32(_mm256_sub_epi32(low, _mm256_set1_epi32(0x00400000)), _mm256_set1_epi32(127));
+    const __m256i whole = _mm256_min_epi32(_mm256_sub_epi32(low, _mm256_set1_epi32(0x00400000)), _mm256_set1_epi32(127));
+    return _mm256_and_si256(whole, _mm256_set1_epi32(255)); /* the last byte, also of what is too small for one */
 }
 
 /* The number that is farthest from zero; 0 where all are 0 or none. */
@@ -76,7 +77,7 @@ AVX2 static void by_registers(const float *x, struct q8_k *y, int64_t n) {
         for (int i = 0; i < VALUES; i += 4 * LANES) {
             __m256i w[4];
             for (int j = 0; j < 4; j++) w[j] = rounded(_mm256_loadu_ps(x + i + LANES * j), factors);
-            const __m256i both = _mm256_packs_epi16(_mm256_packs_epi32(w[0], w[1]), _mm256_packs_epi32(w[2], w[3]));
+            const __m256i both = _mm256_packus_epi16(_mm256_packus_epi32(w[0], w[1]), _mm256_packus_epi32(w[2], w[3]));
             const __m256i bytes = _mm256_permutevar8x32_epi32(both, order);
             _mm256_storeu_si256((__m256i *)(void *)(y[block].values + i), bytes);
             /* Sums of two, of four, and of sixteen. */
