@@ -15,9 +15,9 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_workers.cache import prefix_cache as prefix_cache_module
 from swarmllm_workers.cache.prefix_cache import PrefixCache, Snapshot
 from swarmllm_workers.cache.prefixes import Name, PrefixSettings, token_name
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.kv_state import BadState
 from swarmllm_workers.engine.operation import complete
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.slots import Cells, Slots
 
 B = BLOCK_TOKENS

@@ -23,9 +23,10 @@ from typing import Final
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_workers.cache.kept_rows import BlockKey
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.slots import Slots
 
 Segments = tuple[Segment, ...]

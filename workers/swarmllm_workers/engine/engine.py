@@ -22,6 +22,7 @@ from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.exact_segments import ExactSegments
 from swarmllm_workers.engine.kv_layout import kv_layout
 from swarmllm_workers.engine.libllama import Model
@@ -31,7 +32,7 @@ from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.positions import sees_later
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Cuts, Range, Route
-from swarmllm_workers.engine.segment import EngineSettings, Segment, Span, Want
+from swarmllm_workers.engine.segment import Segment, Span, Want
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
