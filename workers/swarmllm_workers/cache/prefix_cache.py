@@ -388,7 +388,7 @@ class PrefixCache:
         if not self._is_on or slot is None or any(segment.is_recurrent for segment in where):
             return
         self.expire()
-        is_whole = bool(name.session) or name.by_token
+        is_whole = bool(name.session) or name.clients_of is not None
         n_rows = len(name.tokens) if is_whole else len(name.hashes) * BLOCK_TOKENS
         now = time.monotonic()
         if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
@@ -446,6 +446,8 @@ class PrefixCache:
             name = names[where]()
             n = max(name.common(wanted), n_common_tokens(name.tokens, wanted.tokens))
             n = min(n, n_max, *(segment.lengths[slot] for segment in where))
+            if not name.goes_by_token(wanted):
+                n -= n % BLOCK_TOKENS
             n_min = self._n_min.get(other, 0)
             if n > n_best and n >= n_min and not (any_length and n_min):
                 best, n_best = other, n
