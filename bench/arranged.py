@@ -24,7 +24,8 @@ from bench.common.quantised_models import THIRTY_BILLION_EXPERTS, write_model
 from swarmllm_proto.ipc.base import KernelMode
 from swarmllm_workers.engine.arranged_weights import arranged
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.kernels import small_batches
 
 MIB: Final = 2**20

@@ -51,8 +51,8 @@ def compute(models: Path, out: Path) -> dict[str, Any]:
     from llama_cpp import Llama
 
     from swarmllm_workers.build_info import build_info
+    from swarmllm_workers.engine.engine_settings import EngineSettings
     from swarmllm_workers.engine.kernel_class import kernel_class
-    from swarmllm_workers.engine.segment import EngineSettings
     from swarmllm_workers.gguf_file import GgufFile
 
     text = TEXT.read_bytes()

@@ -28,8 +28,9 @@ import numpy as np
 from bench.common.quantised_models import SEVEN_BILLION, write_model
 from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.operation import complete
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 
 SHAPE = replace(SEVEN_BILLION, n_layers=16)
 SETTINGS = EngineSettings(n_ctx=4096, n_slots=8, n_threads=2, flash_attention="auto")

@@ -30,7 +30,8 @@ from bench.common.figures import RESULTS, machine
 from swarmllm_proto.ipc import FlashAttention, KvType
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span, Want
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span, Want
 from tests.workers.blueprint import Family, write
 from tests.workers.families import FAMILIES
 

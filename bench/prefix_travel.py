@@ -18,7 +18,8 @@ count: a node does not ask where that does not seem to pay, as on a machine that
     python -m bench.prefix_travel --nodes 8 --users 64
 
 All nodes get questions of users with one system prompt of 2,000 tokens, one after the other: how many tokens
-of it the swarm computed in all, as a multiple of computing it once.
+of it the swarm computed in all, as a multiple of computing it once. `--holders 1`: only the first node has
+the layers, and computes for the clients of all.
 
     python -m bench.prefix_travel --cut --rounds 5 [--mbit-s 100 --rtt-ms 20]
 
@@ -316,15 +317,19 @@ def cut(rounds: int, rtt_s: float, mbit_s: float, n_threads: int) -> list[tuple[
     ]
 
 
-def system_prompt(n_nodes: int, n_users: int, n_threads: int) -> list[tuple[Figure, Figure | None]]:
-    work = Figure(
-        f"{n_nodes} nodes, {n_users} users: tokens of the system prompt that were computed", "x once"
-    )
+def system_prompt(
+    n_nodes: int, n_users: int, n_threads: int, n_holders: int
+) -> list[tuple[Figure, Figure | None]]:
+    who = f"{n_nodes} nodes" if n_holders == n_nodes else f"{n_nodes} nodes, {n_holders} with the layers"
+    work = Figure(f"{who}, {n_users} users: tokens of the system prompt that were computed", "x once")
     with ExitStack() as stack:
         swarm = SharingSwarm(stack, 0.0, 0.0, n_threads)
         nodes = [swarm.start(f"n{i + 1}") for i in range(n_nodes)]
-        for node in nodes:
+        for node in nodes[:n_holders]:
             node.load(str(half_billion()))
+        for node in nodes[n_holders:]:
+            node.add(str(half_billion()))
+            wait_for(lambda node=node: is_complete(node.client, node.model), "the holders")
         system, computed = letters(7, N_SYSTEM), 0
         for user in range(n_users):
             node = nodes[user % n_nodes]
@@ -353,15 +358,20 @@ def main() -> None:
     parser.add_argument("--mbit-s", type=float, default=0.0)
     parser.add_argument("--rtt-ms", type=float, default=20.0)
     parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--holders", type=int, default=0, help="nodes with the layers; 0: all")
     parser.add_argument("--cut", action="store_true")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--kv-types", nargs=2, choices=("f16", "q8_0"), default=())
     parser.add_argument("--rounded", action="store_true")
     arguments = parser.parse_args()
     if arguments.nodes:
-        rows = system_prompt(arguments.nodes, arguments.users, arguments.threads)
+        n_holders = arguments.holders or arguments.nodes
+        rows = system_prompt(arguments.nodes, arguments.users, arguments.threads, n_holders)
         name = f"prefix-travel-{arguments.nodes}-nodes-{arguments.users}-users"
         command = f"python -m bench.prefix_travel --nodes {arguments.nodes} --users {arguments.users}"
+        if n_holders < arguments.nodes:
+            name += f"-{n_holders}-with-layers"
+            command += f" --holders {n_holders}"
     else:
         line = arguments.rounds, arguments.rtt_ms / 1000, arguments.mbit_s, arguments.threads
         kv_types = arguments.kv_types

@@ -40,8 +40,8 @@ from swarmllm_proto.codec import encode_ipc
 from swarmllm_proto.ipc import Generate, Sampling
 from swarmllm_workers.decode.decoding import Decoding
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.tap import ggml
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning
 from swarmllm_workers.schedule.generate_work import GenerateWork

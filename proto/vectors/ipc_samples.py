@@ -332,6 +332,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         tensor_bytes(TOKEN_IDS),
     ),
     (
+        "generate-for-other-node",
+        ipc.Generate(id=9, request_id=REQUEST_ID, own_kv=True, owner="newcomers", clients_of="origin"),
+        tensor_bytes(TOKEN_IDS),
+    ),
+    (
         "generate-exact",
         ipc.Generate(id=9, request_id=REQUEST_ID, sampling=EXACT),
         tensor_bytes(TOKEN_IDS),

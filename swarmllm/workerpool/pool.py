@@ -359,11 +359,13 @@ class WorkerPool:
         n_generated: int = 0,
         session: str = "",
         own_kv: bool = False,
+        clients_of: str = "",
         owner: str = "",
     ) -> AsyncIterator[TokenStream]:
         """The whole decode loop in the worker, which must hold every layer: iterate the stream for (Token,
         bytes). The last `n_generated` of `tokens` are no prompt but what came of it elsewhere. `own_kv`: no
-        KV is used that another node computed and that was not checked. `owner`: as in `forward`.
+        KV is used that another node computed and that was not checked. `clients_of`: the other node whose
+        client asks; KV is shared to the token among its clients. `owner`: as in `forward`.
 
         Leaving early cancels it. Raises as `forward` does, from the iteration.
         """
@@ -375,6 +377,7 @@ class WorkerPool:
             n_generated=n_generated,
             session_id=session,
             own_kv=own_kv,
+            clients_of=clients_of or UNSET,
             owner=owner or UNSET,
         )
         stream = await worker.generate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Unpack
+
 import numpy as np
 import pytest
 import trio
@@ -9,11 +11,13 @@ from deadlines import DEADLINE_S
 from node_ids import A, B, M
 from trio.testing import wait_all_tasks_blocked
 
-from bench.common.arithmetic import uncut
+from bench.common.arithmetic import FakePool, uncut
 from swarmllm.errors import NoPipeline, WorkerDied
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline import Prompt
 from swarmllm.pipeline.settings import PipelineSettings
+from swarmllm.pipeline.stage.compute import GenerateCall
+from swarmllm.workerpool.settings import ModelFile
 from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import PipelineAssignment, RemoteGenerateRequest, Stage
@@ -34,6 +38,21 @@ async def test_the_whole_loop_runs_there() -> None:
         # Nobody sent rows, and each token was computed once.
         assert [call[0] for call in pools[B].calls] == ["forward"] * N_TOKENS
         await swarm.quiet()
+
+
+async def test_the_worker_is_told_whose_client_asks() -> None:
+    """Clients of one node share KV to the token, those of others whole blocks."""
+    asked: list[tuple[str | None, bool | None]] = []
+
+    class Pool(FakePool):
+        def generate(self, model: ModelFile, **call: Unpack[GenerateCall]) -> Any:
+            asked.append((call.get("clients_of"), call.get("own_kv")))
+            return super().generate(model, **call)
+
+    async with open_swarm({A: FakePool(), B: Pool("0:12")}, settings=SETTINGS) as swarm:
+        for node_id in (A, B):
+            await read(swarm, node_id, kills(swarm))
+    assert asked == [(A, True), (None, None)]
 
 
 async def test_it_is_chosen_by_cost() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import N_BATCH
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 
 N_CTX = 8192
 

@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType as Type
 from swarmllm_workers.engine import arranged_weights, shared_weights
 from swarmllm_workers.engine.arranged_weights import ArrangedMatrices, MatrixKey, arranged
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.runtime_check import Graphs
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import repacking, small_batches
 from swarmllm_workers.kernels.ggml_functions import F32

@@ -32,7 +32,11 @@ def test_what_is_shared_counts_once(steps: list[tuple[str, int | tuple[int, int]
             cells.append(which, n)
             plain[which] += [object() for _ in range(n)]
         else:
-            cells.truncate(which, n)
+            unused = cells.truncate(which, n)
+            others = {id(row) for i, each in enumerate(plain) if i != which for row in each}
+            gone = [at for at in range(n, len(plain[which])) if id(plain[which][at]) not in others]
+            assert sorted(at for first, end in unused for at in range(first, end)) == gone
+            assert all(first < end for first, end in unused)
             del plain[which][n:]
         assert cells.lengths == [len(rows) for rows in plain]
         assert cells.n_used == len({id(row) for rows in plain for row in rows})

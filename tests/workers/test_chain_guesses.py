@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser, JobLimits
-from swarmllm_workers.speculation.cost_gate import CostGate
-from swarmllm_workers.speculation.drafting import Draft, NgramLookup, Worth
+from swarmllm_workers.speculation.cost_gate import PAUSE_MAX, PAUSE_MIN, CostGate
+from swarmllm_workers.speculation.drafting import Draft, Drafter, NgramLookup, Remembered, Worth
 
 from .client import DEADLINE_S, Answer, Worker
 from .ring_of_two import NODES, SPLIT, RingOfTwo, give, open_halves
@@ -463,14 +465,45 @@ def test_a_guesser_that_is_closed_lets_go_of_its_drafts() -> None:
     assert guessed(guesser, [1, 7, 7], 7, 50, 1.0) == ()
 
 
-def test_guesses_end_within_eight_tokens_where_they_do_not_pay() -> None:
-    """A pair of tokens that always goes on otherwise: each is found again, and no guess is right."""
-    text = [token for i in range(200) for token in (1, 2, 100 + i)]
-    guesser = lookup(CostGate())
-    counts = trips(guesser, text, lambda n_rows: 0.01 * n_rows)
-    asked = [i for i, n in enumerate(counts) if n]
-    assert len(asked) < 12
-    assert sum(counts[8 + asked[0] :]) <= 0.02 * len(text)
+class Wrong:
+    """A draft model that is always wrong."""
+
+    def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
+        n = worth("model", 0.0)
+        return Draft((-1,) * n, "model") if n else None
+
+    def close(self) -> None:
+        pass
+
+
+PAIRS = [token for i in range(200) for token in (1, 2, 100 + i)]
+"""A pair of tokens that always goes on otherwise: each is found again, and no guess is right."""
+
+
+@pytest.mark.parametrize(
+    "trip_s", [lambda n: 0.160 + 0.001 * n, lambda n: 0.02 + 0.003 * n, lambda n: 0.01 * n]
+)
+@pytest.mark.parametrize(
+    ("drafters", "text"),
+    [
+        ([NgramLookup(4, GUESSES_MAX)], PAIRS),
+        ([Wrong()], [*range(400)]),
+        ([Remembered(1, np.array([1, 2, 3], np.int32)), Wrong()], [*range(400)]),
+    ],
+    ids=["looked up", "draft", "remembered and draft"],
+)
+def test_guesses_end_within_eight_where_they_are_always_wrong(
+    drafters: list[Drafter], text: list[int], trip_s: Callable[[int], float]
+) -> None:
+    """Also those of the first trips with guesses, which are not timed."""
+    guesser = ChainGuesser(CostGate(), lambda known: copy.deepcopy(drafters))
+    guesser.know(np.array([9], np.int32))
+    counts = trips(guesser, text, trip_s)
+    tried = [at for at, n in enumerate(counts) if n]
+    assert tried, "there is something to guess from"
+    assert all(later - earlier > PAUSE_MIN for earlier, later in pairwise(tried[8:]))
+    assert len(tried) <= 8 + 1 + 2 + len(text) / PAUSE_MAX
+    assert all(counts[at] == 1 for at in tried[9:])
 
 
 def test_a_guesser_whose_token_was_repeated_guesses_no_more() -> None:

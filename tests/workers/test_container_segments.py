@@ -22,7 +22,8 @@ from swarmllm_proto.segment_names import FOLDER
 from swarmllm_workers.engine import container_segments, segment_file
 from swarmllm_workers.engine.container_segments import ContainerSegments
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 

@@ -16,7 +16,7 @@ from swarmllm_proto.architectures import ARCHITECTURES, Architecture, cut_rule, 
 from swarmllm_workers.engine import cut_check, releases
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.segment_file import plan_values
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile

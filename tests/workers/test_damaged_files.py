@@ -20,7 +20,8 @@ import pytest
 from swarmllm_proto import ipc
 from swarmllm_workers.engine import probe
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmllm_workers.engine.ranges import plan
-from swarmllm_workers.speculation.cost_gate import CostGate
+from swarmllm_workers.speculation.cost_gate import (
+    PAUSE_AFTER_RIGHT,
+    PAUSE_MAX,
+    PAUSE_MIN,
+    VAIN_MAX,
+    CostGate,
+)
 from swarmllm_workers.speculation.drafting import NgramLookup
 
 
@@ -159,6 +166,102 @@ def test_comes_back_when_the_text_changes() -> None:
     cost_gate = CostGate()
     run(cost_gate, rate=0.0, row_cost=0.2)
     assert run(cost_gate, rate=0.95, row_cost=0.2, n_steps=2000) > 1.8
+
+
+def depths(cost_gate: CostGate, answers: Sequence[bool], kind: str, row_cost: float) -> list[int]:
+    """Guesses behind each token. `answers`: whether a guess at that token is right."""
+    found, at = [], 0
+    while at < len(answers):
+        n = cost_gate.n_worth(kind, 6, len(answers) - at)
+        right = answers[at : at + n]
+        n_right = right.index(False) if False in right else len(right)
+        cost_gate.judged(kind, n, n_right, 1.0 + row_cost * n)
+        found += [n, *[0] * n_right]
+        at += n_right + 1
+    return found
+
+
+KINDS = st.sampled_from(["ngram-2", "ngram-4", "ngram-again", "model", "swift"])
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0]), max_size=6),
+    st.floats(0, 2),
+    KINDS,
+    st.integers(0, 9),
+)
+@settings(max_examples=200)
+def test_after_eight_refusals_in_a_row_nothing_is_guessed_but_a_single_token_now_and_then(
+    rates: list[float], row_cost: float, kind: str, seed: int
+) -> None:
+    """Whatever the text: passages of 60 tokens, each with guesses right at its own rate."""
+    rng, cost_gate = random.Random(seed), CostGate()
+    n_refused, n_since, was_right = 0, 0, False
+    for rate in rates:
+        for _ in range(60):
+            n = cost_gate.n_worth(kind, 6, 100)
+            n_right = 0
+            while n_right < n and rng.random() < rate:
+                n_right += 1
+            cost_gate.judged(kind, n, n_right, 1.0 + row_cost * n)
+            if n and n_refused >= VAIN_MAX:
+                n_pause = min(PAUSE_MIN << (n_refused - VAIN_MAX), PAUSE_MAX)
+                assert n == 1
+                assert n_since >= (PAUSE_AFTER_RIGHT if was_right else n_pause)
+            n_since = n_since + 1 if not n else 0
+            n_refused = 0 if n_right else n_refused + (n > 0)
+            was_right |= n_right > 0
+
+
+@pytest.mark.parametrize("row_cost", [0.0, 0.02, 0.15, 1.0])
+@pytest.mark.parametrize("kind", ["ngram-2", "ngram-again", "model", "swift"])
+def test_guesses_that_are_always_wrong_end_within_eight(kind: str, row_cost: float) -> None:
+    found = depths(CostGate(), [False] * 400, kind, row_cost)
+    tried = [at for at, n in enumerate(found) if n]
+    if row_cost <= 0.02:
+        assert tried[:8] == [*range(1, 9)], "a step without guesses comes first"
+    assert all(later - earlier > PAUSE_MIN for earlier, later in pairwise(tried[7:]))
+    assert len(tried) <= 8 + 2 + 400 / PAUSE_MAX
+
+
+@pytest.mark.parametrize("n_wrong", [9, 20, 50, 200, 390])
+@pytest.mark.parametrize("was_right", [False, True])
+def test_guesses_come_back_when_they_are_right_again(n_wrong: int, was_right: bool) -> None:
+    answers = [True] * 20 * was_right + [False] * n_wrong + [True] * 80
+    found = depths(CostGate(), answers, "model", 0.02)[-80:]
+    first = next(at for at, n in enumerate(found) if n)
+    assert first <= (PAUSE_AFTER_RIGHT if was_right else PAUSE_MAX) + 1
+    assert max(found[first : first + 20]) > 1
+    assert max(found[first:]) == 6
+
+
+def test_guesses_that_are_right_too_seldom_to_pay_end_nearly_as_soon() -> None:
+    """A fifth of them, where a guess takes three tenths of a step: the first one that is right could be the
+    first of many."""
+    found = depths(CostGate(), [False, False, False, False, True] * 80, "model", 0.3)
+    assert sum(n > 0 for n in found[:40]) <= 2 * VAIN_MAX
+    assert sum(n > 0 for n in found) < 40
+
+
+def test_the_next_request_tries_half_as_often_what_was_given_up() -> None:
+    first = CostGate()
+    depths(first, [False] * 60, "model", 0.01)
+    later = first.successor()
+    found = depths(later, [False] * 30, "model", 0.01)
+    assert [at for at, n in enumerate(found) if n] == [0, 1, 2, 3, 12, 29]
+    assert later.n_worth("ngram-2", 6, 100), "another way of guessing has its own tries"
+    for _ in range(PAUSE_MAX // 7 + 1):
+        assert not later.n_worth("model", 6, 100)
+        later.judged("ngram-2", 6, 6, 1.1)
+    assert later.n_worth("model", 6, 100), "it paused for as many tokens, in a few steps"
+
+
+def test_what_is_given_up_sends_nothing_ahead() -> None:
+    gate = CostGate()
+    depths(gate, [True] * 60, "model", 0.01)
+    assert gate.n_ahead("model", 7) > 6
+    depths(gate, [False] * 8, "model", 0.01)
+    assert gate.n_ahead("model", 7) == 0
 
 
 def test_first_step_is_without_guesses() -> None:

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.gpus import RESERVE_BYTES, Gpu, gpus, n_layers_that_fit
 from swarmllm_workers.engine.memory import estimate, predict
 from swarmllm_workers.engine.ranges import merge, subtract
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.engine.slots import Slots
 from swarmllm_workers.errors import CallError
 

@@ -19,7 +19,8 @@ from long_runs import IS_LONG
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_workers.engine import loaded_layers
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.kernels import repacking
 
 from .conftest import MakeModel

@@ -17,7 +17,8 @@ from swarmllm_proto.architectures import ARCHITECTURES, window_period
 from swarmllm_workers.engine import loaded_layers, releases, segment_file, segment_maker
 from swarmllm_workers.engine.cut_check import check_cuts
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY
 

@@ -10,8 +10,9 @@ from vision_models import N_DEEPSTACK, text_model
 
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.row_widths import widened
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 
 pytestmark = pytest.mark.slow
 

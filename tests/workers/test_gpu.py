@@ -19,9 +19,10 @@ import pytest
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.gpus import gpus
 from swarmllm_workers.engine.kernel_class import kernel_class
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 
 from .client import GREEDY
 from .test_batching import Room, guide_prompts, open_room  # noqa: F401

@@ -18,7 +18,7 @@ from swarmllm_proto.frames import FrameDecoder
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.engine import libllama
 from swarmllm_workers.engine.engine import Engine
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.errors import Interrupted
 from swarmllm_workers.schedule import read_ahead
 from swarmllm_workers.schedule.read_ahead import ReadAhead

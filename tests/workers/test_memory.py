@@ -17,10 +17,10 @@ from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_workers.engine import memory_dry_run
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory import Memory, available_bytes, estimate, predict, refuse_beside
 from swarmllm_workers.engine.memory_dry_run import MemoryUse, dry_run
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import interposing
 

@@ -12,8 +12,9 @@ from llama_cpp import llama_cpp as lib
 
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.operation import complete
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.kernels import interposing, memory_calls
 
 from .process_memory import private_bytes

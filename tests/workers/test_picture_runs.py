@@ -13,8 +13,9 @@ from swarmllm_proto import ipc
 from swarmllm_proto.picture_runs import PictureRun
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.ranges import Route
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.errors import CallError
 
 from .client import Worker

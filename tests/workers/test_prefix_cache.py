@@ -15,9 +15,9 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_workers.cache import prefix_cache as prefix_cache_module
 from swarmllm_workers.cache.prefix_cache import PrefixCache, Snapshot
 from swarmllm_workers.cache.prefixes import Name, PrefixSettings, token_name
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.kv_state import BadState
 from swarmllm_workers.engine.operation import complete
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.slots import Cells, Slots
 
 B = BLOCK_TOKENS
@@ -99,8 +99,8 @@ def read_state(state: Any) -> Any:
     return SimpleNamespace(n_rows=len(state) // 4, n_min=0)
 
 
-def named(tokens: list[int], session: str = "") -> Name:
-    return token_name(b"root", np.array(tokens, np.int32), session)
+def named(tokens: list[int], session: str = "", clients_of: str | None = None) -> Name:
+    return token_name(b"root", np.array(tokens, np.int32), session, clients_of=clients_of)
 
 
 class Clock:
@@ -128,9 +128,11 @@ class Worker:
         self.running: dict[str, list[int]] = {}
         """Request -> its tokens."""
 
-    def begin(self, request_id: str, tokens: list[int], **how: Any) -> int | None:
+    def begin(
+        self, request_id: str, tokens: list[int], clients_of: str | None = None, **how: Any
+    ) -> int | None:
         """How many rows it got; None where there was no room for the others."""
-        name = named(tokens)
+        name = named(tokens, clients_of=clients_of)
         slot = self.slots.take(request_id)
         n_reused = self.cache.reuse(request_id, self.where, name, len(tokens) - 1, **how)
         for segment in self.segments:
@@ -226,7 +228,7 @@ class Events(RuleBasedStateMachine):
         if own_kv and not worker.trusts_theirs:
             assert all(row < THEIRS for segment in worker.segments for row in segment.rows[slot])
         elif worker.cache.n_bytes == 0 and not own_kv:
-            assert n_reused >= min(n_kept, len(tokens) - 1)
+            assert n_reused >= min(n_kept, (len(tokens) - 1) // B * B)
 
     @rule(data=st.data(), keeps=st.booleans())
     def end(self, data: st.DataObject, keeps: bool) -> None:
@@ -333,8 +335,11 @@ def test_the_fullest_segment_says_how_much_room_there_is(monkeypatch: pytest.Mon
 
 def test_a_request_shares_the_rows_of_one_that_runs_in_the_same_segments(worker: Worker) -> None:
     tokens = STEMS[0][: 2 * B + 5]
-    assert worker.begin("first", tokens) == 0
-    assert worker.begin("second", [*tokens, 1]) == len(tokens), "to the last row"
+    assert worker.begin("first", tokens, "a") == 0
+    assert worker.begin("second", [*tokens, 1], "a") == len(tokens), "to the last row"
+    for clients_of in ("b", None):
+        assert worker.begin("of another node", [*tokens, 1], clients_of) == 2 * B
+        worker.end("of another node", keeps=False)
     other = (Rows(),)
     assert worker.cache.reuse("third", other, named(tokens), len(tokens)) == 0  # type: ignore[arg-type]
     worker.slots.release("third")

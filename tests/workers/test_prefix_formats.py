@@ -18,9 +18,9 @@ from bench.common.shapes import Shape, build
 from swarmllm.guide import GUIDE_PATH
 from swarmllm_proto import ipc
 from swarmllm_proto.ipc.kv import LookUpPrefix
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.kv_layout import KvLayout, kv_encoding, kv_layout, turned
 from swarmllm_workers.engine.kv_state import BadState, converted, read_state, rows_apart
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.gguf_file import open_source
 from swarmllm_workers.kernels import row_attention

@@ -53,22 +53,50 @@ def test_same_prompt_again_runs_only_its_last_token(
     assert done(room, "again").n_prompt_tokens == 2 * B
 
 
-@pytest.mark.parametrize("first_own_kv", [False, True])
-@pytest.mark.parametrize("own_kv", [False, True])
-def test_own_clients_share_every_token_and_other_nodes_whole_blocks(
+WHOSE = {
+    "this node's": {},
+    "one node's": {"own_kv": True, "clients_of": "node-a"},
+    "another one's": {"own_kv": True, "clients_of": "node-b"},
+    "nobody's": {"own_kv": True},
+}
+"""Whose client asks, as a Generate says it."""
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("first", WHOSE)
+@pytest.mark.parametrize("second", WHOSE)
+def test_clients_of_one_node_share_every_token_and_others_whole_blocks(
     open_room: OpenRoom,  # noqa: F811
-    own_kv: bool,
-    first_own_kv: bool,
+    first: str,
+    second: str,
+    is_running: bool,
 ) -> None:
-    """Of prompts that go on otherwise in the middle of a block. `own_kv` is set for other nodes' requests."""
+    """Of prompts that go on otherwise in the middle of a block."""
     room = open_room("llama", (0, 4), n_ctx=1024)
     system = TOKENS[: 2 * B + 30]
-    for name, is_other, question in (("first", first_own_kv, 7), ("second", own_kv, 9)):
+    endless = ipc.Sampling(temperature=0.0, max_tokens=300, ignore_eos=True)
+    for name, whose, question in (("first", first, 7), ("second", second, 9)):
         prompt = np.append(system, np.full(20, question, np.int32))
-        room.call(ipc.Generate, prompt, request_id=name, own_kv=is_other, sampling=GREEDY)
-        room.run()
-    by_token = not own_kv and not first_own_kv
+        sampling = endless if name == "first" and is_running else GREEDY
+        room.call(ipc.Generate, prompt, request_id=name, sampling=sampling, **WHOSE[whose])
+        room.run(4 if sampling is endless else 10_000)
+    room.run()
+    by_token = first == second != "nobody's"
     assert done(room, "second").n_cached_tokens == (len(system) if by_token else 2 * B)
+
+
+def test_rows_of_each_nodes_clients_stay_beside_those_of_others(open_room: OpenRoom) -> None:  # noqa: F811
+    """Each finds the tail behind the last whole block from its second request on, whoever asked between."""
+    room = open_room("llama", (0, 4), n_ctx=2048)
+    system, found = TOKENS[: 2 * B + 30], []
+    for i, whose in enumerate([*WHOSE, *WHOSE, *reversed(WHOSE)]):
+        prompt = np.append(system, np.full(5, 5 + i, np.int32))
+        sampling = ipc.Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+        room.call(ipc.Generate, prompt, request_id=f"{i}", sampling=sampling, **WHOSE[whose])
+        room.run()
+        found.append(done(room, f"{i}").n_cached_tokens)
+    whole, every = 2 * B, len(system)
+    assert found == [0, whole, whole, whole, every, every, every, whole, whole, every, every, every]
 
 
 @pytest.mark.slow
@@ -99,7 +127,7 @@ def test_logits_over_reused_rows_are_those_of_a_fresh_worker_bit_for_bit(open_ro
     for each in (room, fresh):
         engine = each.handlers.state.engine()
         route, slot = engine.route("r", 0, 12), engine.take_slot("r")
-        n = engine.reuse("r", route, tokens, own_kv=True)
+        n = engine.reuse("r", route, tokens, own_kv=True, clients_of=None)
         if each is room:
             assert n == 2 * B
         else:

@@ -13,8 +13,9 @@ import pytest
 
 from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.kernels import row_attention
 from swarmllm_workers.kernels.interposing import find_library
 

@@ -11,8 +11,8 @@ import pytest
 
 from bench.common.quantised_models import SEVENTY_BILLION, write_model
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.memory import available_bytes
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import plan_part
 from swarmllm_workers.errors import CallError
 

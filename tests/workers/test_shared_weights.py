@@ -12,9 +12,10 @@ import pytest
 
 from swarmllm_workers.engine import shared_weights
 from swarmllm_workers.engine.engine import Engine
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.loaded_layers import PARTS_MAX
 from swarmllm_workers.engine.memory import predict
-from swarmllm_workers.engine.segment import EngineSettings, Span
+from swarmllm_workers.engine.segment import Span
 from swarmllm_workers.engine.segment_file import plan_part
 from swarmllm_workers.engine.shared_weights import FilePlace, Part, Stub
 from swarmllm_workers.errors import CallError, Stopped

@@ -245,6 +245,9 @@ class Generate(DaemonMessage, frozen=True, tag=True):
     own_kv: bool = False
     """It takes no rows that another node computed and that were not checked."""
     owner: Owner | UnsetType = UNSET
+    clients_of: Owner | UnsetType = UNSET
+    """The node whose client asks. Requests of its clients share every token that they begin with, and whole
+    blocks with all others; those with `own_kv` that name no node share whole blocks only."""
 
 
 class CancelRequest(DaemonMessage, frozen=True, tag=True):

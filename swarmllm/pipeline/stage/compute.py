@@ -108,6 +108,7 @@ class GenerateCall(TypedDict):
     n_generated: NotRequired[int]
     session: NotRequired[str]
     own_kv: NotRequired[bool]
+    clients_of: NotRequired[str]
     owner: NotRequired[str]
 
 

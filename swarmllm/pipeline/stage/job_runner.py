@@ -149,6 +149,7 @@ class JobRunner:
             n_generated=len(context.generated),
             owner=context.owner,
             own_kv=True,  # The origin may check it, and this node answers for what it used.
+            clients_of=self._view.origin,
         ) as generation:
             async for token, piece in generation:
                 now_s = trio.current_time()

@@ -11,7 +11,7 @@ from pathlib import Path
 import swarmllm_workers  # noqa: F401  (before libllama: small_batches.py)
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule
 from swarmllm_workers.engine.cut_check import check_cuts
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.gguf_file import open_source
 

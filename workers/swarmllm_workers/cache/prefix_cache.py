@@ -23,9 +23,10 @@ from typing import Final
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_workers.cache.kept_rows import BlockKey
 from swarmllm_workers.cache.prefixes import Buffer, Kept, Name, Prefixes, n_common_tokens
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.kv_state import BadState, read_state
 from swarmllm_workers.engine.operation import Operation
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.slots import Slots
 
 Segments = tuple[Segment, ...]
@@ -387,7 +388,7 @@ class PrefixCache:
         if not self._is_on or slot is None or any(segment.is_recurrent for segment in where):
             return
         self.expire()
-        is_whole = bool(name.session) or name.by_token
+        is_whole = bool(name.session) or name.clients_of is not None
         n_rows = len(name.tokens) if is_whole else len(name.hashes) * BLOCK_TOKENS
         now = time.monotonic()
         if n_rows < self._min_tokens or any(segment.lengths[slot] < n_rows for segment in where):
@@ -445,6 +446,8 @@ class PrefixCache:
             name = names[where]()
             n = max(name.common(wanted), n_common_tokens(name.tokens, wanted.tokens))
             n = min(n, n_max, *(segment.lengths[slot] for segment in where))
+            if not name.goes_by_token(wanted):
+                n -= n % BLOCK_TOKENS
             n_min = self._n_min.get(other, 0)
             if n > n_best and n >= n_min and not (any_length and n_min):
                 best, n_best = other, n

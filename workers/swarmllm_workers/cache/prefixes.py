@@ -2,9 +2,10 @@
 
 Entries are named by the chained hashes of their complete blocks (see `swarmllm_proto.blocks`): equal hashes
 are equal prefixes, and whole blocks are shared. A turn of a session may go on from the last row of the one
-before, and requests of this node's own clients share every token that is the same: a system prompt seldom
-ends where a block does. Requests of other nodes do not: how much of a prompt was known is told, and token by
-token it could be guessed from that.
+before, and requests of one node's clients share every token that is the same: a system prompt seldom ends
+where a block does. Requests of clients of different nodes do not: how much of a prompt was known is told, and
+token by token it could be guessed from that. (Clients of one node can guess each other's prompts so at that
+node, too.)
 
 An entry's rows are in cells of the KV, under a spare sequence number, until others need the room; then they
 become bytes in host memory, as long as those fit a budget, and last, nothing. What goes first is what was
@@ -52,8 +53,9 @@ class Name:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """i32, where the tokens are known here; a stage of a chain knows hashes only."""
     session: str = ""
-    by_token: bool = False
-    """The request is of this node's own clients, as are those it shares more with than whole blocks."""
+    clients_of: str | None = None
+    """The node whose clients' request it is; "": this one. Such requests share every token with each other.
+    None: it shares whole blocks only."""
     scope: str = ""
     """Who gave the name; "": this node. Names of different origin have nothing to do with each other."""
 
@@ -68,12 +70,13 @@ class Name:
 
     def goes_by_token(self, other: Name) -> bool:
         """Whether one may go on from any token of the other, not only from the end of a block."""
-        return (self.by_token and other.by_token) or bool(self.session and self.session == other.session)
+        is_of_same_node = self.clients_of is not None and self.clients_of == other.clients_of
+        return is_of_same_node or bool(self.session and self.session == other.session)
 
 
-def token_name(root: bytes, tokens: np.ndarray, session: str = "", *, by_token: bool = False) -> Name:
+def token_name(root: bytes, tokens: np.ndarray, session: str = "", *, clients_of: str | None = None) -> Name:
     """`root` of the model and its layers; `tokens` i32 [n]."""
-    return Name(extend_block_hashes(root, tokens), tokens, session, by_token)
+    return Name(extend_block_hashes(root, tokens), tokens, session, clients_of)
 
 
 @dataclass(eq=False)
@@ -291,7 +294,7 @@ def _blocks(n_rows: int) -> int:
 
 def _contains(longer: Name, shorter: Name) -> bool:
     """Whether a request that could use `shorter` could use `longer` just as well."""
-    if shorter.scope != longer.scope or (shorter.by_token and not longer.by_token):
+    if shorter.scope != longer.scope or shorter.clients_of not in (None, longer.clients_of):
         return False
     if shorter.session and (
         shorter.session != longer.session

@@ -35,11 +35,12 @@ from swarmllm_proto.segment_names import TRIAL
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.engine import releases, segment_file, shared_weights
 from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory import available_bytes, predict, refuse_what_does_not_fit
 from swarmllm_workers.engine.probe import refuse_what_aborts
 from swarmllm_workers.engine.ranges import overlooks_windows, periodic_windows
-from swarmllm_workers.engine.segment import EngineSettings, Segment, Span
+from swarmllm_workers.engine.segment import Segment, Span
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.errors import CallError

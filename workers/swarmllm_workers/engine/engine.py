@@ -22,6 +22,7 @@ from swarmllm_workers.cache.prefixes import token_name
 from swarmllm_workers.decode.template import ChatTemplate
 from swarmllm_workers.decode.vocabulary import Vocabulary
 from swarmllm_workers.engine.embedding import Embedding
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.exact_segments import ExactSegments
 from swarmllm_workers.engine.kv_layout import kv_layout
 from swarmllm_workers.engine.libllama import Model
@@ -31,7 +32,7 @@ from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.positions import sees_later
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
 from swarmllm_workers.engine.ranges import Cuts, Range, Route
-from swarmllm_workers.engine.segment import EngineSettings, Segment, Span, Want
+from swarmllm_workers.engine.segment import Segment, Span, Want
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
@@ -183,23 +184,32 @@ class Engine:
         return n_free
 
     def reuse(
-        self, request_id: str, route: Route, tokens: np.ndarray, session: str = "", own_kv: bool = False
+        self,
+        request_id: str,
+        route: Route,
+        tokens: np.ndarray,
+        session: str = "",
+        own_kv: bool = False,
+        clients_of: str | None = "",
     ) -> int:
         """Give the request, which has no rows yet, rows of other requests with the same prefix. At least one
         token is left to run, because its logits are needed. `own_kv`: no rows that another node computed and
-        nobody checked, and of the rows of own clients whole blocks only."""
+        nobody checked. `clients_of`: as of `Name`."""
         n_max = len(tokens) - 1
-        name = token_name(self.root, tokens[:n_max], session, by_token=not own_kv)
+        name = token_name(self.root, tokens[:n_max], session, clients_of=clients_of)
         return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
 
-    def keep(self, request_id: str, tokens: np.ndarray, session: str = "", own_kv: bool = False) -> None:
+    def keep(
+        self, request_id: str, tokens: np.ndarray, session: str = "", clients_of: str | None = ""
+    ) -> None:
         """End the request, and keep the rows of `tokens`, which are all its rows, for other requests.
-        Segments that are about to be closed keep none. `own_kv`: as at its start."""
+        Segments that are about to be closed keep none. `clients_of`: as at its start."""
         route = self._routes.get(request_id, {}).get((0, self.n_layers))
         if route is not None and all(segment in self.layers.segments for segment in route.segments):
             # Bytes of windowed layers go on where they end or not at all, and prompts part anywhere.
-            by_token = not own_kv and not any(segment.n_window for segment in route.segments)
-            name = token_name(self.root, tokens, session, by_token=by_token)
+            if any(segment.n_window for segment in route.segments):
+                clients_of = None
+            name = token_name(self.root, tokens, session, clients_of=clients_of)
             self.prefixes.keep(request_id, route.segments, name)
 
     def full(self, route: Route, n_more: int) -> CallError:

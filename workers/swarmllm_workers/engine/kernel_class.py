@@ -23,7 +23,7 @@ from blake3 import blake3
 from swarmllm_proto.limits import EXACT_ROWS
 from swarmllm_workers.build_info import build_info
 from swarmllm_workers.engine import runtime_check
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.gguf_file import GgufFile, files_of
 from swarmllm_workers.kernels import repacking, small_batches
 from swarmllm_workers.kernels.ggml_functions import F16, F32, no_memory

@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from swarmllm_workers.engine import releases
-from swarmllm_workers.engine.segment import EngineSettings
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.gguf_file import ARRAY, GgufFile
 from swarmllm_workers.kernels import row_attention
 

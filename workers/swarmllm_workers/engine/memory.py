@@ -18,11 +18,12 @@ from typing import Final
 
 from swarmllm_proto.ipc import KvType
 from swarmllm_workers.engine import gpus
+from swarmllm_workers.engine.engine_settings import EngineSettings, exact_settings, rows_of_exact_batch
 from swarmllm_workers.engine.kv_layout import is_fused
 from swarmllm_workers.engine.libllama import N_BATCH
 from swarmllm_workers.engine.memory_dry_run import dry_run, other_bytes
 from swarmllm_workers.engine.ranges import Range, join, merge
-from swarmllm_workers.engine.segment import EngineSettings, Segment, exact_settings, rows_of_exact_batch
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import ARRAY, STRING, GgufFile
 

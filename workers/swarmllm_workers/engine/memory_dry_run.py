@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 from swarmllm_proto.architectures import ARCHITECTURES, Architecture, generic
 from swarmllm_workers import operating_system
+from swarmllm_workers.engine.engine_settings import EngineSettings, context_settings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, Model, capture_log
-from swarmllm_workers.engine.segment import EngineSettings, context_settings
 from swarmllm_workers.engine.segment_file import n_layers_of, plan_part
 from swarmllm_workers.engine.shared_weights import header_file
 from swarmllm_workers.errors import CallError

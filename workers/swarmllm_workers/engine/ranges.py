@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from swarmllm_proto.architectures import ARCHITECTURES, cut_rule, generic
 from swarmllm_workers.engine import releases
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.engine_settings import EngineSettings
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 

@@ -10,111 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from swarmllm_proto.architectures import Architecture
-from swarmllm_proto.ipc import FlashAttention, GpuLayers, KvType
-from swarmllm_proto.limits import EXACT_ROWS
+from swarmllm_proto.ipc import KvType
 from swarmllm_proto.picture_runs import PictureRun
-from swarmllm_workers.cache.prefixes import PrefixSettings
-from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model, Threads
+from swarmllm_workers.engine.engine_settings import (
+    EngineSettings,
+    context_settings,
+    exact_settings,
+    n_outputs_of,
+    n_sequences_of,
+    rows_of_exact_batch,
+    unused_sequence_of,
+)
+from swarmllm_workers.engine.libllama import N_BATCH, Context, Model
 from swarmllm_workers.engine.positions import SequencePositions, positions_of, sees_later
 from swarmllm_workers.engine.row_widths import joined, widened
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.engine.slots import Cells
 from swarmllm_workers.engine.tap import Rescaling, Tap
+from swarmllm_workers.engine.unused_cells import UnusedCells
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.kernels import small_batches
-from swarmllm_workers.kernels.small_batches import ROWS_MAX
 
 Want: TypeAlias = Literal["hidden", "none", "logits", "rows", "normed"]
-
-_CELLS_MULTIPLE: Final = 256
-"""libllama attends in whole multiples of so many cells."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    n_ctx: int = 4096
-    """KV cells of each segment, shared by all slots."""
-    n_slots: int = 8
-    n_threads: int = 1
-    threads: Threads | None = field(default=None, compare=False)
-    """Of all segments but those of exact requests, in the place of `n_threads`."""
-    use_mmap: bool = True
-    use_mlock: bool = False
-    max_bytes: int = 0
-    """What the held layers may take by prediction; 0: what the machine has left."""
-    kv_type: KvType = "f16"
-    flash_attention: FlashAttention = "off"
-    n_gpu_layers: GpuLayers = 0
-    model_id: str = "0" * 64
-    prefix_key: str = field(default="", repr=False)
-    """What names of kept KV are keyed with; 64 hex digits, or "": they are not."""
-    prefixes: PrefixSettings = field(default_factory=PrefixSettings)
-    """How much is kept of requests that are over."""
-    journal_max_bytes: int = 2**28
-    """Host memory for rows that running requests have sent on."""
-    native_tap: bool = True
-    checked_unit: int = 0
-    """What a self-check found: layers may be cut at multiples of it, or, where it is no less than their
-    number, nowhere; 0: nothing."""
-    is_unwanted: Callable[[], bool] | None = None
-    """Asked while a long batch runs: whether to leave it."""
-
-
-def rows_of_exact_batch(settings: EngineSettings) -> int:
-    """That a context has room for: no fewer than sequences, or libllama aborts."""
-    return max(EXACT_ROWS, settings.n_slots)
-
-
-def exact_settings(settings: EngineSettings, n_rows: int, kv_type: KvType | None = None) -> EngineSettings:
-    """The settings of the segments of an exact request of so many rows, with keys and values of `kv_type`, or
-    as in `settings`. Fused attention adds up in an order that depends on the number of threads; quantised
-    values have no other."""
-    kv_type = kv_type or settings.kv_type
-    attention: FlashAttention = "off" if kv_type == "f16" else settings.flash_attention
-    return replace(
-        settings,
-        kv_type=kv_type,
-        n_ctx=-(-n_rows // _CELLS_MULTIPLE) * _CELLS_MULTIPLE,
-        threads=None,
-        flash_attention=attention,
-        prefixes=PrefixSettings(n_entries=0, n_cells_entries=0),
-    )
-
-
-def n_sequences_of(settings: EngineSettings, *, is_recurrent: bool) -> int:
-    """Beyond the slots: one for each entry of kept rows, one in which an entry is cut to size, and the last,
-    which has rows for as long as it takes to read them."""
-    n_kept = settings.prefixes.n_cells_entries
-    return settings.n_slots + (0 if is_recurrent or not n_kept else n_kept + 2)
-
-
-def n_outputs_of(n_sequences: int, *, has_head: bool) -> int:
-    return max(n_sequences, ROWS_MAX) if has_head else N_BATCH
-
-
-def context_settings(
-    settings: EngineSettings, *, is_recurrent: bool, has_head: bool, n_batch: int = N_BATCH
-) -> ContextSettings:
-    """The context settings of a segment, without its tap."""
-    n_sequences = n_sequences_of(settings, is_recurrent=is_recurrent)
-    return ContextSettings(
-        n_ctx=settings.n_ctx,
-        n_slots=n_sequences,
-        n_threads=settings.n_threads,
-        threads=settings.threads,
-        kv_type=settings.kv_type,
-        flash_attention=settings.flash_attention,
-        n_outputs_max=min(n_outputs_of(n_sequences, has_head=has_head), n_batch),
-        n_batch=n_batch,
-        is_unwanted=settings.is_unwanted,
-    )
 
 
 class Span(NamedTuple):
@@ -209,6 +133,7 @@ class Segment:
                 raise CallError("bad_model", f"{path.name} is an encoder: it generates nothing")
             self._tap = self._make_tap(architecture)
             self._context = self._make_context()
+            self._unused = self._make_unused()
         except CallError:
             self._model.close()
             raise
@@ -217,10 +142,13 @@ class Segment:
         made = context_settings(
             self._settings, is_recurrent=self.is_recurrent, has_head=self.has_head, n_batch=n_batch
         )
-        made = replace(made, n_outputs_max=min(self.n_outputs_max, n_batch))
+        made = replace(made, n_outputs_max=min(max(self.n_outputs_max, made.n_outputs_max), n_batch))
         if self._tap is not None:
             made = replace(made, eval_callback=self._tap.callback, eval_user_data=self._tap.user_data)
         return Context(self._model, made)
+
+    def _make_unused(self) -> UnusedCells:
+        return UnusedCells(self._context, unused_sequence_of(self._settings, is_recurrent=self.is_recurrent))
 
     def apart(self, n_ctx: int, *, gives_rows: bool = False, kv_type: KvType | None = None) -> Segment:
         """The same layers for one request, with cells and a work space of its own, so that its rows have the
@@ -238,6 +166,7 @@ class Segment:
         n_batch = rows_of_exact_batch(self._settings)
         other.n_outputs_max = n_batch if gives_rows else n_outputs_of(n_sequences, has_head=self.has_head)
         other._context = other._make_context(n_batch)
+        other._unused = other._make_unused()
         other.fill_in()  # or the next one would be given the same memory
         self.apart_segments.append(other)
         return other
@@ -303,6 +232,11 @@ class Segment:
         return self._settings.n_ctx - self._cells.n_used
 
     @property
+    def n_taken(self) -> int:
+        """The number of cells that libllama takes for used: see `UnusedCells`."""
+        return self._cells.n_used + self._unused.n_cells
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request has rows here, or segments of its own over these weights."""
         return not self._cells.n_used and not self.apart_segments
@@ -351,18 +285,27 @@ class Segment:
     def truncate(self, slot: int, length: int) -> None:
         """Forget the slot's rows from `length` on, and those before them of a picture that this would cut.
         Raises CallError position_gap where the model cannot."""
+        if self.lengths[slot] > length:
+            self._truncate(slot, self._positions.whole(slot, length))
         if not length:
             self._positions.tell(slot, ())
-        if self.lengths[slot] <= length:
-            return
-        length = self._positions.whole(slot, length)
-        if not self._context.truncate(slot, self._positions.of(slot, length)):
+
+    def _truncate(self, slot: int, length: int) -> None:
+        unused = self._cells.truncate(slot, length)
+        if any(n_rows for each, n_rows in enumerate(self.lengths[: self._settings.n_slots]) if each != slot):
+            for first, end in unused:
+                first_at, end_at = self._positions.of(slot, first), self._positions.of(slot, end)
+                self._unused.take(slot, first_at, end_at, end - first, self._cells.n_used)
+        is_truncated = self._context.truncate(slot, self._positions.of(slot, length))
+        if not is_truncated:
             self._context.truncate(slot, 0)
             self._cells.truncate(slot, 0)
+        if not any(self.lengths[: self._settings.n_slots]):
+            self._unused.free()
+        if not is_truncated:
             raise CallError(
                 "position_gap", "this model's state cannot be rolled back: start the request anew", "position"
             )
-        self._cells.truncate(slot, length)
 
     def share(self, source: int, target: int, length: int) -> int:
         """Give the empty sequence `target` the first `length` rows of `source`; fewer where that would cut
@@ -393,12 +336,19 @@ class Segment:
     def restore(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
         """Fill an empty sequence with the `n_rows` rows that `save` of this segment gave. False, and empty
         still, where libllama will not have them."""
-        if not self._context.restore(sequence, state):
-            self._context.truncate(sequence, 0)
+        if not self._restore(sequence, state):
             return False
         self._cells.append(sequence, n_rows)
         self._positions.tell(sequence, ())
         return True
+
+    def _restore(self, sequence: int, state: bytes | memoryview) -> bool:
+        """False, and empty still, where libllama will not have it: it may want cells next to each other."""
+        while not (is_restored := self._context.restore(sequence, state)):
+            self._context.truncate(sequence, 0)
+            if not self._unused.free():
+                break
+        return is_restored
 
     def append_rows(self, sequence: int, state: bytes | memoryview, n_rows: int) -> bool:
         """Give a sequence the `n_rows` rows that come next, which `save_rows` of this segment gave. False
@@ -407,8 +357,7 @@ class Segment:
         if not first:
             return self.restore(sequence, state, n_rows)
         last = len(self.lengths) - 1
-        if not self._context.restore(last, state):
-            self._context.truncate(last, 0)
+        if not self._restore(last, state):
             return False
         self._context.share_rows(last, sequence, first, first + n_rows)
         self._context.truncate(last, 0)
@@ -474,6 +423,8 @@ class Segment:
             if self._feeds_tokens and fed.ndim == 2 and not is_fed:
                 fed = np.zeros(rows.n, np.int32)
         is_causal = self._positions.are_plain or self._is_causal(spans)
+        if self.n_taken + rows.n > self._settings.n_ctx:
+            self._unused.free()
         try:
             if self._whole is None:
                 self._context.decode(fed, positions, rows.slots, outputs, normed=normed, is_causal=is_causal)

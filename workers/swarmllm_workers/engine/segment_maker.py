@@ -28,9 +28,10 @@ from swarmllm_proto.split_files import joint_mtime_ns
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine import segment_file, shared_weights
 from swarmllm_workers.engine.container_segments import ContainerSegments
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.memory import n_gpu_layers_of, predict
 from swarmllm_workers.engine.ranges import Cuts, Range
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.shared_weights import Part
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile, files_of

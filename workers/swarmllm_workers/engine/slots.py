@@ -130,16 +130,20 @@ class Cells:
                 return
         pieces.append((_Run(sequence, n_rows), n_rows))
 
-    def truncate(self, sequence: int, length: int) -> None:
-        """Remove the rows from `length` on."""
-        pieces = self._pieces[sequence]
+    def truncate(self, sequence: int, length: int) -> list[tuple[int, int]]:
+        """Remove the rows from `length` on. Returns those which no other sequence has, as ranges
+        [first, end) of the sequence's rows."""
+        pieces, unused = self._pieces[sequence], []
         while self.lengths[sequence] > length:
             run, n = pieces.pop()
             n_left = max(0, n - (self.lengths[sequence] - length))
+            end = self.lengths[sequence]
             self.lengths[sequence] -= n - n_left
             if n_left:
                 pieces.append((run, n_left))
-            self._shrink(run)
+            if n_unused := self._shrink(run):
+                unused.append((end - n_unused, end))
+        return unused
 
     def share(self, source: int, target: int, length: int) -> None:
         """Give `target`, which is empty, the first `length` rows of `source`."""
@@ -162,7 +166,9 @@ class Cells:
     def _others(self, sequence: int) -> list[tuple[_Run, int]]:
         return [piece for i, pieces in enumerate(self._pieces) if i != sequence for piece in pieces]
 
-    def _shrink(self, run: _Run) -> None:
+    def _shrink(self, run: _Run) -> int:
+        """Count a run as long as its longest piece is now. Returns by how many cells it is shorter."""
         n_rows = max((n for pieces in self._pieces for other, n in pieces if other is run), default=0)
-        self.n_used -= run.n_rows - n_rows
-        run.n_rows = n_rows
+        n_unused, run.n_rows = run.n_rows - n_rows, n_rows
+        self.n_used -= n_unused
+        return n_unused

@@ -72,6 +72,9 @@ class GenerateWork:
         self.has_tokens = True
         self._session = message.session_id
         self._own_kv = message.own_kv
+        self._clients_of = None if message.own_kv else ""
+        if message.clients_of is not UNSET:
+            self._clients_of = message.clients_of
         self.wants_alone = False
         self.is_exact = message.sampling.exact
         self.rows_of_piece = EXACT_ROWS if self.is_exact else 0
@@ -119,7 +122,7 @@ class GenerateWork:
         route, history = self._route(), self._history[: self._n_history]
         assert route is not None  # its turn has come
         self._position = self._engine.reuse(
-            self.request_id, route, history, self._session, own_kv=self._own_kv
+            self.request_id, route, history, self._session, self._own_kv, self._clients_of
         )
         self._other_format = self._engine.prefixes.is_of_other_format(self.request_id)
         self._engine.prefixes.follow(self.request_id, route.segments, self._name)
@@ -174,7 +177,7 @@ class GenerateWork:
         return self.next_span(self.n_waiting) if self.is_decode else None
 
     def _name(self) -> Name:
-        return Name((), self._history[: self._position])
+        return Name((), self._history[: self._position], self._session, self._clients_of)
 
     def accept(self, result: np.ndarray, compute_s: float) -> None:
         self._position += self._n_running
@@ -260,9 +263,8 @@ class GenerateWork:
             self._guesser.close()
         if self._position:
             self._engine.empty(self.request_id, self._position)
-            self._engine.keep(
-                self.request_id, self._history[: self._position], self._session, own_kv=self._own_kv
-            )
+            rows = self._history[: self._position]
+            self._engine.keep(self.request_id, rows, self._session, self._clients_of)
         self._send(
             GenerateDone(
                 id=self.call_id,

@@ -18,19 +18,17 @@ from swarmllm_proto import ipc
 from swarmllm_workers.cache.prefixes import PrefixSettings
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.engine.cut_check import CutVerdict, check_cuts
+from swarmllm_workers.engine.engine_settings import SEQUENCES_MAX, EngineSettings
 from swarmllm_workers.engine.gpus import free_bytes, gpus
 from swarmllm_workers.engine.kernel_class import kernel_class
 from swarmllm_workers.engine.libllama import Threads
 from swarmllm_workers.engine.operation import Operation
-from swarmllm_workers.engine.segment import EngineSettings, Segment
+from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.segment_maker import LoadProgress
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.schedule.read_ahead import ReadAhead
 from swarmllm_workers.server.worker_state import WorkerState
 from swarmllm_workers.speculation.speculation import SpeculationSettings
-
-SEQUENCES_MAX: Final = 256
-"""libllama's limit."""
 
 
 def engine_settings(
@@ -71,8 +69,8 @@ def speculation_settings(message: ipc.Open) -> SpeculationSettings:
 
 
 def _prefix_settings(message: ipc.Open) -> PrefixSettings:
-    # Two of the sequences beside the slots are none of the entries'.
-    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 2))
+    # Three of the sequences beside the slots are none of the entries'.
+    n_sequences = max(0, min(message.n_prefixes, SEQUENCES_MAX - message.n_slots - 3))
     return PrefixSettings(
         n_cells_entries=n_sequences,
         n_entries=message.n_prefixes if n_sequences else 0,

@@ -163,10 +163,12 @@ class ChainGuesser:
         self._n_true = n_true = min(n_before + n_right, self._n_sent)
         is_refused = not is_on and n_true < self._n_sent
         if not self._is_judged and (not is_on or n_true >= n_first):
-            self._is_judged = True
+            self._is_judged, n_right = True, min(n_true, n_first)
             if self._left_at is not None and is_alone and not self._is_trial():
                 trip_s = now - self._left_at - self._once_s
-                self.gate.judged(self._kind, n_first, min(n_true, n_first), trip_s, self._once_s)
+                self.gate.judged(self._kind, n_first, n_right, trip_s, self._once_s)
+            elif n_first:
+                self.gate.saw(self._kind, n_right, is_refused=n_right < n_first)
         if n_true > n_first or (is_refused and n_true == n_first):
             self.gate.saw(self._kind, n_true - max(n_before, n_first), is_refused=is_refused)
         if is_on:

@@ -9,6 +9,11 @@ From both follows how many guesses, if any, give the most tokens per second.
 What is known well enough to pay is done. Whatever else is tried comes out of an account: a small part of the
 time of all steps, and what guesses have saved. So a text without anything to guess is slower by that part at
 most, whatever the text, the model and the machine.
+
+A guess on a long line costs next to nothing, so the account alone would allow many that are all wrong. After
+VAIN_MAX steps in a row whose guesses were in vain this way of guessing pauses, and then makes a single guess.
+If that is right, the next may follow at once; if not, there is another pause, twice as long where no guess
+of the request was ever right.
 """
 
 from __future__ import annotations
@@ -42,6 +47,13 @@ SAVED_STEPS_MAX: Final = 4.0
 """Of what guesses have saved, what may be spent on trying, in steps."""
 N_TRIED: Final = 1
 """Guesses where none are expected to pay."""
+VAIN_MAX: Final = 8
+"""Steps in a row whose guesses were all wrong, or are too seldom right to pay, before a pause."""
+PAUSE_MIN: Final = 8
+PAUSE_MAX: Final = 32
+"""Tokens without guesses before the next one is tried, where none was ever right."""
+PAUSE_AFTER_RIGHT: Final = 4
+"""The same where one was."""
 N_MAX: Final = 16
 """Guesses per step that are thought about."""
 N_ASKED: Final = 64
@@ -76,6 +88,33 @@ class _Record:
 
 
 @dataclass
+class _Tries:
+    """Of one way of guessing, in one request."""
+
+    n_vain: int = 0
+    """The latest steps with guesses, all in vain: as VAIN_MAX."""
+    pause_end: int = 0
+    """The number of tokens from which on there may be guesses again."""
+    was_right: bool = False
+    """A guess was, at any time."""
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.n_vain >= VAIN_MAX
+
+    def saw(self, n_right: int, n_tokens: int, *, pays: bool) -> None:
+        """The result of a step with guesses; `n_tokens` in all since the request began."""
+        if n_right:
+            self.was_right = True
+            self.n_vain = 0 if pays else self.n_vain + 1
+            return
+        self.n_vain += 1
+        if self.is_given_up:
+            pause = min(PAUSE_MIN << min(self.n_vain - VAIN_MAX, PAUSE_MAX), PAUSE_MAX)
+            self.pause_end = n_tokens + (PAUSE_AFTER_RIGHT if self.was_right else pause)
+
+
+@dataclass
 class CostGate:
     """Of one request. Kinds of guesses whose names begin alike, up to a dash, cost the same. Costs are in
     steps as one without guesses takes at the time, so that other programs on the machine change little."""
@@ -87,13 +126,16 @@ class CostGate:
     _costs: dict[str, dict[int, float]] = field(default_factory=dict)
     """Steps that one with so many guesses takes."""
     _records: dict[str, _Record] = field(default_factory=dict)
+    _tries: dict[str, _Tries] = field(default_factory=dict)
+    """By the names of kinds up to the dash."""
+    _n_tokens: int = 0
+    """Of the request."""
 
     def successor(self) -> CostGate:
         """The gate of the next request, which starts with these measurements."""
         records = {kind: record.halved() for kind, record in self._records.items()}
-        return type(self)(
-            plain_s=self.plain_s, spare_steps=self.spare_steps, _costs=self._costs, _records=records
-        )
+        tries = {way: _Tries(min(each.n_vain, VAIN_MAX) // 2) for way, each in self._tries.items()}
+        return type(self)(self.plain_s, self.spare_steps, self._costs, records, tries)
 
     def measured(self, kind: str, plain_s: float, n_guessed: int, seconds: float) -> None:
         """Set the times of steps without and with guesses that were measured apart from any request."""
@@ -109,13 +151,16 @@ class CostGate:
         that may still come; `start_s`: what the first guess takes beside, once for all of those."""
         if not self.plain_s or n_max < 1:
             return 0  # a step without guesses comes first: it is what the others are compared with
-        record = self._record(kind)
+        record, tries = self._record(kind), self._tries_of(kind)
+        if self._n_tokens < tries.pause_end:
+            return 0
         if not record.gains or record.n_asked >= N_ASKED:
             record.gains, record.n_asked = self._gains(kind, record.rate), 0
         record.n_asked += 1
         gains = record.gains[:n_max]
         gain = max(gains)
-        n_best, pays, start_steps = gains.index(gain) + 1, gain >= GAIN_MIN, start_s / self.plain_s
+        n_best, start_steps = gains.index(gain) + 1, start_s / self.plain_s
+        pays = gain >= GAIN_MIN and not tries.is_given_up
         if pays and record.n_tried >= KNOWN_FROM and (1.0 - 1.0 / gain) * n_left >= start_steps:
             return n_best
         if self.spare_steps <= start_steps:
@@ -131,32 +176,37 @@ class CostGate:
         the next one for as long as that stage takes for it, which is half at most of what it adds to a trip.
         0: guesses of the kind are not known to pay."""
         record = self._record(kind)
-        if record.n_tried < KNOWN_FROM or not self.plain_s or max(self._gains(kind, record.rate)) < GAIN_MIN:
+        if record.n_tried < KNOWN_FROM or not self.plain_s or self._tries_of(kind).is_given_up:
+            return 0
+        if max(self._gains(kind, record.rate)) < GAIN_MIN:
             return 0
         price = max(self._cost(kind, n_piece) - 1.0, 0.0) / 2 + 0.01
         return int(math.log(price / (1.0 + price)) / math.log(min(record.rate, RATE_MAX)))
 
     def saw(self, kind: str, n_right: int, *, is_refused: bool) -> None:
         """Guesses that nobody timed were right, and the one behind them was wrong if it `is_refused`."""
+        self._n_tokens += n_right
+        self._saw(kind, n_right, is_refused=is_refused)
+
+    def _saw(self, kind: str, n_right: int, *, is_refused: bool) -> None:
         record = self._record(kind)
         for _ in range(n_right):
             record.saw(True)
         if is_refused:
             record.saw(False)
-        record.gains = []
+        record.gains, record.n_asked = self._gains(kind, record.rate), 0
+        self._tries_of(kind).saw(n_right, self._n_tokens, pays=max(record.gains) >= GAIN_MIN)
 
     def judged(self, kind: str, n_guessed: int, n_right: int, seconds: float, start_s: float = 0.0) -> None:
         """A step with so many guesses took so long, beside `start_s`, and the first `n_right` were right."""
+        self._n_tokens += n_right + 1
         if not n_guessed:
             self.plain_s = _mean(self.plain_s, seconds) if self.plain_s else seconds
             self._spare(EXPLORATION_SHARE)
             return
         costs, expected, cost = self._costs_of(kind), self._cost(kind, n_guessed), seconds / self.plain_s
         costs[n_guessed] = _mean(expected, cost) if costs else cost
-        record = self._record(kind)
-        for i in range(min(n_right + 1, n_guessed)):
-            record.saw(i < n_right)
-        record.gains = []
+        self._saw(kind, n_right, is_refused=n_right < n_guessed)
         self._spare(n_right + 1 + EXPLORATION_SHARE - costs[n_guessed] - start_s / self.plain_s)
 
     def _spare(self, n_steps: float) -> None:
@@ -164,6 +214,9 @@ class CostGate:
 
     def _record(self, kind: str) -> _Record:
         return self._records.setdefault(kind, _Record(PRIOR_RATES.get(kind, PRIOR_RATE) * PRIOR_WEIGHT))
+
+    def _tries_of(self, kind: str) -> _Tries:
+        return self._tries.setdefault(kind.partition("-")[0], _Tries())
 
     def _costs_of(self, kind: str) -> dict[int, float]:
         return self._costs.setdefault(kind.partition("-")[0], {})

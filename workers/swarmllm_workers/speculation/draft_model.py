@@ -15,6 +15,7 @@ import numpy as np
 
 from swarmllm_workers.decode.bounded_call import mapping
 from swarmllm_workers.decode.vocabulary import Vocabulary
+from swarmllm_workers.engine.engine_settings import EngineSettings
 from swarmllm_workers.engine.libllama import N_BATCH, Context, ContextSettings, Model
 from swarmllm_workers.engine.memory import (
     available_bytes,
@@ -23,7 +24,6 @@ from swarmllm_workers.engine.memory import (
     refuse_what_does_not_fit,
 )
 from swarmllm_workers.engine.probe import refuse_impossible_rotation, refuse_what_aborts
-from swarmllm_workers.engine.segment import EngineSettings
 from swarmllm_workers.engine.segment_file import n_layers_of
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import open_source
