@@ -359,8 +359,13 @@ def test_forged_and_malformed_details_are_refused(content: bytes, field: str) ->
 def test_details_that_make_a_record_too_large_are_not_taken() -> None:
     name = "\U0001f600" * 200
     files = [FileAnnounce(model_id=f"{n:064x}", name=name, n_layers=1) for n in range(256)]
+    models = tuple(
+        ShardAnnounce(model_id=each.model_id, name=name, n_layers=1, ranges=()) for each in files[:30]
+    )
+    record = msgspec.structs.replace(record_of(OTHER), models=models)
     contents = (
-        msgspec.msgpack.encode(record_of(OTHER, files=tuple(files[:number]))) for number in range(256, 0, -1)
+        msgspec.msgpack.encode(msgspec.structs.replace(record, files=tuple(files[:number])))
+        for number in range(256, 0, -1)
     )
     brief = next(content for content in contents if len(content) <= RECORD_MAX)
     small = msgspec.msgpack.encode(RecordDetails())
