@@ -127,7 +127,7 @@ class DetailsExchange:
             await self._dial(node_id)
         except SwarmLLMError as error:
             provoked_by(log, node_id).debug("node %s, for its details: %s", node_id, error)
-        if node_id in self._connected:
+        else:
             await self._ask_for(node_id, [node_id])
 
     async def _ask_for(self, source: NodeId, node_ids: list[NodeId]) -> None:
