@@ -144,5 +144,5 @@ async def test_who_uses_a_model_learns_the_details_of_its_nodes_and_nobody_else_
         asking.n_in_vain, asking.ask_at_s = IN_VAIN_MAX, 0.0
         await other.spread.details.look()
         await until(other, lambda: other.records()[holder.node_id] == newer)
-        assert holder.node_id in other.connected()
+        assert holder.node_id in other.host.connected()
         nursery.cancel_scope.cancel()

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from swarmllm.swarm.peers.peer_table import Parts
-from swarmllm.swarm.records.envelope_book import EnvelopeBook
-from swarmllm_proto.envelope import BadStatement, Details, Verify, unseal
+from swarmllm_proto.envelope import BadStatement, Details, Envelope, Verify, unseal
 from swarmllm_proto.errors import BadMessage, ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.record_parts import decode_details, join_record
@@ -42,6 +41,16 @@ IN_VAIN_MAX: Final = 2
 BURST_BYTES: Final = 256 * 1024
 BYTES_PER_S: Final = 512.0
 """Of all details, with what is saved up while there is nothing to ask for: those of 150 nodes at once."""
+
+
+class BriefRecords(Protocol):
+    """The part of the envelope book that this module uses."""
+
+    def newest_details(self, node_id: NodeId) -> int: ...
+
+    def envelope(self, node_id: NodeId) -> Envelope | None: ...
+
+    def complete(self, node_id: NodeId, whole: bytes) -> bool: ...
 
 
 class AskedDetails(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +108,7 @@ class DetailsBook:
     def __init__(
         self,
         node_id: NodeId,
-        envelopes: EnvelopeBook,
+        envelopes: BriefRecords,
         verify: Verify,
         peers: Parts[HeldDetails] | None = None,
         *,
