@@ -216,11 +216,6 @@ class EnvelopeBook:
         held = self._entries.get(node_id)
         return held.details if held is not None else 0
 
-    @property
-    def has_brief_records(self) -> bool:
-        """Of other nodes."""
-        return any(entry.details for entry in self._entries.values())
-
     def complete(self, node_id: NodeId, whole: bytes) -> bool:
         """`records` has the record with its details from now on, or, where `whole` is empty, without. False:
         there is no room for it, or no such record."""
