@@ -259,6 +259,19 @@ def test_a_newer_envelope_keeps_the_details_and_one_of_another_life_does_not() -
     assert details.take(details_of(OTHER, life=2000), ids(OTHER), 2.0) == OTHER.node_id
 
 
+def test_a_whole_record_takes_the_place_of_a_brief_one_with_its_details() -> None:
+    envelopes, details = two_books()
+    envelopes.take(brief_envelope(OTHER), 0.0)
+    details.want([ids(OTHER)], ())
+    details.take(details_of(OTHER), ids(OTHER), 0.0)
+    newer = whole(OTHER, 0.9)
+    said = Envelope(node_id=OTHER.node_id, started_at_ms=1000, sequence=1, record=newer)
+    envelopes.take(seal(said, OTHER.sign), 1.0)
+    details.envelope_came(OTHER.node_id)
+    assert envelopes.records()[OTHER.node_id] == newer
+    assert len(details) == 0
+
+
 def test_newer_details_are_asked_for_when_they_are_named_and_not_at_once() -> None:
     envelopes, details = two_books()
     envelopes.take(brief_envelope(OTHER), 0.0)
@@ -305,6 +318,17 @@ def test_who_does_not_have_them_is_asked_ever_more_rarely() -> None:
     assert (details.due(RETRY_MAX_S - 1), details.due(RETRY_MAX_S)) == ([], ids(OTHER))
     details.take(details_of(OTHER), ids(OTHER), 0.0)
     assert not details.is_hard_to_find(OTHER.node_id)
+    for _ in range(5):
+        details.in_vain(OTHER.node_id, 0.0)
+    assert not details.is_hard_to_find(OTHER.node_id), "nobody is dialled for newer ones"
+
+
+def test_nobody_is_asked_while_too_much_has_come() -> None:
+    envelopes, details = two_books()
+    envelopes.take(brief_envelope(OTHER), 0.0)
+    details.want([ids(OTHER)], ())
+    details.received(BURST_BYTES + 10 * int(BYTES_PER_S), 0.0)
+    assert (details.due(9.0), details.due(11.0)) == ([], ids(OTHER))
 
 
 def test_connected_nodes_find_a_place_and_those_that_have_one_keep_it() -> None:
@@ -330,7 +354,7 @@ def test_a_question_has_an_end() -> None:
     details.take(details_of(crowd[0]), ids(crowd[0]), -1e6)
     due = details.due(0.0)
     assert len(due) == ASKED_MAX
-    assert crowd[0].node_id not in due, "those come first of which there is nothing"
+    assert due == ids(*crowd[1 : ASKED_MAX + 1]), "those come first of which there is nothing, in order"
 
 
 @pytest.mark.parametrize(
@@ -619,6 +643,23 @@ async def test_a_node_of_a_large_swarm_says_briefly_what_all_need_and_the_rest_w
         nursery.cancel_scope.cancel()
 
 
+async def test_a_swarm_that_has_grown_hears_a_brief_record_with_the_next_change(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    gossip = KeepingGossip()
+    async with trio.open_nursery() as nursery:
+        spread = speaking(nursery, gossip)
+        await spread.publish(whole(ME))
+        for number in range(5):
+            spread.take(brief_envelope(new_identity(100 + number)), {})
+        assert await spread.publish_details(whole(ME, 0.5), soon=False), "all had the old ones"
+        said = told(gossip)[-1]
+        assert isinstance(said, Envelope)
+        assert said.details == 1
+        assert not await spread.publish_details(whole(ME, 0.7), soon=False)
+        nursery.cancel_scope.cancel()
+
+
 async def test_what_is_no_record_is_published_as_it_is(autojump_clock: trio.testing.MockClock) -> None:
     gossip = KeepingGossip()
     async with trio.open_nursery() as nursery:
@@ -664,6 +705,32 @@ async def test_news_of_details_is_heard_and_forgotten_nodes_leave_none(
         assert list(spread._details.of_interest) == ids(OTHER)
         spread.expire(1e6)
         assert list(spread._details.of_interest) == []
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_is_of_interest_is_asked_for_and_stays_in_the_record(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    kinds: list[int] = []
+
+    async def ask(node_id: NodeId, kind: int, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        kinds.append(kind)
+        return packed(details_of(OTHER))
+
+    async with trio.open_nursery() as nursery:
+        spread = RecordSpread(
+            ME, verify, 1, nursery, ChangeFeed(), ask=ask, connected=ids(OTHER), listener=Listener()
+        )
+        spread.details.interests = lambda: [ids(OTHER)]
+        nursery.start_soon(spread.details.run)
+        await trio.sleep(100)
+        spread.take(brief_envelope(OTHER), {})
+        await trio.sleep(10)
+        assert kinds == [KIND_DETAILS]
+        assert decode_record(spread.records[OTHER.node_id]) == record_of(OTHER)
+        spread.take(brief_envelope(OTHER, sequence=1), {})
+        assert decode_record(spread.records[OTHER.node_id]) == record_of(OTHER)
         nursery.cancel_scope.cancel()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Final, Protocol
 
 import msgspec
@@ -38,9 +39,10 @@ RETRY_MAX_S: Final = 300.0
 """After an answer that did not have them; the wait doubles from RETRY_S."""
 IN_VAIN_MAX: Final = 2
 """So many neighbours are asked before the writer is dialled."""
-BURST_BYTES: Final = 256 * 1024
+BURST_BYTES: Final = 1024 * 1024
 BYTES_PER_S: Final = 512.0
-"""Of all details, with what is saved up while there is nothing to ask for: those of 150 nodes at once."""
+"""Of all details, with what is saved up while there is nothing to ask for: once those of NODES_MAX nodes. A
+newcomer is told as much of a thousand nodes when it joins."""
 
 
 class BriefRecords(Protocol):
@@ -143,7 +145,6 @@ class DetailsBook:
         found = dict.fromkeys(
             node_id for nodes in sets for node_id in nodes if self._envelopes.newest_details(node_id)
         )
-        found.pop(self._node_id, None)
         ranked = [
             *(node_id for node_id in found if node_id in connected),
             *(node_id for node_id in self._held if node_id in found and node_id not in connected),
@@ -166,15 +167,16 @@ class DetailsBook:
         return True
 
     def due(self, now: float) -> list[NodeId]:
-        """Of whom to ask now: those first that have none here, then those that wait for longest."""
+        """Of whom to ask now: those first that have none here, then those that wait for longest; of those, in
+        the order in which they became of interest."""
         if not self._pace.may_ask(now):
             return []
         lacking = [
-            (held.statement is not None, held.ask_at_s, node_id)
+            ((held.statement is not None, held.ask_at_s), node_id)
             for node_id, held in self._held.items()
             if now >= held.ask_at_s and self._lacks(node_id, held)
         ]
-        return [node_id for _, _, node_id in sorted(lacking)[:ASKED_MAX]]
+        return [node_id for _, node_id in sorted(lacking, key=itemgetter(0))[:ASKED_MAX]]
 
     def question(self, node_ids: Iterable[NodeId]) -> tuple[AskedDetails, ...]:
         return tuple(
