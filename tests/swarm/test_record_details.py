@@ -226,6 +226,10 @@ def test_details_come_into_the_record_and_leave_it_with_the_interest() -> None:
     assert envelopes.n_bytes == n_bytes + len(envelopes.records()[OTHER.node_id])
     assert details.due(1e6) == []
     assert details.question(ids(OTHER)) == (AskedDetails(OTHER.node_id, 1000, 1),)
+    envelopes.take(brief_envelope(OTHER, sequence=1), 0.0)
+    assert envelopes.n_bytes == n_bytes, "until they are put into the new one"
+    details.envelope_came(OTHER.node_id)
+    assert envelopes.n_bytes == n_bytes + len(envelopes.records()[OTHER.node_id])
     assert details.want([[]], ()) == ids(OTHER)
     assert envelopes.records()[OTHER.node_id] == brief
     assert (envelopes.n_bytes, len(details), details.due(1e6)) == (n_bytes, 0, [])
@@ -318,6 +322,9 @@ def test_who_does_not_have_them_is_asked_ever_more_rarely() -> None:
     assert (details.due(RETRY_MAX_S - 1), details.due(RETRY_MAX_S)) == ([], ids(OTHER))
     details.take(details_of(OTHER), ids(OTHER), 0.0)
     assert not details.is_hard_to_find(OTHER.node_id)
+    envelopes.hear_details(OTHER.node_id, 1000, 2)
+    details.in_vain(OTHER.node_id, 1000.0)
+    assert details.due(1000.0 + RETRY_S) == ids(OTHER), "counted from anew"
     for _ in range(5):
         details.in_vain(OTHER.node_id, 0.0)
     assert not details.is_hard_to_find(OTHER.node_id), "nobody is dialled for newer ones"
@@ -440,6 +447,14 @@ def test_no_more_comes_than_the_pace_allows(answers: list[tuple[float, int]]) ->
             pace.received(n_bytes, now)
             n_received, largest = n_received + n_bytes, max(largest, n_bytes)
     assert n_received <= BURST_BYTES + BYTES_PER_S * now + largest + 1e-6
+
+
+def test_no_more_is_saved_up_than_for_the_beginning() -> None:
+    pace = BytesPace()
+    pace.received(1, 0.0)
+    pace.received(BURST_BYTES, 1e9)
+    assert not pace.may_ask(1e9)
+    assert pace.may_ask(1e9 + 1)
 
 
 # Between nodes.
