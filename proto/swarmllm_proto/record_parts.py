@@ -121,7 +121,7 @@ def _told(struct: msgspec.Struct, without: frozenset[str] = frozenset()) -> dict
     told: dict[str, Any] = {"type": type(struct).__name__}
     for name, default in _defaults(type(struct)):
         value = getattr(struct, name)
-        if name not in without and value is not UNSET and value != default:
+        if name not in without and value != default:
             told[name] = value
     return told
 

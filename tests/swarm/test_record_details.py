@@ -174,6 +174,22 @@ def test_what_is_no_record_has_no_parts(content: bytes) -> None:
         split_record(content)
 
 
+def test_details_that_are_too_large_do_not_travel() -> None:
+    models = tuple(
+        ShardAnnounce(model_id=f"{number:064x}", name="m", n_layers=4, ranges=(), fetched=(2**40, 2**41))
+        for number in range(256)
+    )
+    prefixes = tuple(KeptPrefix(bytes(32), 1) for _ in range(64))
+    kept = tuple(PrefixCacheAnnounce(model_id=f"{number:064x}", prefixes=prefixes) for number in range(8))
+    record = NodeRecord(node_id=ME.node_id, models=models, prefix_caches=kept)
+    with pytest.raises(BadMessage, match="at most"):
+        split_record(encode_record(record))
+    progress = tuple(FetchProgress(each.model_id, 2**40, 2**41) for each in models)
+    details = msgspec.msgpack.encode(RecordDetails(prefix_caches=kept, fetched=progress))
+    with pytest.raises(BadMessage, match="at most"):
+        decode_details(details)
+
+
 @pytest.mark.parametrize(
     ("content", "field"),
     [
@@ -510,8 +526,8 @@ def packed(*sealed: bytes) -> bytes:
 async def test_a_node_is_asked_itself_where_it_is_connected_and_others_of_a_neighbour_of_interest(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    stranger = new_identity(50)
-    asking = Asking(ids(stranger, OTHER))
+    strangers = [new_identity(50 + number) for number in range(20)]
+    asking = Asking(ids(*strangers, OTHER))
     asking.knows(OTHER, THIRD)
     asking.answers[OTHER.node_id] = packed(details_of(OTHER), details_of(THIRD))
     await asking.exchange.look()
@@ -520,6 +536,30 @@ async def test_a_node_is_asked_itself_where_it_is_connected_and_others_of_a_neig
     assert decode_record(asking.envelopes.records()[THIRD.node_id]) == record_of(THIRD)
     await asking.exchange.look()
     assert len(asking.asked) == 2
+    for who in (OTHER, THIRD):
+        asking.envelopes.hear_details(who.node_id, 1000, 2)
+    assert asking.book.due(trio.current_time() + REFRESH_S - 1) == [], (
+        "an answer that had them was not in vain"
+    )
+    assert len(asking.book.due(trio.current_time() + REFRESH_S)) == 2
+
+
+async def test_one_node_in_a_while_is_dialled_for_its_details(autojump_clock: trio.testing.MockClock) -> None:
+    crowd = [new_identity(100 + number) for number in range(3)]
+    asking = Asking(())
+    asking.knows(*crowd)
+    asking.book.want([ids(*crowd)], ())
+    for each in crowd:
+        for _ in range(3):
+            asking.book.in_vain(each.node_id, -1e6)
+    await asking.exchange.look()
+    assert asking.dialled == ids(crowd[0])
+    del asking.connected[crowd[0].node_id]
+    await asking.exchange.look()
+    assert asking.dialled == ids(crowd[0])
+    await trio.sleep(DIAL_EVERY_S)
+    await asking.exchange.look()
+    assert asking.dialled == ids(*crowd[:2])
 
 
 async def test_who_has_no_such_neighbour_dials_the_writer_in_the_end(
@@ -550,7 +590,7 @@ async def test_who_has_no_such_neighbour_dials_the_writer_in_the_end(
         packed(details_of(OTHER, content=b"\xc1")),
         msgspec.msgpack.encode([bytes(DETAILS_MAX + 2000)]),
         packed(*[details_of(OTHER)] * (ASKED_MAX + 1)),
-        b"\x90" + bytes(ANSWER_MAX + 1000),
+        packed(*[bytes(DETAILS_MAX)] * (ANSWER_MAX // DETAILS_MAX + 1)),
     ],
 )
 async def test_a_bad_answer_costs_its_sender_trust(

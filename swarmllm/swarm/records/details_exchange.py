@@ -101,9 +101,8 @@ class DetailsExchange:
         others = [each for each in due if each not in self._connected]
         if others and (neighbour := self._neighbour()) is not None:
             await self._ask_for(neighbour, others)
-        for node_id in filter(self._book.is_hard_to_find, others):
-            await self._dial_for(node_id)
-            break
+        if (hard_to_find := next(filter(self._book.is_hard_to_find, others), None)) is not None:
+            await self._dial_for(hard_to_find)
 
     def answer(self, body: bytes) -> bytes:
         """Raises RequestRefused."""
