@@ -13,14 +13,22 @@ import trio.testing
 from msgspec import UNSET
 from node_ids import A, B
 
-from swarmllm.node.announcing.announcer import Announcer
+from swarmllm.node.announcing.announcer import Announcer, Holdings
 from swarmllm.node.announcing.look_times import RARELY_S, SPEAK_S
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.node_load import NodeLoad, decode_load
-from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ObservedLink
+from swarmllm_proto.swarm import (
+    KeptPrefix,
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ObservedLink,
+    PrefixCacheAnnounce,
+    ShardAnnounce,
+)
 
 
 @dataclass
@@ -168,3 +176,45 @@ async def test_in_a_large_swarm_speeds_and_links_go_to_those_that_ask(
     assert last == msgspec.structs.replace(
         both, sequence=5, capability=msgspec.structs.replace(both.capability, max_requests=4)
     )
+
+
+async def test_in_a_large_swarm_kept_prompts_and_progress_go_to_those_that_ask(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = LargeSwarm()
+    announcer = announcer_of(router, NothingHeld(), NodeCapability)
+    kept = PrefixCacheAnnounce(model_id="a" * 64, prefixes=(KeptPrefix(bytes(32), 1),))
+
+    def held(name: str, arrived: int, *prefixes: PrefixCacheAnnounce) -> Holdings:
+        model = ShardAnnounce(
+            model_id="a" * 64, name=name, n_layers=4, ranges=(), loading=((0, 4),), fetched=(arrived, 9)
+        )
+        return (model,), (), prefixes, UNSET, UNSET, UNSET, UNSET
+
+    for holdings in (held("m", 1), held("m", 2), held("m", 2, kept), held("n", 3, kept)):
+
+        async def of_now(holdings: Holdings = holdings) -> Holdings:
+            await trio.lowlevel.checkpoint()
+            return holdings
+
+        monkeypatch.setattr(announcer, "_holdings", of_now)
+        for _ in range(2):
+            await announcer.publish()
+        await trio.sleep(1000)
+    assert [how for how, _ in router.told] == ["all", "later", "later", "all"]
+
+
+async def test_a_record_says_of_speeds_what_was_said_where_they_are_about_the_same(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+    router, now = LargeSwarm(), NodeCapability()
+    announcer = announcer_of(router, NothingHeld(), lambda: now)
+    for decode_s, n_taken in ((0.0010, 3), (0.0011, 4)):
+        seen = (ObservedLatency(model_id="a" * 64, decode_s=decode_s),)
+        now = NodeCapability(max_requests=n_taken, observed_latencies=seen)
+        await announcer.publish()
+    first, second = (said for _, said in router.told)
+    assert isinstance(first, NodeRecord)
+    assert isinstance(second, NodeRecord)
+    assert second.capability == msgspec.structs.replace(first.capability, max_requests=4)
