@@ -138,6 +138,7 @@ class LargeSwarm:
                 Blameless(),
                 ChangeFeed(),
                 partial(self._dial, origin),
+                random.Random(self.rng.random()),
             )
             origin.exchange.interests = partial(self._used, origin)
 

@@ -68,14 +68,17 @@ class DetailsExchange:
         reader: DetailsReader,
         feed: ChangeFeed,
         dial: Callable[[NodeId], Awaitable[None]] = no_dials,
+        randomness: random.Random | None = None,
     ) -> None:
-        """`dial`: be connected with a node in passing; raises as `Router.reach`."""
+        """`dial`: be connected with a node in passing; raises as `Router.reach`. `randomness`: chooses among
+        neighbours."""
         self._book = book
         self._ask = ask
         self._connected = connected
         self._reader = reader
         self._feed = feed
         self._dial = dial
+        self._random = randomness or random.Random()
         self._dialled_at_s = -DIAL_EVERY_S
         self._told = trio.Event()
         self.interests: Interests = tuple
@@ -116,7 +119,7 @@ class DetailsExchange:
     def _neighbour(self) -> NodeId | None:
         connected = list(self._connected)
         likely = [node_id for node_id in connected if node_id in self._book.of_interest]
-        return random.choice(likely or connected) if connected else None
+        return self._random.choice(likely or connected) if connected else None
 
     async def _dial_for(self, node_id: NodeId) -> None:
         if trio.current_time() < self._dialled_at_s + DIAL_EVERY_S:
