@@ -61,7 +61,7 @@ def record_of(node_id: NodeId, nickname: str = "somebody") -> bytes:
     others = [NodeId(str(ID(b"\x00\x24\x08\x01\x12\x20" + bytes([n]) * 32))) for n in range(16)]
     models = tuple(
         ShardAnnounce(
-            model_id=ModelId("blake3:" + digit * 64),
+            model_id=ModelId(digit * 64),
             name="a model with a name",
             n_layers=80,
             ranges=((0, 20),),

@@ -47,6 +47,7 @@ from swarmllm.pipeline.route.untried import unless_much_longer
 from swarmllm.pipeline.route.warming import DIALS_MAX, EVERY_S, ROUTES
 from swarmllm.scheduling.cheapest import cheapest_route, route_cost_s
 from swarmllm.scheduling.route import RouteStage
+from swarmllm.swarm.records.details_exchange import LOOK_S
 from swarmllm.swarm.records.spread import HEARTBEATS_PER_S
 from swarmllm_proto.identifiers import NodeId
 
@@ -270,9 +271,11 @@ async def simulate(
     ask_every_s: float = 500.0,
     change_every_s: float = 4000.0,
     settle_s: float = 30.0,
+    *,
+    is_brief: bool = True,
 ) -> LargeSwarm:
     """Under the mock clock. Requests count that begin after `settle_s`."""
-    swarm = LargeSwarm(n_nodes, n_origins, seed)
+    swarm = LargeSwarm(n_nodes, n_origins, seed, is_brief=is_brief)
     told("placed", swarm)
 
     async def every(mean_s: float, act: Callable[[], None]) -> None:
@@ -290,6 +293,18 @@ async def simulate(
         swarm.figures.samples.append((trio.current_time(), len(swarm.nodes), n_complete, swarm.n_moved))
         told("", swarm)
 
+    def look_for_details() -> None:
+        for origin in swarm.origins:
+            if origin not in looking:
+                nursery.start_soon(look_once, origin)
+
+    looking: set[Origin] = set()
+
+    async def look_once(origin: Origin) -> None:
+        looking.add(origin)
+        await origin.exchange.look()
+        looking.remove(origin)
+
     def keep_warm() -> None:
         for origin in swarm.origins:
             nursery.start_soon(warm, swarm, origin)
@@ -301,6 +316,8 @@ async def simulate(
         nursery.start_soon(regularly, 1 / HEARTBEATS_PER_S, swarm.beat)
         nursery.start_soon(regularly, PLAN_EVERY_S, look)
         nursery.start_soon(regularly, EVERY_S, keep_warm)
+        if is_brief:
+            nursery.start_soon(regularly, LOOK_S, look_for_details)
         nursery.start_soon(every, ask_every_s / n_nodes, lambda: nursery.start_soon(ask, swarm, nursery))
         nursery.start_soon(every, change_every_s / n_nodes, swarm.change)
         await trio.sleep(settle_s)
@@ -337,6 +354,15 @@ def summary(swarm: LargeSwarm, duration_s: float) -> dict[str, Any]:
         "of the first request of an origin for a model": quantiles(swarm.first_ratios),
         "of later ones": quantiles(swarm.later_ratios),
         "records and loads heard, bytes/s": round(figures.n_record_bytes / duration_s),
+        "details that an origin receives besides, bytes/s": round(
+            sum(origin.n_details_bytes for origin in swarm.origins) / n_origins / duration_s
+        ),
+        "envelopes and heartbeats heard, signed, each once, bytes/s": round(
+            figures.n_sealed_bytes / duration_s
+        ),
+        "details of so many nodes at an origin, median": statistics.median(
+            len(origin.details) for origin in swarm.origins
+        ),
         "envelopes asked for again, per s": round(swarm.n_fetched / duration_s, 2),
         "dials for work, per origin and minute": round(n_dials / n_origins / (duration_s / 60), 2),
         "of them in vain": n_in_vain,
@@ -377,6 +403,10 @@ def main() -> None:
     parser.add_argument("--origins", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--ask-every-s", type=float, default=500.0, help="of each node")
+    parser.add_argument("--change-every-s", type=float, default=4000.0, help="of each node")
+    parser.add_argument(
+        "--whole-records", action="store_true", help="publish them as in a small swarm, for comparison"
+    )
     parser.add_argument("--settle-s", type=float, default=30.0, help="before requests count")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path)
@@ -393,6 +423,8 @@ def main() -> None:
             options.seed,
             min(options.origins, n_nodes // 2),
             options.ask_every_s,
+            options.change_every_s,
+            is_brief=not options.whole_records,
             settle_s=options.settle_s,
         )
         swarm = trio.run(run, clock=MockClock(autojump_threshold=0))
@@ -407,8 +439,9 @@ def main() -> None:
     ]
     print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
-    names = ("origins", "minutes", "ask_every_s", "settle_s", "seed")
+    names = ("origins", "minutes", "ask_every_s", "change_every_s", "settle_s", "seed")
     given = " ".join(f"--{name.replace('_', '-')} {getattr(options, name):g}" for name in names)
+    given += " --whole-records" * options.whole_records
     command = f"{COMMAND} --nodes {' '.join(map(str, options.nodes))} {given}"
     document = {"command": command, "machine": machine(), "figures": columns}
     (RESULTS / "large_swarm.json").write_text(json.dumps(document, indent=2) + "\n")

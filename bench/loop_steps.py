@@ -133,6 +133,9 @@ class HeardRouter:
     async def publish(self, record: bytes) -> None:
         await self.spread.publish(record)
 
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        return await self.spread.publish_details(record, soon=soon)
+
     def loads(self) -> Mapping[str, bytes]:
         return self.spread.loads()
 

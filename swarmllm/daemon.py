@@ -20,6 +20,7 @@ import resource
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +53,7 @@ from swarmllm.node.data_dir import (
 )
 from swarmllm.node.placing.share_book import open_share_book
 from swarmllm.node.remembered_loads import open_remembered_loads
+from swarmllm.node.used_nodes import used_nodes
 from swarmllm.pipeline.pipelines import Pipelines
 from swarmllm.pipeline.stage.links import StageLinks
 from swarmllm.reloading import reload_on_sighup
@@ -313,6 +315,7 @@ async def _open_rooms(
             book=await trio.to_thread.run_sync(open_share_book, data_dir),
             is_private=network.is_private,
         )
+        router.want_details(partial(used_nodes, pipelines, pool, node.placing, registry))
         await supervise_started(nursery, "downloads", node.downloads.run)
         await supervise_started(nursery, "announcer", node.run)
         supervise(nursery, "speed probe", node.measure, data_dir / MACHINE_FILE)

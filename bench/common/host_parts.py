@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -37,6 +37,7 @@ from swarmllm.swarm.libp2p_router import Libp2pRouter, open_libp2p_router
 from swarmllm.swarm.records import spread
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.record_parts import split_record
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -168,7 +169,8 @@ class Part:
             reachable, records = router.reachable(), router.records()
             n_dead += len(reachable - self._expected.keys())
             n_lacking += sum(
-                node_id != router.node_id and (node_id not in reachable or records.get(node_id) != record)
+                node_id != router.node_id
+                and (node_id not in reachable or not _says(records.get(node_id), record))
                 for node_id, record in self._expected.items()
             )
         return Look(
@@ -194,7 +196,7 @@ class Part:
         return {
             node_id
             for node_id, record in self._expected.items()
-            if node_id in reachable and records.get(node_id) == record
+            if node_id in reachable and _says(records.get(node_id), record)
         }
 
     async def connected(self, name: str) -> frozenset[NodeId]:
@@ -262,6 +264,16 @@ class Part:
 def _n_bytes_received() -> int:
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[0]) for line in lines)
+
+
+def _says(heard: bytes | None, record: bytes) -> bool:
+    """Whether that is the record, or a brief one of it, as it travels among many."""
+    return heard == record or heard == _brief(record)
+
+
+@lru_cache(maxsize=1024)
+def _brief(record: bytes) -> bytes:
+    return split_record(record)[0]
 
 
 def _n_open_files() -> int:

@@ -6,6 +6,9 @@ network coordinates; the plan of who holds what; the choice of a route and what 
 their load; connections that are kept for probable routes. What is made up: how long layers take, the
 network between regions, and how long it takes to load layers.
 
+The details of records are asked for as in life, with each origin's own book of them. Any node that is asked
+has those of all nodes of its own model, as one that uses it has after a while.
+
 Simpler than in life: gossip arrives at once, so that all nodes have heard the same, and one book is
 everybody's. Only `origins` have connections, doubts and trust of their own, and all requests come from
 them. Of the others what is simulated is what others see of them: record, load, coordinate, death. A node
@@ -18,7 +21,9 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import trio
+from msgspec import UNSET
 
 from bench.common.large_swarm_nodes import (
     ADDRESS,
@@ -36,7 +41,9 @@ from bench.common.large_swarm_nodes import (
 )
 from bench.common.simulated_network import random_place
 from bench.common.simulated_swarm import HEARTBEAT_BYTES, LOAD_BYTES_PER_S, Figures
+from swarmllm.errors import NodeUnreachable
 from swarmllm.models import LayerRange, Manifest, merge, subtract
+from swarmllm.node.announcing.capability import load_has_changed
 from swarmllm.node.placing.plan import next_step, plan_of
 from swarmllm.pipeline.route.assembly import RouteQuery
 from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
@@ -44,21 +51,35 @@ from swarmllm.scheduling.candidates import candidates
 from swarmllm.scheduling.coordinates import Coordinate, moved
 from swarmllm.scheduling.cost import NodeSpeed, RouteInputs
 from swarmllm.scheduling.speeds import MachineSpeed
+from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.in_memory.network import node_id_named
+from swarmllm.swarm.records.details_book import AskedDetails
+from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
 from swarmllm_proto.codec import decode_record, encode_record
-from swarmllm_proto.envelope import Envelope, seal
+from swarmllm_proto.envelope import Details, Envelope, seal
+from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import ModelId, Multiaddr, NodeId
 from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
+from swarmllm_proto.record_parts import split_record, with_details
 from swarmllm_proto.swarm import NodeCapability, NodeRecord
+
+
+class Blameless:
+    """Nobody lies here."""
+
+    def blame(self, sender: NodeId, error: BadMessage) -> None:
+        raise AssertionError(f"{sender}: {error}")
 
 
 class LargeSwarm:
     """Everything there really is."""
 
-    def __init__(self, n_nodes: int, n_origins: int, seed: int) -> None:
+    def __init__(self, n_nodes: int, n_origins: int, seed: int, *, is_brief: bool = True) -> None:
+        """`is_brief`: envelopes have brief records."""
         self.rng = random.Random(seed)
+        self._is_brief = is_brief
         self.origins: list[Origin] = []
         self.models = [make_model(number) for number in range(N_MODELS)]
         self.weights = [MODELS[number % len(MODELS)][2] / (1 + number) for number in range(N_MODELS)]
@@ -110,6 +131,45 @@ class LargeSwarm:
         ]
         for origin in self.origins:
             origin.reachable.needed = partial(self._needed, origin)
+            origin.exchange = DetailsExchange(
+                origin.details,
+                partial(self._ask_for_details, origin),
+                origin.connected,
+                Blameless(),
+                ChangeFeed(),
+                partial(self._dial, origin),
+                random.Random(self.rng.random()),
+            )
+            origin.exchange.interests = partial(self._used, origin)
+
+    def _used(self, origin: Origin) -> list[Collection[NodeId]]:
+        """As `used_nodes` has it."""
+        return [*self._needed(origin), self.holders[id_of(origin.node.model)].keys()]
+
+    async def _dial(self, origin: Origin, node_id: NodeId) -> None:
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise NodeUnreachable("it is gone")
+        await trio.sleep(DIAL_RTTS * origin.node.place.rtt_s(node.place))
+        origin.n_dials += 1
+        origin.meets(node_id)
+
+    async def _ask_for_details(self, origin: Origin, source: NodeId, kind: int, body: bytes) -> bytes:
+        there = self.nodes.get(source)
+        if there is None:
+            raise NodeUnreachable("it is gone")
+        await trio.sleep(origin.node.place.rtt_s(there.place))
+        asked = msgspec.msgpack.decode(body, type=tuple[AskedDetails, ...])
+        answer = []
+        for each in asked:
+            node = self.nodes.get(each.node_id)
+            if node is None or node.details is None or node.model is not there.model:
+                continue
+            if (1, node.details.number) > (each.started_at_ms, each.number):
+                answer.append(node.sealed_details)
+        answered = msgspec.msgpack.encode(answer)
+        origin.n_details_bytes += len(answered)
+        return answered
 
     def _needed(self, origin: Origin) -> list[Collection[NodeId]]:
         """As `Pipelines.needed` has it."""
@@ -190,6 +250,7 @@ class LargeSwarm:
         for peer in peers:
             other = self.nodes[peer]
             rtt_s = node.place.rtt_s(other.place) * self.rng.uniform(0.97, 1.1)
+            node.rtts_s[peer] = rtt_s
             at = moved(at, other.coordinate.coordinate, rtt_s, f"{node.node_id} {peer}")
         node.floating = at
         node.coordinate.move(at)
@@ -255,7 +316,7 @@ class LargeSwarm:
         self.figures, self.n_fetched, self.settled = Figures(), 0, True
         self.plan_ratios, self.first_ratios, self.later_ratios = [], [], []
         for origin in self.origins:
-            origin.n_dials = origin.n_dials_in_vain = 0
+            origin.n_dials = origin.n_dials_in_vain = origin.n_details_bytes = 0
 
     def speak(self) -> None:
         """Those of whom there is news tell it."""
@@ -269,32 +330,53 @@ class LargeSwarm:
         means = node.changes.of_all(capability, trio.current_time())
         if means == "load" and told == node.told:
             self._publish_load(node, capability)
+        elif means in ("speeds", "links") and told == node.told and node.details is not None:
+            self._write_details(node, split_record(encode_record(node.record()))[1])
+            node.changes.details_published(capability)
+            if means == "speeds" or load_has_changed(node.changes.told, capability):
+                self._publish_load(node, capability)
         elif means != "nothing" or told != node.told or not node.sequence:
             node.told = told
             node.changes.record_published(capability)
             node.sequence += 1
             content = encode_record(node.record())
+            if self._is_brief:
+                content, details = split_record(content)
+                self._write_details(node, details)
             self.figures.n_record_bytes += len(content)
             self.figures.n_records += 1
-            self._take(node, content)
+            self.figures.n_sealed_bytes += self._take(node, content)
 
-    def _take(self, node: Node, content: bytes) -> None:
+    def _write_details(self, node: Node, details: bytes) -> None:
+        number = 1 if node.details is None else node.details.number + 1
+        node.details = Details(node_id=node.node_id, started_at_ms=1, number=number, details=details)
+        node.sealed_details = seal(node.details, lambda _: bytes(64))
+        self.book.hear_details(node.node_id, 1, number)
+
+    def _take(self, node: Node, content: bytes) -> int:
+        """Bytes of the envelope."""
         envelope = Envelope(
             node_id=node.node_id,
             started_at_ms=1,
             sequence=node.sequence,
-            addresses=(Multiaddr(ADDRESS),),
+            addresses=(Multiaddr(ADDRESS),) * 2,
+            data_addresses=(Multiaddr(ADDRESS),) * 2,
             record=content,
+            details=UNSET if node.details is None else node.details.number,
         )
-        self.book.take(seal(envelope, lambda _: bytes(64)), trio.current_time())
+        sealed = seal(envelope, lambda _: bytes(64))
+        self.book.take(sealed, trio.current_time())
         for origin in self.origins:
             origin.heard([node.node_id], trio.current_time())
+            origin.details.envelope_came(node.node_id)
         self.decoded[node.node_id] = (content, b"", decode_record(content))
+        return len(sealed)
 
     def _publish_load(self, node: Node, capability: NodeCapability) -> None:
         content = encode_load(load_of(capability))
         node.changes.load_published(capability, trio.current_time())
         self.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
+        self.figures.n_sealed_bytes += HEARTBEAT_BYTES + len(content)
         self.figures.n_loads += 1
         if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
             # Forgotten: who hears of it asks for the envelope again.
@@ -305,6 +387,7 @@ class LargeSwarm:
 
     def beat(self) -> None:
         """A heartbeat of somebody."""
+        self.figures.n_sealed_bytes += HEARTBEAT_BYTES
         node = self.nodes[self.rng.choice(list(self.nodes))]
         if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
             self.n_fetched += 1
@@ -325,6 +408,8 @@ class LargeSwarm:
                 continue
             ranges = tuple(LayerRange(*p) for a in record.models if a.model_id == model_id for p in a.ranges)
             if ranges:
+                if (details := origin.said.get(node_id)) is not None:
+                    record = with_details(record, details)
                 held[node_id], said[node_id] = ranges, record.capability
         held[origin.node.node_id] = origin.node.held if origin.node.model is model else ()
         rtt_s = {

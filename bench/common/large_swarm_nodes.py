@@ -25,8 +25,13 @@ from swarmllm.swarm.discovery.dialler import PEERS_MAX, Dialler
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.peers.peer_table import Parts
 from swarmllm.swarm.peers.reachable import ReachableNodes
+from swarmllm.swarm.records.details_book import DetailsBook
+from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm_proto.codec import decode_record
+from swarmllm_proto.envelope import Details, Envelope
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.record_parts import RecordDetails, details_of
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
 
 MODELS = ((32, 130, 8), (48, 180, 6), (64, 300, 4), (80, 500, 4), (126, 1900, 1))
@@ -112,7 +117,12 @@ class Node:
     coordinate: SteadyCoordinate = field(default_factory=SteadyCoordinate)
     floating: Coordinate = field(default_factory=Coordinate)
     observations: Observations = field(default_factory=Observations)
+    rtts_s: dict[NodeId, float] = field(default_factory=dict)
+    """Measured with its peers."""
     changes: RecordChanges = field(default_factory=RecordChanges)
+    details: Details | None = None
+    """The newest, where its record is a brief one."""
+    sealed_details: bytes = b""
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
     told: object = None
 
@@ -129,6 +139,7 @@ class Node:
             bytes_per_s=self.guess_bytes_per_s,
             model_id=id_of(self.model),
             free_bytes=max(0, self.budget_bytes - taken_bytes),
+            rtts_s=self.rtts_s,
         )
 
     def record(self) -> NodeRecord:
@@ -164,8 +175,30 @@ class Origin:
         self.asked: dict[str, tuple[Manifest, int, int]] = {}
         self.n_dials = 0
         self.n_dials_in_vain = 0
+        self.said: dict[NodeId, RecordDetails] = {}
+        """The details of records that it has."""
+        self.n_details_bytes = 0
+        """That came with answers."""
+        self.details = DetailsBook(node.node_id, self, lambda *_: True)
+        self._book = book
+        self.exchange: DetailsExchange
         for peer in peers:
             self.meets(peer)
+
+    # What `DetailsBook` asks of the book of records: one is everybody's, and so has no details.
+
+    def newest_details(self, node_id: NodeId) -> int:
+        return self._book.newest_details(node_id)
+
+    def envelope(self, node_id: NodeId) -> Envelope | None:
+        return self._book.envelope(node_id)
+
+    def complete(self, node_id: NodeId, whole: bytes) -> bool:
+        if whole:
+            self.said[node_id] = details_of(decode_record(whole))
+        else:
+            self.said.pop(node_id, None)
+        return True
 
     def heard(self, node_ids: Collection[NodeId], now: float) -> None:
         for node_id in node_ids:

@@ -30,13 +30,14 @@ from swarmllm.scheduling.placement import Hysteresis, Placement
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm_proto.codec import decode_record, encode_record
-from swarmllm_proto.identifiers import ModelId
+from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
 from swarmllm_proto.swarm import (
     NetworkCoordinate,
     NodeCapability,
     NodeRecord,
     ObservedLatency,
+    ObservedLink,
     ShardAnnounce,
 )
 
@@ -90,6 +91,8 @@ class Figures:
     n_reassigned: int = 0
     n_record_bytes: int = 0
     """Of the heartbeats that tell a load too, those with what surrounds it."""
+    n_sealed_bytes: int = 0
+    """Of envelopes and heartbeats, all of them, with what surrounds the records."""
     n_records: int = 0
     n_loads: int = 0
     n_lost_layers: int = 0
@@ -104,6 +107,9 @@ class Figures:
     events: list[tuple[float, str]] = field(default_factory=list)
 
 
+NO_LINKS: Mapping[NodeId, float] = MappingProxyType({})
+
+
 def capability_of(
     observations: Observations,
     place: Coordinate,
@@ -112,8 +118,10 @@ def capability_of(
     bytes_per_s: float,
     model_id: ModelId,
     free_bytes: int,
+    rtts_s: Mapping[NodeId, float] = NO_LINKS,
 ) -> NodeCapability:
-    """What a simulated node says of itself. `bytes_per_s`: as its probe measured, of weights from memory."""
+    """What a simulated node says of itself. `bytes_per_s`: as its probe measured, of weights from memory.
+    `rtts_s`: of its links."""
     x_s, y_s, z_s = place.position_s
     latencies = tuple(
         ObservedLatency(model_id=observed, decode_s=seen.decode_s or 0.0, prefill_s=seen.prefill_s or 0.0)
@@ -128,6 +136,7 @@ def capability_of(
         memory_bytes_per_s=bytes_per_s,
         flops=bytes_per_s * 100,
         observed_latencies=latencies,
+        observed_links=tuple(ObservedLink(node_id=peer, rtt_s=rtt_s) for peer, rtt_s in rtts_s.items()),
         coordinate=NetworkCoordinate(position_s=(x_s, y_s, z_s), height_s=place.height_s, error=place.error),
         placed_models=(model_id,),
         placing_free_bytes=free_bytes,
@@ -186,7 +195,7 @@ class SimulatedNode:
         """What is news, as `node.announcer` does."""
         capability, told = self.capability(), (self.held, self.loading)
         means = self._changes.of_all(capability, trio.current_time())
-        if means != "record" and told == self._published and self._sequence:
+        if means in ("load", "nothing") and told == self._published and self._sequence:
             if means == "load":
                 await self._publish_load(capability)
             return

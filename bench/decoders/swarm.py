@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -14,17 +14,24 @@ from swarmllm.downloads.source import parse_source
 from swarmllm.errors import InvalidRequest, RemoteError
 from swarmllm.models.layers import LayerRange
 from swarmllm.scheduling.constraints import Pin
+from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.wire import Hello, WireClosed, checked_hello
 from swarmllm.swarm.discovery.addresses import Address, CircuitAddress, NodeAddress
 from swarmllm.swarm.discovery.dht import messages as dht
 from swarmllm.swarm.discovery.relay import messages as relay
+from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.libp2p.stream_framing import framed, read_framed
+from swarmllm.swarm.records.details_book import AskedDetails, DetailsBook
+from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.envelope_book import Digest, EnvelopeBook
 from swarmllm.swarm.records.exchange import KIND_ENVELOPES, RecordExchange
 from swarmllm.swarm.router import RequestRefused
+from swarmllm_proto.envelope import Details, Envelope, seal
 from swarmllm_proto.errors import BadMessage, FrameTooLarge, FrameTruncated
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.record_parts import RecordDetails
 from swarmllm_proto.segment_names import parse_segment_name
+from swarmllm_proto.swarm import NodeRecord
 
 WHERE = Address("192.0.2.7", 8810)
 HUB = "https://huggingface.co"
@@ -66,6 +73,15 @@ def swarm_targets() -> dict[str, Target]:
             lambda data: _exchange(b"").answer(KIND_ENVELOPES, data),
             (RequestRefused,),
             {"request/asked": msgspec.msgpack.encode([NODE_ID])},
+        ),
+        "details told": Target(
+            lambda data: trio.run(_details(data).look),
+            seeds={"response/details": msgspec.msgpack.encode([_SEALED_DETAILS])},
+        ),
+        "details asked": Target(
+            lambda data: _details(b"").answer(data),
+            (RequestRefused,),
+            {"request/details": msgspec.msgpack.encode([AskedDetails(NODE_ID, 1, 2)])},
         ),
         "address": _text(Address.parse, ADDRESS),
         "bootstrap address": _text(lambda text: NodeAddress.parse(text, field="bootstrap"), ADDRESS),
@@ -120,6 +136,29 @@ def _exchange(answered: bytes) -> RecordExchange:
         return answered
 
     return RecordExchange(EnvelopeBook(NODE_ID, lambda *_: True), answer, _Reader())
+
+
+_ASKER: Final = node_id_named("asker")
+_DETAILS: Final = msgspec.msgpack.encode(RecordDetails())
+_SEALED_DETAILS: Final = seal(
+    Details(node_id=NODE_ID, started_at_ms=1, number=1, details=_DETAILS), lambda _: bytes(64)
+)
+
+
+def _details(answered: bytes) -> DetailsExchange:
+    """Asks another node, which answers everything so."""
+
+    async def answer(_node_id: NodeId, _kind: int, _body: bytes) -> bytes:
+        return answered
+
+    record = msgspec.msgpack.encode(NodeRecord(node_id=NODE_ID))
+    said = Envelope(node_id=NODE_ID, started_at_ms=1, sequence=1, record=record, details=1)
+    envelopes = EnvelopeBook(_ASKER, lambda *_: True)
+    envelopes.take(seal(said, lambda _: bytes(64)), 0.0)
+    book = DetailsBook(_ASKER, envelopes, lambda *_: True)
+    exchange = DetailsExchange(book, answer, (NODE_ID,), _Reader(), ChangeFeed())
+    exchange.interests = lambda: [(NODE_ID,)]
+    return exchange
 
 
 def _read_stream(data: bytes) -> object:

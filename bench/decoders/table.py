@@ -33,8 +33,9 @@ from swarmllm.models.gguf_header import read_header
 from swarmllm.swarm.membership.invitation import from_text, invitation, to_text
 from swarmllm.swarm.membership.network_key import private_network
 from swarmllm_proto import codec
-from swarmllm_proto.envelope import Envelope, Heartbeat, seal, unseal
+from swarmllm_proto.envelope import Details, Envelope, Heartbeat, seal, unseal
 from swarmllm_proto.frames import Frame, FrameDecoder
+from swarmllm_proto.record_parts import RecordDetails, decode_details
 from swarmllm_proto.router_messages import (
     DialBackRequest,
     DialBackResponse,
@@ -135,6 +136,7 @@ def all_targets() -> dict[str, Target]:
         record=b"r",
     )
     heartbeat = Heartbeat(node_id=NODE_ID, started_at_ms=1, sequence=1, beat=1)
+    details = Details(node_id=NODE_ID, started_at_ms=1, number=1, details=b"d")
     invited = to_text(invitation(private_network(bytes(32)), (ADDRESS,), None))
     protocol = {
         name: Target(decode, seeds={k: v for k, v in vectors.items() if k.startswith(_MEANT_FOR[name])})
@@ -151,6 +153,10 @@ def all_targets() -> dict[str, Target]:
             "frames, byte by byte": Target(_byte_by_byte, seeds=vectors),
             "envelope": Target(_unseal(Envelope), seeds={"sealed": seal(envelope, _sign)}),
             "heartbeat": Target(_unseal(Heartbeat), seeds={"sealed": seal(heartbeat, _sign)}),
+            "details": Target(_unseal(Details), seeds={"sealed": seal(details, _sign)}),
+            "record details": Target(
+                decode_details, seeds={"empty": msgspec.msgpack.encode(RecordDetails())}
+            ),
             "invitation": Target(
                 lambda data: from_text(data.decode("latin-1"), 0.0),
                 (InvalidRequest,),
@@ -174,7 +180,7 @@ def all_targets() -> dict[str, Target]:
     )
 
 
-def _unseal(kind: type[Envelope] | type[Heartbeat]) -> Decode:
+def _unseal(kind: type[Envelope] | type[Heartbeat] | type[Details]) -> Decode:
     return lambda data: unseal(data, kind, _believe)
 
 

@@ -10,11 +10,12 @@ from typing import Any, Final, get_args
 import msgspec
 import msgspec.inspect as types
 
-from swarmllm.swarm.records import envelope_book
+from swarmllm.swarm.records import details_book, envelope_book
 from swarmllm_proto import (
     envelope,
     file_digests,
     frames,
+    record_parts,
     swarm,
 )
 from swarmllm_proto import router_messages as neighbours
@@ -22,7 +23,7 @@ from swarmllm_proto.swarm import base as swarm_base
 
 MODULES: Final[tuple[ModuleType, ...]] = (
     *(swarm, swarm_base, file_digests),
-    *(neighbours, envelope, frames, envelope_book),
+    *(neighbours, envelope, frames, envelope_book, record_parts, details_book),
 )
 INSIDE: Final = frozenset({envelope._Signed, envelope._Author, neighbours._Versioned})
 """Made by sealing what the lie is about, or a part of another message that is read before the rest."""
@@ -38,8 +39,12 @@ STATEMENTS: Final[tuple[type, ...]] = envelope.Statement.__constraints__
 RECORDS: Final[tuple[type, ...]] = (swarm.NodeRecord,)
 OPENINGS: Final[tuple[type, ...]] = (frames.Hello,)
 INSIDE_PIECES: Final[tuple[type, ...]] = (swarm.Outline,)
+DETAILS: Final = envelope.Details
+ASKED_DETAILS: Final = details_book.AskedDetails
 TOLD: Final = (
     envelope_book.Digest,
+    ASKED_DETAILS,
+    record_parts.RecordDetails,
     *JOBS,
     *REQUESTS,
     *RESPONSES,

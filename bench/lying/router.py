@@ -17,8 +17,19 @@ import trio
 from hypothesis import strategies as st
 from libp2p.kad_dht.pb import kademlia_pb2
 
-from bench.lying.message_types import DIGESTS, ENVELOPE, HEARTBEAT
-from bench.lying.untruths import BAD_IDS, HONEST, OWN, Draw, World, addresses, encoded, filled, wire_values
+from bench.lying.message_types import ASKED_DETAILS, DETAILS, DIGESTS, ENVELOPE, HEARTBEAT
+from bench.lying.untruths import (
+    BAD_IDS,
+    HONEST,
+    INNER,
+    OWN,
+    Draw,
+    World,
+    addresses,
+    encoded,
+    filled,
+    wire_values,
+)
 from swarmllm.errors import SwarmLLMError
 from swarmllm.swarm.discovery.dht.dht import PROTOCOL as DHT_PROTOCOL
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
@@ -26,6 +37,7 @@ from swarmllm.swarm.libp2p.stream_framing import framed
 from swarmllm.swarm.libp2p_router import Libp2pRouter
 from swarmllm.swarm.records.exchange import (
     KIND_APPLICATION,
+    KIND_DETAILS,
     KIND_DIAL_BACK,
     KIND_DIGESTS,
     KIND_ENVELOPES,
@@ -76,6 +88,7 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
         st.tuples(st.just(MODELS), st.one_of(mine, mine, mine, wire_values(ENVELOPE, world))),
         st.tuples(st.just(HEALTH), st.one_of(beats, beats, wire_values(HEARTBEAT, world))),
     )
+    details = st.one_of(st.binary(max_size=200), wire_values(DETAILS, world).map(_unsigned))
     answers = st.fixed_dictionaries(
         {},
         optional={
@@ -83,6 +96,7 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
             KIND_DIAL_BACK: st.one_of(st.none(), wire_values(DialBackResponse, world)),
             KIND_DIGESTS: st.one_of(st.none(), wire_values(DIGESTS, world)),
             KIND_ENVELOPES: st.one_of(st.none(), st.lists(st.binary(max_size=200), max_size=3)),
+            KIND_DETAILS: st.one_of(st.none(), st.lists(details, max_size=3)),
         },
     )
     ids = st.sampled_from((*HONEST, *world.other_ids, OWN, *BAD_IDS))
@@ -91,6 +105,7 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
         st.tuples(st.just(KIND_DIAL_BACK), wire_values(DialBackRequest, world)),
         st.tuples(st.just(KIND_DIGESTS), st.sampled_from((b"", [], {}, None))),
         st.tuples(st.just(KIND_ENVELOPES), st.one_of(st.lists(ids, max_size=4), st.just(["x" * 129]))),
+        st.tuples(st.just(KIND_DETAILS), st.lists(wire_values(ASKED_DETAILS, world), max_size=4)),
         st.tuples(st.sampled_from((KIND_APPLICATION, 5, 255)), st.sampled_from((b"", {}, [1]))),
     )
     frame = st.tuples(
@@ -118,6 +133,11 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
             max_size=1,
         ).map(tuple),
     )
+
+
+def _unsigned(told: Wire) -> Wire:
+    """As it travels, with a signature that is none."""
+    return {INNER: [{INNER: told}, bytes(64)]}
 
 
 def _dht_messages(world: World) -> st.SearchStrategy[bytes]:

@@ -2,9 +2,11 @@
 
 An *envelope* wraps the node's record with what the routers themselves need: where to reach the node on both
 planes, and which of its envelopes is the newest. A *heartbeat* says only "I live, and my newest envelope is
-this one": it costs a few hundred bytes, and a node that missed the envelope notices and asks for it.
+this one": it costs a few hundred bytes, and a node that missed the envelope notices and asks for it. In a
+large swarm the envelope has a brief record only, and the *details* are a statement of their own, for those
+that ask for it (see `record_parts`).
 
-On the wire both are MessagePack arrays `[body, signature]`: body is the MessagePack of the struct, signature
+On the wire each is a MessagePack array `[body, signature]`: body is the MessagePack of the struct, signature
 is Ed25519 over a domain prefix and the body. Signing the bytes as sent means no canonical encoding is needed.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha256
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,12 +25,13 @@ from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.identifiers import Multiaddr, NodeId, require_multiaddrs
 from swarmllm_proto.identifiers import Sign as Sign
 from swarmllm_proto.identifiers import Verify as Verify
-from swarmllm_proto.limits import LOAD_MAX, RECORD_MAX
+from swarmllm_proto.limits import DETAILS_MAX, LOAD_MAX, RECORD_MAX
 
 ENVELOPE_VERSION = 1
 ENVELOPE_MAX = RECORD_MAX + 8 * 1024
 """Bytes on the wire: the record, and room for addresses and the signature."""
 HEARTBEAT_MAX = 1024
+SEALED_DETAILS_MAX = DETAILS_MAX + 1024
 ADDRESSES_MAX = 16
 
 _Addresses = Annotated[tuple[Multiaddr, ...], Meta(max_length=ADDRESSES_MAX)]
@@ -67,6 +70,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     audience: _Audience | UnsetType = UNSET
     """`audience_of` the writer and all to whom it sends this itself. A neighbour that has it from the writer,
     and would pass it on to nobody else, need not pass it on."""
+    details: _Count | UnsetType = UNSET
+    """The record is a brief one, and there are Details with this number, or a higher one; unset: the record
+    is whole."""
 
     def __post_init__(self) -> None:
         require_multiaddrs(addresses=self.addresses, data_addresses=self.data_addresses)
@@ -87,10 +93,25 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What the writer has to do now, if that has changed since this envelope. See `node_load`."""
     audience: _Audience | UnsetType = UNSET
     """As in an envelope."""
+    details: _Count | UnsetType = UNSET
+    """As in an envelope: the number of now."""
 
     @property
     def version(self) -> tuple[int, int]:
         return self.started_at_ms, self.sequence
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True):
+    """What the writer's brief record leaves out."""
+
+    v: int = ENVELOPE_VERSION
+    node_id: NodeId
+    started_at_ms: _Count
+    """Of the writer's life."""
+    number: _Count
+    """Counts up within a life: the highest is the newest."""
+    details: Annotated[bytes, Meta(max_length=DETAILS_MAX)]
+    """A RecordDetails."""
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True):
@@ -105,13 +126,18 @@ class _Author(msgspec.Struct, frozen=True):
     v: int = ENVELOPE_VERSION
 
 
-Statement = TypeVar("Statement", Envelope, Heartbeat)
+Statement = TypeVar("Statement", Envelope, Heartbeat, Details)
 
-_DOMAINS: dict[type[Envelope] | type[Heartbeat], bytes] = {
+_DOMAINS: dict[type[Any], bytes] = {
     Envelope: b"swarmllm envelope 1:",
     Heartbeat: b"swarmllm heartbeat 1:",
+    Details: b"swarmllm details 1:",
 }
-_LIMITS: dict[type[Envelope] | type[Heartbeat], int] = {Envelope: ENVELOPE_MAX, Heartbeat: HEARTBEAT_MAX}
+_LIMITS: dict[type[Any], int] = {
+    Envelope: ENVELOPE_MAX,
+    Heartbeat: HEARTBEAT_MAX,
+    Details: SEALED_DETAILS_MAX,
+}
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
@@ -123,7 +149,7 @@ class BadStatement(BadMessage):
         self.author = author
 
 
-def seal(statement: Envelope | Heartbeat, sign: Sign) -> bytes:
+def seal(statement: Envelope | Heartbeat | Details, sign: Sign) -> bytes:
     body = msgspec.msgpack.encode(statement)
     return msgspec.msgpack.encode(_Signed(body, sign(_DOMAINS[type(statement)] + body)))
 

@@ -44,6 +44,10 @@ RECORD_MAX: Final = 256 * KIB
 """What a node may say about itself. Gossip silently loses messages above 900 KB, and everybody stores every
 record."""
 
+DETAILS_MAX: Final = 32 * KIB
+"""The part of it that travels on its own in a large swarm. The longest honest one has 26 KiB: kept beginnings
+of prompts of 8 models, 32 links, 32 latencies."""
+
 LOAD_MAX: Final = 64
 """What a node says in a heartbeat that it has to do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from commitment_samples import COMMITMENT, COMMITTED_PIECE, COMMITTING_ASSIGNMENT
 from common_samples import (
@@ -19,12 +20,13 @@ from common_samples import (
 
 from swarmllm_proto import ipc, swarm
 from swarmllm_proto.codec import encode_scores
-from swarmllm_proto.envelope import Envelope, Heartbeat, audience_of
+from swarmllm_proto.envelope import Details, Envelope, Heartbeat, audience_of
 from swarmllm_proto.file_digests import AnyRequest, AnyResponse, DigestRun, Digests, FetchDigests
 from swarmllm_proto.frames import VERSION, FrameKind, Hello
 from swarmllm_proto.identifiers import Digest, PublishedName
 from swarmllm_proto.ipc import PicturePart
 from swarmllm_proto.node_load import NodeLoad, encode_load
+from swarmllm_proto.record_parts import FetchProgress, RecordDetails
 from swarmllm_proto.router_messages import (
     DialBack,
     DialBackRequest,
@@ -699,7 +701,16 @@ OUTLINE = swarm.Outline(
 )
 """Asked for in pieces, and so no message of its own."""
 
-STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
+RECORD_DETAILS = RecordDetails(
+    observed_latencies=(swarm.ObservedLatency(model_id=MODEL_ID, decode_s=0.004, prefill_s=0.0005),),
+    observed_links=(swarm.ObservedLink(node_id=NODE_B, rtt_s=0.012, bytes_per_s=2.5e6),),
+    prefix_caches=(
+        swarm.PrefixCacheAnnounce(model_id=MODEL_ID, prefixes=(swarm.KeptPrefix(bytes(range(32)), 3),)),
+    ),
+    fetched=(FetchProgress(MODEL_ID, 1_000_000, 400_000_000),),
+)
+
+STATEMENTS: list[tuple[str, Envelope | Heartbeat | Details]] = [
     (
         "envelope",
         Envelope(
@@ -720,6 +731,29 @@ STATEMENTS: list[tuple[str, Envelope | Heartbeat]] = [
             record=b"a NodeRecord",
             audience=audience_of((NODE_A, NODE_B)),
         ),
+    ),
+    (
+        "envelope-brief",
+        Envelope(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            sequence=19,
+            record=b"a brief NodeRecord",
+            details=3,
+        ),
+    ),
+    (
+        "details",
+        Details(
+            node_id=NODE_A,
+            started_at_ms=1_760_000_000_500,
+            number=3,
+            details=msgspec.msgpack.encode(RECORD_DETAILS),
+        ),
+    ),
+    (
+        "heartbeat-details",
+        Heartbeat(node_id=NODE_A, started_at_ms=1_760_000_000_500, sequence=19, beat=6, details=4),
     ),
     ("heartbeat", Heartbeat(node_id=NODE_A, started_at_ms=1_760_000_000_500, sequence=17, beat=3)),
     (

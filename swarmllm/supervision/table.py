@@ -70,6 +70,12 @@ TASKS: Final = (
         "compares records with connected nodes",
         "what gossip misses is learned later",
     ),
+    LongLived(
+        "record details",
+        "restart",
+        "asks for the details of nodes whose models are used here",
+        "routes are planned with first guesses",
+    ),
     LongLived("record expiry", "restart", "forgets records of absent nodes", "records of absent nodes stay"),
     LongLived(
         "peer expiry",

@@ -50,6 +50,7 @@ from swarmllm.swarm.peers.spare_connections import SpareConnections
 from swarmllm.swarm.peers.store import KnownPeers, open_peer_memory
 from swarmllm.swarm.peers.trust import NO_TRUST, PeerTrust
 from swarmllm.swarm.peers.unused_connections import UnusedConnections
+from swarmllm.swarm.records.details_exchange import Interests
 from swarmllm.swarm.records.exchange import (
     KIND_APPLICATION,
     KIND_DIAL_BACK,
@@ -139,6 +140,8 @@ class Libp2pRouter:
             listener=self,
             note=note,
             parts=directory.records,
+            whole_records_max=settings.whole_records_max,
+            dial=self._meet_for_details,
         )
         self._reachable = ReachableNodes(
             self.spread.book, dialler, self._connected, self._feed, directory.uses
@@ -221,6 +224,10 @@ class Libp2pRouter:
         check_record(record)
         await self.spread.publish(bytes(record))
 
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        check_record(record)
+        return await self.spread.publish_details(bytes(record), soon=soon)
+
     def loads(self) -> Mapping[NodeId, bytes]:
         return self.spread.loads()
 
@@ -241,6 +248,10 @@ class Libp2pRouter:
         """At most UNTRIED_MAX nodes that were never connected count as reachable. Where more are known, those
         in the sets of `needed` come first."""
         self._reachable.needed = needed
+
+    def want_details(self, interests: Interests) -> None:
+        """Of the nodes in these sets, the details of their records are asked for where they come apart."""
+        self.spread.details.interests = interests
 
     def watch_while(self, is_working: Callable[[], bool]) -> None:
         """While that is so, a frozen node is noticed as soon as one that messages go to (see `keepalive`)."""
@@ -417,6 +428,9 @@ class Libp2pRouter:
         await run_message_handler(self._on_message, sender, header, payload)
 
     # What it does itself.
+
+    async def _meet_for_details(self, node_id: NodeId) -> None:
+        await self._reachable.reach(node_id, _REACH_S, in_passing=True)
 
     async def _exchange_records(self, node_id: NodeId) -> None:
         await self.spread.synchronise(node_id)

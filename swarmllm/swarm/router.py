@@ -168,11 +168,18 @@ class Router(Protocol):
         ...
 
     def records(self) -> Mapping[NodeId, bytes]:
-        """The latest record of every node heard of, this node's own included, by node id."""
+        """The latest record of every node heard of, this node's own included, by node id. In a large swarm
+        without its details (`record_parts`), where they are not needed here or have not come yet."""
         ...
 
     async def publish(self, record: bytes) -> None:
         """Replace this node's record and spread it. Raises ValueError above the size limit."""
+        ...
+
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        """Replace this node's record by one that says something else in its details only (`record_parts`).
+        Where the swarm is large, only those hear of it that use this node's models, `soon` or at the next
+        occasion, and not of its load; else everybody does, as by `publish`: True. Raises ValueError."""
         ...
 
     def loads(self) -> Mapping[NodeId, bytes]:

@@ -11,6 +11,7 @@ from swarmllm.swarm.discovery.addresses import EVERYWHERE
 from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
+from swarmllm.swarm.records.spread import WHOLE_RECORDS_MAX
 from swarmllm.swarm.router import DhtMode
 
 
@@ -59,5 +60,7 @@ class SwarmSettings:
     """Replace connections through a relay by direct ones where that can be done."""
     strangers_mib: int = TOTAL_MIB
     """What other nodes may make this one keep, see byte_budget."""
+    whole_records_max: int = WHOLE_RECORDS_MAX
+    """Nodes known; where there are more, the details of this node's record are for those that ask."""
     lists: PeerLists = NO_LISTS
     """Who is let in, whatever they have earned."""

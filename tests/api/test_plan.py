@@ -23,6 +23,8 @@ from swarmllm.node.announcing.capability import (
     links_have_changed,
     load_has_changed,
     machine_speed,
+    place_has_changed,
+    speeds_have_changed,
     work_has_changed,
 )
 from swarmllm.pipeline.route.route_planner import RequestSize
@@ -109,7 +111,8 @@ def capability(decode_s: float = 0.001, rtt_s: float = 0.02, **counts: int) -> N
 
 def changed(old: NodeCapability, new: NodeCapability) -> tuple[bool, bool]:
     """Of work, which load is too, and of ways."""
-    return work_has_changed(old, new) or load_has_changed(old, new), links_have_changed(old, new)
+    is_of_work = work_has_changed(old, new) or speeds_have_changed(old, new) or load_has_changed(old, new)
+    return is_of_work, links_have_changed(old, new)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def at(x_s: float, error: float) -> NodeCapability:
 def test_a_coordinate_is_news_where_it_is_believed_and_has_moved(
     old: NodeCapability, new: NodeCapability, *, expected: bool
 ) -> None:
-    assert links_have_changed(old, new) is expected
+    assert place_has_changed(old, new) is expected
 
 
 def test_the_round_trip_of_a_neighbour_may_jitter() -> None:

@@ -6,18 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 from msgspec import UNSET
-from node_ids import A
+from node_ids import A, B
 
-from swarmllm.node.announcing.announcer import Announcer
+from swarmllm.node.announcing.announcer import Announcer, Holdings
 from swarmllm.node.announcing.look_times import RARELY_S, SPEAK_S
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.records.registry import Registry
-from swarmllm_proto.swarm import NodeCapability
+from swarmllm_proto.codec import decode_record
+from swarmllm_proto.node_load import NodeLoad, decode_load
+from swarmllm_proto.swarm import (
+    KeptPrefix,
+    NodeCapability,
+    NodeRecord,
+    ObservedLatency,
+    ObservedLink,
+    PrefixCacheAnnounce,
+    ShardAnnounce,
+)
 
 
 @dataclass
@@ -57,6 +68,23 @@ class Counted:
         return NodeCapability(active_requests=self.active_requests)
 
 
+def announcer_of(router: object, held: object, describe: Callable[[], NodeCapability]) -> Announcer:
+    node = cast(Any, held)
+    return Announcer(
+        "a",
+        router=cast(Any, router),
+        registry=Registry(A),
+        pool=node,
+        catalogue=node,
+        transfer=node,
+        observations=Observations(),
+        describe=describe,
+        placing=node,
+        files=node,
+        models=node,
+    )
+
+
 async def at_once(call: Callable[..., object], *arguments: object) -> object:
     """Instead of a thread: while one works, a mock clock jumps."""
     return call(*arguments)
@@ -68,22 +96,10 @@ async def test_load_of_an_idle_node_is_told_within_a_second_of_its_beginning(
 ) -> None:
     """Where nobody says that work began, at the next look that comes anyway."""
     monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
-    load, nothing = Counted(), cast(Any, NothingHeld())
+    load, nothing = Counted(), NothingHeld()
     async with InMemoryNetwork() as network, trio.open_nursery() as nursery:
         router = network.add(A)
-        announcer = Announcer(
-            "a",
-            router=router,
-            registry=Registry(A),
-            pool=nothing,
-            catalogue=nothing,
-            transfer=nothing,
-            observations=Observations(),
-            describe=load.describe,
-            placing=nothing,
-            files=nothing,
-            models=nothing,
-        )
+        announcer = announcer_of(router, nothing, load.describe)
         await nursery.start(announcer.run)
         await trio.sleep(300.1)
         assert len([each for each in load.looked_at_s if each > 100]) <= 200 / RARELY_S + 1
@@ -97,3 +113,108 @@ async def test_load_of_an_idle_node_is_told_within_a_second_of_its_beginning(
         await trio.sleep(SPEAK_S + 0.1)
         assert router.loads()[A] != told
         nursery.cancel_scope.cancel()
+
+
+class LargeSwarm:
+    """What a router of one is told: what goes to everybody, what to those that ask, and loads."""
+
+    node_id = A
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, NodeRecord | NodeLoad]] = []
+
+    def peers(self) -> tuple[object, ...]:
+        return ()
+
+    async def publish(self, record: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.told.append(("all", decode_record(record)))
+
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        await trio.lowlevel.checkpoint()
+        self.told.append(("soon" if soon else "later", decode_record(record)))
+        return False
+
+    async def publish_load(self, load: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.told.append(("load", decode_load(load)))
+
+
+async def test_in_a_large_swarm_speeds_and_links_go_to_those_that_ask(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+    router, now = LargeSwarm(), NodeCapability()
+    announcer = announcer_of(router, NothingHeld(), lambda: now)
+    fast = (ObservedLatency(model_id="a" * 64, decode_s=0.001),)
+    slow = (ObservedLatency(model_id="a" * 64, decode_s=0.002),)
+    near = (ObservedLink(node_id=B, rtt_s=0.02),)
+    for said in (
+        NodeCapability(max_requests=3),
+        NodeCapability(max_requests=3, observed_latencies=fast),
+        NodeCapability(max_requests=3, observed_latencies=fast, observed_links=near),
+        NodeCapability(max_requests=3, observed_latencies=slow, observed_links=near, stage_requests=1),
+        NodeCapability(max_requests=4, observed_latencies=slow, observed_links=near, stage_requests=1),
+    ):
+        now = said
+        await announcer.publish()
+        n_told = len(router.told)
+        await announcer.publish()
+        assert len(router.told) == n_told, "it has been told"
+        await trio.sleep(1000)
+    hows = [how for how, _ in router.told]
+    assert hows == ["all", "soon", "later", "later", "load", "all"], "a heartbeat tells of both"
+    speeds, links, both, load, last = (said for _, said in router.told[1:])
+    assert isinstance(speeds, NodeRecord)
+    assert speeds.capability.observed_latencies == fast
+    assert isinstance(links, NodeRecord)
+    assert links.capability.observed_links == near
+    assert isinstance(both, NodeRecord)
+    assert both.capability.observed_latencies == slow
+    assert isinstance(load, NodeLoad)
+    assert load.stage_requests == 1
+    assert last == msgspec.structs.replace(
+        both, sequence=5, capability=msgspec.structs.replace(both.capability, max_requests=4)
+    )
+
+
+async def test_in_a_large_swarm_kept_prompts_and_progress_go_to_those_that_ask(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = LargeSwarm()
+    announcer = announcer_of(router, NothingHeld(), NodeCapability)
+    kept = PrefixCacheAnnounce(model_id="a" * 64, prefixes=(KeptPrefix(bytes(32), 1),))
+
+    def held(name: str, arrived: int, *prefixes: PrefixCacheAnnounce) -> Holdings:
+        model = ShardAnnounce(
+            model_id="a" * 64, name=name, n_layers=4, ranges=(), loading=((0, 4),), fetched=(arrived, 9)
+        )
+        return (model,), (), prefixes, UNSET, UNSET, UNSET, UNSET
+
+    for holdings in (held("m", 1), held("m", 2), held("m", 2, kept), held("n", 3, kept)):
+
+        async def of_now(holdings: Holdings = holdings) -> Holdings:
+            await trio.lowlevel.checkpoint()
+            return holdings
+
+        monkeypatch.setattr(announcer, "_holdings", of_now)
+        for _ in range(2):
+            await announcer.publish()
+        await trio.sleep(1000)
+    assert [how for how, _ in router.told] == ["all", "later", "later", "all"]
+
+
+async def test_a_record_says_of_speeds_what_was_said_where_they_are_about_the_same(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+    router, now = LargeSwarm(), NodeCapability()
+    announcer = announcer_of(router, NothingHeld(), lambda: now)
+    for decode_s, n_taken in ((0.0010, 3), (0.0011, 4)):
+        seen = (ObservedLatency(model_id="a" * 64, decode_s=decode_s),)
+        now = NodeCapability(max_requests=n_taken, observed_latencies=seen)
+        await announcer.publish()
+    first, second = (said for _, said in router.told)
+    assert isinstance(first, NodeRecord)
+    assert isinstance(second, NodeRecord)
+    assert second.capability == msgspec.structs.replace(first.capability, max_requests=4)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from swarmllm.node.announcing.capability import steady
 from swarmllm.node.announcing.record_changes import SETTLED_S, RecordChanges
-from swarmllm_proto.swarm import NodeCapability, ObservedLatency, ObservedLink
+from swarmllm_proto.swarm import NetworkCoordinate, NodeCapability, ObservedLatency, ObservedLink
 
 MODEL_ID = "a" * 64
 
@@ -31,9 +33,10 @@ def in_step() -> RecordChanges:
         (capability(free_kv_tokens=900), "nothing"),
         (capability(stage_requests=1), "load"),
         (capability(active_requests=1, free_kv_tokens=900), "load"),
-        (capability(decode_s=0.01), "record"),
-        (capability(decode_s=0.01, stage_requests=1), "record"),
+        (capability(decode_s=0.01), "speeds"),
+        (capability(decode_s=0.01, stage_requests=1), "speeds"),
         (capability(max_requests=4), "record"),
+        (capability(decode_s=0.01, max_requests=4), "record"),
     ],
 )
 def test_load_alone_goes_without_a_record(new: NodeCapability, means: str) -> None:
@@ -42,8 +45,31 @@ def test_load_alone_goes_without_a_record(new: NodeCapability, means: str) -> No
 
 
 def test_where_a_node_is_goes_with_a_record_at_an_unhurried_look_only() -> None:
+    moved = msgspec.structs.replace(
+        capability(),
+        coordinate=NetworkCoordinate(position_s=(0.1, 0.0, 0.0), height_s=0.001, error=0.1),
+    )
+    assert in_step().of_work(moved) == "nothing"
+    assert in_step().of_all(moved, 1.0) == "record"
     assert in_step().of_work(capability(rtt_s=0.2)) == "nothing"
-    assert in_step().of_all(capability(rtt_s=0.2), 1.0) == "record"
+    assert in_step().of_all(capability(rtt_s=0.2), 1.0) == "links"
+    assert in_step().of_all(capability(rtt_s=0.2, stage_requests=1), 1.0) == "links", "and the load"
+
+
+def test_details_that_were_told_are_no_news_and_the_load_still_is() -> None:
+    changes = in_step()
+    new = capability(decode_s=0.01, rtt_s=0.2, stage_requests=1)
+    changes.details_published(new)
+    assert changes.of_all(new, 1.0) == "load"
+    assert changes.of_all(capability(), 2.0) == "speeds"
+
+
+def test_what_is_about_the_same_is_told_as_it_was() -> None:
+    old = capability(decode_s=0.0010, rtt_s=0.020)
+    assert steady(old, capability(decode_s=0.0011, rtt_s=0.021)) == old
+    assert steady(old, capability(decode_s=0.0011, rtt_s=0.040)) == capability(rtt_s=0.040)
+    assert steady(old, capability(decode_s=0.0020, rtt_s=0.021)) == capability(decode_s=0.0020)
+    assert steady(old, capability(stage_requests=3)).stage_requests == 3
 
 
 def test_what_has_been_told_is_no_news() -> None:

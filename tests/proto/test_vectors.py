@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from swarmllm_proto import codec, file_digests, ipc, swarm
-from swarmllm_proto.envelope import Envelope, Heartbeat, unseal
+from swarmllm_proto.envelope import Details, Envelope, Heartbeat, unseal
 from swarmllm_proto.file_digests import FetchDigests
 from swarmllm_proto.frames import Frame, FrameDecoder, FrameKind, Hello
 from swarmllm_proto.router_messages import decode_neighbour
@@ -125,7 +125,9 @@ def test_the_golden_outline_decodes_to_its_message() -> None:
 
 
 @pytest.mark.parametrize(("name", "statement"), swarm_samples.STATEMENTS)
-def test_golden_statements_decode_to_what_was_signed(name: str, statement: Envelope | Heartbeat) -> None:
+def test_golden_statements_decode_to_what_was_signed(
+    name: str, statement: Envelope | Heartbeat | Details
+) -> None:
     def verify(node_id: str, content: bytes, signature: bytes) -> bool:
         return node_id == statement.node_id and signature == demo_signature(content)
 
@@ -185,6 +187,7 @@ def test_every_field_takes_another_value_than_its_default_in_some_golden_file() 
     ]
     messages += [each[1] for each in (*swarm_samples.REQUESTS, *swarm_samples.RESPONSES)]
     messages += [each[1] for each in swarm_samples.STATEMENTS]
+    messages += [swarm_samples.RECORD_DETAILS, *swarm_samples.RECORD_DETAILS.fetched]
     messages += [each[2] for each in swarm_samples.CONTROL_FRAMES if isinstance(each[2], Hello)]
     record = swarm_samples.RECORD
     messages += [record, record.capability, *record.models, *record.files, *record.prefix_caches]

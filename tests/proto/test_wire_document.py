@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
+from swarmllm.swarm.records.details_book import AskedDetails
 from swarmllm.swarm.records.envelope_book import Digest
 from swarmllm_proto import codec, file_digests, identifiers, ipc, limits, swarm
 from swarmllm_proto import router_messages as neighbours
 from swarmllm_proto.blocks import BLOCK_TOKENS
-from swarmllm_proto.envelope import Envelope, Heartbeat
+from swarmllm_proto.envelope import Details, Envelope, Heartbeat
 from swarmllm_proto.frames import FrameDecoder
+from swarmllm_proto.record_parts import FetchProgress, RecordDetails
 from swarmllm_proto.tensors import decode_tensor
 
 WIRE: Final = (Path(__file__).resolve().parents[2] / "proto" / "wire.md").read_text(encoding="utf-8")
@@ -50,7 +52,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(swarm.PrefixKvFetch, swarm.PrefixKv, swarm.KeptElsewhere),
     *(swarm.ProjectorAnnounce, swarm.VisionEncodeRequest, swarm.VisionEncodeResponse),
     *get_args(swarm.JobMessage),
-    *(Envelope, Heartbeat, Digest),
+    *(Envelope, Heartbeat, Digest, Details, RecordDetails, FetchProgress, AskedDetails),
     *(neighbours.PeerExchangeRequest, neighbours.PeerExchangeResponse, neighbours.KnownPeer),
     *(neighbours.DialBackRequest, neighbours.DialBackResponse, neighbours.DialBack),
 )

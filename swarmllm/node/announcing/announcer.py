@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 from msgspec import UNSET, UnsetType
 
@@ -25,7 +26,7 @@ from swarmllm.errors import BadModel, StoreLocked
 from swarmllm.models import Catalogue, CatalogueEntry, LayerRange
 from swarmllm.models.layers import subtract
 from swarmllm.models.manifest import MMPROJ_INDEX
-from swarmllm.node.announcing.capability import float_among, machine_speed
+from swarmllm.node.announcing.capability import float_among, load_has_changed, machine_speed, steady
 from swarmllm.node.announcing.look_times import SPEAK_S, LookTimes
 from swarmllm.node.announcing.record_changes import RecordChanges
 from swarmllm.node.model_access import KnowsNewModels
@@ -166,7 +167,7 @@ class Announcer:
                 means = self._changes.of_work(self._describe())
                 if means == "load":
                     await self._publish_load()
-                if means != "record":
+                if means in ("load", "nothing"):
                     self._looked(is_whole=False, has_changed=means == "load")
                     continue
             self._observations.floating = float_among(
@@ -234,17 +235,38 @@ class Announcer:
             capability = self._describe()
             means = self._changes.of_all(capability, trio.current_time())
             is_of_work = holdings != self._published or self._changes.of_work(capability) != "nothing"
-            if means == "record" or holdings != self._published:
-                self._sequence += 1
-                await self._router.publish(encode_record(self._record(holdings, capability)))
-                ready, files, *_ = holdings
-                names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
-                self._transfer.announce_far(names.items())
-                self._published = holdings
-                self._changes.record_published(capability)
+            told = steady(self._changes.told, capability)
+            if means == "record" or self._published is None or _is_for_everybody(self._published, holdings):
+                await self._router.publish(self._next_record(holdings, told))
+                self._record_published(holdings, told)
+            elif means in ("speeds", "links") or holdings != self._published:
+                await self._publish_details(holdings, told, soon=means == "speeds")
             elif means == "load":
                 await self._tell_load(capability)
             return is_of_work
+
+    async def _publish_details(self, holdings: Holdings, capability: NodeCapability, *, soon: bool) -> None:
+        # A heartbeat that tells the load says that there are new details, too.
+        has_load = load_has_changed(self._changes.told, capability)
+        record = self._next_record(holdings, capability)
+        if await self._router.publish_details(record, soon=soon and not has_load):
+            self._record_published(holdings, capability)
+            return
+        self._published = holdings
+        self._changes.details_published(capability)
+        if has_load:
+            await self._tell_load(capability)
+
+    def _next_record(self, holdings: Holdings, capability: NodeCapability) -> bytes:
+        self._sequence += 1
+        return encode_record(self._record(holdings, capability))
+
+    def _record_published(self, holdings: Holdings, capability: NodeCapability) -> None:
+        ready, files, *_ = holdings
+        names = {each.model_id: each.name for each in ready} | {f.model_id: f.name for f in files}
+        self._transfer.announce_far(names.items())
+        self._published = holdings
+        self._changes.record_published(capability)
 
     async def _publish_load(self) -> None:
         async with self._publishing:
@@ -317,6 +339,14 @@ class Announcer:
             shared_files=holdings[5],
             fetched_files=holdings[6],
         )
+
+
+def _is_for_everybody(before: Holdings, now: Holdings) -> bool:
+    """Whether they differ in more than beginnings of prompts, and how far models are fetched."""
+    ready, _, kept, *_ = before
+    progress = {each.model_id: each.fetched for each in ready}
+    same = tuple(msgspec.structs.replace(each, fetched=progress.get(each.model_id, UNSET)) for each in now[0])
+    return (same, now[1], kept, *now[3:]) != before
 
 
 def _projectors(entries: Iterable[CatalogueEntry], gives: bool) -> tuple[ProjectorAnnounce, ...]:

@@ -191,9 +191,13 @@ def float_among(own: str, at: Coordinate, peers: Iterable[PeerInfo], registry: R
 
 
 def work_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
-    """Of speed and of what a node takes, which routes should know as they were a second ago. Free memory
-    alone is none."""
-    return _counts(old) != _counts(new) or _changed(_work_s(old), _work_s(new))
+    """Of what a node takes, which routes should know as it was a second ago. Free memory alone is none."""
+    return _counts(old) != _counts(new)
+
+
+def speeds_have_changed(old: NodeCapability, new: NodeCapability) -> bool:
+    """Of its models, which routes should know as soon."""
+    return _changed(_work_s(old), _work_s(new))
 
 
 def load_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
@@ -202,9 +206,22 @@ def load_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
 
 
 def links_have_changed(old: NodeCapability, new: NodeCapability) -> bool:
-    """Of where this node is among the others. On busy machines that wanders all the time, of all nodes at
-    once."""
-    return _strayed(old.coordinate, new.coordinate) or _changed(_ways_s(old), _ways_s(new))
+    """On busy machines they wander all the time, of all nodes at once."""
+    return _changed(_ways_s(old), _ways_s(new))
+
+
+def place_has_changed(old: NodeCapability, new: NodeCapability) -> bool:
+    """Of this node among the others; it wanders with the links."""
+    return _strayed(old.coordinate, new.coordinate)
+
+
+def steady(old: NodeCapability, new: NodeCapability) -> NodeCapability:
+    """The new one, with the speeds and links of the old one where they are about the same."""
+    if not speeds_have_changed(old, new):
+        new = msgspec.structs.replace(new, observed_latencies=old.observed_latencies)
+    if not links_have_changed(old, new):
+        new = msgspec.structs.replace(new, observed_links=old.observed_links)
+    return new
 
 
 def _changed(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> bool:

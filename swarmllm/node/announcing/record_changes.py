@@ -2,7 +2,8 @@
 
 A record goes to every node, several times, so values that change with every request go into a heartbeat
 instead. Missed heartbeats are not repaired as records are, so a load that persists is put into the record
-too, for nodes that join later.
+too, for nodes that join later. Speeds and links are details: in a large swarm only those hear of them that
+use this node's models (`Router.publish_details`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from swarmllm.node.announcing.capability import links_have_changed, load_has_changed, work_has_changed
+import msgspec
+
+from swarmllm.node.announcing.capability import (
+    links_have_changed,
+    load_has_changed,
+    place_has_changed,
+    speeds_have_changed,
+    work_has_changed,
+)
 from swarmllm_proto.node_load import carrying, load_of
 from swarmllm_proto.swarm import NodeCapability
 
 SETTLED_S: Final = 60.0
 """A load that has been the same for so long belongs into the record."""
 
-Means = Literal["record", "load", "nothing"]
+Means = Literal["record", "speeds", "links", "load", "nothing"]
+"""speeds, links: of the record, no more than these; of the former others should know soon."""
 
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 120.0
@@ -72,20 +82,32 @@ class RecordChanges:
         """A quick look, at what routes should know at once."""
         if work_has_changed(self._published, capability):
             return "record"
+        if speeds_have_changed(self._published, capability):
+            return "speeds"
         return "load" if load_has_changed(self._published, capability) else "nothing"
 
     def of_all(self, capability: NodeCapability, now: float) -> Means:
         """To be asked now and then: what wanders by itself is told ever more rarely."""
-        is_of_ways = links_have_changed(self._published, capability)
+        has_moved = place_has_changed(self._published, capability)
+        is_of_ways = has_moved or links_have_changed(self._published, capability)
         tells_ways = self._ways.admits(now, has_changed=is_of_ways)
         means = self.of_work(capability)
         is_settled = means == "nothing" and now >= self._load_published_s + SETTLED_S
-        if tells_ways or (is_settled and load_has_changed(self._recorded, capability)):
+        if (tells_ways and has_moved) or (is_settled and load_has_changed(self._recorded, capability)):
             return "record"
+        if tells_ways and means in ("load", "nothing"):
+            return "links"
         return means
 
     def record_published(self, capability: NodeCapability) -> None:
         self._published = self._recorded = capability
+
+    def details_published(self, capability: NodeCapability) -> None:
+        self._published = msgspec.structs.replace(
+            self._published,
+            observed_latencies=capability.observed_latencies,
+            observed_links=capability.observed_links,
+        )
 
     def load_published(self, capability: NodeCapability, now: float) -> None:
         self._published = carrying(self._published, load_of(capability))

@@ -125,6 +125,11 @@ class InMemoryRouter:
         self._version = (self._version[0], self._version[1] + 1, 0)
         self._network.spread(self, self._node_id, Record(self._version, bytes(record)))
 
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        """In memory everybody hears everything."""
+        await self.publish(record)
+        return True
+
     def loads(self) -> Mapping[NodeId, bytes]:
         return {node_id: record.load for node_id, record in self._records.items() if record.load}
 

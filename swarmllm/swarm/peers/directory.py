@@ -35,6 +35,7 @@ from swarmllm.swarm.peers.reachable import Use
 from swarmllm.swarm.peers.store import Addresses
 from swarmllm.swarm.peers.trust import Reputation
 from swarmllm.swarm.records.departures import Departed, GaveUp
+from swarmllm.swarm.records.details_book import HeldDetails
 from swarmllm.swarm.records.envelope_book import HeldEnvelope
 from swarmllm.swarm.records.model_index import IndexedRecord
 from swarmllm.swarm.records.prefix_index import Beginning
@@ -60,6 +61,7 @@ class Peer:
 
     envelope: HeldEnvelope | None = None
     fetching_record: bool | None = None
+    details: HeldDetails | None = None
     counted_update: CountedUpdate | None = None
     announced: Announced | None = None
     present: Announced | None = None
@@ -102,7 +104,10 @@ class PeerDirectory(PeerTable):
         self.remembered: Parts[Addresses] = Parts(self, "remembered")
         self.membership_keys: Parts[bytes] = Parts(self, "membership_key")
         self.records = RecordParts(
-            Parts(self, "envelope"), Parts(self, "fetching_record"), PassingParts(self, "counted_update")
+            Parts(self, "envelope"),
+            Parts(self, "fetching_record"),
+            Parts(self, "details"),
+            PassingParts(self, "counted_update"),
         )
         self.uses: Parts[Use] = Parts(self, "use")
         self.requests: Parts[PeerRequests] = Parts(self, "requests")

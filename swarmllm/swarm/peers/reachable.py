@@ -115,8 +115,9 @@ class ReachableNodes:
             return Look(contact, math.inf)
         return Look(contact, self._dialler.may_answer_from_s(node_id, heard_at_s))
 
-    async def reach(self, node_id: NodeId, timeout_s: float) -> None:
-        """Returns when there is a connection. Raises NodeUnreachable, DeadlineExceeded."""
+    async def reach(self, node_id: NodeId, timeout_s: float, *, in_passing: bool = False) -> None:
+        """Returns when there is a connection; `in_passing`: for one question. Raises NodeUnreachable,
+        DeadlineExceeded."""
         if node_id in self._connected:
             return
         if node_id not in self.at(trio.current_time()):
@@ -131,7 +132,8 @@ class ReachableNodes:
         except NodeUnreachable:
             self._feed.announce(Change("reachable", node_id))
             raise
-        self._uses.put(node_id, Use(0, trio.current_time()))
+        now = trio.current_time()
+        self._uses.put(node_id, Use(0, now, PASSING_S) if in_passing else Use(0, now))
 
     def used(self, node_id: NodeId, now: float) -> None:
         """A request goes there, or has come from there."""

@@ -86,11 +86,16 @@ class HeldEnvelope:
     """What its writer has said since that it has to do; empty: nothing."""
     load_beat: int = -1
     """The heartbeat that said so."""
+    details: int = 0
+    """The highest number of details that its writer has named since its record became a brief one; 0: the
+    record is whole."""
+    whole: bytes = b""
+    """The brief record together with its details; empty: they are not here."""
 
     @property
     def n_bytes(self) -> int:
         """What is kept of it: the envelope as it came, and the record taken out of it."""
-        return len(self.sealed) + len(self.envelope.record)
+        return len(self.sealed) + len(self.envelope.record) + len(self.whole)
 
 
 Verdict = Literal["new", "known", "refused"]
@@ -131,8 +136,9 @@ class EnvelopeBook:
         others know, and two books never become equal."""
         return len(self._entries) < self._nodes_max // 2 and self.n_bytes < self._bytes_max // 2
 
-    def write_own(self, envelope: Envelope, sealed: bytes, now: float) -> None:
-        self._put(HeldEnvelope(envelope, sealed, now, now))
+    def write_own(self, envelope: Envelope, sealed: bytes, now: float, whole: bytes = b"") -> None:
+        """`whole`: the record, where the envelope has a brief one."""
+        self._put(HeldEnvelope(envelope, sealed, now, now, whole=whole))
 
     def take(
         self,
@@ -156,7 +162,9 @@ class EnvelopeBook:
             return "known", node_id
         if node_id == self._node_id:
             return "refused", node_id
-        entry = HeldEnvelope(envelope, sealed, heard_at_s, now)
+        entry = HeldEnvelope(envelope, sealed, heard_at_s, now, details=envelope.details or 0)
+        if entry.details and held is not None and held.envelope.started_at_ms == envelope.started_at_ms:
+            entry.details = max(entry.details, held.details)
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
         more = entry.n_bytes - (held.n_bytes if held is not None else 0)
@@ -195,6 +203,31 @@ class EnvelopeBook:
         if held is None or held.envelope.version != version or beat <= held.load_beat:
             return False
         held.load, held.load_beat = load, beat
+        return True
+
+    def hear_details(self, node_id: NodeId, started_at_ms: int, number: int) -> None:
+        """A heartbeat of that life says which details are the newest."""
+        held = self._entries.get(node_id)
+        if held is not None and held.details and held.envelope.started_at_ms == started_at_ms:
+            held.details = max(held.details, number)
+
+    def newest_details(self, node_id: NodeId) -> int:
+        """The number of the newest details that its writer has named; 0: its record is whole, or not here."""
+        held = self._entries.get(node_id)
+        return held.details if held is not None else 0
+
+    def complete(self, node_id: NodeId, whole: bytes) -> bool:
+        """`records` has the record with its details from now on, or, where `whole` is empty, without. False:
+        there is no room for it, or no such record."""
+        held = self._entries.get(node_id)
+        if held is None:
+            return False
+        if node_id != self._node_id:
+            more = len(whole) - len(held.whole)
+            if more > 0 and self.n_bytes + more > self._bytes_max:
+                return False
+            self.n_bytes += more
+        held.whole = whole
         return True
 
     def fingerprints(self, is_lost: IsLost) -> bytes:
@@ -290,7 +323,8 @@ class EnvelopeBook:
         return list(self._entries)
 
     def records(self) -> Mapping[NodeId, bytes]:
-        """By node id, without the empty ones: as it is whenever it is looked at."""
+        """By node id, without the empty ones, with the details that are here: as it is whenever it is looked
+        at."""
         return _Records(self._entries)
 
     def load(self, node_id: NodeId) -> bytes:
@@ -364,7 +398,7 @@ class _Records(Mapping[NodeId, bytes]):
         entry = self._entries.get(node_id)
         if entry is None or not entry.envelope.record:
             raise KeyError(node_id)
-        return entry.envelope.record
+        return entry.whole or entry.envelope.record
 
     def __iter__(self) -> Iterator[NodeId]:
         return (node_id for node_id, entry in self._entries.items() if entry.envelope.record)
@@ -383,7 +417,11 @@ class _RecordItems(ItemsView[NodeId, bytes]):
 
     def __iter__(self) -> Iterator[tuple[NodeId, bytes]]:
         entries = self._mapping._entries.items()
-        return ((node_id, record) for node_id, entry in entries if (record := entry.envelope.record))
+        return (
+            (node_id, record)
+            for node_id, entry in entries
+            if (record := entry.whole or entry.envelope.record)
+        )
 
 
 KEPT_MAX = 4096

@@ -36,6 +36,7 @@ KIND_PEERS = 3
 KIND_DIAL_BACK = 4
 KIND_LET_GO = 5
 KIND_MAY_LET_GO = 6
+KIND_DETAILS = 7
 
 NO_DIGESTS: Final = msgspec.msgpack.encode(())
 """The answer where two nodes know the same."""

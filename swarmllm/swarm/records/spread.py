@@ -3,13 +3,16 @@ missed.
 
 The book decides what is new (envelope_book.py); this drives it: gossip on change, heartbeats after it, rarer
 and rarer, and a fetch where a heartbeat told of an envelope that gossip did not bring.
+
+In a swarm of more than `whole_records_max` nodes the envelope has a brief record. The details are told to
+those that ask for them (details_exchange.py), and a change of them alone costs the others nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -28,8 +31,10 @@ from swarmllm.swarm.libp2p.gossip import AUDIENCE_MAX, HEALTH, MODELS, Gossip
 from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
+from swarmllm.swarm.records.details_book import DetailsBook, HeldDetails
+from swarmllm.swarm.records.details_exchange import DetailsExchange, no_dials
 from swarmllm.swarm.records.envelope_book import UNSEALED_KEPT, EnvelopeBook, HeldEnvelope, VerifyOnce
-from swarmllm.swarm.records.exchange import KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
+from swarmllm.swarm.records.exchange import KIND_DETAILS, KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
 from swarmllm.swarm.records.update_pace import CountedUpdate, UpdatePace
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
@@ -37,14 +42,16 @@ from swarmllm_proto.envelope import (
     ENVELOPE_MAX,
     HEARTBEAT_MAX,
     BadStatement,
+    Details,
     Envelope,
     Heartbeat,
     Verify,
     seal,
     unseal,
 )
-from swarmllm_proto.errors import BadMessage, UnsupportedVersion
+from swarmllm_proto.errors import BadMessage, ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.record_parts import split_record
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +68,11 @@ LOAD_WAITS_S = 0.3
 HEARTBEAT_WAITS_S = 3.0
 """At most, at each node that passes it on (`held_gossip`). A heartbeat that only says that its writer lives
 is wanted once in minutes."""
+WHOLE_RECORDS_MAX = 64
+"""Nodes known, up to which each publishes its record as a whole: all hear everything at once, as small swarms
+can afford."""
+WHOLE_AGAIN = 3 / 4
+"""Of them; in between it stays as it was."""
 TOPIC_SIZES_BYTES = {MODELS: ENVELOPE_MAX, HEALTH: HEARTBEAT_MAX}
 
 _HOUSEKEEPING_S = 15.0
@@ -75,6 +87,8 @@ class RecordParts:
     envelopes: Parts[HeldEnvelope] = field(default_factory=Parts.alone)
     fetching: Parts[bool] = field(default_factory=Parts.alone)
     """Nodes whose newer envelope is being asked for."""
+    details: Parts[HeldDetails] = field(default_factory=Parts.alone)
+    """Of nodes that are of interest here."""
     counted_updates: PassingParts[CountedUpdate] = field(default_factory=PassingParts.alone)
     """Of nodes that said something new lately (`UpdatePace`)."""
 
@@ -114,8 +128,10 @@ class RecordSpread:
         listener: RecordListener,
         note: Note = ignored_event,
         parts: RecordParts | None = None,
+        whole_records_max: int = WHOLE_RECORDS_MAX,
+        dial: Callable[[NodeId], Awaitable[None]] = no_dials,
     ) -> None:
-        """`connected`: the peers that are, whenever it is looked at."""
+        """`connected`: the peers that are, whenever it is looked at. `dial`: see `DetailsExchange`."""
         parts = parts or RecordParts()
         self._identity = identity
         verify = VerifyOnce(verify)
@@ -139,6 +155,15 @@ class RecordSpread:
         self._forwarded: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._circuits: tuple[str, ...] = ()
         self.exchange = RecordExchange(self._book, ask, self)
+        self._details = DetailsBook(identity.node_id, self._book, verify, parts.details)
+        self.details = DetailsExchange(self._details, ask, connected, self, feed, dial)
+        self._whole_records_max = whole_records_max
+        self._is_brief = False
+        self._record = b""
+        """This node's, with its details."""
+        self._own_details = Details(
+            node_id=identity.node_id, started_at_ms=started_at_ms, number=0, details=b""
+        )
         self._pace = ComparisonPace(random.Random(random.random()))
         self._pace_changed = trio.Event()
         self._updates = UpdatePace(parts.counted_updates)
@@ -151,10 +176,11 @@ class RecordSpread:
         self._plain = (addresses, data_addresses)
         self.own = msgspec.structs.replace(self.own, addresses=addresses, data_addresses=data_addresses)
         self._book.write_own(self.own, seal(self.own, self._identity.sign), trio.current_time())
-        supervise(self._nursery, "heartbeats", self._send_heartbeats, gossip)
+        supervise(self._nursery, "heartbeats", self._send_heartbeats)
         supervise(self._nursery, "record expiry", self._keep_house)
         self._pace.begin(trio.current_time())
         supervise(self._nursery, "record comparisons", self._keep_comparing)
+        supervise(self._nursery, "record details", self.details.run)
 
     async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything that a node knows with which there is a new connection. Raises as
@@ -164,6 +190,8 @@ class RecordSpread:
 
     def answer(self, sender: NodeId, kind: int, body: bytes) -> bytes:
         """To another node that compares records with this one. Raises RequestRefused."""
+        if kind == KIND_DETAILS:
+            return self.details.answer(body)
         answered = self.exchange.answer(kind, body)
         # Of few nodes there are no fingerprints, and nothing says whether the two know the same.
         has_other = kind == KIND_DIGESTS and body and answered != NO_DIGESTS
@@ -173,23 +201,67 @@ class RecordSpread:
         return answered
 
     async def publish(self, record: bytes) -> None:
+        self._record = record
+        parts = self._parts(record)
+        if parts is not None:
+            self._write_details(parts[1])
         self.own = msgspec.structs.replace(
-            self.own, sequence=self.own.sequence + 1, record=record, audience=self._audience(MODELS)
+            self.own,
+            sequence=self.own.sequence + 1,
+            record=record if parts is None else parts[0],
+            details=UNSET if parts is None else self._own_details.number,
+            audience=self._audience(MODELS),
         )
         sealed = seal(self.own, self._identity.sign)
-        self._book.write_own(self.own, sealed, trio.current_time())
+        self._book.write_own(self.own, sealed, trio.current_time(), whole=b"" if parts is None else record)
         self._n_beats_since_change = 0
         self._changed.set()
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
             await self._gossip.publish(MODELS, sealed)
 
+    async def publish_details(self, record: bytes, *, soon: bool) -> bool:
+        """See `Router`."""
+        parts = self._parts(record)
+        if parts is None or self.own.details is UNSET:
+            await self.publish(record)
+            return True
+        self._record = record
+        self._write_details(parts[1])
+        self._book.complete(self._identity.node_id, record)
+        self._feed.announce(Change("record", self._identity.node_id))
+        if soon:
+            await self._publish_heartbeat()
+        return False
+
+    def _parts(self, record: bytes) -> tuple[bytes, bytes] | None:
+        """The brief record and its details; None: it is published as a whole."""
+        n_nodes, most = len(self._book), self._whole_records_max
+        self._is_brief = n_nodes > most or (self._is_brief and n_nodes > WHOLE_AGAIN * most)
+        if not self._is_brief:
+            return None
+        try:
+            return split_record(record)
+        except ProtocolError as error:
+            log.debug("this node's record is published as a whole: %s", error)
+            return None
+
+    def _write_details(self, details: bytes) -> None:
+        if details == self._own_details.details and self._own_details.number:
+            return
+        number = self._own_details.number + 1
+        self._own_details = msgspec.structs.replace(self._own_details, number=number, details=details)
+        self._details.write_own(self._own_details, seal(self._own_details, self._identity.sign))
+
     async def publish_load(self, load: bytes) -> None:
         """In a heartbeat, which is a fifth of the smallest record; in those that follow too, until the next
         record."""
-        self._n_beats += 1
-        self._book.hear_load(self._identity.node_id, self.own.version, self._n_beats, load)
+        self._book.hear_load(self._identity.node_id, self.own.version, self._n_beats + 1, load)
         self._feed.announce(Change("record", self._identity.node_id))
+        await self._publish_heartbeat()
+
+    async def _publish_heartbeat(self) -> None:
+        self._n_beats += 1
         if self._gossip is not None:
             await self._gossip.publish(HEALTH, self._heartbeat())
 
@@ -201,6 +273,7 @@ class RecordSpread:
             beat=self._n_beats,
             load=self._book.load(self._identity.node_id) or UNSET,
             audience=self._audience(HEALTH),
+            details=UNSET if self.own.details is UNSET else self._own_details.number,
         )
         return seal(heartbeat, self._identity.sign)
 
@@ -237,7 +310,7 @@ class RecordSpread:
         )
         self.own = msgspec.structs.replace(self.own, addresses=control, data_addresses=data)
         load = self._book.load(self._identity.node_id)
-        await self.publish(self.own.record)
+        await self.publish(self._record)
         if load:
             await self.publish_load(load)
 
@@ -313,6 +386,8 @@ class RecordSpread:
         node_id = heartbeat.node_id
         if node_id == self._identity.node_id:
             return
+        if heartbeat.details:
+            self._book.hear_details(node_id, heartbeat.started_at_ms, heartbeat.details)
         is_unknown = self._book.envelope(node_id) is None and node_id not in self._connected
         if is_unknown and self._book.has_room:
             # Seldom only that one is missing here.
@@ -333,6 +408,9 @@ class RecordSpread:
             )
         if verdict == "new" and (envelope := self._book.envelope(node_id)) is not None:
             self._listener.heard(envelope)
+            self._details.envelope_came(node_id)
+            if envelope.details:
+                self.details.told()
             if envelope.record:
                 self._feed.announce(Change("record", node_id))
         return node_id
@@ -383,10 +461,9 @@ class RecordSpread:
         now = trio.current_time()
         self._pace.compared(n_new, now - began_s, now)
 
-    async def _send_heartbeats(self, gossip: Gossip) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self._n_beats += 1
-            await gossip.publish(HEALTH, self._heartbeat())
+            await self._publish_heartbeat()
             await self._until_next_beat(trio.current_time())
             self._n_beats_since_change += 1
 
@@ -409,6 +486,7 @@ class RecordSpread:
     def expire(self, now: float) -> None:
         """Forget the nodes that have been silent for too long."""
         for node_id in self._book.expire(now, self._connected):
+            self._details.forget(node_id)
             self._listener.forgotten(node_id)
             self._feed.announce(Change("record", node_id))
 
