@@ -112,6 +112,7 @@ setup(
                 "blocks_32",
                 "panels",
                 "panels_32",
+                "panels_avx2",
                 "experts",
                 "left_weights",
                 "quantise",

@@ -175,7 +175,7 @@ def test_products_are_measured_in_ggmls_ways_and_ours(path: Path, tmp_path: Path
     tuning = KernelTuning("auto", tmp_path / "timings.json")
     tuning.tune(tuning.read([path]), 1)
     assert {choice.type for choice in tuning.choices} == {"Q5_0"}
-    ours = {"avx2", "avx2-streamed", "panels", "panels-amx"}
+    ours = {"avx2", "avx2-streamed", "panels-vnni", "panels-amx"}
     assert {choice.chosen for choice in tuning.choices} <= ours | {"ggml-dots", "ggml-tiles"}
 
 

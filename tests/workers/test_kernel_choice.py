@@ -30,6 +30,7 @@ from swarmllm_workers.kernels.kernel_choice import (
     ways_of,
 )
 
+PANELS = {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
 SINGLE, FEW, MANY = ROW_CLASSES[0], ROW_CLASSES[1], ROW_CLASSES[-1]
 times_of_ways = st.fixed_dictionaries({way: st.integers(1, 10**9) for way in Way})
 
@@ -107,7 +108,7 @@ def test_types_without_kernels_for_avx512_are_computed_with_avx2() -> None:
 
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:
     for rows in ROW_CLASSES:
-        panels = {Way.PANELS, Way.PANELS_AMX} if rows.first >= 64 else set()
+        panels = PANELS if rows.first >= 64 else set()
         allowed = {way for way in Way if may_differ(MatrixType.Q4_K, way, rows.first)}
         assert allowed == panels | ({Way.TILES} if rows.first > ROWS_MAX else set())
         assert {way for way in Way if may_differ(MatrixType.Q8_0, way, rows.first)} == panels
@@ -115,21 +116,24 @@ def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> No
 
 
 def test_panels_are_for_batches_of_64_rows_and_some_types() -> None:
-    panels = {Way.PANELS, Way.PANELS_AMX}
     for rows in ROW_CLASSES:
         for kind in MatrixType:
-            found = panels.intersection(ways_of(kind, rows.first, Way))
+            found = PANELS.intersection(ways_of(kind, rows.first, Way))
             has_them = kind not in (MatrixType.IQ4_NL, MatrixType.IQ4_XS, MatrixType.MXFP4)
-            expected = panels - ({Way.PANELS} if kind == MatrixType.Q6_K else set())
+            without = Way.PANELS_VNNI if kind == MatrixType.Q6_K else Way.PANELS_AVX2
+            expected = PANELS - (set() if kind in (MatrixType.Q4_K, MatrixType.Q5_K) else {without})
             assert found == (expected if rows.first >= 64 and has_them else set())
 
 
 def test_panels_are_taken_where_they_are_not_much_slower() -> None:
-    times = {Way.DOTS: 2000, Way.TILES: 1500, Way.AVX512: 1000, Way.PANELS: 1251, Way.PANELS_AMX: 1300}
+    times = {Way.DOTS: 2000, Way.TILES: 1500, Way.AVX512: 1000, Way.PANELS_VNNI: 1251, Way.PANELS_AMX: 1300}
     assert choose(MatrixType.Q4_K, MANY, times).way == Way.AVX512
-    assert choose(MatrixType.Q4_K, MANY, times | {Way.PANELS: 1250}).way == Way.PANELS
-    assert choose(MatrixType.Q4_K, MANY, times | {Way.PANELS: 940}, {Way.PANELS}).way == Way.AVX512
-    assert choose(MatrixType.Q4_K, MANY, times | {Way.PANELS: 500, Way.PANELS_AMX: 400}).way == Way.PANELS_AMX
+    assert choose(MatrixType.Q4_K, MANY, times | {Way.PANELS_VNNI: 1250}).way == Way.PANELS_VNNI
+    assert choose(MatrixType.Q4_K, MANY, times | {Way.PANELS_VNNI: 940}, {Way.PANELS_VNNI}).way == Way.AVX512
+    assert (
+        choose(MatrixType.Q4_K, MANY, times | {Way.PANELS_VNNI: 500, Way.PANELS_AMX: 400}).way
+        == Way.PANELS_AMX
+    )
 
 
 def test_panels_are_measured_in_every_round() -> None:
@@ -142,7 +146,7 @@ def test_panels_are_measured_in_every_round() -> None:
         return 100_000 if way.has_own_sums and seen.count((n_rows, way)) < ROUNDS_MAX else times[way]
 
     found = race(MatrixType.Q4_K, list(Way), run, lambda: 0.0, 1.0)
-    assert found[MANY][Way.PANELS] == 100
+    assert found[MANY][Way.PANELS_VNNI] == 100
 
 
 def test_a_gain_of_a_few_percent_is_a_tie() -> None:

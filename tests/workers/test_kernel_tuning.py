@@ -78,11 +78,11 @@ def test_nothing_is_said_where_all_bits_are_right(caplog: pytest.LogCaptureFixtu
 
 
 def test_panels_whose_sums_are_far_away_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    times = {Way.PANELS: 200, Way.PANELS_AMX: 100}
+    times = {Way.PANELS_VNNI: 200, Way.PANELS_AMX: 100}
     bench = FakeBench({(Way.PANELS_AMX, 64)}, times)
     with caplog.at_level(logging.WARNING):
         found = measure(bench, MatrixType.Q4_K, list(Way), bench.force, lambda: 0.0, 512)
-    assert found[-1].way == Way.PANELS
+    assert found[-1].way == Way.PANELS_VNNI
     assert all(not each.way.has_own_sums for each in found[:-1])
     assert "kernels panels-amx have other bits" in caplog.text
 

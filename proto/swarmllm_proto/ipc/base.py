@@ -301,7 +301,8 @@ KernelWay = Literal[
     "avx512",
     "avx512-in-order",
     "neon",
-    "panels",
+    "panels-avx2",
+    "panels-vnni",
     "panels-amx",
 ]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]

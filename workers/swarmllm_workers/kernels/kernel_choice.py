@@ -71,9 +71,11 @@ class Way(IntEnum):
     """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
     NEON = 6
     """Ours on ARM: one row of the matrix after the other, without prefetching."""
-    PANELS = 7
-    """Ours: sixteen rows of the matrix, unpacked once for all rows of a large batch, with VNNI."""
-    PANELS_AMX = 8
+    PANELS_AVX2 = 7
+    """Ours: some rows of the matrix, unpacked once for all rows of a large batch."""
+    PANELS_VNNI = 8
+    """The same, with the same bits, with AVX-512."""
+    PANELS_AMX = 9
     """The same with the matrix unit."""
 
     @property
@@ -83,7 +85,7 @@ class Way(IntEnum):
     @property
     def has_own_sums(self) -> bool:
         """Ours, with other bits than dot products."""
-        return self >= Way.PANELS
+        return self >= Way.PANELS_AVX2
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ PANEL_ROWS_MIN: Final = ROW_CLASSES[-1].first
 _OF_PANELS: Final = frozenset(
     {MatrixType.Q4_0, MatrixType.Q5_0, MatrixType.Q8_0, MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K}
 )
-"""Types that `panels.c` and `panels_32.c` multiply with. Q6_K, which has three digits there, with the matrix
-unit only: with VNNI it is as fast as `k_quants.c`."""
+"""Types that `panels.c` multiplies with: K-quants with AVX2, all with VNNI but Q6_K, which has three digits
+there and is as fast with AVX2, and all with the matrix unit."""
 PANEL_LOSS_MAX: Final = 1.25
 """Panels are taken where they take no more than so many times what the fastest other way takes. Most take
 half of it or less, so a clock that other programs disturb does not decide it: two workers of one machine
@@ -164,9 +166,11 @@ def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
     left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
     if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
-        left_out |= {Way.PANELS, Way.PANELS_AMX}
-    if kind == MatrixType.Q6_K:
-        left_out |= {Way.PANELS}
+        left_out |= {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
+    elif not kind.is_k_quant:
+        left_out.add(Way.PANELS_AVX2)
+    elif kind == MatrixType.Q6_K:
+        left_out.add(Way.PANELS_VNNI)
     return [
         way for way in sorted(ways) if way not in left_out and (way != Way.TILES or n_rows >= kind.tiled_from)
     ]
@@ -193,7 +197,7 @@ def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[W
 
 
 def _panels(times: Times) -> Way | None:
-    """The faster of both, which have the same bits, where they are not much slower than all others."""
+    """The fastest of them, which all have the same bits, where they are not much slower than all others."""
     panels = min((way for way in times if way.has_own_sums), key=lambda way: (times[way], way), default=None)
     others = min(time_ns for way, time_ns in times.items() if not way.has_own_sums)
     return panels if panels is not None and times[panels] <= PANEL_LOSS_MAX * others else None

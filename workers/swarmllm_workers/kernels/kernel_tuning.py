@@ -64,7 +64,8 @@ NAMES: Final[dict[Way, KernelWay]] = {
     Way.AVX512: "avx512",
     Way.IN_ORDER: "avx512-in-order",
     Way.NEON: "neon",
-    Way.PANELS: "panels",
+    Way.PANELS_AVX2: "panels-avx2",
+    Way.PANELS_VNNI: "panels-vnni",
     Way.PANELS_AMX: "panels-amx",
 }
 

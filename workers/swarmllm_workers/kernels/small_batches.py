@@ -22,8 +22,9 @@ ggml has tiles for these types (`ggml_compute_forward_mul_mat_tiled`, before whi
 too), with other bits: they are taken where they are faster. For Q4_K see also `repacking.py`.
 
 Batches of 64 rows and more, where nobody is promised the bits of single rows, may go other ways (`panels.c`):
-sixteen rows of the matrix are unpacked once for all of them, to numbers that need no scale for each group of
-32. With AVX-512 VNNI, and with the matrix unit (AMX) where there is one.
+some rows of the matrix are unpacked once for all of them. With AVX-512 VNNI and the matrix unit (AMX) numbers
+are made of them that need no scale for each group of 32. With AVX2, K-quants only, products are added up in
+16 bits for as long as they fit. All three have the same bits.
 
 Products of experts in these types (`experts.c`) likewise: ggml asks for one expert after the other
 (`ggml_compute_forward_mul_mat_id_tiled`), with the columns of the batch that chose it.
@@ -115,12 +116,19 @@ def last_way() -> Way:
     return Way(_library.swarmllm_last_way()) if _library is not None and has_ways() else Way.TILES
 
 
-def ways_of_panels() -> tuple[Way, ...]:
-    """Those that this processor can go."""
+def panel_units() -> int:
+    """How many of the units that panels.h names this processor has."""
     if _library is None or not hasattr(_library, "swarmllm_panels"):
-        return ()
+        return 0
     _library.swarmllm_panels.restype = ctypes.c_int64
-    return (Way.PANELS, Way.PANELS_AMX)[: _library.swarmllm_panels()]
+    return int(_library.swarmllm_panels())
+
+
+def ways_of_panels() -> tuple[Way, ...]:
+    """Those that are tried on this processor. AVX2 is not where there is VNNI: Q6_K takes a fifth longer with it
+    than in `k_quants.c` with AVX-512, which is too near for a choice that should be the same every time."""
+    possible = (Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX)[: panel_units()]
+    return possible if possible == (Way.PANELS_AVX2,) else possible[1:]
 
 
 def has_matrix_unit() -> bool:

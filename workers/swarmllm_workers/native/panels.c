@@ -411,9 +411,12 @@ static bool may_use_amx(void) {
 }
 
 __attribute__((visibility("default"))) int64_t swarmllm_panels(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
+        return PANELS_NONE;
+    }
     if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) {
-        return PANELS_NONE;
+        return PANELS_AVX2;
     }
     return may_use_amx() ? PANELS_AMX : PANELS_VNNI;
 }
@@ -424,6 +427,12 @@ bool swarmllm_panel_product(const struct panel_product *t) {
     const int64_t far = ROWS * VALUES * 2; /* more bytes than rows or columns in a register have, for each block */
     if ((!is_k_quant && !is_of_32) || t->n < PANEL_COLUMNS_MIN || t->lda > INT32_MAX / far || t->ldb > INT32_MAX / far) {
         return false;
+    }
+    if (t->unit == PANELS_AVX2) {
+        if (is_k_quant) {
+            swarmllm_panels_avx2(t);
+        }
+        return is_k_quant;
     }
     const int64_t panels = (t->m + ROWS - 1) / ROWS;
     const int64_t first = panels * t->thread / t->n_threads, end = panels * (t->thread + 1) / t->n_threads;

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 enum { PANEL_COLUMNS_MIN = 16 };
-enum { PANELS_NONE, PANELS_VNNI, PANELS_AMX }; /* what a processor has; who has AMX has both */
+enum { PANELS_NONE, PANELS_AVX2, PANELS_VNNI, PANELS_AMX }; /* what a processor has; it has all before, too */
 
 struct panel_product {
     int type; /* of the matrix, as ggml numbers it */
@@ -22,6 +22,9 @@ struct panel_product {
     int thread; /* which share of the rows is computed, */
     int n_threads;
 };
+
+/* Of K-quants, in panels of eight rows. */
+void swarmllm_panels_avx2(const struct panel_product *product);
 
 /* Of panels [first, end), with blocks of 32. */
 void swarmllm_panels_32(const struct panel_product *product, int64_t first, int64_t end);

@@ -11,8 +11,8 @@
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  *
- * Products of 64 columns and more have sums of their own from panels.c, where that is faster (PANELS with VNNI, PANELS_TILES
- * with the matrix unit).
+ * Products of 64 columns and more have sums of their own from panels.c, where that is faster (PANELS and those after it: with
+ * AVX2, VNNI or the matrix unit).
  *
  * On ARM all products are those of neon_blocks_32.c and neon_k_quants.c (NEON).
  */
@@ -37,7 +37,7 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
  * tiles of K-quants and products from panels, and which is the fastest depends on the processor, so that it is measured
  * (kernel_choice.py). */
-enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6, PANELS = 7, PANELS_TILES = 8 };
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6, PANELS = 7 };
 #ifdef __aarch64__
 enum { HAS_NEON = 1 }; /* and Q8_0 is with the other types in blocks of 32 */
 #else
@@ -93,7 +93,7 @@ static int way_of(int type, int64_t k, int64_t n) {
 
 /* From panels, if that is the way; false: nothing was computed. */
 static bool is_from_panels(int way, struct panel_product product) {
-    product.unit = way == PANELS_TILES ? PANELS_AMX : PANELS_VNNI;
+    product.unit = way - PANELS + PANELS_AVX2;
     return way >= PANELS && swarmllm_panel_product(&product);
 }
 
