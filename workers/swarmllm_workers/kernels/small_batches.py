@@ -125,8 +125,8 @@ def panel_units() -> int:
 
 
 def ways_of_panels() -> tuple[Way, ...]:
-    """Those that are tried on this processor. AVX2 is not where there is VNNI: Q6_K takes a fifth longer with it
-    than in `k_quants.c` with AVX-512, which is too near for a choice that should be the same every time."""
+    """Those that are tried on this processor. AVX2 is not, where there is VNNI: Q6_K takes a fifth longer so
+    than in `k_quants.c`, which is too near for a choice that should be the same every time."""
     possible = (Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX)[: panel_units()]
     return possible if possible == (Way.PANELS_AVX2,) else possible[1:]
 
