@@ -92,6 +92,7 @@ setup(
                     "panels",
                     "panels_body",
                     "row_attention_avx2",
+                    "row_attention_avx512",
                     "weights_body",
                 )
             ],

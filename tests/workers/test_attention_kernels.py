@@ -111,10 +111,11 @@ def attention(case: Case, *, is_ours: bool) -> tuple[np.ndarray, bool]:
     return bits, row_attention.has_computed()
 
 
+STEP = row_attention.head_step()
 CASES = st.builds(
     Case,
-    key=st.integers(1, 8).map(lambda n: 32 * n),
-    value=st.integers(1, 8).map(lambda n: 32 * n),
+    key=st.integers(1, 256 // STEP).map(lambda n: STEP * n),
+    value=st.integers(1, 256 // STEP).map(lambda n: STEP * n),
     keys=st.integers(1, 4),
     group=st.integers(1, 9),
     n_cells=st.integers(1, 5).map(lambda n: 64 * n) | st.integers(64, 300),
@@ -140,7 +141,7 @@ def test_rows_have_the_bits_that_ggml_gives_them(case: Case) -> None:
 @pytest.mark.parametrize("n_rows", [1, 5])
 def test_sums_of_a_long_context_have_the_bits_that_ggml_gives_them(size: float, n_rows: int) -> None:
     """Also where they are too small or too large for normal numbers of f16."""
-    case = Case(key=64, value=96, n_cells=2048, n_rows=n_rows, size=size, mask="holes")
+    case = Case(key=64, value=3 * STEP, n_cells=2048, n_rows=n_rows, size=size, mask="holes")
     found, is_ours = attention(case, is_ours=True)
     assert is_ours
     assert np.array_equal(found, attention(case, is_ours=False)[0])
@@ -183,18 +184,26 @@ def test_nothing_is_ours_that_the_table_does_not_say() -> None:
 
 
 class FakeBench:
-    def __init__(self, times: dict[tuple[int, bool], int], wrong: int | None = None) -> None:
-        self.times, self.wrong = times, wrong
-        self.is_ours = False
+    def __init__(
+        self,
+        times: dict[tuple[int, bool], int],
+        wrong: int | None = None,
+        orders: tuple[int, ...] = (0, 1, 2),
+    ) -> None:
+        """`wrong`: the number of rows for which ours has other bits. In all orders of sums but `orders` it has
+        them for any number."""
+        self.times, self.wrong, self.orders = times, wrong, orders
+        self.is_ours, self.order = False, 0
 
-    def force(self, is_ours: bool) -> None:
-        self.is_ours = is_ours
+    def force(self, is_ours: bool | None, order: int | None = None) -> None:
+        self.is_ours, self.order = bool(is_ours), order or 0
 
     def run(self, n_rows: int) -> int:
         return self.times[n_rows, self.is_ours]
 
     def result(self, n_rows: int) -> bytes:
-        return b"wrong" if self.is_ours and n_rows == self.wrong else b"right"
+        is_wrong = n_rows == self.wrong or self.order not in self.orders
+        return b"wrong" if self.is_ours and is_wrong else b"right"
 
 
 SHAPE = HeadShape(64, 64, 7)
@@ -212,7 +221,29 @@ def test_ours_is_never_taken_with_other_bits(n_rows: int, caplog: pytest.LogCapt
     )
     with caplog.at_level(logging.WARNING):
         assert measure(bench, SHAPE, bench.force) == RowChoices(False, False)
-    assert f"attention of {n_rows} rows has other bits than ggml's" in caplog.text
+    assert "attention has other bits than ggml's" in caplog.text
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_sums_are_made_in_the_order_that_has_ggmls_bits(order: int) -> None:
+    times = {(n, is_ours): 9 if is_ours else 100 for n in (1, 4) for is_ours in (False, True)}
+    bench = FakeBench(times, orders=(order,))
+    assert measure(bench, SHAPE, bench.force, (1, 2)) == RowChoices(True, True, order)
+
+
+def test_the_table_says_in_which_order_sums_are_made() -> None:
+    """All heads of a multiple of 128 numbers tell the orders apart that this processor can make."""
+    shape = Heads(128, 128, 2, 1)
+    orders = row_attention.orders()
+    with AttentionBench(shape, 1) as bench:
+        row_attention.force(False)
+        expected = bench.result(3)
+        row_attention.force(None)
+        found = []
+        for order in orders:
+            row_attention.fill_table({shape.shape: RowChoices(True, True, order)})
+            found.append(bench.result(3) == expected)
+    assert found.count(True) == 1
 
 
 def test_the_bench_tries_sums_that_f16_cannot_hold() -> None:

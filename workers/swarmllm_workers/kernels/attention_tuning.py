@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
@@ -158,25 +158,38 @@ class AttentionBench:
         return np.where(is_there & (draws < 0.85), mask, -np.inf).astype(np.float16)
 
 
-def measure(bench: TimedAttention, shape: HeadShape, force: Callable[[bool], None]) -> RowChoices:
-    """What is chosen. Where bits are wrong nothing is, and the log says so."""
-    for n_rows in BITS_ROWS:
-        force(False)
-        expected = bench.result(n_rows)
-        force(True)
-        if bench.result(n_rows) != expected:
-            log.warning(
-                "attention of %d rows has other bits than ggml's here for %s, and is ggml's", n_rows, shape
-            )
-            return RowChoices(False, False)
+class Force(Protocol):
+    def __call__(self, is_ours: bool | None, order: int | None = None) -> None: ...
+
+
+def measure(
+    bench: TimedAttention, shape: HeadShape, force: Force, orders: Sequence[int] = (0,)
+) -> RowChoices:
+    """What is chosen. `orders`: of sums; the last one is taken that has ggml's bits. Where none has, nothing
+    is, and the log says so."""
+    order = next((order for order in reversed(orders) if _has_ggmls_bits(bench, force, order)), None)
+    if order is None:
+        log.warning("attention has other bits than ggml's here for %s, and is ggml's", shape)
+        return RowChoices(False, False)
     best = {n_rows: {False: 2**62, True: 2**62} for n_rows in TIMED_ROWS}
     for _ in range(ROUNDS):
         for n_rows, times in best.items():
             for is_ours in times:
-                force(is_ours)
+                force(is_ours, order)
                 times[is_ours] = min(times[is_ours], bench.run(n_rows))
     log.info("attention of %s, nanoseconds of ggml (False) and ours (True) by rows: %s", shape, best)
-    return RowChoices(*(times[True] < GAIN_MIN * times[False] for times in best.values()))
+    single, several = (times[True] < GAIN_MIN * times[False] for times in best.values())
+    return RowChoices(single, several, order)
+
+
+def _has_ggmls_bits(bench: TimedAttention, force: Force, order: int) -> bool:
+    for n_rows in BITS_ROWS:
+        force(False)
+        expected = bench.result(n_rows)
+        force(True, order)
+        if bench.result(n_rows) != expected:
+            return False
+    return True
 
 
 class AttentionTuning:
@@ -200,7 +213,8 @@ class AttentionTuning:
                 continue
             try:
                 with AttentionBench(heads, n_threads) as bench:
-                    self._chosen[heads.shape] = measure(bench, heads.shape, row_attention.force)
+                    orders = row_attention.orders()
+                    self._chosen[heads.shape] = measure(bench, heads.shape, row_attention.force, orders)
             except (LookupError, MemoryError) as error:
                 log.info("attention of %s is not measured: %s", heads.shape, error)
             finally:

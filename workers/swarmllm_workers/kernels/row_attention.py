@@ -47,6 +47,8 @@ class RowChoices(NamedTuple):
     """A row that is alone in its batch."""
     several: bool
     """Batches of 2 to 63 rows."""
+    order: int = 0
+    """Of sums, as `row_attention_avx2.h` numbers them."""
 
 
 class _Shape(ctypes.Structure):
@@ -55,6 +57,7 @@ class _Shape(ctypes.Structure):
         ("value", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("is_ours", ctypes.c_int64 * 2),
+        ("order", ctypes.c_int64),
     )
 
 
@@ -87,13 +90,26 @@ def is_asked() -> bool:
 
 def computes_rows(shape: HeadShape) -> bool:
     """Whether ours can compute it on this processor at all, after libllama was loaded. False of an earlier
-    state of the C files, and of a libllama for AVX-512: its sums have another order."""
-    if _library is None or not hasattr(_library, "swarmllm_attention_bytes") or _has_wider_sums():
+    state of the C files."""
+    if _library is None or not hasattr(_library, "swarmllm_last_order"):
         return False
     _library.swarmllm_attention_bytes.restype = ctypes.c_size_t
     sizes = ctypes.c_int64(shape.key), ctypes.c_int64(shape.value)
-    is_whole = all(0 < size <= 256 and size % 32 == 0 for size in shape[:2])
+    is_whole = all(0 < size <= 256 and size % head_step() == 0 for size in shape[:2])
     return is_whole and bool(_library.swarmllm_attention_bytes(*sizes))
+
+
+def head_step() -> int:
+    """Ours computes heads of a multiple of so many numbers."""
+    return 64 if _has_wider_sums() else 32
+
+
+def orders() -> tuple[int, ...]:
+    """The orders in which ggml may make its sums here, the likeliest last."""
+    if _library is None or not hasattr(_library, "swarmllm_last_order") or not _has_wider_sums():
+        return (0,)
+    _library.swarmllm_last_order.restype = ctypes.c_int64
+    return tuple(range(1, _library.swarmllm_last_order() + 1)) or (0,)
 
 
 def _has_wider_sums() -> bool:
@@ -109,15 +125,17 @@ def fill_table(table: Mapping[HeadShape, RowChoices]) -> None:
     n_shapes = min(len(table), _SHAPES_MAX)
     for each, (shape, choices) in zip(shapes, table.items(), strict=False):
         each.key, each.value, each.group = shape
-        each.is_ours[0], each.is_ours[1] = choices
+        each.is_ours[0], each.is_ours[1], each.order = choices
     ctypes.c_int64.in_dll(_library, "swarmllm_n_attention_shapes").value = n_shapes
 
 
-def force(is_ours: bool | None) -> None:
-    """From now on ours computes every row that it can, or none; None: the table counts again."""
+def force(is_ours: bool | None, order: int | None = None) -> None:
+    """From now on ours computes every row that it can, or none; None: the table counts again. `order`: of its
+    sums; None: the likeliest."""
     if _library is not None and hasattr(_library, "swarmllm_attention_bytes"):
         forced = ctypes.c_int64.in_dll(_library, "swarmllm_attention_forced")
-        forced.value = -1 if is_ours is None else is_ours
+        order = orders()[-1] if order is None else order
+        forced.value = -1 if is_ours is None else 1 + order if is_ours else 0
 
 
 def has_computed() -> bool:

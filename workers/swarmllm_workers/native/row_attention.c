@@ -32,13 +32,14 @@ enum { ROWS = 2 }; /* the dimension of the result that counts rows of the batch 
 struct attention_shape {
     int64_t key, value, group;
     int64_t is_ours[2]; /* of a single row; of several */
+    int64_t order;      /* of sums */
 };
 
 typedef void (*attention)(const struct params *params, struct tensor *result);
 
 int64_t swarmllm_n_attended;            /* that ggml asks here; a count that races, to be compared with 0 */
 int64_t swarmllm_n_ours;                /* that ours computed; likewise */
-int64_t swarmllm_attention_forced = -1; /* 0: ggml's always, 1: ours where it can be, -1: as the table says */
+int64_t swarmllm_attention_forced = -1; /* 0: ggml's always, 1 + order: ours where it can be, -1: as the table says */
 int64_t swarmllm_n_attention_shapes;    /* of the table, which is written only between two batches */
 struct attention_shape swarmllm_attention_shapes[SHAPES_MAX];
 
@@ -55,17 +56,18 @@ static attention find(const void *asking) {
     return found;
 }
 
-static bool is_chosen(int64_t key, int64_t value, int64_t group, int64_t rows) {
+/* The order of sums; -1: it is ggml's. */
+static int chosen_order(int64_t key, int64_t value, int64_t group, int64_t rows) {
     if (swarmllm_attention_forced >= 0) {
-        return swarmllm_attention_forced != 0;
+        return (int)swarmllm_attention_forced - 1;
     }
     for (int64_t i = 0; i < swarmllm_n_attention_shapes; i++) {
         const struct attention_shape *each = &swarmllm_attention_shapes[i];
         if (each->key == key && each->value == value && each->group == group) {
-            return each->is_ours[rows > 1] != 0;
+            return each->is_ours[rows > 1] ? (int)each->order : -1;
         }
     }
-    return false;
+    return -1;
 }
 
 /* False, and nothing was computed: it is none of ours, or not chosen. All threads of a batch get the same answer. */
@@ -95,7 +97,8 @@ static bool attend(const struct params *params, struct tensor *result) {
         return false;
     }
     const size_t needed = swarmllm_attention_bytes(of_key, of_value), each = params->work_size / (size_t)params->n_threads;
-    if (needed == 0 || each < needed || !is_chosen(of_key, of_value, heads / kv_heads, rows)) {
+    const int order = chosen_order(of_key, of_value, heads / kv_heads, rows);
+    if (needed == 0 || each < needed || order < 0 || (order != ORDER_256 && (of_key % 64 != 0 || of_value % 64 != 0))) {
         return false;
     }
     swarmllm_n_ours = 1;
@@ -107,6 +110,7 @@ static bool attend(const struct params *params, struct tensor *result) {
         .key = of_key,
         .value = of_value,
         .scale = settings[0],
+        .order = order,
         .queries = query->data,
         .query_row = query->strides[1],
         .query_head = query->strides[2],

@@ -1,4 +1,4 @@
-/* Rows of fused attention with the bits that ggml gives a single row on AVX2, faster.
+/* Rows of fused attention with the bits that ggml gives a single row on AVX2, or AVX-512, faster.
  *
  * ggml takes one head of one row after the other through the cells, and converts a cell's key and value from f16 for each.
  * Here the queries of a batch that read the same head of keys go together through TILE cells at a time, whose keys and
@@ -16,6 +16,7 @@
 #include "blocks.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #include <math.h>
 
@@ -23,6 +24,8 @@ enum { TILE = 32, QUERIES = 32, LANES = 8, LINE = 64, MINUS_INFINITY = 0xfc00 };
 
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
+
+#include "row_attention_avx512.h"
 
 /* Queries that are under way, of one head of keys. */
 struct block {
@@ -98,6 +101,17 @@ AVX2 INLINE void multiply(const int n_queries, const bool is_f16, const float *q
     (is_f16 ? multiply(n_queries, true, queries, keys, t->key, scale, out)                       \
             : multiply(n_queries, false, queries, keys, t->key, scale, out))
 
+#define WIDE_OF(n)                                                                                                       \
+    AVX512 static void multiply_wide_##n(const float *queries, const void *const keys[LANES], const struct attention *t, \
+                                         bool is_f16, float *out) {                                                      \
+        if (is_f16) {                                                                                                    \
+            multiply_wide(n, true, queries, keys, t->key, t->scale, TILE, out);                                          \
+        } else {                                                                                                         \
+            multiply_wide(n, false, queries, keys, t->key, t->scale, TILE, out);                                         \
+        }                                                                                                                \
+    }
+WIDE_OF(1) WIDE_OF(2) WIDE_OF(3)
+
 /* Of queries with the same cells: cell i of theirs is at `cells[i]` of the tile. */
 AVX2 static void multiply_all(struct block *b, int first, int last, const uint8_t *cells, int n_cells, const char *halves,
                               const struct attention *t) {
@@ -112,6 +126,11 @@ AVX2 static void multiply_all(struct block *b, int first, int last, const uint8_
         for (int query = first; query < last; query += 3) {
             const float *queries = b->queries + query * t->key;
             float *out = b->weights + query * TILE + at;
+            if (t->order != ORDER_256) {
+                (last - query >= 3 ? multiply_wide_3 : last - query == 2 ? multiply_wide_2 : multiply_wide_1)(
+                    queries, keys, t, is_f16, out);
+                continue;
+            }
             if (last - query >= 3) {
                 MULTIPLY(3);
             } else if (last - query == 2) {
@@ -210,6 +229,24 @@ AVX2 INLINE void add(const int n_queries, const bool is_f16, const struct additi
     }
 }
 
+/* Sums up in f16 what is to be, for one query or two. Returns from which number on the rest is. */
+static int64_t first_in_f32(const struct attention *t, int query, bool is_pair, const struct addition *a, const char *halves,
+                            const struct block *b) {
+#if __GNUC__ >= 12
+    const int64_t end = t->order == ORDER_HALVES ? t->value / HALVES_STEP * HALVES_STEP : 0;
+    for (int q = query; end > 0 && q < query + 1 + is_pair; q++) {
+        for (int64_t at = 0; at < end; at += HALVES_STEP) {
+            add_halves((const uint16_t *)(const void *)halves + at, (int64_t)(t->value_cell / sizeof(uint16_t)), a->cells,
+                       a->n_cells, b->larger[q], b->weights + q * TILE, b->scales + q * TILE, b->sums + q * t->value + at);
+        }
+    }
+    return end;
+#else
+    (void)t, (void)query, (void)is_pair, (void)a, (void)halves, (void)b;
+    return 0;
+#endif
+}
+
 #define ADD(n_queries) (is_f16 ? add(n_queries, true, &a, at) : add(n_queries, false, &a, at))
 
 AVX2 static void add_all(struct block *b, int first, int last, const uint8_t *cells, int n_cells, const char *halves,
@@ -226,7 +263,7 @@ AVX2 static void add_all(struct block *b, int first, int last, const uint8_t *ce
         a.weights = b->weights + query * TILE;
         a.scales = b->scales + query * TILE;
         a.sums = b->sums + query * t->value;
-        for (int64_t at = 0; at < t->value; at += STEP) {
+        for (int64_t at = first_in_f32(t, query, is_pair, &a, halves, b); at < t->value; at += STEP) {
             if (is_pair) {
                 ADD(2);
             } else {
@@ -356,6 +393,18 @@ AVX2 static void attend(const struct attention *t, struct block *b, int64_t kv_h
     }
 }
 
+__attribute__((visibility("default"))) int64_t swarmllm_last_order(void) {
+    enum { AVX512_FP16 = 1 << 23 };
+    unsigned a, b, c, d;
+    if (!__builtin_cpu_supports("avx512f")) {
+        return ORDER_256;
+    }
+    const bool has_halves = __GNUC__ >= 12 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AVX512_FP16) &&
+                            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512dq");
+    return has_halves ? ORDER_HALVES : ORDER_512;
+}
+
 size_t swarmllm_attention_bytes(int64_t key, int64_t value) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
         return 0;
@@ -382,6 +431,8 @@ AVX2 void swarmllm_attend(const struct attention *t) {
     }
 }
 #else
+__attribute__((visibility("default"))) int64_t swarmllm_last_order(void) { return ORDER_256; }
+
 size_t swarmllm_attention_bytes(int64_t key, int64_t value) { return 0 * (size_t)(key + value); }
 
 void swarmllm_attend(const struct attention *attention) { (void)attention; }

@@ -6,6 +6,8 @@
 #include <stdint.h>
 
 enum { STEP = 32, HEAD_MAX = 256 }; /* numbers of a head: a multiple of STEP, HEAD_MAX at most */
+/* The order of sums: as ggml makes them on AVX2, on AVX-512 (multiples of 64 numbers only), or with AVX512-FP16. */
+enum { ORDER_256, ORDER_512, ORDER_HALVES };
 
 /* Everything in bytes is the distance from one to the next. */
 struct attention {
@@ -15,6 +17,7 @@ struct attention {
     int64_t cells;
     int64_t key, value; /* numbers of a key, of a value */
     float scale;
+    int order;
     const char *queries; /* f32 */
     size_t query_row, query_head;
     const char *keys; /* f16 */
@@ -31,6 +34,9 @@ struct attention {
 
 /* Work space of each thread; 0: this processor, or this program, has no such kernel. */
 size_t swarmllm_attention_bytes(int64_t key, int64_t value);
+
+/* The last order of sums that this processor can make. */
+int64_t swarmllm_last_order(void);
 
 /* `key` and `value` are multiples of STEP. */
 void swarmllm_attend(const struct attention *attention);
