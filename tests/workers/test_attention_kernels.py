@@ -190,8 +190,8 @@ class FakeBench:
         wrong: int | None = None,
         orders: tuple[int, ...] = (0, 1, 2),
     ) -> None:
-        """`wrong`: the number of rows for which ours has other bits. In all orders of sums but `orders` it has
-        them for any number."""
+        """`wrong`: the number of rows for which ours has other bits. In an order of sums that is not in
+        `orders` it has them for any number."""
         self.times, self.wrong, self.orders = times, wrong, orders
         self.is_ours, self.order = False, 0
 
