@@ -156,7 +156,6 @@ class Libp2pRouter:
             gater,
             directory.liveness,
             settings.max_connections,
-            n_known=lambda: len(self.spread.book),
         )
         self.host = host
         self.plane = DataPlane(

@@ -21,13 +21,7 @@ from swarmllm.swarm.discovery.dialler import HOLD_BACK_S, Dialler, NodeUnrespons
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers import liveness as liveness_module
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX, Standing
-from swarmllm.swarm.peers.early_connections import (
-    EARLY_DATA_PEERS,
-    MEETS_OTHERS_S,
-    SLOW_EXCHANGE_S,
-    SMALL_SWARM,
-    UNHURRIED_MAX_S,
-)
+from swarmllm.swarm.peers.early_connections import EARLY_DATA_PEERS, SLOW_EXCHANGE_S, UNHURRIED_MAX_S
 from swarmllm.swarm.peers.liveness import (
     GUEST_S,
     GUESTS_MAX,
@@ -169,7 +163,6 @@ class Node:
         """What the next greetings end with."""
         self.greeting_s = 0.0
         self.changes: list[tuple[str, NodeId]] = []
-        self.n_known = 0
         self.feed = ChangeFeed()
         host: Any = self.host
         requests: Any = self.requests
@@ -183,7 +176,6 @@ class Node:
             Known(),
             self.parts,
             connections_max,
-            n_known=lambda: self.n_known,
         )
         nursery.start_soon(self._follow)
         plane: Any = self.plane
@@ -230,32 +222,6 @@ async def test_a_peer_counts_once_its_records_are_there_and_nothing_more_is_kept
         await trio.sleep(10.0)
         assert list(it.parts.attempts) == []
         assert it.host.n_of[A] == 1, "the surplus has ended"
-
-
-async def test_in_a_large_swarm_data_connections_are_made_by_lot_once_others_were_met(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the node that all newcomers meet first has one with each."""
-    monkeypatch.setattr(random, "uniform", random.Random(5).uniform)
-    peers = [contact.node_id for contact in contacts(3 * EARLY_DATA_PEERS)]
-    async with node() as it:
-        it.n_known = SMALL_SWARM + 1
-        for peer in peers:
-            it.host.open(peer)
-        await trio.sleep(MEETS_OTHERS_S[0] - 0.1)
-        assert it.plane.reached == []
-        await trio.sleep(MEETS_OTHERS_S[1])
-        reached = [peer for peer, _ in it.plane.reached]
-        assert len(reached) == EARLY_DATA_PEERS
-        assert reached != peers[:EARLY_DATA_PEERS]
-
-
-async def test_in_a_small_swarm_data_connections_are_made_at_once(autojump_clock: MockClock) -> None:
-    async with node() as it:
-        it.n_known = SMALL_SWARM
-        it.host.open(C)
-        await trio.sleep(1.0)
-        assert [peer for peer, _ in it.plane.reached] == [C]
 
 
 async def test_this_node_does_not_greet_itself(autojump_clock: MockClock) -> None:

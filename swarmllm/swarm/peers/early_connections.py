@@ -2,16 +2,13 @@
 
 A peer that messages go to needs a data connection, and one that is there for gossip does not: each costs a
 handshake, and beats. So a few have one early, because then the first request need not wait for it, and
-because it tells sooner than libp2p that a peer has died. In a small swarm these few are all. In a larger one
-a node waits until it has met others, and takes some of them by lot: whom it meets first is a node that
-everybody meets first, and so would have a data connection with all of them.
+because it tells sooner than libp2p that a peer has died. In a small swarm these few are all.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import islice
 from typing import Final, Protocol
 
@@ -30,10 +27,6 @@ UNHURRIED_SHARE: Final = 20.0
 UNHURRIED_MAX_S: Final = 30.0
 """Where records take longer than SLOW_EXCHANGE_S many nodes meet on few processors, or over a bad line: the
 data connection waits for so many times as long."""
-SMALL_SWARM: Final = 32
-"""Known nodes, up to which nobody waits to meet others."""
-MEETS_OTHERS_S: Final = (10.0, 30.0)
-"""How long a peer waits for its early data connection in a larger one: somewhere between these."""
 _LARGER_ID_WAITS_S = 3.0
 
 
@@ -55,14 +48,10 @@ class Plane(Protocol):
 class EarlyConnections:
     """Before `begin` there is no data plane, and no peer has a connection."""
 
-    def __init__(
-        self, node_id: NodeId, connected: Collection[NodeId], n_known: Callable[[], int] = lambda: 0
-    ) -> None:
-        """`connected`: the peers that are, whenever it is looked at. `n_known`: the nodes of the swarm that
-        this one knows of."""
+    def __init__(self, node_id: NodeId, connected: Collection[NodeId]) -> None:
+        """`connected`: the peers that are, whenever it is looked at."""
         self._node_id = node_id
         self._connected = connected
-        self._n_known = n_known
         self._plane: Plane | None = None
 
     def __repr__(self) -> str:
@@ -90,8 +79,6 @@ class EarlyConnections:
         `exchange_took_s`: for records to be exchanged with it."""
         if is_slow(exchange_took_s):
             await trio.sleep(min(UNHURRIED_MAX_S, UNHURRIED_SHARE * exchange_took_s))
-        elif self._n_known() > SMALL_SWARM:
-            await trio.sleep(random.uniform(*MEETS_OTHERS_S))
         if self._node_id > node_id:
             await trio.sleep(_LARGER_ID_WAITS_S)
         if not self.are_enough():

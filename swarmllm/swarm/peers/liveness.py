@@ -117,9 +117,7 @@ class Liveness:
         admission: ConnectionAdmission = ADMIT_ALL,
         parts: LivenessParts | None = None,
         connections_max: int = CONNECTIONS_MAX,
-        n_known: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`n_known`: the nodes of the swarm that this one knows of."""
         self._host = host
         self._nursery = nursery
         self._feed = feed
@@ -133,7 +131,7 @@ class Liveness:
         self.connected = parts.connected_since_s
         self._exchanges = trio.Semaphore(EXCHANGES_MAX)
         self._keepalives = ControlKeepalive(host.muxers, nursery)
-        self._data = EarlyConnections(host.node_id, self.connected, n_known)
+        self._data = EarlyConnections(host.node_id, self.connected)
         self._plane: DataPlane | None = None
 
     def begin(self, plane: DataPlane) -> None:
