@@ -14,7 +14,8 @@ from swarmllm.swarm.membership.network_key import NetworkFile, new_secret, priva
 
 PROMPT = "A swarm of nodes runs a model that none of them could hold alone. " * 90
 NEAR_MS = 20
-INFERENCE = {"n_threads": 1, "n_ctx": 2048}
+INFERENCE: dict[str, Any] = {"n_threads": 1, "n_ctx": 2048, "kernels": "ggml"}
+"""With kernels of ours, a processor with AMX may compute sooner than it is given."""
 SLOW = Shape(n_layers=12, n_embd=512, n_heads=8, n_kv_heads=2, n_ff=8192, n_vocab=512, context_length=8192)
 N_SLOW_PROMPT = 1200
 
