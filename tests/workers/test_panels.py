@@ -232,6 +232,17 @@ def test_columns_are_rounded_as_ggml_rounds_them(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("largest", [[1.0, -1.0], [-1.0, 1.0]])
+def test_of_equals_the_first_one_decides_the_sign(rounding: ctypes.c_int64, largest: list[float]) -> None:
+    """Both in one register."""
+    numbers = np.zeros(256, np.float32)
+    numbers[10:12] = largest
+    found = {}
+    for rounding.value in (0, 1):
+        found[rounding.value] = rounded(numbers)
+    assert found[0] == found[1]
+
+
 def test_ggml_rounds_where_ours_has_other_bits(rounding: ctypes.c_int64) -> None:
     library = small_batches._library
     assert library is not None
