@@ -196,8 +196,9 @@ def rounding() -> Iterator[ctypes.c_int64]:
         pytest.skip("small_batches.c was not built")
     is_ours = ctypes.c_int64.in_dll(library, "swarmllm_quantises")
     before = is_ours.value
-    if not before:
+    if not small_batches.panel_units():
         pytest.skip("ggml rounds on this processor")
+    assert before, "ours was found to have other bits"
     yield is_ours
     is_ours.value = before
 
