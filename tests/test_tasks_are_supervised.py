@@ -29,6 +29,7 @@ WAITED_FOR = {
     "swarm/discovery/dht/dht.py": {"run", "_search", "_tell_all"},
     "swarm/discovery/address_race.py": {"first_to_answer"},
     "swarm/discovery/reachability.py": {"answer"},
+    "swarm/records/details_exchange.py": {"look"},
     "swarm/data/holes.py": {"_dial_all"},
     "swarm/discovery/relay/hole_punching.py": {"_dial_all"},
     "swarm/discovery/wide_area.py": {"_meet_all"},

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from swarmllm.errors import RemoteError
+from swarmllm.errors import DeadlineExceeded, RemoteError
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.libp2p.gossip import HEALTH, MODELS
 from swarmllm.swarm.membership.identity import Identity, verify
@@ -29,7 +29,12 @@ from swarmllm.swarm.records.details_book import (
     BytesPace,
     DetailsBook,
 )
-from swarmllm.swarm.records.details_exchange import ANSWER_MAX, DIAL_EVERY_S, DetailsExchange
+from swarmllm.swarm.records.details_exchange import (
+    ANSWER_MAX,
+    ASKED_THEMSELVES_MAX,
+    DIAL_EVERY_S,
+    DetailsExchange,
+)
 from swarmllm.swarm.records.exchange import KIND_DETAILS
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import RequestRefused
@@ -492,6 +497,7 @@ class Asking:
         self.book = DetailsBook(ME.node_id, self.envelopes, verify)
         self.connected = dict.fromkeys(connected)
         self.answers: dict[NodeId, bytes] = {}
+        self.silent: set[NodeId] = set()
         self.asked: list[tuple[NodeId, list[NodeId]]] = []
         self.dialled: list[NodeId] = []
         self.reader = Blamed()
@@ -504,6 +510,9 @@ class Asking:
         assert kind == KIND_DETAILS
         question = msgspec.msgpack.decode(body, type=tuple[AskedDetails, ...])
         self.asked.append((node_id, [each.node_id for each in question]))
+        if node_id in self.silent:
+            await trio.sleep(30)
+            raise DeadlineExceeded("no answer")
         if node_id not in self.answers:
             raise RemoteError("requests of kind 7 are not known here")
         return self.answers[node_id]
@@ -531,7 +540,7 @@ async def test_a_node_is_asked_itself_where_it_is_connected_and_others_of_a_neig
     asking.knows(OTHER, THIRD)
     asking.answers[OTHER.node_id] = packed(details_of(OTHER), details_of(THIRD))
     await asking.exchange.look()
-    assert asking.asked == [(OTHER.node_id, ids(OTHER)), (OTHER.node_id, ids(THIRD))]
+    assert sorted(asking.asked) == sorted([(OTHER.node_id, ids(OTHER)), (OTHER.node_id, ids(THIRD))])
     assert asking.reader.senders == [OTHER.node_id] * 2, "each answer had one that was not asked for"
     assert decode_record(asking.envelopes.records()[THIRD.node_id]) == record_of(THIRD)
     await asking.exchange.look()
@@ -542,6 +551,32 @@ async def test_a_node_is_asked_itself_where_it_is_connected_and_others_of_a_neig
         "an answer that had them was not in vain"
     )
     assert len(asking.book.due(trio.current_time() + REFRESH_S)) == 2
+
+
+async def test_a_node_that_answers_nothing_holds_up_no_other_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    asking = Asking(ids(OTHER, THIRD))
+    asking.knows(OTHER, THIRD)
+    for silent, answering in ((OTHER, THIRD), (THIRD, OTHER)):
+        asking.silent = {silent.node_id}
+        asking.answers = {answering.node_id: packed(details_of(answering))}
+        with trio.move_on_after(1):
+            await asking.exchange.look()
+        assert decode_record(asking.envelopes.records()[answering.node_id]) == record_of(answering)
+        asking.book.forget(answering.node_id)
+
+
+async def test_few_nodes_are_asked_for_their_own_details_at_once(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    crowd = [new_identity(100 + number) for number in range(ASKED_THEMSELVES_MAX + 3)]
+    asking = Asking(ids(*crowd))
+    asking.knows(*crowd)
+    await asking.exchange.look()
+    assert len(asking.asked) == ASKED_THEMSELVES_MAX
+    await asking.exchange.look()
+    assert sorted(source for source, _ in asking.asked) == sorted(ids(*crowd))
 
 
 async def test_one_node_in_a_while_is_dialled_for_its_details(autojump_clock: trio.testing.MockClock) -> None:

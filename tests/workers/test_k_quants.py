@@ -16,7 +16,7 @@ from swarmllm_proto.ipc import FlashAttention
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import interposing, repacking, small_batches
-from swarmllm_workers.kernels.kernel_choice import IS_ARM, ROWS_MAX, MatrixType, Way
+from swarmllm_workers.kernels.kernel_choice import IS_ARM, ROW_CLASSES, ROWS_MAX, MatrixType, Way
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning, ways
 from swarmllm_workers.kernels.product_timing import ProductBench
 
@@ -333,6 +333,24 @@ def test_one_expert_times_the_columns_that_chose_it_has_ggmls_bits(
             assert np.array_equal(out[row, slot].view(np.uint32), expected.view(np.uint32))
         n_written = int(np.isfinite(out).sum())
         assert n_written <= len(pairs) * m
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_never_multiplied_from_panels(kind: MatrixType) -> None:
+    """They go the way of a smaller batch, however many columns chose one."""
+    rng = np.random.default_rng(1)
+    m, k, n = 20, 2, 70
+    weights = np.stack([matrix(rng, kind, m, k, "random")])
+    b = columns(rng, n, k, "random").reshape(n, 1, k)
+    chosen = np.stack([np.zeros(n, np.int32), np.arange(n, dtype=np.int32)], axis=1)
+    out = np.full((n, 1, m), np.nan, np.float32)
+    ways = [Way.DOTS] * (len(ROW_CLASSES) - 2) + [KERNELS[-1], Way.PANELS_AVX2]
+    small_batches.fill_table({(kind, 256 * k): ways})
+    assert ask_for_expert(kind, weights, b, chosen, out, 0, 0, 1)
+    expected = dot_products(kind, weights[0], b[:, 0])
+    assert np.array_equal(out[:, 0].view(np.uint32), expected.view(np.uint32))
+    small_batches.force(Way.PANELS_AVX2)
+    assert not ask_for_expert(kind, weights, b, chosen, out, 0, 0, 1), "ggml's dot products"
 
 
 class Head(ctypes.Structure):

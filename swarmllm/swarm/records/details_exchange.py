@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 DIAL_EVERY_S: Final = 10.0
+ASKED_THEMSELVES_MAX: Final = 8
+"""Connected nodes that are asked in one look, each for its own details."""
 ANSWER_MAX: Final = 256 * 1024
 """Bytes of details in one answer."""
 _OVERHEAD: Final = 5 * (ASKED_MAX + 1)
@@ -99,11 +101,13 @@ class DetailsExchange:
         for node_id in self._book.want(self.interests(), self._connected):
             self._feed.announce(Change("record", node_id))
         due = self._book.due(trio.current_time())
-        for node_id in [each for each in due if each in self._connected]:
-            await self._ask_for(node_id, [node_id])
         others = [each for each in due if each not in self._connected]
-        if others and (neighbour := self._neighbour()) is not None:
-            await self._ask_for(neighbour, others)
+        # Beside each other: one that answers nothing is waited for as long as any request.
+        async with trio.open_nursery() as nursery:
+            for node_id in [each for each in due if each in self._connected][:ASKED_THEMSELVES_MAX]:
+                nursery.start_soon(self._ask_for, node_id, [node_id])
+            if others and (neighbour := self._neighbour()) is not None:
+                nursery.start_soon(self._ask_for, neighbour, others)
         if (hard_to_find := next(filter(self._book.is_hard_to_find, others), None)) is not None:
             await self._dial_for(hard_to_find)
 

@@ -229,8 +229,8 @@ AVX2 INLINE void add(const int n_queries, const bool is_f16, const struct additi
     }
 }
 
-/* Sums up in f16 what is to be, for one query or two. Returns from which number on the rest is. */
-static int64_t first_in_f32(const struct attention *t, int query, bool is_pair, const struct addition *a, const char *halves,
+/* Sums up for one query or two what ggml sums up in f16: returns how many numbers of each. */
+static int64_t summed_in_halves(const struct attention *t, int query, bool is_pair, const struct addition *a, const char *halves,
                             const struct block *b) {
 #if __GNUC__ >= 12
     const int64_t end = t->order == ORDER_HALVES ? t->value / HALVES_STEP * HALVES_STEP : 0;
@@ -263,7 +263,7 @@ AVX2 static void add_all(struct block *b, int first, int last, const uint8_t *ce
         a.weights = b->weights + query * TILE;
         a.scales = b->scales + query * TILE;
         a.sums = b->sums + query * t->value;
-        for (int64_t at = first_in_f32(t, query, is_pair, &a, halves, b); at < t->value; at += STEP) {
+        for (int64_t at = summed_in_halves(t, query, is_pair, &a, halves, b); at < t->value; at += STEP) {
             if (is_pair) {
                 ADD(2);
             } else {
