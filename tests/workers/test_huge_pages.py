@@ -103,7 +103,7 @@ def test_small_pages_are_dropped_where_that_helps(
     with path.open("wb") as file:
         file.truncate(3 * huge_pages._WINDOW)
     read: list[int] = []
-    read_anew(path, [(0, 3 * huge_pages._WINDOW)], read.append)
+    read_in(path, read.append)
     assert read == [huge_pages._WINDOW] * 3
     assert len(drops) == n_drops
     assert next(looks, None) is None

@@ -99,20 +99,12 @@ class PageWriter:
         self._start = self._end
 
 
-def read_in(path: Path) -> None:
-    """Read a file that is about to be mapped into the page cache, in huge pages if it is not there yet.
-    Errors are ignored: libllama meets them again and reports them."""
-    with suppress(OSError), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < HUGE_PAGE or not operating_system.IS_LINUX:
-            return
-        # Python's own mmap keeps all other threads waiting for as long as this takes.
-        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-        if address in (None, MAP_FAILED):
-            return
-        want_huge_pages(address, size)
-        populate(address, size)
-        libc.munmap(address, size)
+def read_in(path: Path, on_read: Callable[[int], None] = lambda _: None) -> None:
+    """Read a file that is about to be mapped into the page cache, as `read_anew` does. `on_read`: called with
+    bytes, and may raise."""
+    with suppress(OSError):
+        if (size := path.stat().st_size) >= HUGE_PAGE and operating_system.IS_LINUX:
+            read_anew(path, [(0, size)], on_read)
 
 
 def read_anew(path: Path, runs: Iterable[tuple[int, int]], on_read: Callable[[int], None]) -> None:

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -124,6 +124,22 @@ def _complaint(what: str) -> CallError:
     return CallError(kind, f"{what}: {without_folders(said)[:600]}")  # type: ignore[arg-type]
 
 
+def _read_in(files: Collection[Path], on_progress: Callable[[float], None] | None) -> None:
+    """Half of what loading takes, at most."""
+    with contextlib.suppress(OSError):  # libllama meets it again and reports it
+        total = sum(file.stat().st_size for file in files)
+        done = 0
+
+        def on_read(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            if on_progress is not None:
+                on_progress(done / total / 2)
+
+        for file in files:
+            huge_pages.read_in(file, on_read)
+
+
 class Model:
     """A loaded GGUF: the original, a part of it, a segment file, or (`vocab_only`) its vocabulary alone.
 
@@ -155,6 +171,7 @@ class Model:
         params.load_mtp = False
         params.no_alloc = no_alloc
         self._stub = None if part is None else shared_weights.Stub(part)
+        reads = use_mmap and not vocab_only and part is None
         if on_progress is not None or self._stub is not None:
 
             def progressed(fraction: float, _user_data: int | None) -> bool:
@@ -162,7 +179,7 @@ class Model:
                     if self._stub is not None:
                         self._stub.weights_are_next()
                     if on_progress is not None:
-                        on_progress(fraction)
+                        on_progress((1 + fraction) / 2 if reads else fraction)
                 except (Stopped, CallError):
                     return False
                 return True
@@ -171,9 +188,8 @@ class Model:
         if numbers:
             params.kv_overrides = _overrides(numbers)
         _library_messages.recent.clear()
-        if use_mmap and not vocab_only and part is None:
-            for file in files_of(path):
-                huge_pages.read_in(file)
+        if reads:
+            _read_in(files_of(path), on_progress)
         self.private_bytes: int | None = None
         """Of the weights those that are not pages of the file; None: nobody knows."""
         self.own_bytes: int | None = None
