@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="libllama does not tell where its tensors are, or left_weights.c was not built",
 )
 
-DENSE = Spec("llama", n_layers=4, n_embd=128, n_ff=256, head_size=32, types=(Type.Q4_0, Type.IQ4_NL))
+DENSE = Spec("llama", n_layers=4, n_embd=256, n_ff=512, head_size=64, types=(Type.Q4_0, Type.Q2_K))
 EXPERTS = Spec(
     "qwen3moe", n_layers=4, n_embd=128, n_ff=256, head_size=32, qk_norm=True, n_experts=4, types=(Type.Q4_0,)
 )

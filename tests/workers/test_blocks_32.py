@@ -1,5 +1,5 @@
-"""Products of Q4_0, Q5_0, IQ4_NL and MXFP4 with several columns have, to the bit, what ggml's dot product of
-each column has."""
+"""Products of Q4_0, Q5_0, Q8_0, IQ4_NL and MXFP4 with several columns have, to the bit, what ggml's dot product
+of each column has."""
 
 from __future__ import annotations
 
@@ -28,14 +28,22 @@ pytestmark = pytest.mark.skipif(
     reason="small_batches.c was not built, or has no kernels for this processor",
 )
 
-KINDS = tuple(kind for kind in MatrixType if kind.is_without_avx512 and not kind.is_k_quant)
+KINDS = tuple(kind for kind in MatrixType if not kind.is_k_quant)
 DOTS = {
+    MatrixType.Q8_0: "q8_0",
     MatrixType.Q4_0: "q4_0",
     MatrixType.Q5_0: "q5_0",
     MatrixType.IQ4_NL: "iq4_nl",
     MatrixType.MXFP4: "mxfp4",
 }
-BLOCK_BYTES = {MatrixType.Q4_0: 18, MatrixType.Q5_0: 22, MatrixType.IQ4_NL: 18, MatrixType.MXFP4: 17}
+BLOCK_BYTES = {
+    MatrixType.Q8_0: 34,
+    MatrixType.Q4_0: 18,
+    MatrixType.Q5_0: 22,
+    MatrixType.IQ4_NL: 18,
+    MatrixType.MXFP4: 17,
+}
+OURS = tuple(way for way in ways() if not way.is_ggmls and not way.has_own_sums)
 IN_PAIRS = () if IS_ARM else (MatrixType.IQ4_NL, MatrixType.MXFP4)
 COLUMN = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 VALUES = ("random", "all bits set", "no bit set", "largest", "tiny scales", "huge scales")
@@ -104,11 +112,12 @@ def product(kind: MatrixType, a: np.ndarray, b: np.ndarray, n_threads: int) -> n
 
 def assert_equal(kind: MatrixType, a: np.ndarray, b: np.ndarray, n_threads: int = 1) -> None:
     expected = dot_products(kind, a, b)
-    small_batches.force(small_batches.last_way())
-    found = product(kind, a, b, n_threads)
-    assert found is not None
-    same = (found.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
-    assert same.all()
+    for way in ways_of(kind, len(b), OURS):
+        small_batches.force(way)
+        found = product(kind, a, b, n_threads)
+        assert found is not None
+        same = (found.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
+        assert same.all(), way
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -175,7 +184,7 @@ def test_products_are_measured_in_ggmls_ways_and_ours(path: Path, tmp_path: Path
     tuning = KernelTuning("auto", tmp_path / "timings.json")
     tuning.tune(tuning.read([path]), 1)
     assert {choice.type for choice in tuning.choices} == {"Q5_0"}
-    ours = {"avx2", "avx2-streamed", "panels-vnni", "panels-amx"}
+    ours = {"avx2", "avx2-streamed", "avx512-pairs", "panels-vnni", "panels-amx"}
     assert {choice.chosen for choice in tuning.choices} <= ours | {"ggml-dots", "ggml-tiles"}
 
 

@@ -236,7 +236,9 @@ def test_files_keep_their_rows_where_our_kernels_are_worth_it(make_model: MakeMo
         return make_model(Spec(architecture, types=types, **size))
 
     assert not repacking.keeps_rows([made("llama", Type.Q6_K)])
-    assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.IQ4_NL)])
+    assert not repacking.keeps_rows([made("llama", Type.Q4_K, Type.Q2_K)])
+    assert repacking.keeps_rows([made("llama", Type.Q4_K, Type.IQ4_NL)]) == small_batches.has_pairs()
+    assert not repacking.keeps_rows([made("qwen3moe", Type.IQ4_NL, n_experts=4)])
     with_experts = made("qwen3moe", Type.Q4_K, n_experts=4)
     assert repacking.keeps_rows([with_experts]) == small_batches.multiplies_experts()
     assert not repacking.keeps_rows([path.with_name("none.gguf")])

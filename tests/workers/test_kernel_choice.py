@@ -102,6 +102,7 @@ def test_types_without_kernels_for_avx512_are_computed_with_avx2() -> None:
     for kind in MatrixType:
         ours = [way for way in ways_of(kind, 1, Way) if not way.is_ggmls]
         wide = [] if kind.is_without_avx512 else [Way.AVX512, Way.IN_ORDER]
+        wide += [] if kind.is_k_quant else [Way.PAIRS]
         assert ours == [Way.AVX2, Way.AVX2_STREAMED, *wide, Way.NEON]
     assert MatrixType.IQ4_XS.is_without_avx512
 

@@ -300,6 +300,7 @@ KernelWay = Literal[
     "avx2-streamed",
     "avx512",
     "avx512-in-order",
+    "avx512-pairs",
     "neon",
     "panels-avx2",
     "panels-vnni",

@@ -39,7 +39,7 @@ class MatrixType(IntEnum):
 
     @property
     def is_without_avx512(self) -> bool:
-        """On x86, ours have AVX2 only."""
+        """On x86, ours have AVX2 only, but for `Way.PAIRS`."""
         return self == MatrixType.IQ4_XS or (not self.is_k_quant and self != MatrixType.Q8_0)
 
     @property
@@ -69,13 +69,15 @@ class Way(IntEnum):
     """Ours: eight rows of the matrix at a time, of K-quants two, with prefetching."""
     IN_ORDER = 5
     """Ours: one row of the matrix after the other, with AVX-512 and no prefetching."""
-    NEON = 6
+    PAIRS = 6
+    """Ours: two rows of the matrix in a register, with AVX-512; types in blocks of 32 only."""
+    NEON = 7
     """Ours on ARM: one row of the matrix after the other, without prefetching."""
-    PANELS_AVX2 = 7
+    PANELS_AVX2 = 8
     """Ours: some rows of the matrix, unpacked once for all rows of a large batch."""
-    PANELS_VNNI = 8
+    PANELS_VNNI = 9
     """The same, with the same bits, with AVX-512."""
-    PANELS_AMX = 9
+    PANELS_AMX = 10
     """The same with the matrix unit."""
 
     @property
@@ -165,6 +167,8 @@ def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
     left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
+    if kind.is_k_quant:
+        left_out.add(Way.PAIRS)
     if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
         left_out |= {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
     elif not kind.is_k_quant:

@@ -63,6 +63,7 @@ NAMES: Final[dict[Way, KernelWay]] = {
     Way.AVX2_STREAMED: "avx2-streamed",
     Way.AVX512: "avx512",
     Way.IN_ORDER: "avx512-in-order",
+    Way.PAIRS: "avx512-pairs",
     Way.NEON: "neon",
     Way.PANELS_AVX2: "panels-avx2",
     Way.PANELS_VNNI: "panels-vnni",

@@ -21,6 +21,7 @@
 #include "experts.h"
 #include "ggml_tensor.h"
 #include "k_quants.h"
+#include "pairs_32.h"
 #include "panels.h"
 
 #include <stdbool.h>
@@ -37,7 +38,7 @@ typedef bool (*expert_tiles)(const void *params, struct tensor *result, int64_t 
 /* The ways to compute a product: ggml's dot products of each row, ggml's tiles, and ours. All have the same bits, but
  * tiles of K-quants and products from panels, and which is the fastest depends on the processor, so that it is measured
  * (kernel_choice.py). */
-enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, NEON = 6, PANELS = 7 };
+enum { DOTS = 0, TILES = 1, BITS_256 = 2, STREAMED = 3, BITS_512 = 4, IN_ORDER = 5, PAIRS = 6, NEON = 7, PANELS = 8 };
 #ifdef __aarch64__
 enum { HAS_NEON = 1 }; /* and Q8_0 is with the other types in blocks of 32 */
 #else
@@ -75,6 +76,11 @@ static bool is_k_quant(int type) {
 
 static bool is_of_32(int type) {
     return type == Q4_0 || type == Q5_0 || type == IQ4_NL || type == MXFP4 || (HAS_NEON && type == Q8_0);
+}
+
+/* As k_quants.h has it: nothing of K-quants is interleaved. */
+static int k_way(int way) {
+    return (way == PAIRS ? IN_ORDER : way) - BITS_256;
 }
 
 static int way_of(int type, int64_t k, int64_t n) {
@@ -353,7 +359,7 @@ __attribute__((visibility("default"))) int64_t swarmllm_last_way(void) {
     }
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")
-               ? IN_ORDER
+               ? PAIRS
                : STREAMED;
 }
 #else
@@ -399,6 +405,9 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
             return swarmllm_tiled != NULL &&
                    swarmllm_tiled(params, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
         }
+        if (way == PAIRS) {
+            return swarmllm_product_pairs_32(&(struct product_32){Q8_0, true, m, n, k, a, lda, b, ldb, c, ldc, thread->index, thread->count});
+        }
         if (compute(params, way, m, n, (struct task){k, a, lda, b, ldb, NULL, NULL, c, ldc, 0})) {
             return true;
         }
@@ -409,8 +418,8 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
             return true;
         }
         way = way < PANELS ? way : TILES;
-        if (way > TILES && swarmllm_product_32(&(struct product_32){a_type, way == STREAMED, m, n, k, a, lda, b, ldb, c,
-                                                                    ldc, thread->index, thread->count})) {
+        const struct product_32 product = {a_type, way == STREAMED, m, n, k, a, lda, b, ldb, c, ldc, thread->index, thread->count};
+        if (way > TILES && (way == PAIRS ? swarmllm_product_pairs_32 : swarmllm_product_32)(&product)) {
             return true;
         }
         return way == TILES && swarmllm_tiled != NULL &&
@@ -421,7 +430,7 @@ __attribute__((visibility("default"))) bool llamafile_sgemm(const void *params, 
         if (is_from_panels(way, panels)) {
             return true;
         }
-        return way > TILES && way < PANELS && swarmllm_k_product(&(struct k_product){a_type, way - BITS_256, m, n, k, a, lda, b, ldb, c, ldc,
+        return way > TILES && way < PANELS && swarmllm_k_product(&(struct k_product){a_type, k_way(way), m, n, k, a, lda, b, ldb, c, ldc,
                                                                      thread->index, thread->count});
     }
     return n > swarmllm_rows_max && swarmllm_tiled != NULL &&
@@ -454,7 +463,7 @@ __attribute__((visibility("default"))) bool ggml_compute_forward_mul_mat_id_tile
     const struct thread *thread = params;
     const struct expert_product product = {
         .type = matrix->type,
-        .way = way - BITS_256,
+        .way = k_way(way),
         .m = matrix->shape[1],
         .n = n,
         .k = k,
