@@ -1,5 +1,5 @@
-"""Products of Q4_0, Q5_0, Q8_0, IQ4_NL and MXFP4 with several columns have, to the bit, what ggml's dot product
-of each column has."""
+"""Products of Q4_0, Q5_0, Q8_0, IQ4_NL and MXFP4 with several columns have, to the bit, what ggml's dot
+product of each column has."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +109,27 @@ def test_small_pages_are_dropped_where_that_helps(
     assert read == [huge_pages._WINDOW] * 3
     assert len(drops) == n_drops
     assert next(looks, None) is None
+
+
+@pytest.mark.parametrize(("seconds", "n_small"), [(0.001, 0), (1.0, 2)], ids=["at hand", "have to be made"])
+def test_cells_are_filled_in_with_huge_pages_while_that_is_fast(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, n_small: int
+) -> None:
+    """Where it is not, what is left gets small ones."""
+    now_s = 0.0
+    asked: list[tuple[int, int, int]] = []
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        nonlocal now_s
+        asked.append((address, size, advice))
+        now_s += seconds if advice == huge_pages.POPULATE_WRITE else 0
+        return 0
+
+    monkeypatch.setattr(huge_pages.libc, "madvise", madvise)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    at_once = huge_pages._FILLED_AT_ONCE
+    huge_pages.fill_in(4096, 2 * at_once + 100)
+    filled = [(4096, at_once), (4096 + at_once, at_once), (4096 + 2 * at_once, 100)]
+    assert [each[:2] for each in asked if each[2] == huge_pages.POPULATE_WRITE] == filled
+    assert asked[0] == (4096, 2 * at_once + 100, mmap.MADV_HUGEPAGE)
+    assert len([each for each in asked if each[2] == mmap.MADV_NOHUGEPAGE]) == n_small

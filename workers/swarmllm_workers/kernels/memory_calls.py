@@ -8,8 +8,8 @@ when libllama reserves room for them, and ggml is asked.
 libllama has the cells of a context zeroed, page by page: 0.17 s for 192 MiB on a Zen 3, most of what it took
 to load the three layers they were for. Memory that the system has just given is zero. So whole pages are
 given back instead, which takes no time, and are filled in when the layers are ready (`huge_pages.fill_in`):
-what was promised to layers has to be theirs, or it would be promised again. Huge pages would take a sixth of
-the time where the system has some at hand, and twice as long where it has to make them.
+what was promised to layers has to be theirs, or it would be promised again. Huge pages take a sixth of the
+time where the system has some at hand, and several times as long where it has to make them.
 
 Where no compiler was at hand, or another module had loaded libllama before, everything is as ggml has it, and
 nobody knows what it takes.
