@@ -55,8 +55,12 @@ def test_the_largest_are_those_of_a_full_sort(
         if not is_native:
             candidates.native._library = None
         smallest = np.sort(logits)[::-1][min(k, n) - 1]
-        assert candidates.largest(logits, k).tolist() == np.flatnonzero(logits >= smallest).tolist()
-        assert candidates.above(logits, 0.5).tolist() == np.flatnonzero(logits >= 0.5).tolist()
+        maxima = candidates.block_maxima(logits)
+        assert candidates.largest(logits, k, maxima).tolist() == np.flatnonzero(logits >= smallest).tolist()
+        assert candidates.above(logits, 0.5, maxima).tolist() == np.flatnonzero(logits >= 0.5).tolist()
+        assert candidates.best(logits, maxima) == int(logits.argmax())
+        logits[int(rng.integers(n))] = np.nan
+        assert candidates.best(logits, candidates.block_maxima(logits)) == int(logits.argmax())
     finally:
         candidates.native = native
 
@@ -129,7 +133,7 @@ def test_the_nucleus_is_the_fewest_that_reach_p(both: None, top_p: float, is_fla
     logits = random_logits(20_000, 2, is_flat=is_flat)
     order = np.argsort(-logits, kind="stable")
     sums = np.cumsum(softmax(logits)[order])
-    kept = candidates.nucleus(logits, float(logits.max()), top_p)
+    kept = candidates.nucleus(logits, top_p, candidates.block_maxima(logits))
     assert kept.tolist() == order[: len(kept)].tolist()
     assert sums[len(kept) - 1] > top_p - 1e-6
     assert len(kept) == 1 or sums[len(kept) - 2] < top_p + 1e-6

@@ -66,16 +66,28 @@ class _Native:
 native = _Native()
 
 
-def above(logits: np.ndarray, threshold: float) -> np.ndarray:
-    """The ids, ascending, of all logits that are not below `threshold`. `logits` f32 [n], as below."""
-    return _above(logits, _block_maxima(logits), threshold)
+def block_maxima(logits: np.ndarray) -> np.ndarray:
+    """The largest logit of each block, NaN where one of the block is; f32. `logits` f32 [n], as below, where
+    `maxima` are these."""
+    maxima = native.block_maxima(logits)
+    return maxima if maxima is not None else np.maximum.reduceat(logits, np.arange(0, len(logits), _BLOCK))
 
 
-def largest(logits: np.ndarray, k: int) -> np.ndarray:
+def best(logits: np.ndarray, maxima: np.ndarray) -> int:
+    """The id of the largest, the first of equals; of the first NaN, if there is one."""
+    first = int(maxima.argmax()) * _BLOCK
+    return first + int(logits[first : first + _BLOCK].argmax())
+
+
+def above(logits: np.ndarray, threshold: float, maxima: np.ndarray) -> np.ndarray:
+    """The ids, ascending, of all logits that are not below `threshold`."""
+    return _above(logits, maxima, threshold)
+
+
+def largest(logits: np.ndarray, k: int, maxima: np.ndarray) -> np.ndarray:
     """The ids, ascending, of the `k` largest and of all that equal the smallest of those."""
     if k >= len(logits):
         return np.arange(len(logits))
-    maxima = _block_maxima(logits)
     if k > len(maxima):
         return np.flatnonzero(logits >= _kth(logits, k))
     ids = _above(logits, maxima, _kth(maxima, k))  # so many blocks have one that is not below this
@@ -88,13 +100,14 @@ def descending(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.asarray(ids[np.argsort(-logits[ids], kind="stable")])
 
 
-def nucleus(logits: np.ndarray, best: float, top_p: float) -> np.ndarray:
+def nucleus(logits: np.ndarray, top_p: float, maxima: np.ndarray) -> np.ndarray:
     """The ids of the fewest likeliest tokens, at least one, whose probabilities reach `top_p`; likeliest
-    first. `best`: the largest logit."""
+    first."""
+    best = float(maxima.max())
     wanted = top_p * float(_weigh(logits, best, 1.0).sum())
     n_tried = 64
     while True:
-        ids = descending(logits, largest(logits, n_tried))
+        ids = descending(logits, largest(logits, n_tried, maxima))
         sums = np.cumsum(np.exp(logits[ids].astype(np.float64) - best))
         if sums[-1] >= wanted or len(ids) == len(logits):
             return np.asarray(ids[: int(np.searchsorted(sums, wanted)) + 1])
@@ -149,11 +162,6 @@ def _above(logits: np.ndarray, maxima: np.ndarray, threshold: float) -> np.ndarr
 def _kth(values: np.ndarray, k: int) -> float:
     """The k-th largest."""
     return float(np.partition(values, len(values) - k)[len(values) - k])
-
-
-def _block_maxima(logits: np.ndarray) -> np.ndarray:
-    maxima = native.block_maxima(logits)
-    return maxima if maxima is not None else np.maximum.reduceat(logits, np.arange(0, len(logits), _BLOCK))
 
 
 def _weigh(logits: np.ndarray, best: float, temperature: float) -> np.ndarray:

@@ -103,7 +103,7 @@ def logprobs(
     n_top = min(n_top, len(logits))
     top: list[int] = []
     if n_top:
-        largest = candidates.largest(logits, n_top)
+        largest = candidates.largest(logits, n_top, candidates.block_maxima(logits))
         top = candidates.descending(logits, largest)[:n_top].tolist()
     return tuple(
         TokenLogprob(each, _bounded(float(logits[each]) - log_total), piece(each)[:PIECE_MAX])
@@ -168,21 +168,23 @@ class Sampler:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
         bad_message where `generated` does not follow the grammar or no token can go on in it, and
         GrammarPending."""
-        best = int(logits.argmax())
+        maxima = candidates.block_maxima(logits)
+        best = candidates.best(logits, maxima)
         self.largest = logits[best]
         if not np.isfinite(self.largest):
             raise CallError("engine", "the logits are not finite: the model or its input is damaged")
         if self._grammar is None:
-            return self._draw(logits, index, generated, best)
+            return self._draw(logits, index, generated, best, maxima)
         self._grammar.look_ahead(generated)
-        token = self._draw(logits, index, generated, best)
+        token = self._draw(logits, index, generated, best, maxima)
         if self._grammar.allows(token, generated):
             return token
         allowed = self._grammar.mask(logits, generated)
-        best = int(allowed.argmax())
+        maxima = candidates.block_maxima(allowed)
+        best = candidates.best(allowed, maxima)
         if not np.isfinite(allowed[best]):
             raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")
-        return self._draw(allowed, index, generated, best, again=True)
+        return self._draw(allowed, index, generated, best, maxima, again=True)
 
     def apart(self, logits: np.ndarray, index: int, token: int) -> float | None:
         """The probability between the random number of this step and `token`, in [0, 1]: 0 for the token that
@@ -204,35 +206,44 @@ class Sampler:
         return candidates.apart(logits, sampling.temperature, random, token)
 
     def _draw(
-        self, logits: np.ndarray, index: int, generated: Sequence[int], best: int, *, again: bool = False
+        self,
+        logits: np.ndarray,
+        index: int,
+        generated: Sequence[int],
+        best: int,
+        maxima: np.ndarray,
+        *,
+        again: bool = False,
     ) -> int:
+        """`best`, `maxima`: of `logits`, as candidates.py has them."""
         if self._sampling.temperature == 0.0 and self._is_plain:
             return best
-        logits = self._adjust(logits, generated)
+        if not self._is_plain:
+            logits = self._adjust(logits, generated)
+            maxima = candidates.block_maxima(logits)
         if self._sampling.temperature == 0.0:
-            return int(logits.argmax())
+            return candidates.best(logits, maxima)
         # A second draw with the random number that led to a refusal would not be random any more.
         seed = step_seed(self.seed ^ (_U32 - 1 if again else 0), index)
         if self._mirostat is not None:
             return self._mirostat.draw(logits / np.float32(self._sampling.temperature), index, seed)
-        return self._draw_adjusted(logits, float(logits[best] if self._is_plain else logits.max()), seed)
+        return self._draw_adjusted(logits, maxima, seed)
 
-    def _draw_adjusted(self, logits: np.ndarray, best: float, seed: int) -> int:
-        """`best`: the largest of them."""
+    def _draw_adjusted(self, logits: np.ndarray, maxima: np.ndarray, seed: int) -> int:
         sampling = self._sampling
         if sampling.top_k > 0:
-            return self._choose(logits, candidates.largest(logits, sampling.top_k), seed)
+            return self._choose(logits, candidates.largest(logits, sampling.top_k, maxima), seed)
         if sampling.typical_p < 1.0:  # needs the entropy of all
             return self._choose(logits, np.arange(len(logits)), seed)
         if sampling.top_p < 1.0:
-            return self._choose(
-                logits, candidates.nucleus(logits, best, sampling.top_p), seed, is_nucleus=True
-            )
+            kept = candidates.nucleus(logits, sampling.top_p, maxima)
+            return self._choose(logits, kept, seed, is_nucleus=True)
         if sampling.min_p > 0.0:
-            threshold = best + math.log(sampling.min_p) - _MIN_P_SLACK
-            return self._choose(logits, candidates.above(logits, threshold), seed)
+            threshold = float(maxima.max()) + math.log(sampling.min_p) - _MIN_P_SLACK
+            return self._choose(logits, candidates.above(logits, threshold, maxima), seed)
         token = None
         if not sampling.xtc_probability:
+            best = float(maxima.max())
             token = candidates.draw(logits, best, sampling.temperature, self._uniform(seed))
         return self._choose(logits, np.arange(len(logits)), seed) if token is None else token
 
@@ -270,10 +281,8 @@ class Sampler:
         return _chained(samplers)
 
     def _adjust(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
-        """What changes logits before anything is cut off: biases, penalties, DRY. Where anything does,
-        an array that the next call overwrites."""
-        if self._is_plain:
-            return logits
+        """With what changes logits before anything is cut off: biases, penalties, DRY. An array that the
+        next call overwrites."""
         if self._adjusted is None or len(self._adjusted) != len(logits):
             self._adjusted = np.empty(len(logits), np.float32)
         adjusted = self._adjusted

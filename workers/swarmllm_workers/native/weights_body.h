@@ -40,24 +40,32 @@ TARGET static void NAMED(weigh)(const float *logits, size_t n, float largest, fl
     }
 }
 
-/* The largest of each block of 128 of the `n` logits, the last of which may be shorter. None is NaN. */
+/* The largest of each block of 128 of the `n` logits, the last of which may be shorter; NaN where one of the block is. */
 TARGET static void NAMED(block_maxima)(const float *logits, size_t n, float *maxima) {
     for (size_t first = 0; first < n; first += BLOCK) {
         const size_t end = n - first < BLOCK ? n : first + BLOCK;
         floats best = (floats){0} - __builtin_inff();
+        ints is_nan = {0};
         size_t i = first;
         for (; i + LANES <= end; i += LANES) {
             floats x;
             memcpy(&x, logits + i, sizeof x);
             const ints greater = x > best;
             best = (floats)(((ints)x & greater) | ((ints)best & ~greater));
+            is_nan |= x != x;
         }
         float largest = -__builtin_inff();
+        int32_t has_nan = 0;
         for (size_t lane = 0; lane < LANES; lane++) {
             largest = best[lane] > largest ? best[lane] : largest;
+            has_nan |= is_nan[lane];
         }
         for (; i < end; i++) {
             largest = logits[i] > largest ? logits[i] : largest;
+            has_nan |= logits[i] != logits[i];
+        }
+        if (has_nan) {
+            largest = __builtin_nanf("");
         }
         *maxima++ = largest;
     }
