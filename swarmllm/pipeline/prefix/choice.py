@@ -4,6 +4,10 @@ What it takes is predicted before anybody is asked: bytes by the throughput that
 trips, against what computing those rows takes here. A prediction may be wrong by a factor of two and the
 fetch still pays.
 
+Where no throughput was measured, round trips say little of it: pings of a machine that computes wait for its
+processor. Such a holder is asked if it could pay at the best, for a single slice first, and loses by that no
+more than any other. A holder that was measured, or is near, is preferred.
+
 A holder that was late or busy is expected to be so again for some seconds (`lateness`).
 
 While it runs, it is bounded by what it has brought: a request waits no longer than it would have computed for
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from msgspec import UNSET
@@ -40,6 +44,8 @@ LANES: Final = 4
 """Slices that are on their way at once."""
 ALLOWED: Final = 0.05
 """Of what the whole prompt takes to be computed, what may be lost on fetching."""
+IN_TIME: Final = 0.9
+"""Of the time that all of it may take; what is expected later than that is not asked for."""
 TRIES: Final = 3
 """Holders that are asked for one prompt, one after the other."""
 REST_S: Final = 60.0
@@ -86,6 +92,11 @@ class HolderPath:
         bytes_per_s = self.bytes_per_s or unmeasured
         n_rounds = -(-n_slices // LANES)
         return self.late_s + n_bytes / bytes_per_s + n_rounds * (rtt_s + HANDLING_S)
+
+    @property
+    def at_best(self) -> HolderPath:
+        """The same, as fast as it may be for all that is known."""
+        return self if self.bytes_per_s else replace(self, bytes_per_s=UNMEASURED_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +159,12 @@ class Slices:
 
     @property
     def first(self) -> list[tuple[int, int]]:
-        """Those that are asked for at once, and as many as are needed for a whole block."""
+        """As many as are needed for the first whole block. They are here before any other: answers come in
+        the order of the questions."""
         found: list[tuple[int, int]] = []
         at = 0
         for first_row, n_rows in self.all():
-            if len(found) >= LANES and at >= BLOCK_TOKENS:
+            if at >= BLOCK_TOKENS:
                 break
             found.append((first_row, n_rows))
             at = first_row + n_rows
@@ -168,6 +180,7 @@ class Slices:
 class Offer:
     path: HolderPath
     predicted_s: float
+    """For all rows; by a guess where nothing was measured."""
 
 
 def choose(
@@ -178,8 +191,8 @@ def choose(
     spare_s: float = math.inf,
 ) -> Offer | None:
     """The holder from which these rows are there soonest. None: computing what is missing beside the
-    `n_known` rows that are here is about as fast, or would be for all that is known; or `spare_s`, which may
-    be lost, are over before anything is here."""
+    `n_known` rows that are here is about as fast from anybody, or `spare_s`, which may be lost, are over
+    before anything is here; of what was not measured, the best is taken."""
     asked = slices.all()
     if not asked or prefill_s_per_row is None or slices.n_bytes > PREFIX_BYTES_MAX:
         return None
@@ -187,10 +200,10 @@ def choose(
     offers = (
         Offer(path, path.takes_s(slices.n_bytes, len(asked)))
         for path in paths
-        if slices.first_take_s(path) <= spare_s
+        if slices.first_take_s(path.at_best) <= spare_s
+        and path.at_best.takes_s(slices.n_bytes, len(asked)) <= WORTH * saved_s
     )
-    best = min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
-    return best if best is not None and best.predicted_s <= WORTH * saved_s else None
+    return min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
 
 
 @dataclass(slots=True)
@@ -216,6 +229,12 @@ class FetchClock:
         """When it is over, unless more comes by then."""
         earned_s = self.n_rows * self.s_per_row + ALLOWED * self.cold_s
         return self.began_s + min(self.limit_s, earned_s)
+
+    def has_time_for(self, n_due: int, n_came: int, since_s: float, now_s: float) -> bool:
+        """Whether so many rows come before all of it is over, as fast as `n_came` came since then; true where
+        none did."""
+        left_s = self.began_s + IN_TIME * self.limit_s - now_s
+        return not n_came or n_due * (now_s - since_s) <= n_came * left_s
 
     def spare_s(self, now_s: float) -> float:
         """How long from now on nothing may come."""

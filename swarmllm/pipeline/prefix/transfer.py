@@ -119,6 +119,8 @@ class GivenRows:
     """Of whole blocks."""
     parts: list[PrefixKv]
     """Of exactly these rows."""
+    is_cut_short: bool = False
+    """The holder would have given more, and there was no time for it."""
 
     @property
     def other_format(self) -> bool:
@@ -208,7 +210,7 @@ class PrefixTransfer:
             came = await self._fetch(wanted, source, slices, offer, clock, n_known, on_asking)
             if came is not None and came.n_rows > n_best:
                 best = came
-            if came is not None and came.n_rows == slices.n_rows:
+            if came is not None and (came.n_rows == slices.n_rows or came.is_cut_short):
                 break
         self.counts.prefix_declined += is_declined and not asked
         return best
@@ -275,17 +277,27 @@ class PrefixTransfer:
         waiting = deque(enumerate(every))
         found: dict[int, PrefixKv] = {}
         failures: list[NotGiven] = []
-        began_s, first_at_s = trio.current_time(), math.inf
+        began_s, first_at_s, n_first = trio.current_time(), math.inf, 0
 
-        async def lane() -> None:
-            nonlocal first_at_s
+        def has_time() -> bool:
+            """For the next slice, and those that were asked for before it."""
+            n_came, (first_row, n_rows) = sum(every[i][1] for i in found), waiting[0][1]
+            n_due, n_since = first_row + n_rows - n_came, n_came - n_first
+            return clock.has_time_for(n_due, n_since, first_at_s, trio.current_time())
+
+        async def lane(n_more: int) -> None:
+            nonlocal first_at_s, n_first
             try:
-                while waiting:
+                while waiting and has_time():
                     index, (first_row, n_rows) = waiting.popleft()
                     found[index] = await self._ask(wanted, source, first_row, n_rows)
-                    first_at_s = min(first_at_s, trio.current_time())
+                    if not n_first:
+                        first_at_s, n_first = trio.current_time(), n_rows
                     clock.came(_without_gap(every, found)[1] - n_known)
                     scope.deadline = clock.deadline_s
+                    while n_more:
+                        n_more -= 1
+                        nursery.start_soon(lane, 0)
             except NotGiven as reason:
                 failures.append(reason)
                 nursery.cancel_scope.cancel()
@@ -293,20 +305,25 @@ class PrefixTransfer:
         on_asking(node_id)
         with trio.move_on_at(clock.deadline_s) as scope:
             async with trio.open_nursery() as nursery:
-                for _ in range(min(LANES, len(waiting))):
-                    nursery.start_soon(lane)
+                # Of a line that was not measured, one slice shows whether more would come in time.
+                n_lanes = LANES if offer.path.bytes_per_s else 1
+                for index in range(n_lanes):
+                    nursery.start_soon(lane, 0 if index else LANES - n_lanes)
         on_asking(None)
         n_slices, n_rows = _without_gap(every, found)
         now_s = trio.current_time()
-        if n_slices == len(every):
-            on_time_s = slices.first_take_s(replace(offer.path, late_s=0.0))
+        is_cut_short = bool(waiting and n_rows) and not failures and not scope.cancelled_caught
+        if n_slices == len(every) or is_cut_short:
+            on_time_s = replace(offer.path, late_s=0.0).takes_s(every[0][1] * slices.row_bytes, 1)
             self.late.gave(node_id, first_at_s - began_s - on_time_s, now_s)
         else:
             reason = failures[0] if failures else NotNow("it did not come in time")
             self._failed(node_id, reason, now_s - began_s, named_by=wanted.scope)
             if reason.trust_event is not None:
                 return None
-        return GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)]) if n_rows else None
+        if not n_rows:
+            return None
+        return GivenRows(node_id, wanted, n_rows, [found[i] for i in range(n_slices)], is_cut_short)
 
     async def _ask(self, wanted: WantedPrefix, source: PrefixSource, first_row: int, n_rows: int) -> PrefixKv:
         held = source.held
