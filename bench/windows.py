@@ -54,6 +54,8 @@ class Line:
 class Guesses:
     """What follows, with mistakes."""
 
+    is_free = True
+
     def __init__(self, text: Sequence[int], odds: float | None, seed: int) -> None:
         """`odds` of a guess to be right; None: in every other passage."""
         rng = Random(seed)

@@ -27,7 +27,7 @@ from swarmllm_proto.limits import GUESSES_MAX, WINDOW_ROWS_MAX
 from swarmllm_proto.tensors import decode_tensor, encode_tensor
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser, JobLimits
-from swarmllm_workers.speculation.cost_gate import PAUSE_MAX, PAUSE_MIN, CostGate
+from swarmllm_workers.speculation.cost_gate import PAUSE_MAX, PAUSE_MIN, VAIN_MAX, CostGate
 from swarmllm_workers.speculation.drafting import Draft, Drafter, NgramLookup, Remembered, Worth
 
 from .client import DEADLINE_S, Answer, Worker
@@ -414,6 +414,7 @@ def test_what_the_prompt_says_is_guessed_at_the_first_chance() -> None:
 class Reader:
     """Always guesses 7, and reads for 50 ms before its first guess."""
 
+    is_free = False
     is_closed = False
 
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
@@ -468,6 +469,8 @@ def test_a_guesser_that_is_closed_lets_go_of_its_drafts() -> None:
 class Wrong:
     """A draft model that is always wrong."""
 
+    is_free = False
+
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
         n = worth("model", 0.0)
         return Draft((-1,) * n, "model") if n else None
@@ -504,6 +507,13 @@ def test_guesses_end_within_eight_where_they_are_always_wrong(
     assert all(later - earlier > PAUSE_MIN for earlier, later in pairwise(tried[8:]))
     assert len(tried) <= 8 + 1 + 2 + len(text) / PAUSE_MAX
     assert all(counts[at] == 1 for at in tried[9:])
+
+
+def test_what_is_looked_up_is_not_tried_again_before_it_would_have_been_right() -> None:
+    passage = [*range(2000, 2060)]
+    counts = trips(lookup(CostGate()), [*passage, *PAIRS, *passage], lambda n: 0.160 + 0.001 * n)
+    assert sum(n > 0 for n in counts[60 : 60 + len(PAIRS)]) <= VAIN_MAX
+    assert len(counts) - 60 - len(PAIRS) < 15, "the passage again"
 
 
 def test_a_guesser_whose_token_was_repeated_guesses_no_more() -> None:

@@ -27,6 +27,8 @@ N_TOKENS = 100
 class Oracle:
     """Guesses what follows in `text`, each token wrongly at some `odds`."""
 
+    is_free = False
+
     def __init__(self, text: Sequence[int], odds: float, seed: int = 0) -> None:
         self._text = text
         rng = random.Random(seed)

@@ -25,6 +25,7 @@ from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.drafting import Drafter
 from swarmllm_workers.speculation.jobs_in_flight import JobsInFlight, LaunchedJob
+from swarmllm_workers.speculation.unsent_guesses import UnsentGuesses
 
 AHEAD_MAX: Final = JOBS_UNDER_WAY_MAX * ROWS_MAX - 1
 """Guesses under way."""
@@ -71,6 +72,7 @@ class ChainGuesser:
         """Guesses that left and are over."""
         self.n_right = 0
         """Of these."""
+        self._unsent = UnsentGuesses(gate.saw_unsent)
         self._begin = begin
         self._drafters: Sequence[Drafter] | None = None
         self._tell_answered = answered
@@ -150,6 +152,7 @@ class ChainGuesser:
         is_on = self.jobs_in_flight.brings(tokens[-1], position)
         self._judge(n_new if is_on else n_new - 1, now, is_on=is_on, is_alone=is_alone)
         self._learn(tokens)
+        self._unsent.compare(self._history[: self._n_prompt + self._n_known])
         if not is_on:
             self.jobs_in_flight.refuse()
             self._left_at = now if is_alone else None
@@ -194,11 +197,10 @@ class ChainGuesser:
             return min(max(n, self._n_ahead(kind, limits)), n_max) if n and limits.has_several else n
 
         history = self._history[: self._n_prompt + self._n_known]
-        for drafter in self._drafters:
-            draft = drafter.draft(history, worth)
-            if draft is not None:
-                self._kind, self._once_s = draft.kind, draft.once_s
-                return draft.tokens[:n_max]
+        draft = self._unsent.draft(self._drafters, history, worth)
+        if draft is not None:
+            self._kind, self._once_s = draft.kind, draft.once_s
+            return draft.tokens[:n_max]
         self._n_first = 0
         return ()
 

@@ -13,7 +13,8 @@ most, whatever the text, the model and the machine.
 A guess on a long line costs next to nothing, so the account alone would allow many that are all wrong. After
 VAIN_MAX steps in a row whose guesses were in vain this way of guessing pauses, and then makes a single guess.
 If that is right, the next may follow at once; if not, there is another pause, twice as long where no guess
-of the request was ever right.
+of the request was ever right. Where it is seen for nothing whether guesses would be right (`unsent_guesses`),
+the pause lasts until one is, and nothing is tried in it.
 """
 
 from __future__ import annotations
@@ -102,6 +103,13 @@ class _Tries:
     def is_given_up(self) -> bool:
         return self.n_vain >= VAIN_MAX
 
+    def saw_unsent(self, n_tokens: int, *, is_right: bool, pays: bool) -> None:
+        """Of a guess that was not sent."""
+        if is_right and pays:
+            self.was_right, self.n_vain, self.pause_end = True, 0, 0
+        elif self.is_given_up:
+            self.pause_end = max(self.pause_end, n_tokens + PAUSE_AFTER_RIGHT)
+
     def saw(self, n_right: int, n_tokens: int, *, pays: bool) -> None:
         """The result of a step with guesses; `n_tokens` in all since the request began."""
         if n_right:
@@ -161,7 +169,8 @@ class CostGate:
         gain = max(gains)
         n_best, start_steps = gains.index(gain) + 1, start_s / self.plain_s
         pays = gain >= GAIN_MIN and not tries.is_given_up
-        if pays and record.n_tried >= KNOWN_FROM and (1.0 - 1.0 / gain) * n_left >= start_steps:
+        is_known = record.n_tried >= KNOWN_FROM and self.has_measured(kind)
+        if pays and is_known and (1.0 - 1.0 / gain) * n_left >= start_steps:
             return n_best
         if self.spare_steps <= start_steps:
             return 0
@@ -187,6 +196,14 @@ class CostGate:
         """Guesses that nobody timed were right, and the one behind them was wrong if it `is_refused`."""
         self._n_tokens += n_right
         self._saw(kind, n_right, is_refused=is_refused)
+
+    def saw_unsent(self, kind: str, is_right: bool) -> None:
+        """A guess that nobody sent would have been right, or not."""
+        record = self._record(kind)
+        record.saw(is_right)
+        record.gains, record.n_asked = self._gains(kind, record.rate), 0
+        pays = max(record.gains) >= GAIN_MIN
+        self._tries_of(kind).saw_unsent(self._n_tokens, is_right=is_right, pays=pays)
 
     def _saw(self, kind: str, n_right: int, *, is_refused: bool) -> None:
         record = self._record(kind)

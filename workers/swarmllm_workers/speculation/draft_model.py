@@ -100,6 +100,8 @@ class ModelDrafter:
     """Drafts for one request: knows what its slot in the draft model's cache holds, and guesses from
     there."""
 
+    is_free = False
+
     def __init__(self, model: DraftModel, slot: int, n_tokens_max: int) -> None:
         self._model = model
         self._context = model.context

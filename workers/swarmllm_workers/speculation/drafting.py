@@ -46,6 +46,9 @@ AGAIN: Final = "ngram-again"
 class Drafter(Protocol):
     """Drafts for one request."""
 
+    is_free: bool
+    """A draft takes no time that counts."""
+
     def draft(self, history: np.ndarray, worth: Worth) -> Draft | None:
         """Tokens that may follow `history` (i32 [n], which only ever grows), or nothing."""
 
@@ -55,6 +58,8 @@ class Drafter(Protocol):
 
 class Remembered:
     """Drafts what followed the same prompt the last time, as long as the answer agrees with it."""
+
+    is_free = True
 
     def __init__(self, n_prompt: int, continuation: np.ndarray) -> None:
         """`continuation`: i32, may be empty."""
@@ -80,6 +85,8 @@ class Remembered:
 class NgramLookup:
     """Remembers where every run of `size_min` to `size_max` tokens ended last. A token costs one entry per
     size."""
+
+    is_free = True
 
     def __init__(self, size_max: int, n_tokens_max: int, size_min: int = 2) -> None:
         self._sizes = range(size_max, min(size_min, size_max) - 1, -1)

@@ -45,6 +45,7 @@ from swarmllm_workers.speculation.cost_gate import CostGate
 from swarmllm_workers.speculation.draft_model import DraftModel, ModelDrafter
 from swarmllm_workers.speculation.drafting import AGAIN, Continuations, Drafter, NgramLookup, Remembered
 from swarmllm_workers.speculation.swift import SwiftDrafter, SwiftTrial
+from swarmllm_workers.speculation.unsent_guesses import UnsentGuesses
 
 log = logging.getLogger(__name__)
 
@@ -223,11 +224,13 @@ class Guesser:
         """When the step began, later by what does not count; 0 where it says nothing about guesses."""
         self._once_s = 0.0
         self.cost_gate = speculation.cost_gate = speculation.cost_gate.successor()
+        self._unsent = UnsentGuesses(self.cost_gate.saw_unsent)
 
     def guess(self, history: np.ndarray, n_rows_max: int, n_left: int) -> tuple[int, ...]:
         """Tokens to be checked behind the last one of `history`, whose row is the only one that the slot
         does not have yet. There is room for `n_rows_max` rows, and `n_left` tokens may still come."""
         self._started_s = 0.0
+        self._unsent.compare(history)
         if n_rows_max < 2:  # it is not alone, or at its end
             return ()
         self._started_s = time.perf_counter()
@@ -235,16 +238,17 @@ class Guesser:
         if n_exact is None and (n_left < _LONG or n_rows_max < ROWS_MAX):
             return ()
         n_max = min(n_rows_max, n_left, n_exact or ROWS_MAX) - 1
-        for drafter in self._drafters:
-            draft = drafter.draft(
-                history, lambda kind, once_s: self.cost_gate.n_worth(kind, n_max, n_left, once_s)
-            )
-            if draft is not None:
-                self._started_s += draft.once_s
-                self._once_s = draft.once_s
-                self._kind = draft.kind
-                return draft.tokens[: self._n_checked(history, draft.tokens, n_exact)]
-        return ()
+        draft = self._unsent.draft(
+            self._drafters,
+            history,
+            lambda kind, once_s: self.cost_gate.n_worth(kind, n_max, n_left, once_s),
+        )
+        if draft is None:
+            return ()
+        self._started_s += draft.once_s
+        self._once_s = draft.once_s
+        self._kind = draft.kind
+        return draft.tokens[: self._n_checked(history, draft.tokens, n_exact)]
 
     def _n_checked(self, history: np.ndarray, tokens: tuple[int, ...], n_exact: int | None) -> int:
         if n_exact is None:

@@ -46,6 +46,8 @@ class SwiftDrafter:
     """Drafts for one request. The check takes back the rows of the guesses, as it begins at the same
     position."""
 
+    is_free = False
+
     def __init__(self, engine: Engine, route: Route, slot: int, n_tokens_max: int) -> None:
         self._engine = engine
         self._slot = slot
