@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from swarmllm.pipeline.prefix.choice import (
     Slices,
     choose,
     draw_blocks,
+    first_timeout_s,
     whole_blocks,
     wire_rows,
 )
@@ -195,6 +197,22 @@ def test_nobody_is_asked_who_would_be_too_late_at_the_best() -> None:
     assert choose([HolderPath(NEAR, 0.0)], slices, 0, all_s / WORTH / (10 * B)) is None
 
 
+@pytest.mark.parametrize(
+    ("rtt_s", "other_rtt_s", "is_halved"),
+    [(0.01, 0.01, True), (0.01, 0.18, True), (0.01, 0.22, False), (0.12, 0.01, False), (0.01, None, False)],
+)
+def test_a_holder_has_half_of_the_time_where_another_one_is_soon_enough(
+    rtt_s: float, other_rtt_s: float | None, *, is_halved: bool
+) -> None:
+    slices, spare_s = Slices(10 * B, ROW_BYTES), 0.4
+    path = HolderPath(NEAR, rtt_s, 1e9)
+    others = [] if other_rtt_s is None else [HolderPath(FAR, other_rtt_s)]
+    offer = choose([path], slices, 0, 0.01, spare_s)
+    assert offer is not None
+    expected_s = spare_s / 2 if is_halved else spare_s
+    assert first_timeout_s(offer, [path, *others], slices, spare_s) == expected_s
+
+
 @given(st.floats(0, 3), st.floats(0.01, 3), st.integers(0, 64), st.integers(1, 64))
 def test_what_does_not_come_before_all_of_it_is_over_is_not_asked_for(
     since_s: float, took_s: float, n_came: int, n_due: int
@@ -246,6 +264,20 @@ def test_a_fetch_goes_on_while_it_brings_more_than_computing_would() -> None:
     assert FetchClock(100.0, 0.2, 10.0, 0.01).deadline_s == 100.2
 
 
+@given(
+    st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 10), st.one_of(st.floats(0.01, 100), st.just(math.inf))
+)
+def test_of_a_late_answer_of_this_nodes_worker_half_of_what_may_be_lost_is_counted(
+    waited_s: float, looked_s: float, limit_s: float, cold_s: float
+) -> None:
+    """And all of what another request's fetch took."""
+    now_s = 5.0 + waited_s + looked_s
+    clock = FetchClock.started(5.0, 5.0 + waited_s, now_s, limit_s, cold_s, 0.01)
+    counted_s = min(looked_s, ALLOWED * cold_s / 2)
+    lost_s = ALLOWED * cold_s - waited_s - counted_s
+    assert clock.deadline_s == pytest.approx(min(5.0 + limit_s, now_s + lost_s))
+
+
 def test_a_peer_rests_for_a_while() -> None:
     avoided = AvoidedPeers()
     avoided.add(NEAR, 5.0)
@@ -289,6 +321,8 @@ class Store:
     converted: list[bool] = field(default_factory=list)
     """Of what was taken: whether it is of another format."""
     checked: list[tuple[int, ...]] = field(default_factory=list)
+    looks_up_s: float = 0.0
+    """What it takes to say what is kept."""
     stands_still: bool = False
     gives_rows: int = 10**6
     """Of those behind it comes nothing, ever."""
@@ -299,6 +333,7 @@ class Store:
     async def look_up_prefix(
         self, model: Any, layers: LayerRange, names: bytes, scope: str = "", *, cuts: bool = False
     ) -> PrefixLookedUp:
+        await trio.sleep(self.looks_up_s)
         n_blocks = min(self.n_kept, len(names) // 32)
         return PrefixLookedUp(
             id=1,
@@ -604,6 +639,18 @@ async def test_a_holder_that_stands_still_costs_a_twentieth_and_is_left_alone(
         assert asker.events.noted == []
 
 
+@pytest.mark.parametrize("stands_still", [False, True])
+async def test_a_worker_that_is_at_work_takes_no_time_from_a_fetch(
+    autojump_clock: MockClock, stands_still: bool
+) -> None:
+    async with pair(Store(n_kept=10, stands_still=stands_still)) as asker:
+        asker.store.looks_up_s = 2 * ALLOWED * COLD_S
+        began_s = trio.current_time()
+        assert await asker.ask() == (0 if stands_still else 10 * B)
+        fetching_s = trio.current_time() - began_s - asker.store.looks_up_s
+        assert fetching_s == pytest.approx(ALLOWED * COLD_S / 2) or not stands_still
+
+
 @pytest.mark.parametrize("n_given", range(1, 10))
 async def test_what_came_before_a_holder_broke_off_is_used_and_checked(
     autojump_clock: MockClock, n_given: int
@@ -633,6 +680,26 @@ async def test_another_holder_is_asked_where_one_breaks_off(
         assert asker.counts.prefix_misses == 1
         await trio.sleep(1)
         assert asker.events.noted == [(FAR, TrustEvent.CHECKED)]
+
+
+async def test_a_holder_that_stands_still_leaves_time_for_another_one(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10, stands_still=True), Store(n_kept=10)) as asker:
+        began_s = trio.current_time()
+        assert await asker.ask() == 10 * B
+        assert trio.current_time() - began_s == pytest.approx(ALLOWED * COLD_S / 2, abs=0.05)
+        assert asker.counts.prefix_misses == 1
+    async with pair(Store(n_kept=10, stands_still=True), Store(n_kept=10, stands_still=True)) as asker:
+        began_s = trio.current_time()
+        assert await asker.ask() == 0
+        assert trio.current_time() - began_s == pytest.approx(ALLOWED * COLD_S)
+        assert asker.counts.prefix_misses == 2
+
+
+async def test_a_part_of_a_block_gives_a_holder_no_more_time(autojump_clock: MockClock) -> None:
+    async with pair(Store(n_kept=10, gives_rows=20), Store(n_kept=10)) as asker:
+        asker.store.row_bytes = 150_000
+        assert await asker.ask() == 10 * B
+        assert asker.counts.prefix_misses == 1
 
 
 async def test_nothing_is_kept_of_a_holder_that_lies_in_the_middle(autojump_clock: MockClock) -> None:

@@ -206,6 +206,17 @@ def choose(
     return min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
 
 
+def first_timeout_s(offer: Offer, paths: Iterable[HolderPath], slices: Slices, spare_s: float) -> float:
+    """How long the holder of the offer may give nothing: half of what may be lost where another one could
+    give the first rows in the other half, and this one was expected in half of its own."""
+    half_s = spare_s / 2
+    others = (path for path in paths if path.node_id != offer.path.node_id)
+    is_soon = 2 * slices.first_take_s(offer.path.at_best) <= half_s
+    return (
+        half_s if is_soon and any(slices.first_take_s(each.at_best) <= half_s for each in others) else spare_s
+    )
+
+
 @dataclass(slots=True)
 class FetchClock:
     """Limits the time of all fetches for one prompt; times are of any steady clock, in seconds."""
@@ -219,6 +230,17 @@ class FetchClock:
     """Of computing."""
     n_rows: int = 0
     """That are here now and were not before: the most that any holder gave, without a gap."""
+
+    @classmethod
+    def started(
+        cls, asked_s: float, turn_s: float, now_s: float, limit_s: float, cold_s: float, s_per_row: float
+    ) -> FetchClock:
+        """Of a fetch that begins now. `asked_s`: when the request came; `turn_s`: when this worker was asked
+        what it has. `limit_s`: for all of it from `asked_s` on. A worker that answers late is at work, and
+        the prompt would have waited for it as well: no more than half of what may be lost is counted."""
+        counted_s = min(now_s - turn_s, ALLOWED * cold_s / 2)
+        began_s = now_s - counted_s - (turn_s - asked_s)
+        return cls(began_s, limit_s - (began_s - asked_s), cold_s, s_per_row)
 
     def came(self, n_rows: int) -> None:
         """Of one holder, from the first missing row on without a gap."""

@@ -133,6 +133,7 @@ class PrefixFetcher:
         names, model = hashes[: match.n_blocks], ModelFile.of(entry)
         try:
             async with self.transfer.turn(names[-1]) as has_turn:
+                turn_s = trio.current_time()
                 here = await self.transfer.store.look_up_prefix(model, layers, join_names(names))
                 if here.n_blocks >= match.n_blocks or not here.row_bytes or not has_turn:
                     return None
@@ -144,7 +145,8 @@ class PrefixFetcher:
                     return None
                 n_known = here.n_blocks * BLOCK_TOKENS
                 cold_s = (len(tokens) - n_known) * prefill_s
-                clock = FetchClock(began_s, self.transfer.settings.network_timeout_s, cold_s, prefill_s)
+                now_s, limit_s = trio.current_time(), self.transfer.settings.network_timeout_s
+                clock = FetchClock.started(began_s, turn_s, now_s, limit_s, cold_s, prefill_s)
                 wire = wire_rows(here, self.transfer.settings)
                 wanted = WantedPrefix(model, layers, hashes, here.kv_format, wire)
                 find = partial(self._sources, model_id, hashes)

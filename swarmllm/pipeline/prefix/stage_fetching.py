@@ -181,6 +181,7 @@ class StageFetcher:
         origin, scope = context.view.origin, self._scope(context)
         n_blocks = max(source.n_blocks for source in sources)
         async with transfer.turn(names[n_blocks - 1]) as has_turn:
+            turn_s = trio.current_time()
             here = await transfer.store.look_up_prefix(
                 model, layers, join_names(names[:n_blocks]), scope, cuts=True
             )
@@ -197,7 +198,8 @@ class StageFetcher:
             n_known = here.n_blocks * BLOCK_TOKENS
             # What nobody waits for may take all the time that the network is given.
             cold_s = (context.n_given_tokens - n_known) * prefill_s if is_awaited else math.inf
-            clock = FetchClock(began_s, transfer.settings.network_timeout_s, cold_s, prefill_s)
+            now_s, limit_s = trio.current_time(), transfer.settings.network_timeout_s
+            clock = FetchClock.started(began_s, turn_s, now_s, limit_s, cold_s, prefill_s)
             wanted = WantedPrefix(
                 model, layers, names, here.kv_format, WireRows(here.row_bytes), origin, scope
             )

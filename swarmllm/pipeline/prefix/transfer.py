@@ -32,6 +32,7 @@ from swarmllm.pipeline.prefix.choice import (
     Slices,
     WireRows,
     choose,
+    first_timeout_s,
 )
 from swarmllm.pipeline.prefix.lateness import LateHolders
 from swarmllm.pipeline.prefix.serving import PrefixStore
@@ -207,7 +208,8 @@ class PrefixTransfer:
                 break
             grants.enter_context(grant)
             source = sources[offer.path.node_id]
-            came = await self._fetch(wanted, source, slices, offer, clock, n_known, on_asking)
+            until_s = trio.current_time() + first_timeout_s(offer, paths, slices, spare_s)
+            came = await self._fetch(wanted, source, slices, offer, clock, until_s, n_known, on_asking)
             if came is not None and came.n_rows > n_best:
                 best = came
             if came is not None and (came.n_rows == slices.n_rows or came.is_cut_short):
@@ -269,10 +271,12 @@ class PrefixTransfer:
         slices: Slices,
         offer: Offer,
         clock: FetchClock,
+        until_s: float,
         n_known: int,
         on_asking: Callable[[NodeId | None], None],
     ) -> GivenRows | None:
-        """What came from one holder without a gap, in whole blocks; None: nothing, or it lied."""
+        """What came from one holder without a gap, in whole blocks; None: nothing, or it lied. `until_s`:
+        when a block of its has to be here."""
         node_id, every = offer.path.node_id, slices.all()
         waiting = deque(enumerate(every))
         found: dict[int, PrefixKv] = {}
@@ -294,7 +298,8 @@ class PrefixTransfer:
                     if not n_first:
                         first_at_s, n_first = trio.current_time(), n_rows
                     clock.came(_without_gap(every, found)[1] - n_known)
-                    scope.deadline = clock.deadline_s
+                    if _without_gap(every, found)[1]:
+                        scope.deadline = clock.deadline_s
                     while n_more:
                         n_more -= 1
                         nursery.start_soon(lane, 0)
@@ -303,7 +308,7 @@ class PrefixTransfer:
                 nursery.cancel_scope.cancel()
 
         on_asking(node_id)
-        with trio.move_on_at(clock.deadline_s) as scope:
+        with trio.move_on_at(min(until_s, clock.deadline_s)) as scope:
             async with trio.open_nursery() as nursery:
                 # Of a line that was not measured, one slice shows whether more would come in time.
                 n_lanes = LANES if offer.path.bytes_per_s else 1
