@@ -716,6 +716,25 @@ async def test_nothing_is_kept_of_a_holder_that_lies_in_the_middle(autojump_cloc
         assert asker.events.noted == [(NEAR, TrustEvent.BROKE_PROTOCOL)]
 
 
+@pytest.mark.parametrize("n_too_many", [0, 1])
+async def test_a_holder_that_gives_more_bytes_than_the_rows_have_lied(
+    autojump_clock: MockClock, n_too_many: int
+) -> None:
+    """The room for them was reserved by their number."""
+
+    async def say(sender: NodeId, body: bytes) -> bytes:
+        request = decode_request(body)
+        assert isinstance(request, PrefixKvFetch)
+        data = bytes(Slices(10 * B, ROW_BYTES).bytes_max(request.n_rows) + n_too_many)
+        return encode_response(PrefixKv(status="ok", digest=blake3(data).digest(), data=memoryview(data)))
+
+    async with pair(say) as asker:
+        asker.store.refuses = "bad_tensor"
+        assert await asker.ask() == 0
+        event = TrustEvent.BROKE_PROTOCOL if n_too_many else TrustEvent.BAD_NUMBERS
+        assert asker.events.noted == [(NEAR, event)]
+
+
 async def test_a_client_that_leaves_costs_the_holder_nothing(autojump_clock: MockClock) -> None:
     holder = Store(n_kept=10, stands_still=True)
     async with pair(holder) as asker:

@@ -57,7 +57,9 @@ PREFIX_BYTES_MAX: Final = 256 * 2**20
 Q8_0_PART: Final = 34 / 64
 """Of the bytes of f16."""
 _STATE_BYTES: Final = 128 * 1024
-"""Of a slice, beside its rows: positions, and what is said of each layer."""
+"""Of a slice, beside its rows: what is said of each layer, and ..."""
+_PLACE_BYTES: Final = 16
+"""... of each row, where it is and whose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,10 @@ class Slices:
     @property
     def n_bytes(self) -> int:
         return self.n_rows * self.row_bytes
+
+    def bytes_max(self, n_rows: int) -> int:
+        """What a slice of so many rows may have."""
+        return _STATE_BYTES + n_rows * (self.row_bytes + _PLACE_BYTES)
 
     @property
     def rows_each(self) -> int:

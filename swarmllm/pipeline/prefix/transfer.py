@@ -202,7 +202,8 @@ class PrefixTransfer:
                     continue
                 break
             asked.add(offer.path.node_id)
-            grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, slices.n_bytes)
+            n_bytes = sum(slices.bytes_max(n_rows) for _, n_rows in slices.all())
+            grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, n_bytes)
             if grant is None:
                 self.counts.prefix_misses += 1
                 break
@@ -294,7 +295,9 @@ class PrefixTransfer:
             try:
                 while waiting and has_time():
                     index, (first_row, n_rows) = waiting.popleft()
-                    found[index] = await self._ask(wanted, source, first_row, n_rows)
+                    found[index] = piece = await self._ask(wanted, source, first_row, n_rows)
+                    if len(piece.data) > slices.bytes_max(n_rows):
+                        raise NotGiven("the answer has more than the rows", TrustEvent.BROKE_PROTOCOL)
                     if not n_first:
                         first_at_s, n_first = trio.current_time(), n_rows
                     clock.came(_without_gap(every, found)[1] - n_known)
