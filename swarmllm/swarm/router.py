@@ -49,6 +49,8 @@ class PeerInfo:
     node_id: NodeId
     addresses: tuple[str, ...] = ()
     rtt_s: float | None = None
+    least_rtt_s: float | None = None
+    """Of the latest ones, each alone: `rtt_s` is a mean, in which the ends' being busy counts."""
     bytes_per_s: float | None = None
     """Of large messages from there; None: none has come yet."""
     data_plane: Literal["direct", "libp2p", "relay", "memory", "none"] = "none"

@@ -24,6 +24,7 @@ from trio.testing import MockClock
 from swarmllm.errors import WorkerError
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.prefix.choice import (
+    AHEAD_S,
     ALLOWED,
     HANDLING_S,
     IN_TIME,
@@ -52,6 +53,7 @@ from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust import NeutralTrust, TrustEvent
 from swarmllm.swarm.records.registry import Registry
+from swarmllm.swarm.router import PeerInfo
 from swarmllm_proto.blocks import BLOCK_TOKENS, extend_block_hashes, kept_root
 from swarmllm_proto.codec import decode_request, encode_record, encode_response
 from swarmllm_proto.identifiers import ModelId, NodeId
@@ -505,6 +507,7 @@ class SteadyHolder:
         self.n_under_way_max = 0
         self.asked: list[int] = []
         """First rows."""
+        self.asked_s: list[float] = []
         self.n_at_first = 0
         """Slices that had been asked for when the first one was given."""
 
@@ -512,6 +515,7 @@ class SteadyHolder:
         request = decode_request(body)
         assert isinstance(request, PrefixKvFetch)
         self.asked.append(request.first_row)
+        self.asked_s.append(trio.current_time())
         turn = self._turn.statistics()
         self.n_under_way_max = max(self.n_under_way_max, turn.tasks_waiting + turn.locked + 1)
         async with self._turn:
@@ -535,6 +539,36 @@ async def test_one_slice_shows_whether_a_line_that_was_not_measured_is_fast(
         assert await asker.ask() == 0
         assert trio.current_time() - began_s <= ALLOWED * COLD_S + 1e-6
         assert holder.asked == [0]
+
+
+def paths_are(patch: pytest.MonkeyPatch, *paths: HolderPath) -> None:
+    patch.setattr(PrefixTransfer, "_paths", lambda self, node_ids: [*paths])
+
+
+async def test_the_first_slice_is_asked_for_before_the_others(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = SteadyHolder(B / 0.1)
+    paths_are(monkeypatch, HolderPath(NEAR, 0.001, 1e9))
+    async with pair(holder) as asker:
+        assert await asker.ask() == 10 * B
+        assert holder.asked[0] == 0
+        assert holder.n_at_first == holder.n_under_way_max == LANES
+        asked_s = holder.asked_s
+        assert asked_s[1] - asked_s[0] == pytest.approx(AHEAD_S)
+        assert asked_s[LANES - 1] == asked_s[1]
+
+
+async def test_a_line_is_as_long_as_its_least_round_trip(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited for a processor."""
+    async with pair(Store(n_kept=10)) as asker:
+        transfer = asker.fetcher.transfer
+        for least_s, expected_s in ((0.02, 0.02), (None, 0.12), (0.0, 0.0)):
+            told = [PeerInfo(NEAR, rtt_s=0.12, least_rtt_s=least_s, bytes_per_s=1e7)]
+            monkeypatch.setattr(transfer.router, "peers", lambda told=told: told)
+            assert transfer._paths({NEAR}) == [HolderPath(NEAR, expected_s, 1e7)]
 
 
 async def test_as_much_is_asked_for_as_comes_in_the_time_that_there_is(autojump_clock: MockClock) -> None:
@@ -904,6 +938,36 @@ async def test_one_peer_cannot_have_all_turns_of_a_holder(autojump_clock: MockCl
     assert answers[-1][0] == 2.0
     store.stands_still = False
     assert (await serving.answer(NEAR, request)).status == "ok"
+
+
+class SlowLookUp(Store):
+    """Reads rows at once, and is asked for them at `read_s`."""
+
+    read_s = math.nan
+
+    async def export_prefix(self, *about: Any, **more: Any) -> tuple[PrefixSnapshotResponse, memoryview]:
+        self.read_s = trio.current_time()
+        return await super().export_prefix(*about, **more)
+
+
+async def test_first_rows_are_read_while_it_is_looked_up_how_they_are_kept(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or rows that are asked for a moment later would come first."""
+    store = SlowLookUp(n_kept=10, looks_up_s=0.3)
+    serving = PrefixServing(ME, store, OneModel(), PipelineStatistics(), lambda node_id: True, 2.0)
+    request = PrefixKvFetch(model_id=MODEL, names=b"".join(HASHES), kv_format="f16", first_row=0, n_rows=B)
+    began_s = trio.current_time()
+    assert (await serving.answer(NEAR, request)).status == "ok"
+    assert (store.read_s, trio.current_time()) == (began_s, began_s + 0.3)
+
+    async def fail(*about: Any, **more: Any) -> Any:
+        raise WorkerError("no", kind="engine")
+
+    for name in ("look_up_prefix", "export_prefix"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, name, fail)
+            assert (await serving.answer(NEAR, request)).status == "absent"
 
 
 async def test_what_stages_keep_is_given_under_the_names_of_the_origin(autojump_clock: MockClock) -> None:

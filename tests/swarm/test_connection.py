@@ -181,6 +181,19 @@ async def test_of_the_first_round_trips_the_least_counts_and_later_their_mean(
         assert measured(0.01) == pytest.approx(0.01 + 0.02 * 0.8**5), "as after five pings"
 
 
+async def test_the_least_of_the_latest_round_trips_is_known(autojump_clock: MockClock) -> None:
+    async with joined() as (a, _, _):
+        connection = a.connection
+        connection._latest_rtts.clear()
+        assert connection.least_rtt_s is None
+        for rtt_s in (0.03, 0.02, *(0.2 for _ in range(8)), -1.0):
+            connection._take_pong(struct.pack("<d", trio.current_time() - rtt_s))
+        assert connection.least_rtt_s == pytest.approx(0.02)
+        for rtt_s in (0.3, 0.3):
+            connection._take_pong(struct.pack("<d", trio.current_time() - rtt_s))
+        assert connection.least_rtt_s == pytest.approx(0.2)
+
+
 def freeze(end: End) -> None:
     """It neither reads nor beats, nor judges."""
     end.wire.frozen = True

@@ -42,6 +42,9 @@ HANDLING_S: Final = 0.005
 """What a slice takes besides travelling: the holder's worker answers between two of its steps."""
 LANES: Final = 4
 """Slices that are on their way at once."""
+AHEAD_S: Final = 0.005
+"""How long before the others the first slice is asked for: questions that arrive together are answered in
+any order, and nothing counts before the first block is here."""
 ALLOWED: Final = 0.05
 """Of what the whole prompt takes to be computed, what may be lost on fetching."""
 IN_TIME: Final = 0.9
@@ -165,8 +168,8 @@ class Slices:
 
     @property
     def first(self) -> list[tuple[int, int]]:
-        """As many as are needed for the first whole block. They are here before any other: answers come in
-        the order of the questions."""
+        """As many as are needed for the first whole block. They are asked for before any other, and come
+        one after the other."""
         found: list[tuple[int, int]] = []
         at = 0
         for first_row, n_rows in self.all():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import trio
 from msgspec import UNSET, UnsetType
@@ -30,6 +30,9 @@ from swarmllm_proto.swarm import KeptPrefix, PrefixKv, PrefixKvFetch
 from swarmllm_proto.tensors import Tensor
 
 log = logging.getLogger(__name__)
+
+First = TypeVar("First")
+Second = TypeVar("Second")
 
 PEER_MAX: Final = 8
 """Requests of one peer that wait for the worker; one more is told that the node is busy."""
@@ -146,14 +149,6 @@ class PrefixServing:
             return _ABSENT
         scope = "" if request.scope is UNSET or request.scope == self._node_id else request.scope
         other_format: bool | UnsetType = UNSET
-        if request.first_row == 0:
-            known = await self._store.look_up_prefix(model, layers, request.names, scope)
-            other_format = known.kv_format != request.kv_format or (
-                request.takes == "q8_0" and known.kv_type != "q8_0"
-            )
-            is_known = known.kv_encoding is not UNSET and known.kv_encoding == request.kv_encoding
-            if other_format and (request.takes is UNSET or not is_known):
-                return _ABSENT
         export = partial(
             self._store.export_prefix,
             model,
@@ -165,7 +160,18 @@ class PrefixServing:
             part=None if request.layers is UNSET else LayerRange(*request.layers),
             rounds=request.takes == "q8_0",
         )
-        snapshot, data = await export()
+        if request.first_row:
+            snapshot, data = await export()
+        else:
+            # At once, or slices that are asked for after the first one would be read before it.
+            look_up = partial(self._store.look_up_prefix, model, layers, request.names, scope)
+            known, (snapshot, data) = await _both(look_up, export)
+            other_format = known.kv_format != request.kv_format or (
+                request.takes == "q8_0" and known.kv_type != "q8_0"
+            )
+            is_known = known.kv_encoding is not UNSET and known.kv_encoding == request.kv_encoding
+            if other_format and (request.takes is UNSET or not is_known):
+                return _ABSENT
         if not snapshot.n_blocks and await self._one_ends(request):
             snapshot, data = await export()
         if not snapshot.n_blocks or len(data) > PREFIX_KV_MAX:
@@ -199,3 +205,27 @@ class PrefixServing:
             while len(self._models) > MODELS_MAX:
                 del self._models[next(iter(self._models))]
         return found
+
+
+async def _both(
+    one: Callable[[], Awaitable[First]], other: Callable[[], Awaitable[Second]]
+) -> tuple[First, Second]:
+    """What both give, at once. Raises SwarmLLMError of either."""
+    found: list[First] = []
+    failures: list[SwarmLLMError] = []
+
+    async def ask_one() -> None:
+        try:
+            found.append(await one())
+        except SwarmLLMError as error:
+            failures.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_one)
+        try:
+            second = await other()
+        except SwarmLLMError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return found[0], second

@@ -22,6 +22,7 @@ from swarmllm.errors import DeadlineExceeded, NodeBusy, SwarmLLMError, WorkerErr
 from swarmllm.log_filter import provoked_by
 from swarmllm.models.layers import LayerRange
 from swarmllm.pipeline.prefix.choice import (
+    AHEAD_S,
     LANES,
     TRIES,
     AvoidedPeers,
@@ -245,7 +246,13 @@ class PrefixTransfer:
     def _paths(self, node_ids: Container[NodeId]) -> list[HolderPath]:
         now_s = trio.current_time()
         return [
-            HolderPath(peer.node_id, peer.rtt_s, peer.bytes_per_s, self.late.expected_s(peer.node_id, now_s))
+            HolderPath(
+                peer.node_id,
+                # The others have the waiting for a processor in them, and that is what `late` is for.
+                peer.rtt_s if peer.least_rtt_s is None else peer.least_rtt_s,
+                peer.bytes_per_s,
+                self.late.expected_s(peer.node_id, now_s),
+            )
             for peer in self.router.peers()
             if peer.node_id in node_ids
         ]
@@ -314,9 +321,11 @@ class PrefixTransfer:
         with trio.move_on_at(min(until_s, clock.deadline_s)) as scope:
             async with trio.open_nursery() as nursery:
                 # Of a line that was not measured, one slice shows whether more would come in time.
-                n_lanes = LANES if offer.path.bytes_per_s else 1
-                for index in range(n_lanes):
-                    nursery.start_soon(lane, 0 if index else LANES - n_lanes)
+                n_later = 0 if offer.path.bytes_per_s else LANES - 1
+                nursery.start_soon(lane, n_later)
+                await trio.sleep(AHEAD_S)
+                for _ in range(LANES - 1 - n_later):
+                    nursery.start_soon(lane, 0)
         on_asking(None)
         n_slices, n_rows = _without_gap(every, found)
         now_s = trio.current_time()

@@ -73,6 +73,8 @@ _RTT_WEIGHT = 0.2
 """Of a round trip that was measured PING_S after the one before."""
 _RTT_FIRST = 5
 """Of so many samples the least counts: a node that has just started answers late."""
+_RTTS_KEPT = 10
+"""Of which `least_rtt_s` is the least."""
 _TIME = Struct("<d")
 _NUMBER = Struct("<Q")
 _MARKS = -1e12
@@ -131,6 +133,7 @@ class Connection:
         """Where the peer says it sees this end, as a multiaddr."""
         self.rtt_s: float | None = None
         self._n_rtts = 0
+        self._latest_rtts: deque[float] = deque(maxlen=_RTTS_KEPT)
         self._rtt_at_s = 0.0
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
@@ -169,6 +172,10 @@ class Connection:
     @property
     def alive(self) -> bool:
         return self._state in ALIVE
+
+    @property
+    def least_rtt_s(self) -> float | None:
+        return min(self._latest_rtts, default=None)
 
     @property
     def has_left(self) -> bool:
@@ -514,6 +521,7 @@ class Connection:
         if not 0 <= rtt_s < SILENCE_S:
             return
         self._n_rtts += 1
+        self._latest_rtts.append(rtt_s)
         known_s = rtt_s if self.rtt_s is None else self.rtt_s
         is_first = self._n_rtts <= _RTT_FIRST
         now_s = trio.current_time()

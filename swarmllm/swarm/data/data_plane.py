@@ -264,6 +264,7 @@ class DataPlane:
             neighbour.n_bytes_received + sum(c.n_bytes_received for c in neighbour.connections),
             # Which connection large messages come over is the peer's choice.
             max((c.throughput.bytes_per_s or 0.0 for c in neighbour.connections), default=0.0) or None,
+            used.least_rtt_s if used else None,
         )
 
     async def turn_to_direct(self, node_id: NodeId) -> None:

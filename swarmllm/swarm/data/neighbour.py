@@ -54,6 +54,7 @@ class LinkStatus:
     n_bytes_sent: int
     n_bytes_received: int
     bytes_per_s: float | None = None
+    least_rtt_s: float | None = None
 
 
 def peer_info(
@@ -63,6 +64,7 @@ def peer_info(
         node_id=node_id,
         addresses=envelope.addresses if envelope else (),
         rtt_s=link.rtt_s,
+        least_rtt_s=link.least_rtt_s,
         bytes_per_s=link.bytes_per_s,
         data_plane=link.kind,
         bytes_sent=link.n_bytes_sent,
