@@ -296,6 +296,18 @@ async def test_a_large_message_teaches_its_receiver_what_the_link_carries(tmp_pa
         assert peer.bytes_per_s > 0
 
 
+async def test_the_least_round_trip_is_known_with_the_mean(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (a, b):
+        await exchange(a, b, [b"small"])
+        with trio.fail_after(DEADLINE_S):
+            while b.peers()[0].rtt_s is None:  # noqa: ASYNC110 (nobody tells when a pong comes)
+                await trio.sleep(0.01)
+        (peer,) = b.peers()
+        assert peer.least_rtt_s is not None
+        assert peer.rtt_s is not None
+        assert 0 <= peer.least_rtt_s <= peer.rtt_s
+
+
 @pytest.mark.parametrize("how", ["reach", "request"])
 async def test_a_neighbour_for_gossip_has_a_data_connection_once_there_is_work_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
