@@ -98,6 +98,9 @@ COMMITMENT_MAX: Final = 9 * KIB
 PREFIX_KV_MAX: Final = 3 * MIB
 """Bytes of kept KV in one response: 250 rows of a 0.5B model, 50 of a 7B model."""
 
+PREFIX_READ_MAX: Final = 8 * PREFIX_KV_MAX
+"""Bytes of kept KV that a worker reads for one response: of all layers of which the names are."""
+
 EXACT_ROWS: Final = 64
 """Rows of a prompt in one batch, of exact requests. Always as many, counted from the first, on every node:
 some products and attention round otherwise in batches of other sizes."""

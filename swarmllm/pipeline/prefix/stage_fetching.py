@@ -36,6 +36,7 @@ from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc.kv import NAME_SIZE, join_names, split_names
+from swarmllm_proto.limits import PREFIX_KV_MAX, PREFIX_READ_MAX
 from swarmllm_proto.swarm import KeptElsewhere, StageBlocks
 
 log = logging.getLogger(__name__)
@@ -200,9 +201,10 @@ class StageFetcher:
             cold_s = (context.n_given_tokens - n_known) * prefill_s if is_awaited else math.inf
             now_s, limit_s = trio.current_time(), transfer.settings.network_timeout_s
             clock = FetchClock.started(began_s, turn_s, now_s, limit_s, cold_s, prefill_s)
-            wanted = WantedPrefix(
-                model, layers, names, here.kv_format, WireRows(here.row_bytes), origin, scope
-            )
+            n_held = max(len(source.held) for source in sources if source.held is not None)
+            read_bytes = math.ceil(here.row_bytes * n_held / len(layers) * PREFIX_KV_MAX / PREFIX_READ_MAX)
+            wire = WireRows(here.row_bytes, read_bytes=read_bytes)
+            wanted = WantedPrefix(model, layers, names, here.kv_format, wire, origin, scope)
             with ExitStack() as grants:
                 came = await transfer.ask_sources(
                     wanted, partial(self._longest, sources), n_known, clock, asks, grants

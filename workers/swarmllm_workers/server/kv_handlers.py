@@ -15,7 +15,7 @@ from swarmllm_proto import ipc
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.ipc.kv import NAME_SIZE, split_names
-from swarmllm_proto.limits import PREFIX_KV_MAX
+from swarmllm_proto.limits import PREFIX_KV_MAX, PREFIX_READ_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.build_info import build_info
 from swarmllm_workers.cache.prefix_cache import Snapshot
@@ -155,7 +155,9 @@ class PrefixHandlers:
         if message.n_rows:
             rows = None
             wanted = (message.start, message.end) if message.layers is UNSET else message.layers
-            if where is not None and message.n_rows * engine.footprint.row_bytes(*wanted) <= PREFIX_KV_MAX:
+            n_given = message.n_rows * engine.footprint.row_bytes(*wanted)
+            n_read = message.n_rows * engine.footprint.row_bytes(message.start, message.end)
+            if where is not None and n_given <= PREFIX_KV_MAX and n_read <= PREFIX_READ_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
             self._state.parsing.begin(
                 self._sending(message, name, rows, engine.kv_layout), partial(self._state.fail, message.id)
