@@ -129,6 +129,7 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
 
 async def reach(swarm: LargeSwarm, origin: Origin, node_id: NodeId) -> bool:
     if node_id == origin.node.node_id or node_id in origin.connected:
+        origin.worked_with.add(node_id)
         return True
     origin.n_dials += 1
     node = swarm.nodes.get(node_id)
@@ -136,6 +137,7 @@ async def reach(swarm: LargeSwarm, origin: Origin, node_id: NodeId) -> bool:
         await trio.sleep(DIAL_RTTS * origin.node.place.rtt_s(node.place))
         if node.alive:
             origin.meets(node_id)
+            origin.worked_with.add(node_id)
             return True
     else:
         await trio.sleep(VANISHED_S if node_id in swarm.vanished else 0.1)
@@ -258,6 +260,7 @@ async def warm(swarm: LargeSwarm, origin: Origin) -> None:
                 break
             needed |= dict.fromkeys(found)
         missing = [node_id for node_id in needed if node_id not in origin.connected]
+        origin.worked_with |= {node_id for node_id in needed if node_id in origin.connected}
         async with trio.open_nursery() as nursery:
             for node_id in missing[:DIALS_MAX]:
                 nursery.start_soon(reach, swarm, origin, node_id)
@@ -314,6 +317,7 @@ async def simulate(
             origin.heard(swarm.book.node_ids(), trio.current_time())
         nursery.start_soon(regularly, SPEAK_S, swarm.speak)
         nursery.start_soon(regularly, 1 / HEARTBEATS_PER_S, swarm.beat)
+        nursery.start_soon(regularly, SPEAK_S, swarm.tell_sustained_loads)
         nursery.start_soon(regularly, PLAN_EVERY_S, look)
         nursery.start_soon(regularly, EVERY_S, keep_warm)
         if is_brief:
@@ -360,6 +364,15 @@ def summary(swarm: LargeSwarm, duration_s: float) -> dict[str, Any]:
         "envelopes and heartbeats heard, signed, each once, bytes/s": round(
             figures.n_sealed_bytes / duration_s
         ),
+        "of them envelopes": round(figures.n_envelope_bytes / duration_s),
+        "of them heartbeats with news of load": round(figures.n_load_bytes / duration_s),
+        "records / news of load heard, per s": [
+            round(number / duration_s, 2) for number in (figures.n_records, figures.n_loads)
+        ],
+        "loads that an origin hears on data connections, per s": round(
+            sum(origin.n_loads for origin in swarm.origins) / n_origins / duration_s, 2
+        ),
+        "routes changed for what stages told": figures.n_reassigned,
         "details of so many nodes at an origin, median": statistics.median(
             len(origin.details) for origin in swarm.origins
         ),

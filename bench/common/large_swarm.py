@@ -17,6 +17,7 @@ plans with all that hold its model, not only with those that it reaches.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -57,11 +58,12 @@ from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.records.details_book import AskedDetails
 from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm.swarm.records.spread import heartbeat_interval_s
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.envelope import Details, Envelope, seal
 from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.identifiers import ModelId, Multiaddr, NodeId
-from swarmllm_proto.node_load import decode_load, encode_load, load_of, with_load
+from swarmllm_proto.node_load import carrying, decode_load, encode_load, load_of, with_load
 from swarmllm_proto.record_parts import split_record, with_details
 from swarmllm_proto.swarm import NodeCapability, NodeRecord
 
@@ -118,6 +120,7 @@ class LargeSwarm:
         self._place_all()
         for node in self.nodes.values():
             self.publish(node)
+            node.said_at_s = -math.inf
         ids = sorted(self.nodes)
         self.origins = [
             Origin(
@@ -316,7 +319,7 @@ class LargeSwarm:
         self.figures, self.n_fetched, self.settled = Figures(), 0, True
         self.plan_ratios, self.first_ratios, self.later_ratios = [], [], []
         for origin in self.origins:
-            origin.n_dials = origin.n_dials_in_vain = origin.n_details_bytes = 0
+            origin.n_dials = origin.n_dials_in_vain = origin.n_details_bytes = origin.n_loads = 0
 
     def speak(self) -> None:
         """Those of whom there is news tell it."""
@@ -328,12 +331,18 @@ class LargeSwarm:
     def publish(self, node: Node) -> None:
         capability, told = node.capability(), (node.held, node.loading)
         means = node.changes.of_all(capability, trio.current_time())
+        node.sustained.note(load_of(capability), trio.current_time())
+        self._tell_load(node, encode_load(load_of(capability)))
         if means == "load" and told == node.told:
             self._publish_load(node, capability)
+        elif means == "settled" and told == node.told and self._is_brief:
+            node.changes.load_settled()
         elif means in ("speeds", "links") and told == node.told and node.details is not None:
             self._write_details(node, split_record(encode_record(node.record()))[1])
             node.changes.details_published(capability)
-            if means == "speeds" or load_has_changed(node.changes.told, capability):
+            if means == "speeds":
+                self._say_load(node)
+            if load_has_changed(node.changes.told, capability):
                 self._publish_load(node, capability)
         elif means != "nothing" or told != node.told or not node.sequence:
             node.told = told
@@ -341,11 +350,16 @@ class LargeSwarm:
             node.sequence += 1
             content = encode_record(node.record())
             if self._is_brief:
-                content, details = split_record(content)
+                node.recorded = node.sustained.at(trio.current_time())
+                content, details = split_record(content, node.recorded)
+                node.sustained.told(node.recorded)
                 self._write_details(node, details)
             self.figures.n_record_bytes += len(content)
             self.figures.n_records += 1
-            self.figures.n_sealed_bytes += self._take(node, content)
+            n_bytes = self._take(node, content)
+            node.said_at_s = trio.current_time()
+            self.figures.n_sealed_bytes += n_bytes
+            self.figures.n_envelope_bytes += n_bytes
 
     def _write_details(self, node: Node, details: bytes) -> None:
         number = 1 if node.details is None else node.details.number + 1
@@ -373,8 +387,33 @@ class LargeSwarm:
         return len(sealed)
 
     def _publish_load(self, node: Node, capability: NodeCapability) -> None:
-        content = encode_load(load_of(capability))
         node.changes.load_published(capability, trio.current_time())
+        if not self._is_brief:
+            self._say_load(node)
+
+    def _tell_load(self, node: Node, load: bytes) -> None:
+        """On data connections, to those that use the node."""
+        if load != node.direct_load:
+            node.direct_load = load
+            for origin in self.origins:
+                origin.n_loads += node.node_id in origin.worked_with and self._is_brief
+
+    def tell_sustained_loads(self) -> None:
+        """As `LoadPublisher` does."""
+        now = trio.current_time()
+        for node in self.nodes.values():
+            if self._is_brief and node.sustained.is_due(now, len(self.nodes)):
+                self._say_load(node)
+
+    def _say_load(self, node: Node) -> None:
+        """In a heartbeat."""
+        load = load_of(node.capability())
+        if self._is_brief:
+            load = node.sustained.at(trio.current_time())
+            node.sustained.told(load)
+        content = encode_load(load)
+        node.said_at_s = trio.current_time()
+        self.figures.n_load_bytes += HEARTBEAT_BYTES + len(content)
         self.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
         self.figures.n_sealed_bytes += HEARTBEAT_BYTES + len(content)
         self.figures.n_loads += 1
@@ -386,9 +425,11 @@ class LargeSwarm:
         self.decoded[node.node_id] = (record, content, with_load(decode_record(record), decode_load(content)))
 
     def beat(self) -> None:
-        """A heartbeat of somebody."""
-        self.figures.n_sealed_bytes += HEARTBEAT_BYTES
+        """A heartbeat of somebody, unless a record of it came instead."""
         node = self.nodes[self.rng.choice(list(self.nodes))]
+        if trio.current_time() < node.said_at_s + heartbeat_interval_s(len(self.nodes), 8):
+            return
+        self.figures.n_sealed_bytes += HEARTBEAT_BYTES
         if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
             self.n_fetched += 1
             self._take(node, self.decoded[node.node_id][0])
@@ -410,7 +451,10 @@ class LargeSwarm:
             if ranges:
                 if (details := origin.said.get(node_id)) is not None:
                     record = with_details(record, details)
-                held[node_id], said[node_id] = ranges, record.capability
+                capability = record.capability
+                if self._is_brief and node_id in origin.worked_with and node_id in self.nodes:
+                    capability = carrying(capability, decode_load(self.nodes[node_id].direct_load))
+                held[node_id], said[node_id] = ranges, capability
         held[origin.node.node_id] = origin.node.held if origin.node.model is model else ()
         rtt_s = {
             node_id: origin.node.place.rtt_s(self.nodes[node_id].place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,11 @@ from swarmllm.swarm.peers.reachable import ReachableNodes
 from swarmllm.swarm.records.details_book import DetailsBook
 from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.envelope_book import EnvelopeBook
+from swarmllm.swarm.records.sustained_load import SustainedLoad
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.envelope import Details, Envelope
 from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.node_load import NodeLoad
 from swarmllm_proto.record_parts import RecordDetails, details_of
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ShardAnnounce
 
@@ -125,6 +128,13 @@ class Node:
     sealed_details: bytes = b""
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
     told: object = None
+    sustained: SustainedLoad = field(default_factory=SustainedLoad)
+    recorded: NodeLoad = field(default_factory=NodeLoad)
+    """What the brief record says of its load."""
+    direct_load: bytes = b""
+    """What it tells on data connections."""
+    said_at_s: float = -math.inf
+    """When it last said something to everybody."""
 
     @property
     def lacks(self) -> str:
@@ -173,12 +183,16 @@ class Origin:
         self.reachable = ReachableNodes(book, self.dialler, self.connected, ChangeFeed())
         self.untried = UntriedNodes()
         self.asked: dict[str, tuple[Manifest, int, int]] = {}
+        self.worked_with: set[NodeId] = set()
+        """Connected nodes with which there is a data connection."""
         self.n_dials = 0
         self.n_dials_in_vain = 0
         self.said: dict[NodeId, RecordDetails] = {}
         """The details of records that it has."""
         self.n_details_bytes = 0
         """That came with answers."""
+        self.n_loads = 0
+        """That came on data connections."""
         self.details = DetailsBook(node.node_id, self, lambda *_: True)
         self._book = book
         self.exchange: DetailsExchange
@@ -212,4 +226,5 @@ class Origin:
 
     def loses(self, node_id: NodeId) -> None:
         self.connected.drop(node_id)
+        self.worked_with.discard(node_id)
         self.dialler.lost(node_id, trio.current_time(), on_purpose=False)

@@ -93,6 +93,9 @@ class Figures:
     """Of the heartbeats that tell a load too, those with what surrounds it."""
     n_sealed_bytes: int = 0
     """Of envelopes and heartbeats, all of them, with what surrounds the records."""
+    n_envelope_bytes: int = 0
+    """Of them, those of envelopes; `n_load_bytes`: of heartbeats that tell news of load."""
+    n_load_bytes: int = 0
     n_records: int = 0
     n_loads: int = 0
     n_lost_layers: int = 0

@@ -109,7 +109,7 @@ def router_lies(world: World) -> st.SearchStrategy[RouterLie]:
         st.tuples(st.sampled_from((KIND_APPLICATION, 5, 255)), st.sampled_from((b"", {}, [1]))),
     )
     frame = st.tuples(
-        st.sampled_from((*[int(kind) for kind in FrameKind], 8, 255)),
+        st.sampled_from((*[int(kind) for kind in FrameKind], 9, 255)),
         st.sampled_from((b"", b"\0" * 8, b"\xff" * 8, b"\1", b"\xc1" * 100)),
     )
     opening = st.tuples(wire_values(Hello, world), st.lists(frame, max_size=4).map(tuple))

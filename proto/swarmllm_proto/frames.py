@@ -44,6 +44,7 @@ class FrameKind(IntEnum):
     LINK = 5
     LAST = 6
     ACK = 7
+    LOAD = 8
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta
 from swarmllm_proto.codec import decode_record, encode_record, field_and_reason
 from swarmllm_proto.errors import BadMessage, UnsupportedVersion
 from swarmllm_proto.limits import DETAILS_MAX
+from swarmllm_proto.node_load import NodeLoad, with_load
 from swarmllm_proto.swarm import (
     RECORD_MODELS_MAX,
     NodeRecord,
@@ -52,10 +53,12 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 _decoder: Final = msgspec.msgpack.Decoder(RecordDetails)
 
 
-def split_record(content: bytes) -> tuple[bytes, bytes]:
-    """(the brief record, the details) of an encoded NodeRecord. Raises ProtocolError, also where the details
-    are too large to travel."""
+def split_record(content: bytes, load: NodeLoad | None = None) -> tuple[bytes, bytes]:
+    """(the brief record, the details) of an encoded NodeRecord; the brief one with this load in place of its
+    own, where one is given. Raises ProtocolError, also where the details are too large to travel."""
     record = decode_record(content)
+    if load is not None:
+        record = with_load(record, load)
     details = msgspec.msgpack.encode(details_of(record))
     if len(details) > DETAILS_MAX:
         raise BadMessage("details", f"{len(details)} bytes, at most {DETAILS_MAX}")

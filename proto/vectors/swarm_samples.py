@@ -795,5 +795,7 @@ CONTROL_FRAMES: list[tuple[str, FrameKind, bytes | Hello]] = [
     ("link", FrameKind.LINK, b""),
     ("last", FrameKind.LAST, b""),
     ("ack", FrameKind.ACK, (2**40 + 1).to_bytes(8, "little")),
+    ("question-for-load", FrameKind.LOAD, b""),
+    ("load", FrameKind.LOAD, encode_load(NodeLoad(1, 2, free_slots=5, free_kv_tokens=8192))),
 ]
 """Of the data plane; frames of kind 1 carry what is in `JOB_MESSAGES`."""

@@ -71,6 +71,12 @@ TASKS: Final = (
         "what gossip misses is learned later",
     ),
     LongLived(
+        "load changes",
+        "restart",
+        "tells everybody in a large swarm what load of this node lasts",
+        "nodes that do not use this one know an older load",
+    ),
+    LongLived(
         "record details",
         "restart",
         "asks for the details of nodes whose models are used here",

@@ -142,6 +142,7 @@ class Libp2pRouter:
             parts=directory.records,
             whole_records_max=settings.whole_records_max,
             dial=self._meet_for_details,
+            direct_loads=self,
         )
         self._reachable = ReachableNodes(
             self.spread.book, dialler, self._connected, self._feed, directory.uses
@@ -398,6 +399,9 @@ class Libp2pRouter:
     def lost(self, node_id: NodeId, how: str) -> None:
         self._liveness.drop(node_id, how)
 
+    def load_came(self, node_id: NodeId, load: bytes) -> None:
+        self.spread.direct_load_came(node_id, load)
+
     def met_in_passing(self, node_id: NodeId) -> None:
         self._reachable.met_in_passing(node_id, trio.current_time())
 
@@ -426,6 +430,12 @@ class Libp2pRouter:
 
     async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         await run_message_handler(self._on_message, sender, header, payload)
+
+    def tell_load(self, load: bytes) -> None:
+        self.plane.tell_load(load)
+
+    def ask_for_load(self, node_id: NodeId) -> None:
+        self.plane.ask_for_load(node_id)
 
     # What it does itself.
 

@@ -179,9 +179,10 @@ class Router(Protocol):
         ...
 
     async def publish_details(self, record: bytes, *, soon: bool) -> bool:
-        """Replace this node's record by one that says something else in its details only (`record_parts`).
-        Where the swarm is large, only those hear of it that use this node's models, `soon` or at the next
-        occasion, and not of its load; else everybody does, as by `publish`: True. Raises ValueError."""
+        """Replace this node's record by one that says something else in its details only (`record_parts`),
+        or that says what was published of the load. Where the swarm is large, only those hear of it that use
+        this node's models, `soon` or at the next occasion, and not of its load; else everybody does, as by
+        `publish`: True. Raises ValueError."""
         ...
 
     def loads(self) -> Mapping[NodeId, bytes]:
@@ -191,7 +192,8 @@ class Router(Protocol):
 
     async def publish_load(self, load: bytes) -> None:
         """Say what this node has to do, until it publishes the next record. Cheaper than a record, and may be
-        lost on the way to some. Raises ValueError above the size limit."""
+        lost on the way to some. Where the swarm is large, only those hear each change that use this node over
+        a data connection. Raises ValueError above the size limit."""
         ...
 
     def connected(self) -> frozenset[NodeId]:

@@ -28,6 +28,8 @@ class Stand:
     known: set[str] = field(default_factory=lambda: {A, B, C, "d"})
     linked: set[str] = field(default_factory=set)
     dialled: list[str] = field(default_factory=list)
+    kept_ready: list[str] = field(default_factory=list)
+    """Connected already: they get a data connection, where there is none."""
     planned: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,6 +47,9 @@ class Stand:
         return self.linked
 
     async def reach(self, node_id: str) -> None:
+        if node_id in self.linked:
+            self.kept_ready.append(node_id)
+            return
         self.dialled.append(node_id)
         if node_id in self.dead:
             raise NodeUnreachable("nothing answers")
@@ -65,8 +70,10 @@ async def test_the_nodes_of_a_route_are_dialled_that_are_not_connected() -> None
     stand.ask("m")
     await stand.warming.warm(0.0)
     assert sorted(stand.dialled) == sorted([B, "d"])
+    assert stand.kept_ready == [C]
     await stand.warming.warm(EVERY_S)
     assert len(stand.dialled) == 2, "they are connected now"
+    assert sorted(stand.kept_ready[1:]) == sorted([B, C, "d"])
 
 
 async def test_one_that_does_not_answer_keeps_no_other_waiting_and_is_tried_again() -> None:

@@ -22,6 +22,7 @@ from swarmllm.swarm.records.registry import Registry, follow_router
 from swarmllm.swarm.settings import SwarmSettings
 from swarmllm_proto.codec import encode_record
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.node_load import NodeLoad, encode_load
 from swarmllm_proto.record_parts import split_record
 from swarmllm_proto.swarm import NodeCapability, NodeRecord, ObservedLatency, ShardAnnounce
 
@@ -56,6 +57,33 @@ async def host(folder: Path, name: str, *bootstrap: str, max_peers: int = 1) -> 
     )
     async with open_libp2p_router(settings) as router:
         yield router
+
+
+async def test_who_uses_a_node_hears_its_load_on_the_data_connection(tmp_path: Path) -> None:
+    """And nobody else does, unless it lasts; when the connection ends, it counts no more."""
+    async with (
+        host(tmp_path, "holder", max_peers=16) as holder,
+        host(tmp_path, "user", holder.addresses[0]) as user,
+        host(tmp_path, "other", holder.addresses[0]) as other,
+    ):
+        for each in (user, other):
+            await until(each, lambda each=each: holder.node_id in each.connected())  # type: ignore[misc]
+        await until(holder, lambda: len(holder.spread.book) == 3)
+        record = record_of(holder.node_id)
+        await holder.publish(record)
+        for each in (user, other):
+            await until(each, lambda each=each: holder.node_id in each.records())  # type: ignore[misc]
+        await user.send(holder.node_id, b"work")
+        await interested(user, holder.node_id)
+        for n in (1, 2):
+            load = encode_load(NodeLoad(stage_requests=n))
+            await holder.publish_load(load)
+            await until(user, lambda load=load: user.loads().get(holder.node_id) == load)  # type: ignore[misc]
+        assert holder.node_id not in other.loads()
+        holder.plane.close(user.node_id, "a new one may come")
+        with trio.fail_after(10):
+            while user.loads().get(holder.node_id) == load:  # noqa: ASYNC110 (it is forgotten in silence)
+                await trio.sleep(0.02)
 
 
 async def interested(router: Libp2pRouter, *node_ids: NodeId) -> None:

@@ -239,8 +239,10 @@ class Announcer:
             if means == "record" or self._published is None or _is_for_everybody(self._published, holdings):
                 await self._router.publish(self._next_record(holdings, told))
                 self._record_published(holdings, told)
-            elif means in ("speeds", "links") or holdings != self._published:
+            elif means in ("speeds", "links", "settled") or holdings != self._published:
                 await self._publish_details(holdings, told, soon=means == "speeds")
+                if means == "settled":
+                    self._changes.load_settled()
             elif means == "load":
                 await self._tell_load(capability)
             return is_of_work

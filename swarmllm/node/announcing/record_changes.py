@@ -26,8 +26,9 @@ from swarmllm_proto.swarm import NodeCapability
 SETTLED_S: Final = 60.0
 """A load that has been the same for so long belongs into the record."""
 
-Means = Literal["record", "speeds", "links", "load", "nothing"]
-"""speeds, links: of the record, no more than these; of the former others should know soon."""
+Means = Literal["record", "speeds", "links", "load", "settled", "nothing"]
+"""speeds, links: of the record, no more than these; of the former others should know soon. settled: the load
+has been told, and belongs into a record that tells everything."""
 
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 120.0
@@ -93,8 +94,10 @@ class RecordChanges:
         tells_ways = self._ways.admits(now, has_changed=is_of_ways)
         means = self.of_work(capability)
         is_settled = means == "nothing" and now >= self._load_published_s + SETTLED_S
-        if (tells_ways and has_moved) or (is_settled and load_has_changed(self._recorded, capability)):
+        if tells_ways and has_moved:
             return "record"
+        if is_settled and load_has_changed(self._recorded, capability):
+            return "settled"
         if tells_ways and means in ("load", "nothing"):
             return "links"
         return means
@@ -108,6 +111,10 @@ class RecordChanges:
             observed_latencies=capability.observed_latencies,
             observed_links=capability.observed_links,
         )
+
+    def load_settled(self) -> None:
+        """What was told of the load counts as recorded."""
+        self._recorded = carrying(self._recorded, load_of(self._published))
 
     def load_published(self, capability: NodeCapability, now: float) -> None:
         self._published = carrying(self._published, load_of(capability))

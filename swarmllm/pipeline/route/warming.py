@@ -101,8 +101,10 @@ class RouteWarming:
             needed |= dict.fromkeys(found)
         connected = self._router.connected()
         missing = [node_id for node_id in needed if node_id not in connected]
+        # Those that are connected get a data connection, on which they tell their load.
+        there = [node_id for node_id in needed if node_id in connected]
         async with trio.open_nursery() as nursery:
-            for node_id in missing[:DIALS_MAX]:
+            for node_id in (*there, *missing[:DIALS_MAX]):
                 nursery.start_soon(self._reach, node_id)
 
     async def _reach(self, node_id: NodeId) -> None:

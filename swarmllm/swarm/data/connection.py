@@ -11,6 +11,7 @@ sender's header:
     5 link     the connection has become a link (see data_plane), as the dialler's hello asked
     6 last     the sender has turned to another connection: no message follows here
     7 ack      u64: so many of the peer's messages have been handed on (see keepalive)
+    8 load     what the sender has to do (see `node_load`); empty: asks the peer to tell its own, from now on
 
 **Writing.** A message that fits the kernel's buffer is written by its sender on the spot; else it queues and
 its sender waits until it is written, so a slow neighbour holds up exactly those who send to it, and no more
@@ -48,6 +49,7 @@ from swarmllm.swarm.data.connection_states import (
 )
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import PING_S, RR_ACK_TIMEOUT_S, SILENCE_S, Deliveries, Keepalive
+from swarmllm.swarm.data.load_frames import LoadFrames
 from swarmllm.swarm.data.transfer_pacing import FramePace, Throughput
 from swarmllm.swarm.data.wire import VERSION, FrameKind, Hello, Outgoing, Wire, WireClosed, checked_hello
 from swarmllm.swarm.peers.trust import TrustEvent
@@ -135,6 +137,7 @@ class Connection:
         self._n_rtts = 0
         self._latest_rtts: deque[float] = deque(maxlen=_RTTS_KEPT)
         self._rtt_at_s = 0.0
+        self.loads = LoadFrames(self._write_load)
         self.n_bytes_sent = 0
         self.n_bytes_received = 0
         self.throughput = Throughput()
@@ -385,6 +388,12 @@ class Connection:
         except NodeUnreachable:
             return  # `ending` says why.
 
+    def _write_load(self, content: bytes) -> bool:
+        if self._queue or self._writing:
+            return False
+        self._queue_control(FrameKind.LOAD, content)
+        return True
+
     async def _write_queue(self) -> None:
         while True:
             while not self._queue:
@@ -487,6 +496,8 @@ class Connection:
             self._take_pong(header)
         elif kind == FrameKind.ACK and len(header) == _NUMBER.size:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
+        elif kind == FrameKind.LOAD:
+            self.loads.take(bytes(header))
         elif kind == FrameKind.LAST:
             self._pass(ConnectionEvent.LAST)
             if self.is_over:
@@ -554,6 +565,7 @@ class Connection:
         if now >= self._acknowledge_at_s:
             self._acknowledge_at_s = now + _ACKNOWLEDGE_S
             self._acknowledge()
+        self.loads.tell_what_waits()
         state = self._keepalive.look(now, is_reading=not self._handling)
         if state == "silent":
             self._give_up("silent")

@@ -86,6 +86,10 @@ class DataPlaneUser(Protocol):
         """A peer was lost unexpectedly."""
         ...
 
+    def load_came(self, node_id: NodeId, load: bytes) -> None:
+        """What a peer has to do, of which `ask_for_load` was asked; empty: it does not tell any more."""
+        ...
+
     async def answer(self, sender: NodeId, body: bytes) -> bytes:
         """Raises RequestRefused."""
         ...
@@ -132,6 +136,7 @@ class DataPlane:
         self._pacing = TransferPacing()
         self._timer = ConnectionTimer()
         self._handshakes = HandshakeTurns(half_open_max=HANDSHAKES_MAX, stale_s=HANDSHAKE_S / 2)
+        self._own_load = b""
         self.port = 0
         self.listening: list[str] = []
         """The IPs it listens on."""
@@ -243,6 +248,25 @@ class DataPlane:
         known soon if it is gone."""
         for connection in self.connections(node_id):
             connection.used()
+
+    def tell_load(self, load: bytes) -> None:
+        """What this node has to do: to the peers that have asked for it, and to those that will."""
+        self._own_load = load
+        for connection in self._receivers():
+            if connection.loads.is_asked:
+                connection.loads.tell(load)
+
+    def ask_for_load(self, node_id: NodeId) -> None:
+        """Where there is a data connection with that node, it tells its load on it, until it ends."""
+        live = self.connections(node_id)
+        if live and not any(each.loads.has_asked for each in live):
+            live[0].loads.ask()
+
+    def _take_load(self, connection: Connection, load: bytes) -> None:
+        if load:
+            self._user.load_came(connection.node_id, load)
+        elif self._own_load:
+            connection.loads.tell(self._own_load)
 
     def watch_while(self, is_working: Callable[[], bool]) -> None:
         """No data connection rests while that is so."""
@@ -429,6 +453,7 @@ class DataPlane:
             dialled=dialled,
             bulk=bulk,
         )
+        connection.loads.on_load = partial(self._take_load, connection)
         self._neighbour(node_id).connections.add(connection)
         return connection
 
@@ -453,6 +478,9 @@ class DataPlane:
             connection.ending,
         )
         self.bulk.lost(connection)
+        others = self.connections(connection.node_id)
+        if connection.loads.has_asked and not any(each.loads.has_asked for each in others):
+            self._user.load_came(connection.node_id, b"")
         if connection.trust_event is not None:
             self._note(connection.node_id, connection.trust_event, connection.ending)
         if connection.link_asked:

@@ -56,6 +56,28 @@ class DetailsReader(Protocol):
         ...
 
 
+class DirectLoads(Protocol):
+    """Loads of nodes with which there is a data connection."""
+
+    def tell_load(self, load: bytes) -> None:
+        """This node's, to those that have asked for it."""
+        ...
+
+    def ask_for_load(self, node_id: NodeId) -> None:
+        """Where there is a data connection with that node, for as long as it stays. Idempotent."""
+        ...
+
+
+class NoDirectLoads:
+    """There are no data connections."""
+
+    def tell_load(self, load: bytes) -> None:
+        pass
+
+    def ask_for_load(self, node_id: NodeId) -> None:
+        pass
+
+
 async def no_dials(node_id: NodeId) -> None:
     """Nobody is dialled."""
     await trio.lowlevel.checkpoint()
@@ -71,6 +93,7 @@ class DetailsExchange:
         feed: ChangeFeed,
         dial: Callable[[NodeId], Awaitable[None]] = no_dials,
         randomness: random.Random | None = None,
+        loads: DirectLoads | None = None,
     ) -> None:
         """`dial`: be connected with a node in passing; raises as `Router.reach`. `randomness`: chooses among
         neighbours."""
@@ -82,6 +105,7 @@ class DetailsExchange:
         self._dial = dial
         self._random = randomness or random.Random()
         self._dialled_at_s = -DIAL_EVERY_S
+        self._loads = loads or NoDirectLoads()
         self._told = trio.Event()
         self.interests: Interests = tuple
 
@@ -100,6 +124,9 @@ class DetailsExchange:
         """Ask for what is due."""
         for node_id in self._book.want(self.interests(), self._connected):
             self._feed.announce(Change("record", node_id))
+        for node_id in self._connected:
+            if node_id in self._book.of_interest:
+                self._loads.ask_for_load(node_id)
         due = self._book.due(trio.current_time())
         others = [each for each in due if each not in self._connected]
         # Beside each other: one that answers nothing is waited for as long as any request.

@@ -86,6 +86,8 @@ class HeldEnvelope:
     """What its writer has said since that it has to do; empty: nothing."""
     load_beat: int = -1
     """The heartbeat that said so."""
+    direct_load: bytes = b""
+    """What its writer says of it on a data connection, which is newer; empty: there is none that says so."""
     details: int = 0
     """The highest number of details that its writer has named since its record became a brief one; 0: the
     record is whole."""
@@ -165,6 +167,8 @@ class EnvelopeBook:
         entry = HeldEnvelope(envelope, sealed, heard_at_s, now, details=envelope.details or 0)
         if entry.details and held is not None and held.envelope.started_at_ms == envelope.started_at_ms:
             entry.details = max(entry.details, held.details)
+        if held is not None:
+            entry.direct_load = held.direct_load
         if held is None and len(self._entries) >= self._nodes_max and not self._make_room(connected):
             return "refused", node_id
         more = entry.n_bytes - (held.n_bytes if held is not None else 0)
@@ -203,6 +207,15 @@ class EnvelopeBook:
         if held is None or held.envelope.version != version or beat <= held.load_beat:
             return False
         held.load, held.load_beat = load, beat
+        return True
+
+    def hear_direct_load(self, node_id: NodeId, load: bytes) -> bool:
+        """On a data connection with it; empty: there is no such connection any more. Returns whether that
+        changes what is known of its load."""
+        held = self._entries.get(node_id)
+        if held is None or held.direct_load == load:
+            return False
+        held.direct_load = load
         return True
 
     def hear_details(self, node_id: NodeId, started_at_ms: int, number: int) -> None:
@@ -330,11 +343,15 @@ class EnvelopeBook:
     def load(self, node_id: NodeId) -> bytes:
         """Empty: it has said nothing since its record."""
         entry = self._entries.get(node_id)
-        return entry.load if entry else b""
+        return (entry.direct_load or entry.load) if entry else b""
 
     def loads(self) -> dict[NodeId, bytes]:
         """Of those that have said since their record what they have to do."""
-        return {node_id: entry.load for node_id, entry in self._entries.items() if entry.load}
+        return {
+            node_id: load
+            for node_id, entry in self._entries.items()
+            if (load := entry.direct_load or entry.load)
+        }
 
     def expire(self, now: float, connected: Collection[NodeId]) -> list[NodeId]:
         """Forget who was not heard for `expiry_s` and is not connected; whom it forgot."""

@@ -98,6 +98,7 @@ class Registry:
         self._share_min = share_min
         parts = parts or RegistryParts()
         self._announced = parts.announced
+        self._loaded: set[NodeId] = set()
         self._present = parts.present
         self._distrusted = parts.distrusted
         self._prefixes = PrefixIndex(peers=parts.prefixes)
@@ -118,6 +119,7 @@ class Registry:
         """
         announced = self._announced.put(node_id, self._node(node_id))
         announced.content, announced.load = record, None
+        self._loaded.discard(node_id)
         decoded = decode_record(record)
         if decoded.node_id != node_id:
             raise BadMessage("node_id", f"{node_id} may not write the record of {decoded.node_id}")
@@ -137,6 +139,7 @@ class Registry:
         if announced is None or announced.record is None:
             return
         announced.load = load
+        self._loaded.add(node_id)
         announced.record = with_load(announced.record, decode_load(load))
         self._place(node_id)
 
@@ -145,7 +148,12 @@ class Registry:
         announced = self._announced.get(node_id)
         return announced.load if announced else None
 
+    def loaded(self) -> frozenset[NodeId]:
+        """The nodes of which a load was applied since their record."""
+        return frozenset(self._loaded)
+
     def forget(self, node_id: NodeId) -> None:
+        self._loaded.discard(node_id)
         if (announced := self._announced.drop(node_id)) is not None:
             self._note_models(node_id, announced.record, None)
             announced.content = announced.record = None
@@ -403,9 +411,15 @@ async def _catch_up(registry: Registry, router: Router) -> None:
         _apply(registry.apply, node_id, records[node_id])
         registry.departures.record_replaced(node_id, before, registry.node(node_id), trio.current_time())
         await trio.lowlevel.checkpoint()
-    for node_id, load in router.loads().items():
+    loads = router.loads()
+    for node_id, load in loads.items():
         if registry.load(node_id) is not load:
             _apply(registry.apply_load, node_id, load)
+            await trio.lowlevel.checkpoint()
+    for node_id in registry.loaded() - loads.keys():
+        # What it said on its data connection counts no more, now that there is none.
+        if (content := registry.content(node_id)) is not None:
+            _apply(registry.apply, node_id, content)
             await trio.lowlevel.checkpoint()
     await _take_over_reachable(registry, router)
 

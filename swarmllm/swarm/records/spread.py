@@ -11,6 +11,7 @@ those that ask for them (details_exchange.py), and a change of them alone costs 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +33,10 @@ from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
 from swarmllm.swarm.records.details_book import DetailsBook, HeldDetails
-from swarmllm.swarm.records.details_exchange import DetailsExchange, no_dials
+from swarmllm.swarm.records.details_exchange import DetailsExchange, DirectLoads, NoDirectLoads, no_dials
 from swarmllm.swarm.records.envelope_book import UNSEALED_KEPT, EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import KIND_DETAILS, KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
+from swarmllm.swarm.records.load_publisher import LoadPublisher
 from swarmllm.swarm.records.update_pace import CountedUpdate, UpdatePace
 from swarmllm.swarm.router import Change
 from swarmllm_proto.envelope import (
@@ -51,6 +53,7 @@ from swarmllm_proto.envelope import (
 )
 from swarmllm_proto.errors import BadMessage, ProtocolError, UnsupportedVersion
 from swarmllm_proto.identifiers import NodeId
+from swarmllm_proto.node_load import NodeLoad
 from swarmllm_proto.record_parts import split_record
 
 log = logging.getLogger(__name__)
@@ -61,8 +64,8 @@ either (`gossip_mesh`)."""
 HEARTBEAT_MAX_S = 60.0
 """While there is nothing new, of which only those need to hear that have no connection with this node. More
 rarely where the swarm is large (EXPIRY_NODES)."""
-HEARTBEATS_PER_S = 1.7
-"""Of the whole swarm: each node hears all of them, about twice. A node is forgotten after four that did
+HEARTBEATS_PER_S = 1.25
+"""Of the whole swarm: each node hears all of them, about twice. A node is forgotten after three that did
 not come (`envelope_book.expiry_s`)."""
 LOAD_WAITS_S = 0.3
 HEARTBEAT_WAITS_S = 3.0
@@ -130,6 +133,7 @@ class RecordSpread:
         parts: RecordParts | None = None,
         whole_records_max: int = WHOLE_RECORDS_MAX,
         dial: Callable[[NodeId], Awaitable[None]] = no_dials,
+        direct_loads: DirectLoads | None = None,
     ) -> None:
         """`connected`: the peers that are, whenever it is looked at. `dial`: see `DetailsExchange`."""
         parts = parts or RecordParts()
@@ -147,7 +151,10 @@ class RecordSpread:
         self._book = EnvelopeBook(identity.node_id, verify, parts.envelopes)
         self._fetching = parts.fetching
         self._n_beats = 0
+        self._n_loads = 0
         self._n_beats_since_change = 0
+        self._said_at_s = -math.inf
+        """When this node last said something to everybody."""
         self._changed = trio.Event()
         self._gossip: Gossip | None = None
         self.own = Envelope(node_id=identity.node_id, started_at_ms=started_at_ms, sequence=0)
@@ -156,7 +163,9 @@ class RecordSpread:
         self._circuits: tuple[str, ...] = ()
         self.exchange = RecordExchange(self._book, ask, self)
         self._details = DetailsBook(identity.node_id, self._book, verify, parts.details)
-        self.details = DetailsExchange(self._details, ask, connected, self, feed, dial)
+        direct_loads = direct_loads or NoDirectLoads()
+        self.details = DetailsExchange(self._details, ask, connected, self, feed, dial, loads=direct_loads)
+        self._load_publisher = LoadPublisher(direct_loads)
         self._whole_records_max = whole_records_max
         self._is_brief = False
         self._record = b""
@@ -181,6 +190,14 @@ class RecordSpread:
         self._pace.begin(trio.current_time())
         supervise(self._nursery, "record comparisons", self._keep_comparing)
         supervise(self._nursery, "record details", self.details.run)
+        supervise(
+            self._nursery,
+            "load changes",
+            self._load_publisher.run,
+            lambda: self.own.details is not UNSET,
+            lambda: len(self._book),
+            self._publish_heartbeat,
+        )
 
     async def synchronise(self, node_id: NodeId) -> None:
         """Learn everything that a node knows with which there is a new connection. Raises as
@@ -201,10 +218,16 @@ class RecordSpread:
         return answered
 
     async def publish(self, record: bytes) -> None:
+        self._load_publisher.in_record(record)
+        await self._publish_record(record)
+
+    async def _publish_record(self, record: bytes) -> None:
         self._record = record
-        parts = self._parts(record)
+        load = self._load_publisher.sustained()
+        parts = self._parts(record, load)
         if parts is not None:
             self._write_details(parts[1])
+            self._load_publisher.recorded(load)
         self.own = msgspec.structs.replace(
             self.own,
             sequence=self.own.sequence + 1,
@@ -215,6 +238,7 @@ class RecordSpread:
         sealed = seal(self.own, self._identity.sign)
         self._book.write_own(self.own, sealed, trio.current_time(), whole=b"" if parts is None else record)
         self._n_beats_since_change = 0
+        self._said_at_s = trio.current_time()
         self._changed.set()
         self._feed.announce(Change("record", self._identity.node_id))
         if self._gossip is not None:
@@ -222,7 +246,7 @@ class RecordSpread:
 
     async def publish_details(self, record: bytes, *, soon: bool) -> bool:
         """See `Router`."""
-        parts = self._parts(record)
+        parts = self._parts(record, self._load_publisher.sustained())
         if parts is None or self.own.details is UNSET:
             await self.publish(record)
             return True
@@ -234,14 +258,14 @@ class RecordSpread:
             await self._publish_heartbeat()
         return False
 
-    def _parts(self, record: bytes) -> tuple[bytes, bytes] | None:
+    def _parts(self, record: bytes, load: NodeLoad) -> tuple[bytes, bytes] | None:
         """The brief record and its details; None: it is published as a whole."""
         n_nodes, most = len(self._book), self._whole_records_max
         self._is_brief = n_nodes > most or (self._is_brief and n_nodes > WHOLE_AGAIN * most)
         if not self._is_brief:
             return None
         try:
-            return split_record(record)
+            return split_record(record, load)
         except ProtocolError as error:
             log.debug("this node's record is published as a whole: %s", error)
             return None
@@ -255,13 +279,17 @@ class RecordSpread:
 
     async def publish_load(self, load: bytes) -> None:
         """In a heartbeat, which is a fifth of the smallest record; in those that follow too, until the next
-        record."""
-        self._book.hear_load(self._identity.node_id, self.own.version, self._n_beats + 1, load)
+        record. In a large swarm by `LoadPublisher`."""
+        self._n_loads += 1
+        self._book.hear_load(self._identity.node_id, self.own.version, self._n_loads, load)
         self._feed.announce(Change("record", self._identity.node_id))
-        await self._publish_heartbeat()
+        self._load_publisher.changed(load)
+        if self.own.details is UNSET:
+            await self._publish_heartbeat()
 
     async def _publish_heartbeat(self) -> None:
         self._n_beats += 1
+        self._said_at_s = trio.current_time()
         if self._gossip is not None:
             await self._gossip.publish(HEALTH, self._heartbeat())
 
@@ -271,11 +299,16 @@ class RecordSpread:
             started_at_ms=self.own.started_at_ms,
             sequence=self.own.sequence,
             beat=self._n_beats,
-            load=self._book.load(self._identity.node_id) or UNSET,
+            load=self._load_to_tell() or UNSET,
             audience=self._audience(HEALTH),
             details=UNSET if self.own.details is UNSET else self._own_details.number,
         )
         return seal(heartbeat, self._identity.sign)
+
+    def _load_to_tell(self) -> bytes:
+        if self.own.details is UNSET:
+            return self._book.load(self._identity.node_id)
+        return self._load_publisher.for_heartbeat()
 
     def _audience(self, topic: str) -> bytes | UnsetType:
         # Where more nodes are known than may be neighbours, no two have the same ones.
@@ -310,7 +343,7 @@ class RecordSpread:
         )
         self.own = msgspec.structs.replace(self.own, addresses=control, data_addresses=data)
         load = self._book.load(self._identity.node_id)
-        await self.publish(self._record)
+        await self._publish_record(self._record)
         if load:
             await self.publish_load(load)
 
@@ -399,6 +432,11 @@ class RecordSpread:
         ):
             self._feed.announce(Change("record", node_id))
 
+    def direct_load_came(self, node_id: NodeId, load: bytes) -> None:
+        """On a data connection; empty: there is none any more that tells it."""
+        if self._book.hear_direct_load(node_id, load):
+            self._feed.announce(Change("record", node_id))
+
     def take(self, sealed: bytes, ages_s: Mapping[NodeId, float]) -> NodeId:
         now = trio.current_time()
         verdict, node_id = self._book.take(sealed, now, connected=self._connected, ages_s=ages_s)
@@ -464,18 +502,20 @@ class RecordSpread:
     async def _send_heartbeats(self) -> None:
         while True:
             await self._publish_heartbeat()
-            await self._until_next_beat(trio.current_time())
+            await self._until_next_beat()
             self._n_beats_since_change += 1
 
-    async def _until_next_beat(self, last_at_s: float) -> None:
+    async def _until_next_beat(self) -> None:
+        """After a record a heartbeat is due as late as after a heartbeat: it tells as much."""
         jitter = random.uniform(0.8, 1.2)
         while True:
             # The swarm may have grown meanwhile: nodes that start together have few others to know at first.
             interval_s = heartbeat_interval_s(len(self._book), self._n_beats_since_change)
-            if trio.current_time() >= last_at_s + interval_s * jitter:
+            due_at_s = self._said_at_s + interval_s * jitter
+            if trio.current_time() >= due_at_s:
                 return
             self._changed = trio.Event()
-            with trio.move_on_at(last_at_s + interval_s * jitter):
+            with trio.move_on_at(due_at_s):
                 await self._changed.wait()
 
     async def _keep_house(self) -> None:
