@@ -61,6 +61,12 @@ TASKS: Final = (
         "pings peers, acknowledges, ends silent connections",
         "frozen peers stay connected",
     ),
+    LongLived(
+        "libp2p pings",
+        "restart",
+        "pings libp2p connections over which nothing comes",
+        "connections without anything to carry end",
+    ),
     LongLived("connection upgrades", "restart", "looks for direct connections", "streams stay on relays"),
     LongLived("messages to self", "restart", "delivers messages of this node to itself", "local stages wait"),
     LongLived("heartbeats", "restart", "tells the version of this node's record", "missed news stays missed"),

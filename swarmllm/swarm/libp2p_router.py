@@ -38,6 +38,7 @@ from swarmllm.swarm.libp2p.exception_groups import unwrapped
 from swarmllm.swarm.libp2p.gossip import Gossip, run_gossip
 from swarmllm.swarm.libp2p.host import Host, open_listeners, run_libp2p
 from swarmllm.swarm.libp2p.request_protocol import RequestProtocol
+from swarmllm.swarm.libp2p.silent_connections import SilentConnections
 from swarmllm.swarm.membership.connection_gater import ConnectionGater
 from swarmllm.swarm.membership.identity import Identity, load_or_create_identity, verify
 from swarmllm.swarm.membership.network_key import NetworkFile
@@ -360,6 +361,8 @@ class Libp2pRouter:
         supervise(self._nursery, "reachability checks", self._checks.run)
         if maps_ports:
             supervise(self._nursery, "port mapping", self._port_mapping.run)
+        silent = SilentConnections(self.host.all_muxers, self.plane.has_connection, self._nursery)
+        supervise(self._nursery, "libp2p pings", silent.run)
         supervise(self._nursery, "peer expiry", self._forget_peers)
         supervise(self._nursery, "membership checks", self._keep_members_only)
         supervise(self._nursery, "DHT", self.wide_area.dht.run)

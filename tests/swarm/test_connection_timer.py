@@ -76,3 +76,25 @@ async def test_an_error_ends_its_connection_and_no_other(autojump_clock: MockClo
     assert "error here" in broken.ended
     assert not sound.ended
     assert len(sound.looks_s) >= 2
+
+
+async def test_who_is_not_due_is_not_looked_at_when_another_is(autojump_clock: MockClock) -> None:
+    """Of a hundred connections at rest, all but one."""
+
+    class AtRest(EncodedBy):
+        def look(self, now: float, check_at_s: float) -> float:
+            self.looks_s.append(now)
+            return now + 100.0
+
+    timer, resting, busy = ConnectionTimer(), AtRest(), EncodedBy()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(timer.run)
+        with timer.looking_at(resting), timer.looking_at(busy):
+            await trio.sleep(50 * CHECK_S)
+            assert len(busy.looks_s) >= 50
+            assert len(resting.looks_s) == 1
+            timer.wake(resting)
+            await trio.sleep(CHECK_S / 10)
+            assert len(resting.looks_s) == 2
+        timer.wake(resting)
+        nursery.cancel_scope.cancel()

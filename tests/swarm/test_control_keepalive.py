@@ -6,10 +6,8 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import libp2p.network.health.monitor as monitor
 import pytest
 import trio
 import trio.testing
@@ -28,10 +26,7 @@ from swarmllm.swarm.data.keepalive import (
 from swarmllm.swarm.discovery.dialler import Dialler
 from swarmllm.swarm.libp2p.control_keepalive import (
     REST_LOOK_S,
-    YAMUX_PING_S,
-    YAMUX_SILENCE_S,
     ControlKeepalive,
-    judge_connections_by_what_comes,
 )
 from swarmllm.swarm.libp2p.host import PeerWatcher
 from swarmllm.swarm.peers.liveness import Liveness
@@ -261,23 +256,6 @@ async def test_a_watch_at_rest_ends_soon_after_it_is_over(autojump_clock: MockCl
         began_s = trio.current_time()
         assert not await keepalive.falls_silent(NODE_ID, lambda: trio.current_time() > began_s + 200.0)
         assert trio.current_time() - began_s <= 200.0 + 1.2 * REST_LOOK_S
-
-
-async def test_a_connection_that_nobody_watches_costs_a_ping_a_minute_and_ends_with_its_peer(
-    autojump_clock: MockClock,
-) -> None:
-    judge_connections_by_what_comes()
-    async with connected() as (muxer, here, there):
-        connection = SimpleNamespace(muxed_conn=muxer)
-        for _ in range(10):
-            await trio.sleep(60.0)
-            assert (await monitor.ping_connection(connection, ping_timeout=1.0)).success  # type: ignore[arg-type]
-        assert here.n_writes == there.n_writes == 1 + 600.0 // YAMUX_PING_S, "both ends send the first"
-        there.freeze()
-        await trio.sleep(YAMUX_SILENCE_S)
-        result = await monitor.ping_connection(connection, ping_timeout=1.0)  # type: ignore[arg-type]
-        assert not result.success
-        assert not result.skipped
 
 
 async def test_whoever_gets_a_data_connection_at_once_is_not_pinged(autojump_clock: MockClock) -> None:

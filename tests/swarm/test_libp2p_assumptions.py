@@ -62,6 +62,8 @@ PRIVATE = {
     "_forget_all_subscriptions": (PUBSUB, "UnsignedPubsub forgets the subscriptions of who came back"),
     "_replayed_recent_topics": (PUBSUB, "who came back is not sent what this node said last"),
     "_measure_rtt_loop": (YAMUX, "both ends of each connection ping it twice a minute"),
+    "_stale_stream_sweeper": (YAMUX, "each connection has a timer to clear streams away"),
+    "_sweep_stale_streams": (YAMUX, "SilentConnections clears no streams away"),
     "_emit_idontwant_for_message": (GOSSIPSUB, "UnsignedGossipSub refuses small messages at length"),
     "_check_equivocation": (GOSSIPSUB, "messages without an author count as contradictions"),
 }
@@ -72,6 +74,10 @@ READ_WHEN_USED = {
     "nursery.start_soon(self._measure_rtt_loop)": (
         YAMUX,
         "judge_connections_by_what_comes replaces nothing: both ends of each connection ping twice a minute",
+    ),
+    "nursery.start_soon(self._stale_stream_sweeper)": (
+        YAMUX,
+        "judge_connections_by_what_comes replaces nothing: each connection has a timer to clear streams away",
     ),
     "await ping_connection(": (
         "network/health/monitor.py",

@@ -306,7 +306,7 @@ class Connection:
     def used(self) -> None:
         """A message is sent or has come, or one is to be expected: the keepalive does not rest."""
         if self._keepalive.used(trio.current_time()):
-            self._timer.wake()
+            self._timer.wake(self)
 
     def _message_sent(self) -> None:
         self.deliveries.sent(trio.current_time())

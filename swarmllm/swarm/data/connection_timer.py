@@ -30,21 +30,24 @@ class ConnectionTimer:
     def __init__(self) -> None:
         self.is_working: Callable[[], bool] = lambda: False
         """Whether requests run on this node: then no connection rests (see `keepalive`)."""
-        self._connections: dict[Timed, None] = {}
+        self._due_s: dict[Timed, float] = {}
+        """When each is to be looked at."""
         self._added = trio.Event()
 
     @contextmanager
     def looking_at(self, connection: Timed) -> Iterator[None]:
-        self._connections[connection] = None
+        self._due_s[connection] = -math.inf
         self._added.set()
         try:
             yield
         finally:
-            del self._connections[connection]
+            del self._due_s[connection]
 
-    def wake(self) -> None:
-        """A connection is to be looked at now."""
-        self._added.set()
+    def wake(self, connection: Timed) -> None:
+        """It is to be looked at now."""
+        if connection in self._due_s:
+            self._due_s[connection] = -math.inf
+            self._added.set()
 
     async def run(self) -> NoReturn:
         check_at_s = -math.inf
@@ -54,8 +57,11 @@ class ConnectionTimer:
             if now >= check_at_s:
                 check_at_s = now + CHECK_S
             wake_at_s = math.inf
-            for connection in list(self._connections):
-                wake_at_s = min(wake_at_s, _look(connection, now, check_at_s))
+            for connection, due_s in list(self._due_s.items()):
+                if now >= due_s:
+                    # Of a hundred at rest only those are looked at that are due.
+                    self._due_s[connection] = due_s = _look(connection, now, check_at_s)
+                wake_at_s = min(wake_at_s, due_s)
             with trio.move_on_at(wake_at_s):
                 await self._added.wait()
 

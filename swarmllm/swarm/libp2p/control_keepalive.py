@@ -8,7 +8,7 @@ the first data connection.
 
 Of a peer that nothing is asked of for REST_AFTER_S nothing is expected: it is there for gossip. A ping after
 each minute of silence, which every connection gets, tells within two minutes whether it lives
-(`judge_connections_by_what_comes`). It is listened to closely again once something is asked of it.
+(`silent_connections`). It is listened to closely again once something is asked of it.
 
 An answer has a longer way than a beat of the peer's own, and before their first data connections many nodes
 may meet and keep each other busy. So where this side is late itself, silence counts for less.
@@ -23,10 +23,8 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any, Final
 
-import libp2p.network.health.monitor as monitor
 import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
-from libp2p.network.health.ping_probe import ConnectionPingResult
 
 from swarmllm.shared_ticks import next_tick_s
 from swarmllm.supervision import spawn
@@ -41,16 +39,8 @@ _ALLOWANCE = 2.0
 between other tasks. Every timer is late by milliseconds, and so is the look that would end the allowance."""
 _ALLOWANCE_MAX_S = 5.0
 _HEADER = Struct(">BBHII")
-YAMUX_PING_S: Final = 60.0
-"""After which a connection over which nothing has come gets a ping, whatever it is for."""
-_LATER_S: Final = 5.0
-"""So much longer the end waits that was dialled: what a ping and its answer say, both ends hear."""
-_FIRST_PING_S: Final = 0.5
-"""After the handshake, as the library has it. Its answer tells the round trip."""
 REST_LOOK_S: Final = 60.0
 """Between looks at a peer at rest: whether it still has to be watched."""
-YAMUX_SILENCE_S: Final = 80.0
-"""Starved of processor time for some seconds is not frozen."""
 _HEARD_AT = "_heard_at_s"
 
 
@@ -59,47 +49,14 @@ def note_what_comes() -> None:
     yamux.read_exactly = _read_and_note
 
 
-def judge_connections_by_what_comes() -> None:
-    """For all libp2p hosts of this process: where nobody else watches a connection, a frozen peer loses it
-    after one to two minutes. The library opens a stream on each connection every minute and negotiates what
-    it is for, only to ping; its yamux pings anyway, from both ends and beside other traffic. Idempotent."""
-    note_what_comes()
-    yamux.Yamux._measure_rtt_loop = _ping_when_silent
-    monitor.ping_connection = _heard_lately
-
-
-async def _heard_lately(connection: Any, **_: object) -> ConnectionPingResult:
-    await trio.lowlevel.checkpoint()
-    heard_at_s = _heard_at_s(connection.muxed_conn, math.inf)
-    is_alive = trio.current_time() < heard_at_s + YAMUX_SILENCE_S
-    return ConnectionPingResult(success=is_alive, skipped=is_alive)
-
-
-async def _ping_when_silent(muxer: Any) -> None:
-    """Until the connection ends."""
-    await trio.sleep(_FIRST_PING_S)
-    wait_s = YAMUX_PING_S if muxer.is_initiator else YAMUX_PING_S + _LATER_S
-    while not muxer.event_shutting_down.is_set():
-        try:
-            await _write_ping(muxer)
-        except Exception as error:
-            log.debug("no ping to %s: %s", muxer.peer_id, type(error).__name__)
-            return
-        pinged_at_s = trio.current_time()
-        while (due_s := max(pinged_at_s, _heard_at_s(muxer)) + wait_s) > trio.current_time():
-            with trio.move_on_at(due_s):
-                await muxer.event_shutting_down.wait()
-                return
-
-
-async def _write_ping(muxer: Any) -> None:
+async def write_ping(muxer: Any) -> None:
     muxer._ping_id += 1
     await muxer._write_frame(_HEADER.pack(0, yamux.TYPE_PING, yamux.FLAG_SYN, 0, muxer._ping_id))
     # The library measures the round trip by whichever answer comes.
     muxer._ping_sent_time = trio.current_time()
 
 
-def _heard_at_s(muxer: Any, never: float = -math.inf) -> float:
+def heard_at_s(muxer: Any, never: float = -math.inf) -> float:
     heard_at_s: float = getattr(muxer.secured_conn, _HEARD_AT, never)
     return heard_at_s
 
@@ -196,7 +153,7 @@ class ControlKeepalive:
             await trio.sleep(CHECK_S / 2)
 
     def _heard_at_s(self, node_id: NodeId) -> float:
-        return max(map(_heard_at_s, self._muxers(node_id)), default=-math.inf)
+        return max(map(heard_at_s, self._muxers(node_id)), default=-math.inf)
 
     def _beat(self, node_id: NodeId) -> None:
         for muxer in self._muxers(node_id):
@@ -208,7 +165,7 @@ class ControlKeepalive:
     async def _ping(self, muxer: Any) -> None:
         # In a task of its own: half a message cancelled would break the connection.
         try:
-            await _write_ping(muxer)
+            await write_ping(muxer)
         except Exception as error:
             log.debug("no ping to %s: %s", muxer.peer_id, type(error).__name__)
         finally:

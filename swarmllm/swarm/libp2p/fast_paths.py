@@ -59,6 +59,9 @@ class PromptLock:
         self._is_held = False
         self._waiting: trio.lowlevel.ParkingLot | None = None
 
+    def locked(self) -> bool:
+        return self._is_held
+
     async def __aenter__(self) -> None:
         if self._is_held:
             if self._waiting is None:

@@ -14,7 +14,7 @@ import errno
 import logging
 import socket
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -39,9 +39,9 @@ from swarmllm.swarm.discovery.own_port import connect_from, share_port
 from swarmllm.swarm.libp2p import fast_paths
 from swarmllm.swarm.libp2p import guards as host_guards
 from swarmllm.swarm.libp2p.bounded_yamux import hold_peers_to_their_windows
-from swarmllm.swarm.libp2p.control_keepalive import judge_connections_by_what_comes
 from swarmllm.swarm.libp2p.handshake_turns import HALF_OPEN_MAX
 from swarmllm.swarm.libp2p.negotiation import propose_at_once
+from swarmllm.swarm.libp2p.silent_connections import judge_connections_by_what_comes
 from swarmllm.swarm.membership.connection_gater import ConnectionGater, GuardedNoise
 from swarmllm.swarm.membership.identity import Identity
 from swarmllm.swarm.peers.connection_limits import CONNECTIONS_MAX
@@ -346,6 +346,12 @@ class Host:
     def muxers(self, node_id: NodeId) -> list[Any]:
         """What carries the streams of each connection to a node."""
         return [connection.muxed_conn for connection in self._connections(node_id)]
+
+    def all_muxers(self) -> Iterator[tuple[NodeId, Any]]:
+        """With whom each connection is, and what carries its streams."""
+        for node_id in self.connected():
+            for muxer in self.muxers(node_id):
+                yield node_id, muxer
 
     def forget_departed(self) -> None:
         if self.libp2p_host is not None:
