@@ -24,15 +24,12 @@ from functools import partial
 
 import msgspec
 import trio
-from msgspec import UNSET
 
 from bench.common.large_swarm_nodes import (
-    ADDRESS,
     DIAL_RTTS,
     HARDWARE,
     MODELS,
     N_MODELS,
-    OBSERVER,
     PLACE_ROUNDS,
     Node,
     Origin,
@@ -40,11 +37,11 @@ from bench.common.large_swarm_nodes import (
     make_model,
     shape,
 )
+from bench.common.large_swarm_records import HeardRecords
 from bench.common.simulated_network import random_place
-from bench.common.simulated_swarm import HEARTBEAT_BYTES, LOAD_BYTES_PER_S, Figures
+from bench.common.simulated_swarm import LOAD_BYTES_PER_S, Figures
 from swarmllm.errors import NodeUnreachable
 from swarmllm.models import LayerRange, Manifest, merge, subtract
-from swarmllm.node.announcing.capability import load_has_changed
 from swarmllm.node.placing.plan import next_step, plan_of
 from swarmllm.pipeline.route.assembly import RouteQuery
 from swarmllm.pipeline.route.inputs import NetworkDistances, OwnLoad, route_inputs, workload
@@ -57,15 +54,11 @@ from swarmllm.swarm.discovery.dialler import PEERS_MAX
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.records.details_book import AskedDetails
 from swarmllm.swarm.records.details_exchange import DetailsExchange
-from swarmllm.swarm.records.envelope_book import EnvelopeBook
-from swarmllm.swarm.records.spread import heartbeat_interval_s
-from swarmllm_proto.codec import decode_record, encode_record
-from swarmllm_proto.envelope import Details, Envelope, seal
 from swarmllm_proto.errors import BadMessage
-from swarmllm_proto.identifiers import ModelId, Multiaddr, NodeId
-from swarmllm_proto.node_load import carrying, decode_load, encode_load, load_of, with_load
-from swarmllm_proto.record_parts import split_record, with_details
-from swarmllm_proto.swarm import NodeCapability, NodeRecord
+from swarmllm_proto.identifiers import ModelId, NodeId
+from swarmllm_proto.node_load import carrying, decode_load
+from swarmllm_proto.record_parts import with_details
+from swarmllm_proto.swarm import NodeCapability
 
 
 class Blameless:
@@ -100,11 +93,8 @@ class LargeSwarm:
         self.plan_ratios: list[float] = []
         """Of each route that a request took: what it takes with the real speeds and distances, by what the
         oracle's takes. What it took to connect is left out."""
-        self.book = EnvelopeBook(OBSERVER, lambda *_: True)
-        self.n_fetched = 0
-        """Envelopes that were asked for again, because the book had forgotten them."""
-        self.decoded: dict[NodeId, tuple[bytes, bytes, NodeRecord]] = {}
-        self.dirty: dict[NodeId, None] = {}
+        self.heard = HeardRecords(self.nodes, self.rng, is_brief=is_brief)
+        self.heard.figures = self.figures
         self.n_moved = 0
         self.settled = False
         self.died = trio.Event()
@@ -119,19 +109,20 @@ class LargeSwarm:
         self._find_places()
         self._place_all()
         for node in self.nodes.values():
-            self.publish(node)
+            self.heard.publish(node)
             node.said_at_s = -math.inf
         ids = sorted(self.nodes)
         self.origins = [
             Origin(
                 self.nodes[node_id],
-                self.book,
+                self.heard.book,
                 self.rng.sample(ids, min(PEERS_MAX, n_nodes // 2)),
                 self.rng.choices(self.models, self.weights, k=2),
                 number,
             )
             for number, node_id in enumerate(self.rng.sample(ids, n_origins))
         ]
+        self.heard.origins = self.origins
         for origin in self.origins:
             origin.reachable.needed = partial(self._needed, origin)
             origin.exchange = DetailsExchange(
@@ -207,7 +198,7 @@ class LargeSwarm:
         peers = self.rng.sample(list(self.nodes), min(PEERS_MAX, len(self.nodes)))
         for _ in range(4):
             self._look(node, [peer for peer in peers if peer != node.node_id])
-        self.publish(node)
+        self.heard.publish(node)
 
     async def meet(self, node: Node, following: NodeId | None) -> None:
         """A stage dials the one behind it before it accepts, unless they have worked together."""
@@ -283,7 +274,9 @@ class LargeSwarm:
     def plan(self, model: Manifest, nursery: trio.Nursery) -> int:
         """One look of every node that places this model; how many complete pipelines there are."""
         nodes = self.holders[id_of(model)]
-        records = {node_id: self.decoded[node_id][2] for node_id in nodes if node_id in self.decoded}
+        records = {
+            node_id: self.heard.decoded[node_id][2] for node_id in nodes if node_id in self.heard.decoded
+        }
         plan = plan_of(model, records, None)
         for node_id in [each for each in nodes if each in records]:
             node = nodes[node_id]
@@ -303,136 +296,24 @@ class LargeSwarm:
                 elif step.load is not None:
                     node.loading = (step.load,)
                     nursery.start_soon(self._load, node, step.load)
-                self.dirty[node_id] = None
+                self.heard.dirty[node_id] = None
         return len(plan.pipelines)
 
     async def _load(self, node: Node, layers: LayerRange) -> None:
         await trio.sleep(shape(node.model).n_bytes(layers) / LOAD_BYTES_PER_S)
         node.held, node.loading = merge([*node.held, layers]), ()
-        self.dirty[node.node_id] = None
+        self.heard.dirty[node.node_id] = None
         if node.is_newcomer:
             self.figures.n_newcomer_layers += len(layers)
         else:
             self.figures.n_moved_layers += len(layers)
 
     def begin_counting(self) -> None:
-        self.figures, self.n_fetched, self.settled = Figures(), 0, True
+        self.figures = self.heard.figures = Figures()
+        self.heard.n_fetched, self.settled = 0, True
         self.plan_ratios, self.first_ratios, self.later_ratios = [], [], []
         for origin in self.origins:
             origin.n_dials = origin.n_dials_in_vain = origin.n_details_bytes = origin.n_loads = 0
-
-    def speak(self) -> None:
-        """Those of whom there is news tell it."""
-        dirty, self.dirty = self.dirty, {}
-        for node_id in dirty:
-            if (node := self.nodes.get(node_id)) is not None:
-                self.publish(node)
-
-    def publish(self, node: Node) -> None:
-        capability, told = node.capability(), (node.held, node.loading)
-        means = node.changes.of_all(capability, trio.current_time())
-        node.sustained.note(load_of(capability), trio.current_time())
-        self._tell_load(node, encode_load(load_of(capability)))
-        if means == "load" and told == node.told:
-            self._publish_load(node, capability)
-        elif means == "settled" and told == node.told and self._is_brief:
-            node.changes.load_settled()
-        elif means in ("speeds", "links") and told == node.told and node.details is not None:
-            self._write_details(node, split_record(encode_record(node.record()))[1])
-            node.changes.details_published(capability)
-            if means == "speeds":
-                self._say_load(node)
-            if load_has_changed(node.changes.told, capability):
-                self._publish_load(node, capability)
-        elif means != "nothing" or told != node.told or not node.sequence:
-            node.told = told
-            node.changes.record_published(capability)
-            node.sequence += 1
-            content = encode_record(node.record())
-            if self._is_brief:
-                node.recorded = node.sustained.at(trio.current_time())
-                content, details = split_record(content, node.recorded)
-                node.sustained.told(node.recorded)
-                self._write_details(node, details)
-            self.figures.n_record_bytes += len(content)
-            self.figures.n_records += 1
-            n_bytes = self._take(node, content)
-            node.said_at_s = trio.current_time()
-            self.figures.n_sealed_bytes += n_bytes
-            self.figures.n_envelope_bytes += n_bytes
-
-    def _write_details(self, node: Node, details: bytes) -> None:
-        number = 1 if node.details is None else node.details.number + 1
-        node.details = Details(node_id=node.node_id, started_at_ms=1, number=number, details=details)
-        node.sealed_details = seal(node.details, lambda _: bytes(64))
-        self.book.hear_details(node.node_id, 1, number)
-
-    def _take(self, node: Node, content: bytes) -> int:
-        """Bytes of the envelope."""
-        envelope = Envelope(
-            node_id=node.node_id,
-            started_at_ms=1,
-            sequence=node.sequence,
-            addresses=(Multiaddr(ADDRESS),) * 2,
-            data_addresses=(Multiaddr(ADDRESS),) * 2,
-            record=content,
-            details=UNSET if node.details is None else node.details.number,
-        )
-        sealed = seal(envelope, lambda _: bytes(64))
-        self.book.take(sealed, trio.current_time())
-        for origin in self.origins:
-            origin.heard([node.node_id], trio.current_time())
-            origin.details.envelope_came(node.node_id)
-        self.decoded[node.node_id] = (content, b"", decode_record(content))
-        return len(sealed)
-
-    def _publish_load(self, node: Node, capability: NodeCapability) -> None:
-        node.changes.load_published(capability, trio.current_time())
-        if not self._is_brief:
-            self._say_load(node)
-
-    def _tell_load(self, node: Node, load: bytes) -> None:
-        """On data connections, to those that use the node."""
-        if load != node.direct_load:
-            node.direct_load = load
-            for origin in self.origins:
-                origin.n_loads += node.node_id in origin.worked_with and self._is_brief
-
-    def tell_sustained_loads(self) -> None:
-        """As `LoadPublisher` does."""
-        now = trio.current_time()
-        for node in self.nodes.values():
-            if self._is_brief and node.sustained.is_due(now, len(self.nodes)):
-                self._say_load(node)
-
-    def _say_load(self, node: Node) -> None:
-        """In a heartbeat."""
-        load = load_of(node.capability())
-        if self._is_brief:
-            load = node.sustained.at(trio.current_time())
-            node.sustained.told(load)
-        content = encode_load(load)
-        node.said_at_s = trio.current_time()
-        self.figures.n_load_bytes += HEARTBEAT_BYTES + len(content)
-        self.figures.n_record_bytes += HEARTBEAT_BYTES + len(content)
-        self.figures.n_sealed_bytes += HEARTBEAT_BYTES + len(content)
-        self.figures.n_loads += 1
-        if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
-            # Forgotten: who hears of it asks for the envelope again.
-            self.n_fetched += 1
-            self._take(node, self.decoded[node.node_id][0])
-        record, _, _ = self.decoded[node.node_id]
-        self.decoded[node.node_id] = (record, content, with_load(decode_record(record), decode_load(content)))
-
-    def beat(self) -> None:
-        """A heartbeat of somebody, unless a record of it came instead."""
-        node = self.nodes[self.rng.choice(list(self.nodes))]
-        if trio.current_time() < node.said_at_s + heartbeat_interval_s(len(self.nodes), 8):
-            return
-        self.figures.n_sealed_bytes += HEARTBEAT_BYTES
-        if self.book.hear(node.node_id, (1, node.sequence), trio.current_time()):
-            self.n_fetched += 1
-            self._take(node, self.decoded[node.node_id][0])
 
     def known(
         self, origin: Origin, model: Manifest, size: tuple[int, int], told: Mapping[NodeId, int]
@@ -444,7 +325,7 @@ class LargeSwarm:
         said: dict[NodeId, NodeCapability] = {}
         model_id = id_of(model)
         for node_id in reachable:
-            record = self.decoded[node_id][2] if node_id in self.decoded else None
+            record = self.heard.decoded[node_id][2] if node_id in self.heard.decoded else None
             if record is None or node_id == origin.node.node_id:
                 continue
             ranges = tuple(LayerRange(*p) for a in record.models if a.model_id == model_id for p in a.ranges)
