@@ -130,35 +130,6 @@ class Libp2pRouter:
         self._requests = RequestProtocol(
             host, nursery, self._answer, budget=self.budget, note=note, peers=directory.requests
         )
-        self.spread = RecordSpread(
-            identity,
-            verify,
-            started_at_ms,
-            nursery,
-            self._feed,
-            ask=self._ask,
-            connected=self._connected,
-            listener=self,
-            note=note,
-            parts=directory.records,
-            whole_records_max=settings.whole_records_max,
-            dial=self._meet_for_details,
-            direct_loads=self,
-        )
-        self._reachable = ReachableNodes(
-            self.spread.book, dialler, self._connected, self._feed, directory.uses
-        )
-        self._liveness = Liveness(
-            host,
-            nursery,
-            self._feed,
-            dialler,
-            self._requests,
-            self._exchange_records,
-            gater,
-            directory.liveness,
-            settings.max_connections,
-        )
         self.host = host
         self.plane = DataPlane(
             identity,
@@ -173,6 +144,35 @@ class Libp2pRouter:
             connections_max=settings.max_connections,
             hole_turns=directory.hole_turns,
             hole_punching=settings.hole_punching,
+        )
+        self.spread = RecordSpread(
+            identity,
+            verify,
+            started_at_ms,
+            nursery,
+            self._feed,
+            ask=self._ask,
+            connected=self._connected,
+            listener=self,
+            note=note,
+            parts=directory.records,
+            whole_records_max=settings.whole_records_max,
+            dial=self._meet_for_details,
+            direct_loads=self.plane,
+        )
+        self._reachable = ReachableNodes(
+            self.spread.book, dialler, self._connected, self._feed, directory.uses
+        )
+        self._liveness = Liveness(
+            host,
+            nursery,
+            self._feed,
+            dialler,
+            self._requests,
+            self._exchange_records,
+            gater,
+            directory.liveness,
+            settings.max_connections,
         )
         self._unused = UnusedConnections(
             nursery,
@@ -433,12 +433,6 @@ class Libp2pRouter:
 
     async def deliver(self, sender: NodeId, header: bytes, payload: memoryview) -> None:
         await run_message_handler(self._on_message, sender, header, payload)
-
-    def tell_load(self, load: bytes) -> None:
-        self.plane.tell_load(load)
-
-    def ask_for_load(self, node_id: NodeId) -> None:
-        self.plane.ask_for_load(node_id)
 
     # What it does itself.
 
