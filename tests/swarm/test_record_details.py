@@ -22,6 +22,7 @@ from swarmllm.swarm.records.details_book import (
     ASKED_MAX,
     BURST_BYTES,
     BYTES_PER_S,
+    DUE_MAX,
     REFRESH_S,
     RETRY_MAX_S,
     RETRY_S,
@@ -33,6 +34,7 @@ from swarmllm.swarm.records.details_exchange import (
     ANSWER_MAX,
     ASKED_THEMSELVES_MAX,
     DIAL_EVERY_S,
+    QUESTIONS_MAX,
     DetailsExchange,
 )
 from swarmllm.swarm.records.exchange import KIND_DETAILS
@@ -375,14 +377,13 @@ def test_connected_nodes_find_a_place_and_those_that_have_one_keep_it() -> None:
 
 def test_a_question_has_an_end() -> None:
     envelopes, details = two_books()
-    crowd = [new_identity(100 + number) for number in range(ASKED_MAX + 3)]
+    crowd = [new_identity(100 + number) for number in range(DUE_MAX + 3)]
     for each in crowd:
         envelopes.take(brief_envelope(each, 2), 0.0)
     details.want([ids(*crowd)], ())
     details.take(details_of(crowd[0]), ids(crowd[0]), -1e6)
     due = details.due(0.0)
-    assert len(due) == ASKED_MAX
-    assert due == ids(*crowd[1 : ASKED_MAX + 1]), "those come first of which there is nothing, in order"
+    assert due == ids(*crowd[1 : DUE_MAX + 1]), "those come first of which there is nothing, in order"
 
 
 @pytest.mark.parametrize(
@@ -577,6 +578,29 @@ async def test_few_nodes_are_asked_for_their_own_details_at_once(
     assert len(asking.asked) == ASKED_THEMSELVES_MAX
     await asking.exchange.look()
     assert sorted(source for source, _ in asking.asked) == sorted(ids(*crowd))
+
+
+async def test_of_each_model_neighbours_that_have_it_are_asked_several_at_once(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """About other nodes."""
+    one, another = new_identity(50), new_identity(51)
+    of_one = [one, *(new_identity(100 + number) for number in range(ASKED_MAX + 6))]
+    of_another = [another, *(new_identity(300 + number) for number in range(3 * ASKED_MAX))]
+    asking = Asking([*ids(one, another), *ids(*(new_identity(10 + n) for n in range(20)))])
+    asking.knows(*of_one, *of_another)
+    sets = [dict.fromkeys(ids(*of_one)), dict.fromkeys(ids(*of_one[1:4], *of_another))]
+    asking.exchange.interests = lambda: sets
+    await asking.exchange.look()
+    questions = [(source, asked) for source, asked in asking.asked if asked != [source]]
+    assert len(questions) == QUESTIONS_MAX
+    assert all(len(asked) <= ASKED_MAX for _, asked in questions)
+    found = [node_id for _, asked in questions for node_id in asked]
+    assert len(set(found)) == len(found), "each node is asked about once"
+    assert set(ids(*of_one[1:])) <= set(found)
+    for source, asked in questions:
+        of = of_one if source == one.node_id else of_another
+        assert set(asked) <= set(ids(*of)), "nobody else has them"
 
 
 async def test_one_node_in_a_while_is_dialled_for_its_details(autojump_clock: trio.testing.MockClock) -> None:

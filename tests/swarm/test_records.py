@@ -62,7 +62,7 @@ from .handlers import Listener
 
 
 def new_identity(number: int) -> Identity:
-    key_pair = create_new_key_pair(bytes([number]) * 32)
+    key_pair = create_new_key_pair(number.to_bytes(2, "big") * 16)
     return Identity(str(ID.from_pubkey(key_pair.public_key)), key_pair)
 
 

@@ -30,6 +30,8 @@ NODES_MAX: Final = 512
 are reachable that were never connected."""
 ASKED_MAX: Final = 64
 """Nodes in one question."""
+DUE_MAX: Final = 4 * ASKED_MAX
+"""Nodes that are due at once."""
 REFRESH_S: Final = 40.0
 """A node is asked about again at the earliest so long after its details came."""
 EACH_BYTES_PER_S: Final = 40.0
@@ -176,7 +178,7 @@ class DetailsBook:
             for node_id, held in self._held.items()
             if now >= held.ask_at_s and self._lacks(node_id, held)
         ]
-        return [node_id for _, node_id in sorted(lacking, key=itemgetter(0))[:ASKED_MAX]]
+        return [node_id for _, node_id in sorted(lacking, key=itemgetter(0))[:DUE_MAX]]
 
     def question(self, node_ids: Iterable[NodeId]) -> tuple[AskedDetails, ...]:
         return tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Annotated, Final, Protocol
 
 import msgspec
@@ -34,6 +34,8 @@ LOOK_S: Final = 5.0
 DIAL_EVERY_S: Final = 10.0
 ASKED_THEMSELVES_MAX: Final = 8
 """Connected nodes that are asked in one look, each for its own details."""
+QUESTIONS_MAX: Final = 4
+"""To neighbours in one look, for the details of others."""
 ANSWER_MAX: Final = 256 * 1024
 """Bytes of details in one answer."""
 _OVERHEAD: Final = 5 * (ASKED_MAX + 1)
@@ -122,7 +124,8 @@ class DetailsExchange:
 
     async def look(self) -> None:
         """Ask for what is due."""
-        for node_id in self._book.want(self.interests(), self._connected):
+        sets = list(self.interests())
+        for node_id in self._book.want(sets, self._connected):
             self._feed.announce(Change("record", node_id))
         for node_id in self._connected:
             if node_id in self._book.of_interest:
@@ -133,8 +136,8 @@ class DetailsExchange:
         async with trio.open_nursery() as nursery:
             for node_id in [each for each in due if each in self._connected][:ASKED_THEMSELVES_MAX]:
                 nursery.start_soon(self._ask_for, node_id, [node_id])
-            if others and (neighbour := self._neighbour()) is not None:
-                nursery.start_soon(self._ask_for, neighbour, others)
+            for neighbour, asked in self._questions(others, sets):
+                nursery.start_soon(self._ask_for, neighbour, asked)
         if (hard_to_find := next(filter(self._book.is_hard_to_find, others), None)) is not None:
             await self._dial_for(hard_to_find)
 
@@ -147,10 +150,24 @@ class DetailsExchange:
             raise UnreadableRequest(f"{field}: {reason}") from None
         return msgspec.msgpack.encode(self._book.answer(asked, ANSWER_MAX))
 
-    def _neighbour(self) -> NodeId | None:
+    def _questions(
+        self, node_ids: list[NodeId], sets: list[Collection[NodeId]]
+    ) -> Iterator[tuple[NodeId, list[NodeId]]]:
+        """(whom to ask, about which nodes). Of each set a neighbour that is in it, which has the details of
+        the others where it uses the model for which it is of interest here; else another one of interest."""
         connected = list(self._connected)
         likely = [node_id for node_id in connected if node_id in self._book.of_interest]
-        return self._random.choice(likely or connected) if connected else None
+        left, n_left = dict.fromkeys(node_ids), QUESTIONS_MAX
+        for nodes in sets:
+            asked = [node_id for node_id in left if node_id in nodes]
+            holders = [node_id for node_id in likely if node_id in nodes]
+            for start in range(0, len(asked), ASKED_MAX):
+                if not connected or not n_left:
+                    return
+                n_left -= 1
+                yield self._random.choice(holders or likely or connected), asked[start : start + ASKED_MAX]
+            for node_id in asked:
+                del left[node_id]
 
     async def _dial_for(self, node_id: NodeId) -> None:
         if trio.current_time() < self._dialled_at_s + DIAL_EVERY_S:
