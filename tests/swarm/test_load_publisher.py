@@ -260,6 +260,43 @@ async def test_a_load_that_cannot_be_read_is_told_to_nobody(autojump_clock: Mock
     assert news.sustained() == NodeLoad()
 
 
+async def test_heartbeats_say_what_the_record_does_not(autojump_clock: MockClock) -> None:
+    publisher = LoadPublisher(HeardDirectly())
+    publisher.in_record(record(0))
+    publisher.recorded(publisher.sustained())
+    assert publisher.for_heartbeat() == b""
+    publisher.changed(encode_load(working(4)))
+    await trio.sleep(LASTS_S)
+    assert publisher.for_heartbeat() == encode_load(working(4))
+    publisher.changed(encode_load(working(0)))
+    await trio.sleep(LASTS_S)
+    assert publisher.for_heartbeat() == encode_load(working(0)), "others take it for busy"
+    publisher.recorded(publisher.sustained())
+    assert publisher.for_heartbeat() == b""
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+async def test_what_lasts_is_told_by_itself_in_a_large_swarm_only(
+    autojump_clock: MockClock, is_large: bool
+) -> None:
+    publisher, told_at_s = LoadPublisher(HeardDirectly()), list[float]()
+
+    async def tell() -> None:
+        await trio.lowlevel.checkpoint()
+        told_at_s.append(trio.current_time())
+        publisher.for_heartbeat()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(publisher.run, lambda: is_large, lambda: N_NODES, tell)
+        publisher.in_record(record(0))
+        await trio.sleep(1)
+        publisher.changed(encode_load(working(4)))
+        began_s = trio.current_time()
+        await trio.sleep(100)
+        assert told_at_s == ([began_s + LASTS_S] if is_large else [])
+        nursery.cancel_scope.cancel()
+
+
 async def test_after_a_record_a_heartbeat_waits_as_after_a_heartbeat(autojump_clock: MockClock) -> None:
     gossip = KeepingGossip()
     async with trio.open_nursery() as nursery:
