@@ -15,6 +15,7 @@ from node_ids import A, B
 
 from swarmllm.node.announcing.announcer import Announcer, Holdings
 from swarmllm.node.announcing.look_times import RARELY_S, SPEAK_S
+from swarmllm.node.announcing.record_changes import SETTLED_S
 from swarmllm.scheduling.speeds import Observations
 from swarmllm.swarm.in_memory.network import InMemoryNetwork
 from swarmllm.swarm.records.registry import Registry
@@ -138,6 +139,20 @@ class LargeSwarm:
     async def publish_load(self, load: bytes) -> None:
         await trio.lowlevel.checkpoint()
         self.told.append(("load", decode_load(load)))
+
+
+async def test_in_a_large_swarm_a_load_that_has_settled_goes_to_nobody_anew(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", at_once)
+    router, now = LargeSwarm(), NodeCapability()
+    announcer = announcer_of(router, NothingHeld(), lambda: now)
+    await announcer.publish()
+    now = NodeCapability(stage_requests=2)
+    for _ in range(5):
+        await announcer.publish()
+        await trio.sleep(SETTLED_S)
+    assert [how for how, _ in router.told] == ["all", "load", "later"]
 
 
 async def test_in_a_large_swarm_speeds_and_links_go_to_those_that_ask(

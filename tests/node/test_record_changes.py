@@ -87,7 +87,7 @@ def test_a_load_that_stays_is_put_into_the_record() -> None:
     changes.load_published(busy, 10.0)
     assert changes.of_all(busy, 9.0 + SETTLED_S) == "nothing"
     assert changes.of_all(capability(stage_requests=4), 10.0 + SETTLED_S) == "load"
-    assert changes.of_all(busy, 10.0 + SETTLED_S) == "record"
+    assert changes.of_all(busy, 10.0 + SETTLED_S) == "settled"
     changes.record_published(busy)
     assert changes.of_all(busy, 11.0 + SETTLED_S) == "nothing"
 
@@ -97,3 +97,14 @@ def test_a_load_that_is_again_what_the_record_says_is_not() -> None:
     changes.load_published(capability(stage_requests=3), 10.0)
     changes.load_published(capability(), 11.0)
     assert changes.of_all(capability(), 12.0 + SETTLED_S) == "nothing"
+
+
+def test_a_load_that_has_settled_is_told_once() -> None:
+    """Where it is in no record that everybody hears."""
+    changes, busy = in_step(), capability(stage_requests=3)
+    changes.load_published(busy, 0.0)
+    assert changes.of_all(busy, SETTLED_S) == "settled"
+    changes.load_settled()
+    assert changes.of_all(busy, 2 * SETTLED_S) == "nothing"
+    changes.load_published(capability(), 3 * SETTLED_S)
+    assert changes.of_all(capability(), 4 * SETTLED_S) == "settled"

@@ -75,6 +75,13 @@ async def test_who_uses_a_node_hears_its_load_on_the_data_connection(tmp_path: P
             await until(each, lambda each=each: holder.node_id in each.records())  # type: ignore[misc]
         await user.send(holder.node_id, b"work")
         await interested(user, holder.node_id)
+        # At once, as it is then.
+        await until(user, lambda: user.loads().get(holder.node_id) == encode_load(NodeLoad()))
+        asked_again: list[str] = []
+        for connection in user.plane.connections(holder.node_id):
+            connection.loads.ask = lambda: asked_again.append("again")  # type: ignore[method-assign]
+        await user.spread.details.look()
+        assert asked_again == []
         for n in (1, 2):
             load = encode_load(NodeLoad(stage_requests=n))
             await holder.publish_load(load)

@@ -208,6 +208,7 @@ async def test_in_a_large_swarm_everybody_hears_of_what_lasts(autojump_clock: Mo
         assert spread.loads() == {ME.node_id: encode_load(working(0))}, "this node knows itself"
         assert direct.told == [encode_load(working(n)) for n in (0, 1, 0, 3, 0)]
         assert loads(gossip) == []
+        assert len(gossip.contents) <= 1, "a regular heartbeat"
         await spread.publish_load(encode_load(working(3)))
         await trio.sleep(LASTS_S + 1)
         assert loads(gossip) == [encode_load(working(3))]
@@ -234,6 +235,10 @@ async def test_a_brief_record_says_what_lasts(autojump_clock: MockClock) -> None
         await spread.reach_through(("/ip4/192.0.2.1/tcp/8810/p2p/" + OTHER.node_id + "/p2p-circuit",))
         said = [each for each in told(gossip)[n_before:] if isinstance(each, Envelope)][-1]
         assert load_of(decode_record(said.record).capability) == working(5)
+        await spread.publish_load(encode_load(working(4)))
+        n_told = len(direct.told)
+        await spread.reach_through(())
+        assert set(direct.told[n_told:]) <= {encode_load(working(4))}, "not what the record said"
         assert not await spread.publish_details(record(5, "another"), soon=False), "a load that has settled"
         nursery.cancel_scope.cancel()
 

@@ -110,6 +110,7 @@ async def test_a_peer_that_does_not_read_holds_nobody_up(autojump_clock: MockClo
         n_stuck, n_other = here.n_writes, there.n_writes
         await trio.sleep(10 * YAMUX_PING_S)
         assert here.n_writes <= n_stuck + 1, "one that waits is enough"
+        assert len(nursery.child_tasks) <= 2
         assert there.n_writes >= n_other + 8
         nursery.cancel_scope.cancel()
 
@@ -127,6 +128,27 @@ async def test_streams_that_have_ended_are_cleared_away(
         muxer.streams[stream.stream_id] = stream
         stream.closed = True
         assert stream.stream_id in muxer.streams
+        n_looks, sweep = 0, muxer._sweep_stale_streams
+
+        def counted(now: float) -> int:
+            nonlocal n_looks
+            n_looks += 1
+            return sweep(now)
+
+        muxer._sweep_stale_streams = counted  # type: ignore[method-assign, assignment]
         await trio.sleep(SWEEP_S + 2 * TICK_S)
         assert stream.stream_id not in muxer.streams
+        await trio.sleep(10 * SWEEP_S)
+        assert n_looks <= 12
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_answers_nothing_is_not_pinged_more_often(autojump_clock: MockClock) -> None:
+    async with connected() as (muxer, here, there), trio.open_nursery() as nursery:
+        nursery.start_soon(of(muxer, nursery).run)
+        await trio.sleep(1.0)
+        there.freeze()
+        n_writes = here.n_writes
+        await trio.sleep(5 * YAMUX_PING_S)
+        assert here.n_writes <= n_writes + 6
         nursery.cancel_scope.cancel()
