@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from swarmllm.swarm.change_feed import ChangeFeed
+from swarmllm.swarm.data.load_frames import FRAMES_BURST, FRAMES_PER_S, LoadFrames
 from swarmllm.swarm.in_memory.network import node_id_named
 from swarmllm.swarm.membership.identity import verify
 from swarmllm.swarm.peers.trust import TrustEvent
@@ -24,6 +25,7 @@ from swarmllm.swarm.records.sustained_load import BURST, LASTS_S, LOADS_PER_S, S
 from swarmllm.swarm.router import Change
 from swarmllm_proto.codec import decode_record, encode_record
 from swarmllm_proto.envelope import Envelope, Heartbeat
+from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.frames import FrameKind
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.limits import LOAD_MAX
@@ -388,6 +390,18 @@ async def test_a_load_that_cannot_be_read_ends_the_connection(autojump_clock: Mo
         await a.ended.wait()
         assert a.connection.trust_event is TrustEvent.BROKE_PROTOCOL
         assert "load" in a.connection.ending
+
+
+def test_a_peer_that_tells_loads_without_pause_is_refused() -> None:
+    """As it is that tells one that cannot be read: its connection ends."""
+    frames = LoadFrames(lambda _: True)
+    frames.ask()
+    for n in range(int(FRAMES_BURST)):
+        frames.take(encode_load(working(n % 8)), 5.0)
+    for n in range(int(FRAMES_PER_S)):
+        frames.take(encode_load(working(n)), 6.0)
+    with pytest.raises(BadMessage, match="more often"):
+        frames.take(b"", 6.1)
 
 
 async def test_the_registry_goes_back_to_what_everybody_heard(autojump_clock: MockClock) -> None:

@@ -497,7 +497,7 @@ class Connection:
         elif kind == FrameKind.ACK and len(header) == _NUMBER.size:
             self.deliveries.acknowledged(_NUMBER.unpack(header)[0], trio.current_time())
         elif kind == FrameKind.LOAD:
-            self.loads.take(bytes(header))
+            self.loads.take(bytes(header), trio.current_time())
         elif kind == FrameKind.LAST:
             self._pass(ConnectionEvent.LAST)
             if self.is_over:

@@ -7,8 +7,14 @@ peer of an earlier version does not know the question, and never answers it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
+from swarmllm_proto.errors import BadMessage
 from swarmllm_proto.node_load import decode_load
+
+FRAMES_PER_S: Final = 4.0
+"""Of a peer, over time: a node looks at its own load about once a second. Each has this node plan anew."""
+FRAMES_BURST: Final = 32.0
 
 
 class LoadFrames:
@@ -23,6 +29,8 @@ class LoadFrames:
         self.is_asked = False
         """The peer has."""
         self._waiting: bytes | None = None
+        self._left = FRAMES_BURST
+        self._left_at_s = 0.0
 
     def __repr__(self) -> str:
         return f"<LoadFrames asked={self.has_asked} tells={self.is_asked}>"
@@ -40,8 +48,12 @@ class LoadFrames:
         if self._waiting is not None and self._write(self._waiting):
             self._waiting = None
 
-    def take(self, content: bytes) -> None:
-        """Of a frame of the peer. Raises BadMessage."""
+    def take(self, content: bytes, now_s: float) -> None:
+        """Of a frame of the peer. Raises BadMessage, also where there are too many."""
+        self._left = min(FRAMES_BURST, self._left + (now_s - self._left_at_s) * FRAMES_PER_S) - 1
+        self._left_at_s = now_s
+        if self._left < 0:
+            raise BadMessage("load", f"told more often than {FRAMES_PER_S:g} times a second")
         if content:
             decode_load(content)
         else:
