@@ -41,6 +41,7 @@ WAITED_FOR = {
     "swarm/data/connection.py": {"run"},
     "swarm/data/data_plane.py": {"send_goodbye"},
     "swarm/discovery/relay/service.py": {"run"},
+    "pipeline/prefix/serving.py": {"_both"},
     "pipeline/prefix/transfer.py": {"_fetch"},
     "transfer/fetch.py": {"run_lanes"},
     "workerpool/cut_check.py": {"run"},
