@@ -16,6 +16,7 @@ from daemon_process import DaemonProcess, running_daemon, wait_for
 from deadlines import DEADLINE_S
 from prefix_daemons import (
     N_SLOW_PROMPT,
+    OUTCOMES,
     SLOW,
     TRIES,
     add_slow,
@@ -102,8 +103,7 @@ def takes_over(folder: Path) -> bool:
             assert route(warm) == ["first", "third"]
             assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
             fetched = counted(third)
-            if not fetched['fetches_total{outcome="hit"}']:
-                assert fetched['fetches_total{outcome="miss"}'] > 0, fetched
+            if was_too_busy(fetched):
                 return False
             assert fetched['fetches_total{outcome="hit"}'] == 1, fetched
             assert n_cached(warm) == fetched["fetched_tokens_total"] > 0
@@ -116,7 +116,13 @@ def takes_over(folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["it stops", "it unloads them"])
 def test_a_stream_goes_on_with_the_kv_of_the_node_that_gives_up_its_layers(tmp_path: Path, how: str) -> None:
-    with cut_swarm(tmp_path) as start:
+    assert any(goes_on(tmp_path / str(i), how) for i in range(TRIES))
+
+
+def goes_on(folder: Path, how: str) -> bool:
+    """False: the machine was too busy for KV to be fetched."""
+    folder.mkdir()
+    with cut_swarm(folder) as start:
         first, second = start("first", "0:6"), start("second", "6:12")
         wait_for(
             lambda: is_complete(first, "slow"), DEADLINE_S, "the first one to know holders of all layers"
@@ -138,11 +144,22 @@ def test_a_stream_goes_on_with_the_kv_of_the_node_that_gives_up_its_layers(tmp_p
         assert [stage["nickname"] for stage in swarm["route"]] == ["first", "third"]
         assert (swarm["recoveries"], swarm["rebuilt"]) == (1, 1)
         fetched = counted(third)
-        assert fetched['fetches_total{outcome="hit"}'] == 1, fetched
-        assert fetched["fetched_tokens_total"] >= N_SLOW_PROMPT // 64 * 64
         text = "".join(choice["text"] for each in [*rest, last] for choice in each["choices"])
         again = ask(first, model="slow", ignore_eos=True, **fields)
         assert text == again["choices"][0]["text"]
+        if was_too_busy(fetched):
+            return False
+        assert fetched['fetches_total{outcome="hit"}'] == 1, fetched
+        assert fetched["fetched_tokens_total"] >= N_SLOW_PROMPT // 64 * 64
+        return True
+
+
+def was_too_busy(fetched: dict[str, float]) -> bool:
+    """Nothing was fetched because it came too late, or would have."""
+    if fetched['fetches_total{outcome="hit"}']:
+        return False
+    assert sum(fetched[f'fetches_total{{outcome="{outcome}"}}'] for outcome in OUTCOMES) > 0, fetched
+    return True
 
 
 def route(answer: dict[str, Any]) -> list[str]:

@@ -4,6 +4,8 @@ product of each column has."""
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,10 +141,29 @@ def test_all_shapes_have_ggmls_bits(kind: MatrixType, m: int, n: int, k: int, n_
     assert_equal(kind, matrix(rng, kind, m, k, "random"), columns(rng, n, k, "random"), n_threads)
 
 
+@pytest.mark.parametrize("k", [400, 1024])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_leave_the_cache_between_groups_of_columns_have_ggmls_bits(kind: MatrixType) -> None:
+def test_rows_that_leave_the_cache_between_groups_of_columns_have_ggmls_bits(
+    kind: MatrixType, k: int
+) -> None:
     rng = np.random.default_rng(3)
-    assert_equal(kind, matrix(rng, kind, 90, 400, "random"), columns(rng, 11, 400, "random"))
+    assert_equal(kind, matrix(rng, kind, 90, k, "random"), columns(rng, 11, k, "random"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are made unreadable as Linux does it")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_behind_the_matrix_is_read(kind: MatrixType) -> None:
+    """A page that cannot be read follows its last byte."""
+    rng = np.random.default_rng(6)
+    blocks = matrix(rng, kind, 5, 4, "random")
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    bytes_of_pages = np.frombuffer(pages, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    behind = ctypes.c_void_p(bytes_of_pages.ctypes.data + mmap.PAGESIZE)
+    at_the_end = bytes_of_pages[mmap.PAGESIZE - blocks.size : mmap.PAGESIZE].reshape(blocks.shape)
+    at_the_end[:] = blocks
+    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    assert_equal(kind, at_the_end, columns(rng, 2, 4, "random"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

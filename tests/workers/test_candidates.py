@@ -147,3 +147,10 @@ def test_random_numbers_are_those_of_libllamas_sampler() -> None:
         sampling = Sampling(seed=index)
         token = whole_list(sampling, logits, 0, ())
         assert token == int(uniform(step_seed(index, 0)) * 1024)
+
+
+def test_a_nan_among_the_last_numbers_is_found(both: None) -> None:
+    """Behind the last whole register of the last block."""
+    logits = np.zeros(130, np.float32)
+    logits[129] = np.nan
+    assert candidates.best(logits, candidates.block_maxima(logits)) == 129

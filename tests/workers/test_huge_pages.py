@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from hypothesis import strategies as st
 
 from swarmllm_workers.engine import huge_pages
 from swarmllm_workers.engine.huge_pages import GAP_MAX, HUGE_PAGE, PageWriter, read_anew, read_in
+from swarmllm_workers.engine.libllama import Model
+
+from .conftest import MakeModel
+from .factory import Spec
 
 RUNS = st.lists(
     st.tuples(
@@ -133,3 +138,21 @@ def test_cells_are_filled_in_with_huge_pages_while_that_is_fast(
     assert [each[:2] for each in asked if each[2] == huge_pages.POPULATE_WRITE] == filled
     assert asked[0] == (4096, 2 * at_once + 100, mmap.MADV_HUGEPAGE)
     assert len([each for each in asked if each[2] == mmap.MADV_NOHUGEPAGE]) == n_small
+
+
+def test_reading_in_is_the_first_half_of_loading(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model(Spec("llama", n_layers=1))
+    n_bytes = path.stat().st_size
+
+    def read(_: Path, on_read: Callable[[int], None]) -> None:
+        on_read(n_bytes // 2)
+        on_read(n_bytes - n_bytes // 2)
+
+    monkeypatch.setattr(huge_pages, "read_in", read)
+    told: list[float] = []
+    Model(path, on_progress=told.append).close()
+    assert told[:2] == [pytest.approx(0.25, abs=0.01), 0.5]
+    assert told == sorted(told)
+    assert told[-1] == 1.0
