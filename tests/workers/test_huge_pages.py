@@ -116,6 +116,32 @@ def test_small_pages_are_dropped_where_that_helps(
     assert next(looks, None) is None
 
 
+@pytest.mark.parametrize(("seconds", "n_drops"), [(0.3, 4), (1.0, 2), (5.0, 1)])
+def test_a_slow_disk_is_waited_for_no_longer_than_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_drops: int
+) -> None:
+    """Each of four stretches takes so long to be read again."""
+    now_s = 0.0
+    looks: list[int] = []
+    drops: list[int] = []
+
+    def look(_file: int, at: int, size: int) -> int:
+        nonlocal now_s
+        is_again = at in looks
+        looks.append(at)
+        now_s += seconds if is_again else 0.0
+        return size if is_again else 0
+
+    monkeypatch.setattr(huge_pages, "_in_huge_pages", look)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, at, _size, _how: drops.append(at))
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(4 * huge_pages._WINDOW)
+    read_in(path)
+    assert len(drops) == n_drops
+
+
 @pytest.mark.parametrize(("seconds", "n_small"), [(0.001, 0), (1.0, 2)], ids=["at hand", "have to be made"])
 def test_cells_are_filled_in_with_huge_pages_while_that_is_fast(
     monkeypatch: pytest.MonkeyPatch, seconds: float, n_small: int

@@ -42,6 +42,8 @@ _FILLED_AT_ONCE: Final = 16 * 2**20
 _MOST: Final = 0.9
 _FAST_BYTES_PER_S: Final = 300e6
 """A slower disk, or memory in pieces, would keep a load waiting longer than the steps win."""
+_SLOW_READ_MAX_S: Final = 2.0
+"""That may be spent on a file all the same: a disk that is still writing is slow for a moment."""
 
 
 class PageWriter:
@@ -116,7 +118,7 @@ def read_anew(path: Path, runs: Iterable[tuple[int, int]], on_read: Callable[[in
     has them mapped. `on_read`: called with bytes. What goes wrong here, libllama meets again and reports."""
     with suppress(OSError), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        drops = operating_system.IS_LINUX
+        drops, spent_s = operating_system.IS_LINUX, 0.0
         for start, end in runs:
             for at in range(start // HUGE_PAGE * HUGE_PAGE, min(end, size), _WINDOW):
                 n_bytes = min(at + _WINDOW, -(-end // HUGE_PAGE) * HUGE_PAGE, size) - at
@@ -125,7 +127,9 @@ def read_anew(path: Path, runs: Iterable[tuple[int, int]], on_read: Callable[[in
                     began_s = time.monotonic()
                     os.posix_fadvise(file.fileno(), at, n_bytes, os.POSIX_FADV_DONTNEED)
                     n_after = _in_huge_pages(file.fileno(), at, n_bytes)
-                    is_fast = n_bytes > _FAST_BYTES_PER_S * (time.monotonic() - began_s)
+                    taken_s = time.monotonic() - began_s
+                    spent_s += taken_s
+                    is_fast = n_bytes > _FAST_BYTES_PER_S * taken_s or spent_s < _SLOW_READ_MAX_S
                     drops = is_fast and n_after > n_huge
                 on_read(min(at + n_bytes, end) - max(at, start))
 
