@@ -7,6 +7,7 @@ emulator computes what a processor computes; how long that takes says nothing.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -25,10 +26,12 @@ NATIVE: Final = ROOT / "workers/swarmllm_workers/native"
 PROGRAM: Final = Path(__file__).parent / "native/neon_products.c"
 DOTS: Final = "src/ggml-cpu/arch/arm/quants.c"
 """ggml's dot products."""
-OURS: Final = (
-    *("small_batches", "k_quants", "blocks_32", "experts", "left_weights"),
-    *("neon", "neon_blocks_32", "neon_k_quants"),
+OURS: Final = next(
+    ast.literal_eval(each)
+    for each in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+    if isinstance(each, ast.Tuple) and ast.unparse(each).startswith("('small_batches',")
 )
+"""The C files of the library that has the kernels."""
 COMPILER: Final = "gcc" if IS_ARM else "aarch64-linux-gnu-gcc"
 EMULATOR: Final = "qemu-aarch64"
 PACKAGES: Final = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"

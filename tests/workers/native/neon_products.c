@@ -15,7 +15,7 @@
 #include "experts.h"
 #include "k_quants.h"
 
-enum { F32 = 0, Q4_0 = 2, Q5_0 = 6, Q8_0 = 8, IQ4_NL = 20, MXFP4 = 39, NEON = 6 };
+enum { F32 = 0, Q4_0 = 2, Q5_0 = 6, Q8_0 = 8, IQ4_NL = 20, MXFP4 = 39, TILES = 1 };
 enum { ROWS = 11, COLUMNS = 17, BLOCKS = 6, BLOCK_BYTES = 292, GARBAGE = 0x7fc0dead };
 
 extern int64_t swarmllm_forced, swarmllm_ggml_has_dot, swarmllm_ggml_has_sve;
@@ -32,7 +32,6 @@ vec_dot ggml_vec_dot_q8_0_q8_0, ggml_vec_dot_q4_0_q8_0, ggml_vec_dot_q5_0_q8_0, 
 /* What quants.c takes from files that are not needed here. */
 int ggml_cpu_get_sve_cnt(void) { return 16; }
 float ggml_table_f32_ue4m3[256];
-void quantize_row_q8_K_ref(const float *x, void *y, int64_t k) { (void)x, (void)y, (void)k, abort(); }
 
 static const struct type {
     const char *name;
@@ -187,8 +186,8 @@ static int compare_experts(const struct type *type) {
 int main(int n_arguments, char **arguments) {
     swarmllm_ggml_has_dot = n_arguments > 1 && atoi(arguments[1]);
     swarmllm_ggml_has_sve = n_arguments > 2 && atoi(arguments[2]);
-    swarmllm_forced = NEON;
-    if (swarmllm_last_way() != NEON) {
+    swarmllm_forced = swarmllm_last_way();
+    if (swarmllm_forced <= TILES) {
         return 2;
     }
     printf("processor has dot products: %d\n", swarmllm_has_dot());
