@@ -98,13 +98,12 @@ def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
         assert (Way.TILES in ways_of(MatrixType.Q8_0, rows.first, Way)) == (rows.first >= 2)
 
 
-def test_types_without_kernels_for_avx512_are_computed_with_avx2() -> None:
+def test_types_have_ways_of_their_own_with_avx512() -> None:
     for kind in MatrixType:
         ours = [way for way in ways_of(kind, 1, Way) if not way.is_ggmls]
-        wide = [] if kind.is_without_avx512 else [Way.AVX512, Way.IN_ORDER]
-        wide += [] if kind.is_k_quant else [Way.PAIRS]
+        wide = [Way.AVX512, Way.IN_ORDER] if kind.is_k_quant else [Way.PAIRS]
+        wide = {MatrixType.IQ4_XS: [], MatrixType.Q8_0: [Way.AVX512, Way.IN_ORDER, Way.PAIRS]}.get(kind, wide)
         assert ours == [Way.AVX2, Way.AVX2_STREAMED, *wide, Way.NEON]
-    assert MatrixType.IQ4_XS.is_without_avx512
 
 
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:

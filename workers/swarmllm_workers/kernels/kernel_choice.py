@@ -38,11 +38,6 @@ class MatrixType(IntEnum):
         return self in (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K, MatrixType.IQ4_XS)
 
     @property
-    def is_without_avx512(self) -> bool:
-        """On x86, ours have AVX2 only, but for `Way.PAIRS`."""
-        return self == MatrixType.IQ4_XS or (not self.is_k_quant and self != MatrixType.Q8_0)
-
-    @property
     def tiled_from(self) -> int:
         """The number of rows from which ggml has tiles."""
         return 8 if self.is_k_quant else 2
@@ -110,6 +105,7 @@ ROW_CLASSES: Final = (
 
 PANEL_ROWS_MIN: Final = ROW_CLASSES[-1].first
 """Attention has other bits than that of single rows from here on, too."""
+_WITH_AVX512: Final = {Way.AVX512, Way.IN_ORDER, Way.PAIRS}
 _OF_PANELS: Final = frozenset(
     {MatrixType.Q4_0, MatrixType.Q5_0, MatrixType.Q8_0, MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K}
 )
@@ -166,9 +162,7 @@ def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
 
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
-    left_out = {Way.AVX512, Way.IN_ORDER} if kind.is_without_avx512 else set()
-    if kind.is_k_quant:
-        left_out.add(Way.PAIRS)
+    left_out = _WITH_AVX512 - _ways_with_avx512(kind)
     if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
         left_out |= {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
     elif not kind.is_k_quant:
@@ -178,6 +172,15 @@ def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     return [
         way for way in sorted(ways) if way not in left_out and (way != Way.TILES or n_rows >= kind.tiled_from)
     ]
+
+
+def _ways_with_avx512(kind: MatrixType) -> set[Way]:
+    """Ours, for small batches."""
+    if kind == MatrixType.IQ4_XS:
+        return set()
+    if kind.is_k_quant:
+        return {Way.AVX512, Way.IN_ORDER}
+    return set(_WITH_AVX512) if kind == MatrixType.Q8_0 else {Way.PAIRS}
 
 
 def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:

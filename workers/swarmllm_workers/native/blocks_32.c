@@ -22,10 +22,6 @@ enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17 };
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 
-INLINE int64_t block_bytes(const int type) {
-    return type == Q5_0 ? sizeof(struct q5_0) : type == MXFP4 ? sizeof(struct mxfp4) : sizeof(struct q4_0);
-}
-
 AVX2 INLINE __m256i nibbles(const uint8_t *packed) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)packed);
     const __m256i both = _mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes);
@@ -103,12 +99,12 @@ AVX2 INLINE void row(const int type, const int n, const bool asks, const struct 
     UNROLL for (int j = 0; j < n; j++) even[j] = odd[j] = _mm256_setzero_ps();
     for (int64_t l = 0; l < t->k; l++) {
         if (asks) {
-            _mm_prefetch(blocks + l * block_bytes(type) + STREAM_AHEAD, _MM_HINT_T0);
+            _mm_prefetch(blocks + l * block_bytes_32(type) + STREAM_AHEAD, _MM_HINT_T0);
         }
-        add_block(type, n, blocks + l * block_bytes(type), l, columns, even);
+        add_block(type, n, blocks + l * block_bytes_32(type), l, columns, even);
         if (has_two) {
             l++;
-            add_block(type, n, blocks + l * block_bytes(type), l, columns, odd);
+            add_block(type, n, blocks + l * block_bytes_32(type), l, columns, odd);
         }
     }
     UNROLL for (int j = 0; j < n; j++) {
@@ -153,7 +149,7 @@ bool swarmllm_product_32(const struct product_32 *t) {
         return false;
     }
     struct columns columns;
-    const int64_t row_bytes = t->lda * block_bytes(t->type);
+    const int64_t row_bytes = t->lda * block_bytes_32(t->type);
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;

@@ -2,10 +2,19 @@
  * neon_blocks_32.c have them, small_batches.c asks for them. */
 #ifndef SWARMLLM_BLOCKS_32_H
 #define SWARMLLM_BLOCKS_32_H
+#include "blocks.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 
 enum { Q4_0 = 2, Q5_0 = 6, Q8_0 = 8, IQ4_NL = 20, MXFP4 = 39 }; /* as ggml numbers them; Q8_0 with NEON only */
+
+INLINE int64_t block_bytes_32(const int type) {
+    return type == Q8_0    ? sizeof(struct q8_0)
+           : type == Q5_0  ? sizeof(struct q5_0)
+           : type == MXFP4 ? sizeof(struct mxfp4)
+                           : sizeof(struct q4_0);
+}
 
 struct product_32 {
     int type;      /* of the matrix */

@@ -23,13 +23,6 @@ enum { COLUMNS = 8, BLOCKS_MAX = 1024, SHARE = 8, NEAR = 3 << 17 };
 
 int64_t swarmllm_ggml_has_dot, swarmllm_ggml_has_sve;
 
-INLINE int64_t block_bytes(const int type) {
-    return type == Q8_0    ? sizeof(struct q8_0)
-           : type == Q5_0  ? sizeof(struct q5_0)
-           : type == MXFP4 ? sizeof(struct mxfp4)
-                           : sizeof(struct q4_0);
-}
-
 INLINE struct bytes_32 nibbles(const uint8_t *packed) {
     const uint8x16_t bytes = vld1q_u8(packed);
     return (struct bytes_32){vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))), vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4))};
@@ -122,7 +115,7 @@ bool swarmllm_product_32(const struct product_32 *t) {
     }
     const row_kernel *kernels = swarmllm_ggml_has_dot && swarmllm_has_dot() ? rows_by_dots[kind] : rows_by_sums[kind];
     float scales[BLOCKS_MAX * COLUMNS];
-    const int64_t row_bytes = t->lda * block_bytes(t->type);
+    const int64_t row_bytes = t->lda * block_bytes_32(t->type);
     const int64_t groups = (t->m + SHARE - 1) / SHARE;
     const int64_t first = groups * t->thread / t->n_threads * SHARE;
     const int64_t next = groups * (t->thread + 1) / t->n_threads * SHARE, end = next < t->m ? next : t->m;

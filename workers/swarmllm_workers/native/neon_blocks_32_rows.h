@@ -34,12 +34,12 @@ TARGET INLINE void NAME(row_of_fours)(const int type, const int n, const struct 
     int64_t l = 0;
     UNROLL for (int j = 0; j < n; j++) even[j] = odd[j] = vdupq_n_f32(0);
     for (; l + 1 < t->k; l += 2) {
-        NAME(add_block)(type, n, t, blocks + l * block_bytes(type), l, scales, even);
-        NAME(add_block)(type, n, t, blocks + (l + 1) * block_bytes(type), l + 1, scales, odd);
+        NAME(add_block)(type, n, t, blocks + l * block_bytes_32(type), l, scales, even);
+        NAME(add_block)(type, n, t, blocks + (l + 1) * block_bytes_32(type), l + 1, scales, odd);
     }
     UNROLL for (int j = 0; j < n; j++) c[j * t->ldc] = vaddvq_f32(even[j]) + vaddvq_f32(odd[j]);
     if (l < t->k) {
-        const char *block = blocks + l * block_bytes(type);
+        const char *block = blocks + l * block_bytes_32(type);
         const float scale = scale_of(type, block);
         int32x4_t fours[COLUMNS];
         NAME(multiply)(type, n, t, block, l, fours);
@@ -69,8 +69,8 @@ TARGET INLINE void NAME(row_of_sums)(const int type, const int n, const struct p
     int64_t l = 0;
     UNROLL for (int q = 0; q < n_fours; q++) all[q] = vdupq_n_f32(0);
     for (; l + 1 < t->k; l += 2) {
-        NAME(sums_of_block)(type, n, t, blocks + l * block_bytes(type), l, scales, first, both);
-        NAME(sums_of_block)(type, n, t, blocks + (l + 1) * block_bytes(type), l + 1, scales, second, others);
+        NAME(sums_of_block)(type, n, t, blocks + l * block_bytes_32(type), l, scales, first, both);
+        NAME(sums_of_block)(type, n, t, blocks + (l + 1) * block_bytes_32(type), l + 1, scales, second, others);
         UNROLL for (int q = 0; q < n_fours; q++) {
             const float32x4_t two = type == MXFP4 ? vfmaq_f32(vmulq_f32(first[q], both[q]), second[q], others[q])
                                                   : vfmaq_f32(vmulq_f32(second[q], others[q]), first[q], both[q]);
@@ -78,7 +78,7 @@ TARGET INLINE void NAME(row_of_sums)(const int type, const int n, const struct p
         }
     }
     if (l < t->k) {
-        NAME(sums_of_block)(type, n, t, blocks + l * block_bytes(type), l, scales, first, both);
+        NAME(sums_of_block)(type, n, t, blocks + l * block_bytes_32(type), l, scales, first, both);
         UNROLL for (int q = 0; q < n_fours; q++) all[q] = vfmaq_f32(all[q], first[q], both[q]);
     }
     UNROLL for (int q = 0; q < n_fours; q++) vst1q_f32(each + 4 * q, all[q]);

@@ -20,13 +20,6 @@ enum { STRIP = 16, PAIRS = STRIP / 2, COLUMNS = 8, BLOCKS_MAX = 1024, NEAR = 3 <
 #define UNROLL _Pragma("GCC unroll 8")
 #define AVX512 __attribute__((target("avx2,bmi2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
-INLINE int64_t block_bytes(const int type) {
-    return type == Q8_0   ? sizeof(struct q8_0)
-           : type == Q5_0 ? sizeof(struct q5_0)
-           : type == MXFP4 ? sizeof(struct mxfp4)
-                           : sizeof(struct q4_0);
-}
-
 /* Up to COLUMNS columns of a batch, as the kernels read them. */
 struct __attribute__((aligned(LINE))) columns {
     float scales[BLOCKS_MAX][2 * COLUMNS];           /* each twice */
@@ -101,7 +94,7 @@ AVX512 INLINE __m512 scales_of(const int type, __m512i low, __m512i high, int64_
 AVX512 INLINE void read_scales(const int type, int64_t k, struct strip *strip) {
     const __m512i low = _mm512_loadu_si512(strip->rows), high = _mm512_loadu_si512(strip->rows + STRIP / 2);
     for (int64_t l = 0; l < k; l++) {
-        _mm512_store_ps(strip->scales[l], scales_of(type, low, high, l * block_bytes(type)));
+        _mm512_store_ps(strip->scales[l], scales_of(type, low, high, l * block_bytes_32(type)));
     }
 }
 
@@ -122,7 +115,7 @@ AVX512 INLINE void add_blocks(const int type, const int n_pairs, const int n, in
     double both[PAIRS][COLUMNS] __attribute__((aligned(LINE)));
     UNROLL for (int p = 0; p < n_pairs; p++) {
         const char *const *rows = strip->rows + 2 * (first + p);
-        x[p] = weights(type, rows[0] + l * block_bytes(type), rows[1] + l * block_bytes(type));
+        x[p] = weights(type, rows[0] + l * block_bytes_32(type), rows[1] + l * block_bytes_32(type));
         less[p] = _mm512_sub_epi32(zero, _mm512_dpbusd_epi32(zero, middle, x[p]));
         double scales;
         memcpy(&scales, strip->scales[l] + 2 * (first + p), sizeof scales);
@@ -197,7 +190,7 @@ bool swarmllm_product_pairs_32(const struct product_32 *t) {
     }
     struct columns columns;
     struct strip strip;
-    const int64_t row_bytes = t->lda * block_bytes(t->type), strip_bytes = row_bytes * STRIP;
+    const int64_t row_bytes = t->lda * block_bytes_32(t->type), strip_bytes = row_bytes * STRIP;
     const int64_t strips = (t->m + STRIP - 1) / STRIP;
     const int64_t first = strips * t->thread / t->n_threads, end = strips * (t->thread + 1) / t->n_threads;
     /* Rows stay in the cache until all columns had them. */

@@ -7,7 +7,7 @@
  *
  * The products of Q8_0 here read the matrix once for all columns. Two of them (BITS_256, BITS_512) take several rows of
  * it at a time and ask memory for the rows after the next ones meanwhile. Two take one row after the other, and ask for
- * what comes next in this order (STREAMED) or leave that to the processor (IN_ORDER). Each sum is made of the same operations in the same order as
+ * what comes next in this order (STREAMED) or leave that to the processor (IN_ORDER). Another way is in pairs_32.c (PAIRS). Each sum is made of the same operations in the same order as
  * `ggml_vec_dot_q8_0_q8_0` makes it on AVX2, so it has the same bits: integer products of a block in eight sums of four,
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  *
