@@ -81,7 +81,11 @@ def best(logits: np.ndarray, maxima: np.ndarray) -> int:
 
 def above(logits: np.ndarray, threshold: float, maxima: np.ndarray) -> np.ndarray:
     """The ids, ascending, of all logits that are not below `threshold`."""
-    return _above(logits, maxima, threshold)
+    blocks = np.flatnonzero(maxima >= threshold)
+    ids = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    if len(ids) and ids[-1] >= len(logits):
+        ids = ids[ids < len(logits)]
+    return np.asarray(ids[logits[ids] >= threshold])
 
 
 def largest(logits: np.ndarray, k: int, maxima: np.ndarray) -> np.ndarray:
@@ -90,7 +94,7 @@ def largest(logits: np.ndarray, k: int, maxima: np.ndarray) -> np.ndarray:
         return np.arange(len(logits))
     if k > len(maxima):
         return np.flatnonzero(logits >= _kth(logits, k))
-    ids = _above(logits, maxima, _kth(maxima, k))  # so many blocks have one that is not below this
+    ids = above(logits, _kth(maxima, k), maxima)  # so many blocks have one that is not below this
     found = logits[ids]
     return np.asarray(ids[found >= _kth(found, k)])
 
@@ -149,14 +153,6 @@ def _find(weights: np.ndarray, before: float, total: float, random: float, near:
     lower = float(sums[at - 1]) if at else before
     is_near = sums[at] - target < near * total or (lower > 0 and target - lower < near * total)
     return None if is_near else at
-
-
-def _above(logits: np.ndarray, maxima: np.ndarray, threshold: float) -> np.ndarray:
-    blocks = np.flatnonzero(maxima >= threshold)
-    ids = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-    if len(ids) and ids[-1] >= len(logits):
-        ids = ids[ids < len(logits)]
-    return np.asarray(ids[logits[ids] >= threshold])
 
 
 def _kth(values: np.ndarray, k: int) -> float:

@@ -169,22 +169,20 @@ class Sampler:
         bad_message where `generated` does not follow the grammar or no token can go on in it, and
         GrammarPending."""
         maxima = candidates.block_maxima(logits)
-        best = candidates.best(logits, maxima)
-        self.largest = logits[best]
+        self.largest = maxima.max()
         if not np.isfinite(self.largest):
             raise CallError("engine", "the logits are not finite: the model or its input is damaged")
         if self._grammar is None:
-            return self._draw(logits, index, generated, best, maxima)
+            return self._draw(logits, index, generated, maxima)
         self._grammar.look_ahead(generated)
-        token = self._draw(logits, index, generated, best, maxima)
+        token = self._draw(logits, index, generated, maxima)
         if self._grammar.allows(token, generated):
             return token
         allowed = self._grammar.mask(logits, generated)
         maxima = candidates.block_maxima(allowed)
-        best = candidates.best(allowed, maxima)
-        if not np.isfinite(allowed[best]):
+        if not np.isfinite(maxima.max()):
             raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")
-        return self._draw(allowed, index, generated, best, maxima, again=True)
+        return self._draw(allowed, index, generated, maxima, again=True)
 
     def apart(self, logits: np.ndarray, index: int, token: int) -> float | None:
         """The probability between the random number of this step and `token`, in [0, 1]: 0 for the token that
@@ -210,14 +208,11 @@ class Sampler:
         logits: np.ndarray,
         index: int,
         generated: Sequence[int],
-        best: int,
         maxima: np.ndarray,
         *,
         again: bool = False,
     ) -> int:
-        """`best`, `maxima`: of `logits`, as candidates.py has them."""
-        if self._sampling.temperature == 0.0 and self._is_plain:
-            return best
+        """`maxima`: of the blocks of `logits`, as candidates.py has them."""
         if not self._is_plain:
             logits = self._adjust(logits, generated)
             maxima = candidates.block_maxima(logits)
