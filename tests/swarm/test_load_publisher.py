@@ -15,7 +15,6 @@ from trio.testing import MockClock
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.data.load_frames import FRAMES_BURST, FRAMES_PER_S, LoadFrames
 from swarmllm.swarm.in_memory.network import node_id_named
-from swarmllm.swarm.membership.identity import verify
 from swarmllm.swarm.peers.trust import TrustEvent
 from swarmllm.swarm.records.details_exchange import DetailsExchange
 from swarmllm.swarm.records.load_publisher import LoadPublisher
@@ -32,11 +31,10 @@ from swarmllm_proto.limits import LOAD_MAX
 from swarmllm_proto.node_load import NodeLoad, encode_load, load_of
 from swarmllm_proto.swarm import NodeCapability, NodeRecord
 
-from .handlers import Listener
 from .test_connection import joined
 from .test_loads import KeepingGossip
-from .test_record_details import Asking, brief_envelope, details_of, ids, told
-from .test_records import ME, OTHER, book, envelope, new_identity, no_answer
+from .test_record_details import Asking, brief_envelope, details_of, ids, speaking, told
+from .test_records import ME, OTHER, book, envelope, new_identity
 
 N_NODES = 100
 EACH_S = N_NODES / LOADS_PER_S
@@ -172,22 +170,10 @@ def record(n: int, speech: str = "") -> bytes:
     return encode_record(NodeRecord(node_id=ME.node_id, nickname=speech, capability=capability))
 
 
-def speaking(
+def among_others(
     nursery: trio.Nursery, gossip: KeepingGossip, direct: HeardDirectly, *, n_others: int = 5
 ) -> RecordSpread:
-    spread = RecordSpread(
-        ME,
-        verify,
-        1,
-        nursery,
-        ChangeFeed(),
-        ask=no_answer,
-        connected=(),
-        listener=Listener(),
-        whole_records_max=4,
-        direct_loads=direct,
-    )
-    spread.begin(gossip, (), ())
+    spread = speaking(nursery, gossip, direct=direct)
     for number in range(n_others):
         spread.take(brief_envelope(new_identity(100 + number)), {})
     return spread
@@ -197,10 +183,18 @@ def loads(gossip: KeepingGossip) -> list[bytes]:
     return [each.load for each in told(gossip) if isinstance(each, Heartbeat) and each.load]
 
 
+def test_loads_of_the_last_seconds_are_kept_and_no_others() -> None:
+    """Also while nobody asks for what lasts, as in a small swarm."""
+    sustained = SustainedLoad()
+    for second in range(1000):
+        sustained.note(working(second % 8), float(second))
+    assert len(sustained._steps) <= LASTS_S + 1
+
+
 async def test_in_a_large_swarm_everybody_hears_of_what_lasts(autojump_clock: MockClock) -> None:
     gossip, direct = KeepingGossip(), HeardDirectly()
     async with trio.open_nursery() as nursery:
-        spread = speaking(nursery, gossip, direct)
+        spread = among_others(nursery, gossip, direct)
         await spread.publish(record(0))
         await trio.sleep(200)
         gossip.contents.clear()
@@ -222,7 +216,7 @@ async def test_in_a_large_swarm_everybody_hears_of_what_lasts(autojump_clock: Mo
 async def test_a_brief_record_says_what_lasts(autojump_clock: MockClock) -> None:
     gossip, direct = KeepingGossip(), HeardDirectly()
     async with trio.open_nursery() as nursery:
-        spread = speaking(nursery, gossip, direct)
+        spread = among_others(nursery, gossip, direct)
         await spread.publish(record(0))
         await trio.sleep(100)
         await spread.publish(record(5, "another"))
@@ -248,7 +242,7 @@ async def test_a_brief_record_says_what_lasts(autojump_clock: MockClock) -> None
 async def test_in_a_small_swarm_everybody_hears_of_each_change(autojump_clock: MockClock) -> None:
     gossip, direct = KeepingGossip(), HeardDirectly()
     async with trio.open_nursery() as nursery:
-        spread = speaking(nursery, gossip, direct, n_others=0)
+        spread = among_others(nursery, gossip, direct, n_others=0)
         await spread.publish(record(0))
         await trio.sleep(1)
         for n in (1, 0, 3):
@@ -307,7 +301,7 @@ async def test_what_lasts_is_told_by_itself_in_a_large_swarm_only(
 async def test_after_a_record_a_heartbeat_waits_as_after_a_heartbeat(autojump_clock: MockClock) -> None:
     gossip = KeepingGossip()
     async with trio.open_nursery() as nursery:
-        spread = speaking(nursery, gossip, HeardDirectly(), n_others=N_NODES)
+        spread = among_others(nursery, gossip, HeardDirectly(), n_others=N_NODES)
         interval_s = heartbeat_interval_s(N_NODES + 1, 8)
         await trio.sleep(0.7 * interval_s)
         gossip.contents.clear()

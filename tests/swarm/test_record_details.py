@@ -37,6 +37,7 @@ from swarmllm.swarm.records.details_exchange import (
     QUESTIONS_MAX,
     DetailsExchange,
 )
+from swarmllm.swarm.records.direct_loads import DirectLoads
 from swarmllm.swarm.records.exchange import KIND_DETAILS
 from swarmllm.swarm.records.spread import RecordSpread
 from swarmllm.swarm.router import RequestRefused
@@ -677,7 +678,12 @@ def test_a_bad_question_is_refused(body: bytes) -> None:
 # What a node says.
 
 
-def speaking(nursery: trio.Nursery, gossip: KeepingGossip, notes: list[Any] | None = None) -> RecordSpread:
+def speaking(
+    nursery: trio.Nursery,
+    gossip: KeepingGossip,
+    notes: list[Any] | None = None,
+    direct: DirectLoads | None = None,
+) -> RecordSpread:
     spread = RecordSpread(
         ME,
         verify,
@@ -689,6 +695,7 @@ def speaking(nursery: trio.Nursery, gossip: KeepingGossip, notes: list[Any] | No
         listener=Listener(),
         note=lambda node_id, event, detail="": notes.append((node_id, event)) if notes is not None else None,
         whole_records_max=4,
+        direct_loads=direct,
     )
     spread.begin(gossip, (), ())
     return spread

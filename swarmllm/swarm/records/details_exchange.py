@@ -21,6 +21,7 @@ from swarmllm.log_filter import provoked_by
 from swarmllm.shared_ticks import sleep_until_tick
 from swarmllm.swarm.change_feed import ChangeFeed
 from swarmllm.swarm.records.details_book import ASKED_MAX, AskedDetails, DetailsBook
+from swarmllm.swarm.records.direct_loads import DirectLoads, NoDirectLoads
 from swarmllm.swarm.records.exchange import KIND_DETAILS, Ask
 from swarmllm.swarm.router import Change, UnreadableRequest
 from swarmllm_proto.codec import field_and_reason
@@ -56,28 +57,6 @@ class DetailsReader(Protocol):
     def blame(self, sender: NodeId, error: BadMessage) -> None:
         """For what was wrong with what it sent."""
         ...
-
-
-class DirectLoads(Protocol):
-    """Loads of nodes with which there is a data connection."""
-
-    def tell_load(self, load: bytes) -> None:
-        """This node's, to those that have asked for it."""
-        ...
-
-    def ask_for_load(self, node_id: NodeId) -> None:
-        """Where there is a data connection with that node, for as long as it stays. Idempotent."""
-        ...
-
-
-class NoDirectLoads:
-    """There are no data connections."""
-
-    def tell_load(self, load: bytes) -> None:
-        pass
-
-    def ask_for_load(self, node_id: NodeId) -> None:
-        pass
 
 
 async def no_dials(node_id: NodeId) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import trio
 
-from swarmllm.swarm.records.details_exchange import DirectLoads
+from swarmllm.swarm.records.direct_loads import DirectLoads
 from swarmllm.swarm.records.sustained_load import SustainedLoad
 from swarmllm_proto.codec import decode_record
 from swarmllm_proto.errors import ProtocolError

@@ -33,7 +33,8 @@ from swarmllm.swarm.peers.peer_table import Parts, PassingParts
 from swarmllm.swarm.peers.trust import Note, TrustEvent, ignored_event
 from swarmllm.swarm.records.comparison_pace import ComparisonPace
 from swarmllm.swarm.records.details_book import DetailsBook, HeldDetails
-from swarmllm.swarm.records.details_exchange import DetailsExchange, DirectLoads, NoDirectLoads, no_dials
+from swarmllm.swarm.records.details_exchange import DetailsExchange, no_dials
+from swarmllm.swarm.records.direct_loads import DirectLoads, NoDirectLoads
 from swarmllm.swarm.records.envelope_book import UNSEALED_KEPT, EnvelopeBook, HeldEnvelope, VerifyOnce
 from swarmllm.swarm.records.exchange import KIND_DETAILS, KIND_DIGESTS, NO_DIGESTS, Ask, RecordExchange
 from swarmllm.swarm.records.load_publisher import LoadPublisher

@@ -42,13 +42,13 @@ class SustainedLoad:
         """The node's load from now on. The first one counts at once, and as told."""
         if not self._steps:
             self._told = load
+        self._forget_old(now)
         if not self._steps or load != self._steps[-1][1]:
             self._steps.append((now, load))
 
     def at(self, now: float) -> NodeLoad:
         """Each number as it was told, or the nearest to that which it has been since LASTS_S ago."""
-        while len(self._steps) > 1 and now >= self._steps[1][0] + LASTS_S:
-            self._steps.popleft()
+        self._forget_old(now)
         recent = [msgspec.structs.astuple(load) for _, load in self._steps]
         return NodeLoad(
             *(
@@ -56,6 +56,10 @@ class SustainedLoad:
                 for told, *numbers in zip(msgspec.structs.astuple(self._told), *recent, strict=True)
             )
         )
+
+    def _forget_old(self, now: float) -> None:
+        while len(self._steps) > 1 and now >= self._steps[1][0] + LASTS_S:
+            self._steps.popleft()
 
     def told(self, load: NodeLoad) -> None:
         """Everybody has been told this."""
