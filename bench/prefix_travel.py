@@ -165,6 +165,13 @@ class SharingSwarm:
         self._bootstrap = self._bootstrap or list(addresses)
         return Node(self._stack.enter_context(Client(told["api_url"])), name, told["node_id"])
 
+    def print_log_of_fetches(self) -> None:
+        """What the nodes said of KV that was not fetched."""
+        for node in self._nodes.nodes:
+            for line in node.log_path.read_text("utf-8", "replace").splitlines():
+                if "prefix" in line:
+                    print(f"{node.name}: {line}")
+
 
 def pair(
     rounds: int,
@@ -341,6 +348,8 @@ def system_prompt(
                 ways = [each["rtt_ms"] for each in peers if each["announced_prefixes"]]
                 ran = [stage["nickname"] for stage in answer["swarm"]["route"]]
                 print(f"user {user} at {node.name}: {cached} cached on {ran}; ms to holders: {ways}")
+                if user:
+                    swarm.print_log_of_fetches()
             if not user:
                 time.sleep(SETTLED_S)
         work.values.append(computed / N_SYSTEM)

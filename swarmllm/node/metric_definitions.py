@@ -224,8 +224,11 @@ PREFIX_FETCHES = Definition(
     "swarmllm_prefix_fetches_total",
     "counter",
     "Prompts whose beginning another node keeps, of a whole model or of layers here: its KV came (hit), did "
-    "not come (miss), or was not asked for because computing it was expected to take no longer (declined).",
-    ("outcome",),
+    "not come (miss), or was not asked for (declined). A miss counts for each node that was asked, with the "
+    "reason `late`, `busy`, `absent`, `unreachable`, `refused` (by this node itself) or `wrong`. What is "
+    "declined has the reason `no_gain` (computing it takes hardly longer), `first_block_late` (waiting may "
+    "cost too much), `own_speed_unknown`, `too_many` (fetches at once) or `avoided` (all failed lately).",
+    ("outcome", "reason"),
 )
 PREFIX_TOKENS = Definition(
     "swarmllm_prefix_fetched_tokens_total", "counter", "Tokens of prompts whose KV came from other nodes."

@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 from swarmllm import __version__
 from swarmllm.node import metric_definitions as metric
 from swarmllm.node.metric_definitions import Definition
+from swarmllm.pipeline.statistics import DECLINE_REASONS, MISS_REASONS
 from swarmllm.process_use import process_use
 from swarmllm.scheduling.tiers import TIERS
 
@@ -179,12 +180,10 @@ class _NodeState(Collector):
             "dropped": pipelines.checks_dropped,
         }
         yield family(metric.CHECKS, [((outcome,), value) for outcome, value in outcomes.items()])
-        fetches = {
-            "hit": pipelines.prefix_hits,
-            "miss": pipelines.prefix_misses,
-            "declined": pipelines.prefix_declined,
-        }
-        yield family(metric.PREFIX_FETCHES, [((outcome,), value) for outcome, value in fetches.items()])
+        fetches: list[tuple[tuple[str, ...], int]] = [(("hit", ""), pipelines.prefix_hits)]
+        fetches += [(("miss", why), pipelines.prefix_missed[why]) for why in MISS_REASONS]
+        fetches += [(("declined", why), pipelines.prefix_not_asked[why]) for why in DECLINE_REASONS]
+        yield family(metric.PREFIX_FETCHES, fetches)
         checks = {"right": pipelines.prefix_checked, "wrong": pipelines.prefix_wrong}
         yield family(metric.PREFIX_CHECKS, [((outcome,), value) for outcome, value in checks.items()])
         yield from process_families(node)

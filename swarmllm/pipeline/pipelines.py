@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -287,6 +288,8 @@ class Pipelines:
 
     def statistics(self) -> PipelineStatistics:
         counts = PipelineStatistics(**{name: getattr(self._counts, name) for name in self._counts.__slots__})
+        counts.prefix_missed = Counter(counts.prefix_missed)
+        counts.prefix_not_asked = Counter(counts.prefix_not_asked)
         counts.active_generations = len(self._requests)
         counts.active_stage_requests = self._sessions.n_for_others() + len(self._pictures)
         counts.jobs_by_link = self._links.n_jobs

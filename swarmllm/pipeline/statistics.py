@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+MissReason: TypeAlias = Literal["late", "busy", "absent", "unreachable", "refused", "wrong"]
+"""Why KV that was asked for did not come: not in time, the holder said that it is busy or does not have it,
+it could not be asked, this node has no memory or no worker for it, or what came was none."""
+DeclineReason: TypeAlias = Literal["no_gain", "first_block_late", "own_speed_unknown", "too_many", "avoided"]
+"""Why KV was not asked for: all of it was expected to take too long, or its first block was; this node does
+not know how fast it computes, or fetches too much already; or all that have it failed a short time ago."""
+MISS_REASONS: Final[tuple[MissReason, ...]] = (
+    "late",
+    "busy",
+    "absent",
+    "unreachable",
+    "refused",
+    "wrong",
+)
+DECLINE_REASONS: Final[tuple[DeclineReason, ...]] = (
+    "no_gain",
+    "first_block_late",
+    "own_speed_unknown",
+    "too_many",
+    "avoided",
+)
 
 
 @dataclass(slots=True)
@@ -40,10 +64,10 @@ class PipelineStatistics:
     """Drawn, but rows or somebody to compute them were missing, or there was no time."""
     prefix_hits: int = 0
     """Requests for which KV of their prompt's beginning came from another node."""
-    prefix_misses: int = 0
-    """It was asked for, and did not come in time or was refused."""
-    prefix_declined: int = 0
-    """Another node announced it, and computing it was expected to take no longer."""
+    prefix_missed: Counter[MissReason] = field(default_factory=Counter)
+    """Holders that were asked for it and did not give all of it."""
+    prefix_not_asked: Counter[DeclineReason] = field(default_factory=Counter)
+    """Another node announced it, and nobody was asked."""
     prefix_tokens: int = 0
     """Of prompts, that came so."""
     prefix_fetched_bytes: int = 0
@@ -61,3 +85,11 @@ class PipelineStatistics:
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0
+
+    @property
+    def prefix_misses(self) -> int:
+        return self.prefix_missed.total()
+
+    @property
+    def prefix_declined(self) -> int:
+        return self.prefix_not_asked.total()

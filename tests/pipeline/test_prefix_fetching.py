@@ -41,6 +41,7 @@ from swarmllm.pipeline.prefix.choice import (
     draw_blocks,
     first_timeout_s,
     whole_blocks,
+    why_declined,
     wire_rows,
 )
 from swarmllm.pipeline.prefix.fetching import PrefixFetcher
@@ -48,7 +49,7 @@ from swarmllm.pipeline.prefix.serving import PEER_MAX, PrefixServing
 from swarmllm.pipeline.prefix.transfer import PrefixTransfer
 from swarmllm.pipeline.statistics import PipelineStatistics
 from swarmllm.scheduling.speeds import Observations
-from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Limit
+from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget, Grant, Limit
 from swarmllm.swarm.in_memory.network import InMemoryNetwork, node_id_named
 from swarmllm.swarm.in_memory.router import InMemoryRouter
 from swarmllm.swarm.peers.trust import NeutralTrust, TrustEvent
@@ -435,7 +436,7 @@ COLD_S = len(TOKENS) * PREFILL_S
 @asynccontextmanager
 async def pair(
     holder: Store | Handler,
-    other: Store | None = None,
+    other: Store | Handler | None = None,
     *,
     budget: ByteBudget | None = None,
     may_share: bool = True,
@@ -727,6 +728,99 @@ async def test_a_holder_that_stands_still_leaves_time_for_another_one(autojump_c
         assert await asker.ask() == 0
         assert trio.current_time() - began_s == pytest.approx(ALLOWED * COLD_S)
         assert asker.counts.prefix_misses == 2
+
+
+def first_slice_takes(seconds: float) -> Handler:
+    """A holder that is fast but for that."""
+    honest = handler_of(Store(n_kept=10))
+
+    async def give(sender: NodeId, body: bytes) -> bytes:
+        request = decode_request(body)
+        assert isinstance(request, PrefixKvFetch)
+        await trio.sleep(seconds if request.first_row == 0 else 0.001)
+        return bytes(await honest(sender, body))
+
+    return give
+
+
+@pytest.mark.parametrize("part", [0.2, 0.6, 0.95])
+async def test_a_late_holder_may_still_give_while_another_one_is_asked(
+    autojump_clock: MockClock, part: float
+) -> None:
+    """Seen of eight nodes on two cores: one gave its first block after 0.27 s, had been left after 0.26 s,
+    and the other one that was asked then did not give any in what was left."""
+    spare_s = ALLOWED * COLD_S
+    other = Store(n_kept=10, stands_still=True)
+    async with pair(first_slice_takes(part * spare_s), other) as asker:
+        began_s = trio.current_time()
+        assert await asker.ask() == 10 * B
+        assert trio.current_time() - began_s == pytest.approx(part * spare_s, abs=0.02)
+        assert bool(other.scopes) == (part > 0.5)
+        assert asker.counts.prefix_misses == 0
+        late = asker.fetcher.transfer.late
+        assert late.expected_s(FAR, trio.current_time()) == 0
+        assert late.expected_s(NEAR, trio.current_time()) > 0.1
+
+
+async def test_of_two_that_are_asked_the_first_block_decides(autojump_clock: MockClock) -> None:
+    spare_s = ALLOWED * COLD_S
+    other = SteadyHolder(1e4)
+    async with pair(first_slice_takes(0.52 * spare_s), other) as asker:
+        assert await asker.ask() == 10 * B
+        assert asker.counts.prefix_missed == {"late": 1}
+        await trio.sleep(1)
+        assert asker.events.noted == [(FAR, TrustEvent.CHECKED)]
+        assert asker.fetcher.transfer.late.expected_s(NEAR, trio.current_time()) > 0.1
+    async with pair(first_slice_takes(0.52 * spare_s), first_slice_takes(0.03 * spare_s)) as asker:
+        assert await asker.ask() == 10 * B
+        await trio.sleep(1)
+        assert asker.events.noted == [(NEAR, TrustEvent.CHECKED)]
+
+
+async def test_a_late_holder_is_waited_for_where_there_is_no_room_for_what_another_one_gives(
+    autojump_clock: MockClock,
+) -> None:
+    spare_s = ALLOWED * COLD_S
+    other = Store(n_kept=10)
+
+    class NoRoomForOther(ByteBudget):
+        def reserve(self, peer: NodeId, kind: BudgetKind, n_bytes: int) -> Grant | None:
+            return None if peer == FAR else super().reserve(peer, kind, n_bytes)
+
+    async with pair(first_slice_takes(0.6 * spare_s), other, budget=NoRoomForOther()) as asker:
+        assert await asker.ask() == 10 * B
+        assert other.scopes == []
+        assert asker.counts.prefix_missed == {"refused": 1}
+
+
+async def test_it_is_counted_why_nothing_came(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(Store(n_kept=3)) as asker:
+        assert await asker.ask() == 0
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_missed == {"absent": 1}
+        assert asker.counts.prefix_not_asked == {"avoided": 1}
+    async with pair(Store(n_kept=10)) as asker:
+        asker.fetcher.observations = Observations()
+        asker.fetcher.observations.observe(MODEL, "prefill", 1e-6, N_LAYERS, 1)
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_not_asked == {"first_block_late": 1}
+    monkeypatch.setattr("swarmllm.pipeline.prefix.fetching.prefill_here_s", lambda *known: None)
+    async with pair(Store(n_kept=10)) as asker:
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_not_asked == {"own_speed_unknown": 1}
+
+
+def test_it_is_told_why_nobody_is_asked() -> None:
+    slices, near = Slices(10 * B, ROW_BYTES), HolderPath(NEAR, 0.02, 1e8)
+    assert why_declined([near], slices, 0, None).reason == "own_speed_unknown"
+    late = why_declined([near, HolderPath(FAR, 0.5)], slices, 0, 0.01, 0.02)
+    assert (late.reason, late.spare_s) == ("first_block_late", 0.02)
+    assert late.first_s == slices.first_take_s(near)
+    gains = why_declined([near], slices, B, 1e-4, 1.0)
+    assert (gains.reason, gains.all_s) == ("no_gain", near.takes_s(slices.n_bytes, len(slices.all())))
+    assert gains.saved_s == pytest.approx(9 * B * 1e-4)
 
 
 async def test_a_part_of_a_block_gives_a_holder_no_more_time(autojump_clock: MockClock) -> None:

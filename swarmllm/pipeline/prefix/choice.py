@@ -25,6 +25,7 @@ from typing import Final
 
 from msgspec import UNSET
 
+from swarmllm.pipeline.statistics import DeclineReason
 from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.ipc import KvType, PrefixLookedUp
@@ -213,6 +214,45 @@ def choose(
         and path.at_best.takes_s(slices.n_bytes, len(asked)) <= WORTH * saved_s
     )
     return min(offers, key=lambda offer: (offer.predicted_s, offer.path.node_id), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why `choose` found nobody. Times in seconds, by what is known of the holders at their best."""
+
+    reason: DeclineReason
+    saved_s: float
+    """What computing these rows takes."""
+    all_s: float
+    """Until all of them would be here; infinite without a holder."""
+    first_s: float
+    """Until the first block would be."""
+    spare_s: float
+    """How late that might be."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}: computing takes {self.saved_s:.2f} s, fetching {self.all_s:.2f} s, "
+            f"of which the first block {self.first_s:.3f} s of {self.spare_s:.3f} s"
+        )
+
+
+def why_declined(
+    paths: Iterable[HolderPath],
+    slices: Slices,
+    n_known: int,
+    prefill_s_per_row: float | None,
+    spare_s: float = math.inf,
+) -> Declined:
+    """Of the same arguments for which `choose` gives None."""
+    if prefill_s_per_row is None:
+        return Declined("own_speed_unknown", math.inf, math.inf, math.inf, spare_s)
+    n_slices = len(slices.all())
+    best = [path.at_best for path in paths]
+    all_s = min((path.takes_s(slices.n_bytes, n_slices) for path in best), default=math.inf)
+    first_s = min(map(slices.first_take_s, best), default=math.inf)
+    reason: DeclineReason = "first_block_late" if first_s > spare_s else "no_gain"
+    return Declined(reason, (slices.n_rows - n_known) * prefill_s_per_row, all_s, first_s, spare_s)
 
 
 def first_timeout_s(offer: Offer, paths: Iterable[HolderPath], slices: Slices, spare_s: float) -> float:

@@ -129,19 +129,24 @@ class PrefixFetcher:
         hashes = extend_block_hashes(root, tokens[: n_blocks * BLOCK_TOKENS])
         match, holders = self._holders(model_id, hashes, ())
         if not holders:
+            if self.registry.holders_of_prefix(model_id, hashes).node_ids:
+                self.transfer.declined("avoided", "all that keep it failed a short time ago")
             return None
         names, model = hashes[: match.n_blocks], ModelFile.of(entry)
         try:
             async with self.transfer.turn(names[-1]) as has_turn:
                 turn_s = trio.current_time()
                 here = await self.transfer.store.look_up_prefix(model, layers, join_names(names))
-                if here.n_blocks >= match.n_blocks or not here.row_bytes or not has_turn:
+                if here.n_blocks >= match.n_blocks or not here.row_bytes:
+                    return None
+                if not has_turn:
+                    self.transfer.declined("too_many", "too much is fetched already")
                     return None
                 prefill_s = prefill_here_s(
                     model_id, entry.manifest, self.observations, self._capabilities(holders)
                 )
                 if prefill_s is None:
-                    self.transfer.counts.prefix_declined += 1
+                    self.transfer.declined("own_speed_unknown", "nothing is known of how fast this node is")
                     return None
                 n_known = here.n_blocks * BLOCK_TOKENS
                 cold_s = (len(tokens) - n_known) * prefill_s

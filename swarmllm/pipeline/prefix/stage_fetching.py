@@ -186,14 +186,17 @@ class StageFetcher:
             here = await transfer.store.look_up_prefix(
                 model, layers, join_names(names[:n_blocks]), scope, cuts=True
             )
-            if here.n_blocks >= n_blocks or not here.row_bytes or not has_turn:
+            if here.n_blocks >= n_blocks or not here.row_bytes:
+                return
+            if not has_turn:
+                transfer.declined("too_many", "too much is fetched already")
                 return
             entry = await self.own_models.get(model.model_id)
             records = [self.registry.node(source.node_id) for source in sources]
             others = [record.capability for record in records if record is not None]
             whole_s = prefill_here_s(model.model_id, entry.manifest, self.observations, others)
             if whole_s is None:
-                transfer.counts.prefix_declined += 1
+                transfer.declined("own_speed_unknown", "nothing is known of how fast this node is")
                 return
             prefill_s = whole_s * len(layers) / entry.manifest.n_layers
             n_known = here.n_blocks * BLOCK_TOKENS

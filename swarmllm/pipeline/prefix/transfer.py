@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -26,6 +26,7 @@ from swarmllm.pipeline.prefix.choice import (
     LANES,
     TRIES,
     AvoidedPeers,
+    Declined,
     FetchClock,
     HolderPath,
     Offer,
@@ -34,10 +35,11 @@ from swarmllm.pipeline.prefix.choice import (
     WireRows,
     choose,
     first_timeout_s,
+    why_declined,
 )
 from swarmllm.pipeline.prefix.lateness import LateHolders
 from swarmllm.pipeline.prefix.serving import PrefixStore
-from swarmllm.pipeline.statistics import PipelineStatistics
+from swarmllm.pipeline.statistics import DeclineReason, MissReason, PipelineStatistics
 from swarmllm.swarm.byte_budget import BudgetKind, ByteBudget
 from swarmllm.swarm.peers.trust import NodeTrust, TrustEvent
 from swarmllm.swarm.router import Router
@@ -63,9 +65,17 @@ class NotGiven(Exception):
         super().__init__(why)
         self.trust_event = event
 
+    @property
+    def reason(self) -> MissReason:
+        return "unreachable" if self.trust_event is None else "wrong"
+
 
 class NotKept(NotGiven):
     """It says that it does not have the rows."""
+
+    @property
+    def reason(self) -> MissReason:
+        return "absent"
 
 
 class NotNow(NotGiven):
@@ -74,6 +84,10 @@ class NotNow(NotGiven):
     def __init__(self, why: str, *, says_busy: bool = False) -> None:
         super().__init__(why)
         self.says_busy = says_busy
+
+    @property
+    def reason(self) -> MissReason:
+        return "busy" if self.says_busy else "late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,52 @@ def _without_gap(every: Sequence[tuple[int, int]], found: Container[int]) -> tup
     return n_slices, n_rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A source that is worth asking."""
+
+    source: PrefixSource
+    offer: Offer
+    slices: Slices
+    until_s: float
+    """So long nobody else is asked, unless a block of its comes."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A source that is being asked."""
+
+    found: _Found
+    changed: trio.lowlevel.ParkingLot
+    """Who waits for a block, or the end."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    has_block: bool = False
+    is_left: bool = False
+    """Another one was quicker."""
+    is_over: bool = False
+    came: GivenRows | None = None
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.found.source.node_id
+
+    @property
+    def slices(self) -> Slices:
+        return self.found.slices
+
+    @property
+    def until_s(self) -> float:
+        return self.found.until_s
+
+    def gives(self) -> None:
+        self.has_block = True
+        self.changed.unpark_all()
+
+    def leave(self) -> None:
+        self.is_left = True
+        self.scope.cancel()
+
+
 @dataclass(slots=True)
 class PrefixTransfer:
     router: Router
@@ -182,42 +242,94 @@ class PrefixTransfer:
         grants: ExitStack,
     ) -> GivenRows | None:
         """The most that a holder gave: of all sources of the longest beginning, and of shorter ones, the
-        soonest is asked first, and another one where it breaks off. `n_known`: rows that are here."""
+        soonest is asked first, and another one where it breaks off. Where it has not given a block yet when
+        another one has to be asked if it is to be in time, both are, and the first block decides. `n_known`:
+        rows that are here."""
         best: GivenRows | None = None
-        asked: set[NodeId] = set()
-        too_late: set[NodeId] = set()
-        is_declined = False
-        while len(asked) < TRIES:
-            sources = {source.node_id: source for source in find(asked | too_late)}
+        asked: list[_Asked] = []
+        avoided: set[NodeId] = set()
+        changed = trio.lowlevel.ParkingLot()
+        async with trio.open_nursery() as nursery:
+            while True:
+                n_best = max(n_known, best.n_rows if best is not None else 0)
+                until_s = math.inf
+                found = None
+                if len(asked) < TRIES:
+                    found = self._next_offer(wanted, find, n_best, clock, avoided, is_first=not asked)
+                if found is not None and (grant := self._room_for(found)) is not None:
+                    grants.enter_context(grant)
+                    avoided.add(found.source.node_id)
+                    asked.append(each := _Asked(found, changed))
+                    until_s = each.until_s
+                    nursery.start_soon(self._fetch, wanted, each, clock, n_known)
+                under_way = [each for each in asked if not each.is_over]
+                on_asking(under_way[-1].node_id if under_way else None)
+                if not under_way:
+                    return best
+                with trio.move_on_at(until_s):
+                    while not any(each.has_block or each.is_over for each in under_way):
+                        await changed.park()
+                quickest = next((each for each in under_way if each.has_block), None)
+                if quickest is None:
+                    continue
+                for each in under_way:
+                    if each is not quickest:
+                        each.leave()
+                while not all(each.is_over for each in under_way):
+                    await changed.park()
+                came = quickest.came
+                if came is not None and came.n_rows > n_best:
+                    best = came
+                if came is not None and (came.n_rows == quickest.slices.n_rows or came.is_cut_short):
+                    on_asking(None)
+                    return best
+
+    def _next_offer(
+        self,
+        wanted: WantedPrefix,
+        find: FindSources,
+        n_best: int,
+        clock: FetchClock,
+        avoided: set[NodeId],
+        *,
+        is_first: bool,
+    ) -> _Found | None:
+        """The source that is to be asked next, of those that are not `avoided`, which those are added to that
+        would be too late. None: nobody has more than `n_best` rows and would give them soon."""
+        declined: Declined | None = None
+        while True:
+            sources = {source.node_id: source for source in find(avoided)}
             n_blocks = max((source.n_blocks for source in sources.values()), default=0)
-            n_best = max(n_known, best.n_rows if best is not None else 0)
             slices = Slices(n_blocks * BLOCK_TOKENS, wanted.wire.row_bytes, wanted.wire.read_bytes)
             if slices.n_rows <= n_best:
                 break
-            paths, spare_s = self._paths(sources), clock.spare_s(trio.current_time())
+            now_s = trio.current_time()
+            paths, spare_s = self._paths(sources), clock.spare_s(now_s)
             offer = choose(paths, slices, n_best, clock.s_per_row, spare_s)
-            if offer is None:
-                is_declined = True
-                if late := {path.node_id for path in paths if path.late_s}:
-                    too_late |= late  # Others may have less, and be quicker.
-                    continue
+            if offer is not None:
+                until_s = now_s + first_timeout_s(offer, paths, slices, spare_s)
+                return _Found(sources[offer.path.node_id], offer, slices, until_s)
+            declined = why_declined(paths, slices, n_best, clock.s_per_row, spare_s)
+            late = {path.node_id for path in paths if path.late_s}
+            if not late:
                 break
-            asked.add(offer.path.node_id)
-            n_bytes = sum(slices.bytes_max(n_rows) for _, n_rows in slices.all())
-            grant = self.budget.reserve(offer.path.node_id, BudgetKind.MESSAGES, n_bytes)
-            if grant is None:
-                self.counts.prefix_misses += 1
-                break
-            grants.enter_context(grant)
-            source = sources[offer.path.node_id]
-            until_s = trio.current_time() + first_timeout_s(offer, paths, slices, spare_s)
-            came = await self._fetch(wanted, source, slices, offer, clock, until_s, n_known, on_asking)
-            if came is not None and came.n_rows > n_best:
-                best = came
-            if came is not None and (came.n_rows == slices.n_rows or came.is_cut_short):
-                break
-        self.counts.prefix_declined += is_declined and not asked
-        return best
+            avoided |= late  # Others may have less, and be quicker.
+        if declined is not None and is_first:
+            self.declined(declined.reason, str(declined))
+        return None
+
+    def _room_for(self, found: _Found) -> AbstractContextManager[object] | None:
+        """None: there is no room for what this holder would give."""
+        n_bytes = sum(found.slices.bytes_max(n_rows) for _, n_rows in found.slices.all())
+        grant = self.budget.reserve(found.source.node_id, BudgetKind.MESSAGES, n_bytes)
+        if grant is None:
+            self.counts.prefix_missed["refused"] += 1
+        return grant
+
+    def declined(self, reason: DeclineReason, why: str) -> None:
+        """Nobody was asked for KV that others keep."""
+        log.info("KV that another node keeps is not fetched, %s", why)
+        self.counts.prefix_not_asked[reason] += 1
 
     async def take_in(self, came: GivenRows) -> bool:
         """Whether the worker took it. Raises SwarmLLMError of this node's worker."""
@@ -227,7 +339,7 @@ class PrefixTransfer:
             self._failed(came.node_id, reason)
             return False
         except SwarmLLMError:
-            self.counts.prefix_misses += 1
+            self.counts.prefix_missed["refused"] += 1
             raise
         if not n_taken:
             return False
@@ -238,7 +350,8 @@ class PrefixTransfer:
 
     def gave_up(self, holder: NodeId | None) -> None:
         """The request's time for fetching is over. `holder`: the node that was to give something."""
-        self.counts.prefix_misses += 1
+        self.counts.prefix_missed["late"] += 1
+        log.info("KV from %s did not come in time for its request", holder or "this node's worker")
         if holder is not None:
             waited_s = max(self.settings.asker_timeout_s, self.settings.network_timeout_s)
             self.late.gave_nothing(holder, waited_s, trio.current_time())
@@ -269,22 +382,23 @@ class PrefixTransfer:
             self.avoided.add(node_id, now_s)
         if reason.trust_event is not None:
             self.trust.note(node_id, reason.trust_event, "kept KV")
-        provoked_by(log, node_id).info("no KV from %s: %s", node_id, reason)
-        self.counts.prefix_misses += 1
+        provoked_by(log, node_id).info(
+            "KV from %s is missing, %s after %.3f s: %s", node_id, reason.reason, waited_s, reason
+        )
+        self.counts.prefix_missed[reason.reason] += 1
 
-    async def _fetch(
-        self,
-        wanted: WantedPrefix,
-        source: PrefixSource,
-        slices: Slices,
-        offer: Offer,
-        clock: FetchClock,
-        until_s: float,
-        n_known: int,
-        on_asking: Callable[[NodeId | None], None],
+    async def _fetch(self, wanted: WantedPrefix, asked: _Asked, clock: FetchClock, n_known: int) -> None:
+        """Sets what came without a gap, in whole blocks; nothing, where nothing came or the holder lied."""
+        try:
+            asked.came = await self._slices(wanted, asked, clock, n_known)
+        finally:
+            asked.is_over = True
+            asked.changed.unpark_all()
+
+    async def _slices(
+        self, wanted: WantedPrefix, asked: _Asked, clock: FetchClock, n_known: int
     ) -> GivenRows | None:
-        """What came from one holder without a gap, in whole blocks; None: nothing, or it lied. `until_s`:
-        when a block of its has to be here."""
+        source, slices, offer = asked.found.source, asked.slices, asked.found.offer
         node_id, every = offer.path.node_id, slices.all()
         waiting = deque(enumerate(every))
         found: dict[int, PrefixKv] = {}
@@ -309,7 +423,8 @@ class PrefixTransfer:
                         first_at_s, n_first = trio.current_time(), n_rows
                     clock.came(_without_gap(every, found)[1] - n_known)
                     if _without_gap(every, found)[1]:
-                        scope.deadline = clock.deadline_s
+                        asked.gives()
+                        asked.scope.deadline = clock.deadline_s
                     while n_more:
                         n_more -= 1
                         nursery.start_soon(lane, 0)
@@ -317,8 +432,8 @@ class PrefixTransfer:
                 failures.append(reason)
                 nursery.cancel_scope.cancel()
 
-        on_asking(node_id)
-        with trio.move_on_at(min(until_s, clock.deadline_s)) as scope:
+        asked.scope.deadline = clock.deadline_s
+        with asked.scope:
             async with trio.open_nursery() as nursery:
                 # Of a line that was not measured, one slice shows whether more would come in time.
                 n_later = 0 if offer.path.bytes_per_s else LANES - 1
@@ -326,14 +441,13 @@ class PrefixTransfer:
                 await trio.sleep(AHEAD_S)
                 for _ in range(LANES - 1 - n_later):
                     nursery.start_soon(lane, 0)
-        on_asking(None)
         n_slices, n_rows = _without_gap(every, found)
         now_s = trio.current_time()
-        is_cut_short = bool(waiting and n_rows) and not failures and not scope.cancelled_caught
+        is_cut_short = bool(waiting and n_rows) and not failures and not asked.scope.cancelled_caught
         if n_slices == len(every) or is_cut_short:
             on_time_s = replace(offer.path, late_s=0.0).takes_s(every[0][1] * slices.row_bytes, 1)
             self.late.gave(node_id, first_at_s - began_s - on_time_s, now_s)
-        else:
+        elif not asked.is_left or now_s >= asked.until_s:
             reason = failures[0] if failures else NotNow("it did not come in time")
             self._failed(node_id, reason, now_s - began_s, named_by=wanted.scope)
             if reason.trust_event is not None:
