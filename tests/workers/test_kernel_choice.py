@@ -13,6 +13,7 @@ from swarmllm_workers.kernels import kernel_choice
 from swarmllm_workers.kernels.kernel_choice import (
     GAIN_MIN,
     HOPELESS,
+    NEVER_LARGE,
     PANEL_LOSS_MAX,
     ROUNDS_MAX,
     ROUNDS_MIN,
@@ -20,10 +21,12 @@ from swarmllm_workers.kernels.kernel_choice import (
     ROWS_MAX,
     SINGLE_RUNS,
     MatrixType,
+    RowChoice,
     RowClass,
     Way,
     choose,
     ggmls_own,
+    large_batch_from,
     may_differ,
     race,
     reference,
@@ -96,6 +99,34 @@ def test_ggml_has_tiles_of_k_quants_only_for_eight_rows_and_more() -> None:
     for rows in ROW_CLASSES:
         assert (Way.TILES in ways_of(MatrixType.Q4_K, rows.first, Way)) == (rows.first >= 8)
         assert (Way.TILES in ways_of(MatrixType.Q8_0, rows.first, Way)) == (rows.first >= 2)
+
+
+def chosen(n_large_ns: int, ns_of_first: dict[int, int]) -> list[RowChoice]:
+    """Of panels that take so long, and of other ways by the first number of their class; else 1 ns."""
+    return [
+        RowChoice(rows, Way.PANELS_AMX if rows is MANY else Way.AVX512, 10**9, ns_of_first.get(rows.first, 1))
+        for rows in ROW_CLASSES[:-1]
+    ] + [RowChoice(MANY, Way.PANELS_AMX, 10**9, n_large_ns)]
+
+
+def test_a_large_batch_is_worth_it_from_the_number_of_rows_that_take_longer() -> None:
+    """On an Intel Xeon with AMX, 64 rows take as long as 24 in the other way."""
+    linear = {9: 900, 17: 1700, 33: 3300}
+    assert large_batch_from([chosen(2400, linear)]) == int(24 / GAIN_MIN) + 1
+    assert large_batch_from([chosen(6400, linear)]) == NEVER_LARGE
+    assert large_batch_from([chosen(1600, linear)]) == 17
+    assert large_batch_from([chosen(3100, linear)]) == 33
+    assert large_batch_from([chosen(1000, linear)]) == int(10 / GAIN_MIN) + 1
+    assert large_batch_from([]) == NEVER_LARGE
+
+
+def test_a_large_batch_has_to_be_worth_it_for_every_matrix_and_every_number_of_rows_behind_it() -> None:
+    linear = {9: 900, 17: 1700, 33: 3300}
+    assert large_batch_from([chosen(2400, linear), chosen(5000, linear)]) == int(50 / GAIN_MIN) + 1
+    assert large_batch_from([chosen(2400, linear | {33: 100})]) == NEVER_LARGE
+    by_ggml = [RowChoice(rows, Way.TILES, 100 * rows.first, 1) for rows in ROW_CLASSES[:-1]]
+    assert large_batch_from([[*by_ggml, RowChoice(MANY, Way.PANELS_AMX, 9999, 3100)]]) == 33
+    assert large_batch_from([[*by_ggml, RowChoice(MANY, Way.TILES, 6400, 1)]]) == NEVER_LARGE
 
 
 def test_types_have_ways_of_their_own_with_avx512() -> None:

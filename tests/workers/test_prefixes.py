@@ -53,6 +53,79 @@ def test_same_prompt_again_runs_only_its_last_token(
     assert done(room, "again").n_prompt_tokens == 2 * B
 
 
+LARGE = 64
+
+
+def ask_behind(room: Room, n_rest: int, name: str, batches: list[list[int]]) -> list[list[int]]:  # noqa: F811
+    """The batches of a prompt that goes on for so many tokens behind three kept blocks."""
+    batches.clear()
+    prompt = np.append(TOKENS[: 3 * B], np.arange(n_rest, dtype=np.int32))
+    room.generate(prompt, name, GREEDY)
+    room.run()
+    assert done(room, name).n_cached_tokens == 3 * B
+    return list(batches)
+
+
+@pytest.mark.parametrize(
+    ("n_rest", "n_rows"), [(1, 1), (19, 19), (20, LARGE), (63, LARGE), (64, 64), (70, LARGE)]
+)
+def test_a_short_rest_of_a_prompt_is_computed_with_rows_before_it_where_that_takes_less(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+    n_rest: int,
+    n_rows: int,
+) -> None:
+    room = open_room("llama", (0, 4), n_ctx=1024)
+    plain = open_room("llama", (0, 4), n_ctx=1024)
+    for each, large_batch_from, n_first in ((plain, LARGE, min(n_rest, LARGE)), (room, 20, n_rows)):
+        each.generate(TOKENS[: 3 * B], "kept", GREEDY)
+        each.run()
+        each.handlers.state.engine().large_batch_from = large_batch_from
+        assert ask_behind(each, n_rest, "behind", batches)[0] == [n_first]
+    assert room.tokens("behind") == plain.tokens("behind")
+
+
+def test_no_rows_are_computed_again_beside_others_nor_where_there_is_no_room(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+) -> None:
+    room = open_room("llama", (0, 4), n_ctx=320, n_prefixes=1)
+    room.generate(TOKENS[: 3 * B], "kept", GREEDY)
+    room.run()
+    engine = room.handlers.state.engine()
+    engine.large_batch_from = 20
+    assert ask_behind(room, 30, "alone", batches)[0] == [LARGE]
+    other = engine.route("other", 0, 4)
+    engine.run(other, [Span(engine.take_slot("other"), 0, TOKENS[:10], "none")])
+    assert ask_behind(room, 30, "beside", batches)[0] == [30]
+    engine.release("other")
+    route = engine.route("r", 0, 4)
+    position = engine.reuse("r", route, TOKENS[: 3 * B + 30], clients_of="")
+    assert position == 3 * B
+    n_free = engine.prefixes.n_free(route.segments)
+    assert engine.begin_large_batch("r", route, position, 3 * B + 30) == 2 * B + 30
+    assert engine.reuse("s", engine.route("s", 0, 4), TOKENS[: 3 * B + 30]) == 3 * B
+    engine.release("r")
+    filler = engine.route("s", 0, 4)
+    n = engine.prefixes.n_free(filler.segments) - LARGE + 1
+    engine.run(filler, [Span(engine.take_slot("s"), 3 * B, np.zeros(n, np.int32), "none")])
+    assert engine.prefixes.n_free(filler.segments) < LARGE <= n_free
+    assert engine.begin_large_batch("s", filler, 3 * B, 3 * B + 30) == 3 * B
+
+
+def test_rows_of_a_window_are_not_computed_again(open_room: OpenRoom) -> None:  # noqa: F811
+    """Those before them may be gone."""
+    room = open_room("gemma3", (0, 12), n_ctx=1024)
+    engine = room.handlers.state.engine()
+    engine.large_batch_from = 20
+    room.generate(TOKENS[: 3 * B], "kept", GREEDY)
+    room.run()
+    route = engine.route("r", 0, engine.n_layers)
+    engine.make_room(route, 1024)
+    assert engine.reuse("r", route, TOKENS[: 3 * B + 30]) == 3 * B
+    assert engine.begin_large_batch("r", route, 3 * B, 3 * B + 30) == 3 * B
+
+
 WHOSE = {
     "this node's": {},
     "one node's": {"own_kv": True, "clients_of": "node-a"},

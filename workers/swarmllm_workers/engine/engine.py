@@ -38,6 +38,7 @@ from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.engine.slots import HeldRequests, Slots
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import open_source
+from swarmllm_workers.kernels.kernel_choice import NEVER_LARGE, PANEL_ROWS_MIN
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class Engine:
         self.apart = ExactSegments(self.footprint)
         self.begin: Callable[[Operation[None]], None] = complete
         """Begins an operation that a request leaves behind when it ends. It comes after all others."""
+        self.large_batch_from = NEVER_LARGE
+        """Batches of so many rows, and fewer than PANEL_ROWS_MIN, take longer than one of that many."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -198,6 +201,20 @@ class Engine:
         n_max = len(tokens) - 1
         name = token_name(self.root, tokens[:n_max], session, clients_of=clients_of)
         return self.prefixes.reuse(request_id, route.segments, name, n_max, own_kv=own_kv)
+
+    def begin_large_batch(self, request_id: str, route: Route, position: int, n_tokens: int) -> int:
+        """Where the rest of a prompt begins that is to be computed at once: at `position`, up to which the
+        request has rows of others, or so much earlier that the batch is a large one, where that takes less
+        time. The rows behind are freed then. Only a lone request's rows are all in one batch."""
+        begin, n_left = n_tokens - PANEL_ROWS_MIN, n_tokens - position
+        if not 0 <= begin < position or n_left < self.large_batch_from:
+            return position
+        is_alone = len(self.slots) == 1
+        has_window = any(segment.n_window for segment in route.segments)
+        if not is_alone or has_window or self.prefixes.n_free(route.segments) < PANEL_ROWS_MIN:
+            return position
+        self.empty(request_id, begin)
+        return begin
 
     def keep(
         self, request_id: str, tokens: np.ndarray, session: str = "", clients_of: str | None = ""

@@ -6,8 +6,9 @@ functions of what `run` and `now` give.
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -139,6 +140,35 @@ class RowChoice:
     """Per product, of ggml's fastest way that has the right bits."""
     ours_ns: int | None
     """Of our fastest; None where none has the right bits."""
+
+    @property
+    def chosen_ns(self) -> int:
+        """Per product, of the way that was chosen, or one that is hardly slower."""
+        return self.ggml_ns if self.way.is_ggmls or self.ours_ns is None else self.ours_ns
+
+
+NEVER_LARGE: Final = PANEL_ROWS_MIN
+"""No batch of fewer rows than a large one takes longer than it."""
+
+
+def large_batch_from(choices: Iterable[Sequence[RowChoice]]) -> int:
+    """The least number of rows of which products take longer than of PANEL_ROWS_MIN rows, where that is so of
+    each of these matrices and by more than a tie; NEVER_LARGE where it is not. `choices`: of one matrix for
+    each of ROW_CLASSES."""
+    least = [_large_batch_from(each) for each in choices]
+    return max(least, default=NEVER_LARGE)
+
+
+def _large_batch_from(choices: Sequence[RowChoice]) -> int:
+    *fewer, large = choices
+    least = NEVER_LARGE
+    for choice in reversed(fewer):
+        # As many rows of this class as take so long, by the number of which that is known.
+        n_rows = math.floor(large.chosen_ns * choice.rows.first / (GAIN_MIN * choice.chosen_ns)) + 1
+        if n_rows > choice.rows.last:
+            break
+        least = max(n_rows, choice.rows.first)
+    return least
 
 
 def ggmls_own(kind: MatrixType, n_rows: int) -> Way:

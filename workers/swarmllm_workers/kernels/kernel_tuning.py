@@ -32,12 +32,15 @@ from swarmllm_workers.gguf_file import GgufFile, files_of
 from swarmllm_workers.kernels import interposing, small_batches
 from swarmllm_workers.kernels.attention_tuning import AttentionTuning
 from swarmllm_workers.kernels.kernel_choice import (
+    NEVER_LARGE,
+    PANEL_ROWS_MIN,
     ROW_CLASSES,
     MatrixType,
     RowChoice,
     RowClass,
     Way,
     choose,
+    large_batch_from,
     may_differ,
     race,
     reference,
@@ -209,8 +212,12 @@ class Bench(Protocol):
 class KernelTuning:
     """Of one worker."""
 
-    def __init__(self, mode: KernelMode = "auto", kept_in: Path | None = None) -> None:
+    def __init__(
+        self, mode: KernelMode = "auto", kept_in: Path | None = None, *, rows_max: int = PANEL_ROWS_MIN
+    ) -> None:
+        """`rows_max`: of a prompt in one batch."""
         self._mode = mode
+        self._rows_max = rows_max
         self._kept_in = kept_in
         self._machine: str | None = None
         self._chosen: Timings = {}
@@ -224,6 +231,13 @@ class KernelTuning:
     def choices(self) -> tuple[KernelChoice, ...]:
         """Of the types and row lengths of what was loaded."""
         return tuple(_told(shape, each) for shape in self._in_use.values() for each in self._chosen[shape])
+
+    @property
+    def large_batch_from(self) -> int:
+        """See `kernel_choice.large_batch_from`; of the matrices of what was loaded."""
+        if self._rows_max < PANEL_ROWS_MIN:
+            return NEVER_LARGE
+        return large_batch_from(self._chosen[shape] for shape in self._in_use.values())
 
     @property
     def is_on(self) -> bool:

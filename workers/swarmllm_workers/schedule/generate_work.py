@@ -97,7 +97,7 @@ class GenerateWork:
         self._has_begun = False
         self._n_running = 0
         self._n_cached = 0
-        """Rows of the prompt that an earlier request had computed."""
+        """Rows of the prompt that an earlier request had computed, also if some are computed again."""
         self._other_format = False
         """Some of them came from another node in another format."""
         self._prefill_s = 0.0
@@ -128,6 +128,9 @@ class GenerateWork:
         self._engine.prefixes.follow(self.request_id, route.segments, self._name)
         if self._n_history == self._n_given:
             self._n_cached = min(self._position, self._n_prompt)
+            self._position = self._engine.begin_large_batch(
+                self.request_id, route, self._position, self._n_history
+            )
 
     @property
     def n_waiting(self) -> int:

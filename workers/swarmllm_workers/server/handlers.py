@@ -174,7 +174,7 @@ class Handlers:
         self.ring.has_spare_core = self._thread_use.has_spare_core
         self.state.speculation = Speculation(engine, speculation_settings(message))
         kept_in = Path(message.kernel_timings) if message.kernel_timings else None
-        self.state.kernels = KernelTuning(message.kernels, kept_in)
+        self.state.kernels = KernelTuning(message.kernels, kept_in, rows_max=message.prefill_chunk_tokens)
         planner = Planner(
             chunk=min(message.prefill_chunk_tokens, CAPACITY - 1), batching=message.continuous_batching
         )

@@ -146,6 +146,7 @@ class LoadHandlers:
                 tensors = source.tensors.items()
                 source.tensors = {name: each for name, each in tensors if engine.layers.uses(name)}
         is_known = kernels.tune(sources, engine.settings.n_threads, measures=not self._state.has_work)
+        engine.large_batch_from = kernels.large_batch_from
         for source in sources:
             source.close()
         if not is_known:
