@@ -22,6 +22,7 @@ from swarmllm_workers.engine.operation import Operation, complete
 from swarmllm_workers.engine.segment import Segment
 from swarmllm_workers.engine.segment_maker import SegmentMaker
 from swarmllm_workers.errors import CallError
+from swarmllm_workers.kernels.kernel_choice import NEVER_LARGE
 from swarmllm_workers.server.background import BackgroundThread, ThreadInbox
 from swarmllm_workers.server.handlers import Handlers
 
@@ -508,8 +509,11 @@ def test_products_are_timed_when_nobody_decodes(
     while room.loading.n_waiting:
         receive(room.inbox)
     assert tuned == [False]
+    room.handlers.state.engine().large_batch_from = NEVER_LARGE
+    monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.KernelTuning.large_batch_from", 20)
     assert seen == {"0", "1", "2"}  # of layers that are loaded
     room.finish()
     room.handlers.pause_ms()
     room.finish()
     assert tuned == [False, True]
+    assert room.handlers.state.engine().large_batch_from == 20

@@ -6,6 +6,7 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from swarmllm_proto import ipc
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import small_batches
-from swarmllm_workers.kernels.kernel_choice import ROW_CLASSES, MatrixType, Way, ways_of
+from swarmllm_workers.kernels.kernel_choice import (
+    NEVER_LARGE,
+    PANEL_ROWS_MIN,
+    ROW_CLASSES,
+    MatrixType,
+    Way,
+    ways_of,
+)
 from swarmllm_workers.kernels.kernel_tuning import KernelTuning, are_near, measure, ways
 from swarmllm_workers.kernels.product_timing import ProductBench, matrices
 
@@ -157,6 +165,15 @@ def test_a_measurement_is_kept_and_not_made_again(tmp_path: Path, monkeypatch: p
     first.tune(first.read([GUIDE]), 1)
     assert {choice.k for choice in first.choices} == {256, 512}
     assert len(first.choices) == 2 * len(ROW_CLASSES)
+    told: list[Any] = []
+    monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.large_batch_from", told.extend)
+    assert first.large_batch_from is None
+    sizes = {key[1]: n_bytes for key, n_bytes in first._bytes_of.items()}
+    assert [(n, choices[0].rows) for n, choices in told] == [(sizes[k], ROW_CLASSES[0]) for k in (256, 512)]
+    assert sizes[256] > sizes[512] > 10**5
+    small = KernelTuning("auto", kept_in, rows_max=PANEL_ROWS_MIN - 1)
+    small.tune(small.read([GUIDE]), 1)
+    assert small.large_batch_from == NEVER_LARGE
     monkeypatch.setattr("swarmllm_workers.kernels.kernel_tuning.measure", None)
     again = KernelTuning("auto", kept_in)
     again.tune(again.read([GUIDE]), 1)

@@ -151,23 +151,23 @@ NEVER_LARGE: Final = PANEL_ROWS_MIN
 """No batch of fewer rows than a large one takes longer than it."""
 
 
-def large_batch_from(choices: Iterable[Sequence[RowChoice]]) -> int:
-    """The least number of rows of which products take longer than of PANEL_ROWS_MIN rows, where that is so of
-    each of these matrices and by more than a tie; NEVER_LARGE where it is not. `choices`: of one matrix for
-    each of ROW_CLASSES."""
-    least = [_large_batch_from(each) for each in choices]
-    return max(least, default=NEVER_LARGE)
-
-
-def _large_batch_from(choices: Sequence[RowChoice]) -> int:
-    *fewer, large = choices
+def large_batch_from(matrices: Iterable[tuple[int, Sequence[RowChoice]]]) -> int:
+    """The least number of rows of which the products of a model take longer than of PANEL_ROWS_MIN rows, as
+    all larger ones do; NEVER_LARGE where there is none. `matrices`: for each kind of them, how many bytes of
+    it the model has, and what was chosen for slices of the same size, for each of ROW_CLASSES. There is no
+    margin: a matrix that lies in memory favours large batches more than a slice does, and so does
+    attention."""
+    totals = [0.0] * len(ROW_CLASSES)
+    for n_bytes, choices in matrices:
+        totals = [total + n_bytes * each.chosen_ns for total, each in zip(totals, choices, strict=True)]
+    *fewer, large = totals
     least = NEVER_LARGE
-    for choice in reversed(fewer):
+    for rows, total in reversed(list(zip(ROW_CLASSES[:-1], fewer, strict=True))):
         # As many rows of this class as take so long, by the number of which that is known.
-        n_rows = math.floor(large.chosen_ns * choice.rows.first / (GAIN_MIN * choice.chosen_ns)) + 1
-        if n_rows > choice.rows.last:
+        n_rows = math.floor(large * rows.first / total) + 1 if total else NEVER_LARGE
+        if n_rows > rows.last:
             break
-        least = max(n_rows, choice.rows.first)
+        least = max(n_rows, rows.first)
     return least
 
 

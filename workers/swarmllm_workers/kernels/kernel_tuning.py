@@ -224,6 +224,8 @@ class KernelTuning:
         """All that is known of this machine."""
         self._in_use: dict[tuple[MatrixType, int], ProductShape] = {}
         """By type and row length."""
+        self._bytes_of: dict[tuple[MatrixType, int], int] = {}
+        """The matrices of the file that was looked at last and has some."""
         small_batches.use(mode)
         self._attention = AttentionTuning()
 
@@ -237,7 +239,9 @@ class KernelTuning:
         """See `kernel_choice.large_batch_from`; of the matrices of what was loaded."""
         if self._rows_max < PANEL_ROWS_MIN:
             return NEVER_LARGE
-        return large_batch_from(self._chosen[shape] for shape in self._in_use.values())
+        return large_batch_from(
+            (self._bytes_of[key], self._chosen[shape]) for key, shape in self._in_use.items()
+        )
 
     @property
     def is_on(self) -> bool:
@@ -295,7 +299,7 @@ class KernelTuning:
                 finally:
                     small_batches.force(None)
                 has_new = True
-            self._in_use[kind, k] = shape
+            self._in_use[kind, k], self._bytes_of[kind, k] = shape, sizes[kind, k]
         if has_new and self._kept_in is not None and self._machine is not None:
             write_timings(self._kept_in, self._machine, self._chosen)
         return is_known
