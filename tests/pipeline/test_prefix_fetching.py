@@ -747,8 +747,8 @@ def first_slice_takes(seconds: float) -> Handler:
 async def test_a_late_holder_may_still_give_while_another_one_is_asked(
     autojump_clock: MockClock, part: float
 ) -> None:
-    """Seen of eight nodes on two cores: one gave its first block after 0.27 s, had been left after 0.26 s,
-    and the other one that was asked then did not give any in what was left."""
+    """Seen of eight nodes on two cores: one had been left after 0.26 s, though it gave a block, and the other
+    one that was asked then did not give any in the 0.2 s that were left."""
     spare_s = ALLOWED * COLD_S
     other = Store(n_kept=10, stands_still=True)
     async with pair(first_slice_takes(part * spare_s), other) as asker:
