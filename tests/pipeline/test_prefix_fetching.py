@@ -806,6 +806,11 @@ async def test_it_is_counted_why_nothing_came(
         asker.fetcher.observations.observe(MODEL, "prefill", 1e-6, N_LAYERS, 1)
         assert await asker.ask() == 0
         assert asker.counts.prefix_not_asked == {"first_block_late": 1}
+    async with pair(Store(n_kept=3), Store(n_kept=10)) as asker:
+        asker.fetcher.transfer.late.gave_nothing(FAR, 5.0, trio.current_time())
+        assert await asker.ask() == 0
+        assert asker.counts.prefix_missed == {"absent": 1}
+        assert asker.counts.prefix_declined == 0
     monkeypatch.setattr("swarmllm.pipeline.prefix.fetching.prefill_here_s", lambda *known: None)
     async with pair(Store(n_kept=10)) as asker:
         assert await asker.ask() == 0

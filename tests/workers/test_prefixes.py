@@ -88,8 +88,9 @@ def test_a_short_rest_of_a_prompt_is_computed_with_rows_before_it_where_that_tak
 def test_no_rows_are_computed_again_beside_others_nor_where_there_is_no_room(
     open_room: OpenRoom,  # noqa: F811
     batches: list[list[int]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = open_room("llama", (0, 4), n_ctx=320, n_prefixes=1)
+    room = open_room("llama", (0, 4), n_ctx=1024)
     room.generate(TOKENS[: 3 * B], "kept", GREEDY)
     room.run()
     engine = room.handlers.state.engine()
@@ -100,17 +101,25 @@ def test_no_rows_are_computed_again_beside_others_nor_where_there_is_no_room(
     assert ask_behind(room, 30, "beside", batches)[0] == [30]
     engine.release("other")
     route = engine.route("r", 0, 4)
-    position = engine.reuse("r", route, TOKENS[: 3 * B + 30], clients_of="")
+    position = engine.reuse("r", route, TOKENS[: 3 * B + 30])
     assert position == 3 * B
-    n_free = engine.prefixes.n_free(route.segments)
-    assert engine.begin_large_batch("r", route, position, 3 * B + 30) == 2 * B + 30
-    assert engine.reuse("s", engine.route("s", 0, 4), TOKENS[: 3 * B + 30]) == 3 * B
-    engine.release("r")
-    filler = engine.route("s", 0, 4)
-    n = engine.prefixes.n_free(filler.segments) - LARGE + 1
-    engine.run(filler, [Span(engine.take_slot("s"), 3 * B, np.zeros(n, np.int32), "none")])
-    assert engine.prefixes.n_free(filler.segments) < LARGE <= n_free
-    assert engine.begin_large_batch("s", filler, 3 * B, 3 * B + 30) == 3 * B
+    for n_free, begin in ((LARGE - 1, position), (LARGE, 2 * B + 30)):
+        monkeypatch.setattr(engine.prefixes, "make_room", lambda where, n_rows, n=n_free: n)
+        assert engine.begin_large_batch("r", route, position, 3 * B + 30) == begin
+
+
+def test_other_kept_rows_make_room_for_a_large_batch(
+    open_room: OpenRoom,  # noqa: F811
+    batches: list[list[int]],  # noqa: F811
+) -> None:
+    room = open_room("llama", (0, 4), n_ctx=512, n_prefixes=2)
+    engine = room.handlers.state.engine()
+    engine.large_batch_from = 20
+    for name, prompt in (("other", TOKENS[::-1][: 5 * B]), ("kept", TOKENS[: 3 * B])):
+        room.generate(np.ascontiguousarray(prompt), name, ipc.Sampling(temperature=0.0, max_tokens=1))
+        room.run()
+    assert engine.prefixes.n_free(engine.route("r", 0, 4).segments) < LARGE
+    assert ask_behind(room, 30, "behind", batches)[0] == [LARGE]
 
 
 def test_rows_of_a_window_are_not_computed_again(open_room: OpenRoom) -> None:  # noqa: F811

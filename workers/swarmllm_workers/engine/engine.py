@@ -211,7 +211,9 @@ class Engine:
             return position
         is_alone = len(self.slots) == 1
         has_window = any(segment.n_window for segment in route.segments)
-        if not is_alone or has_window or self.prefixes.n_free(route.segments) < PANEL_ROWS_MIN:
+        if not is_alone or has_window:
+            return position
+        if self.prefixes.make_room(route.segments, PANEL_ROWS_MIN) < PANEL_ROWS_MIN:
             return position
         self.empty(request_id, begin)
         return begin
