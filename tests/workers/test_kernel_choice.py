@@ -13,6 +13,7 @@ from swarmllm_workers.kernels import kernel_choice
 from swarmllm_workers.kernels.kernel_choice import (
     GAIN_MIN,
     HOPELESS,
+    LARGE_MARGIN,
     NEVER_LARGE,
     PANEL_LOSS_MAX,
     ROUNDS_MAX,
@@ -112,7 +113,8 @@ def chosen(n_large_ns: int, ns_of_first: dict[int, int]) -> list[RowChoice]:
 def test_a_large_batch_is_worth_it_from_the_number_of_rows_that_take_longer() -> None:
     """On an Intel Xeon with AMX, 64 rows take as long as 24 in the other way."""
     linear = {9: 900, 17: 1700, 33: 3300}
-    for large_ns, expected in ((2400, 25), (6300, NEVER_LARGE), (1600, 17), (3200, 33), (1000, 11)):
+    for n_as_long, expected in ((24.1, 25), (63.1, NEVER_LARGE), (16.1, 17), (32.1, 33), (10.1, 11)):
+        large_ns = round(100 * n_as_long / LARGE_MARGIN)
         assert large_batch_from([(5, chosen(large_ns, linear))]) == expected
     assert large_batch_from([]) == NEVER_LARGE
     assert large_batch_from([(0, chosen(1600, linear))]) == NEVER_LARGE
@@ -121,10 +123,10 @@ def test_a_large_batch_is_worth_it_from_the_number_of_rows_that_take_longer() ->
 def test_a_large_batch_has_to_be_worth_it_for_all_matrices_and_every_number_of_rows_behind_it() -> None:
     linear = {9: 900, 17: 1700, 33: 3300}
     both = [(3, chosen(2400, linear)), (1, chosen(4000, linear))]
-    assert large_batch_from(both) == 29
+    assert large_batch_from(both) == int(28 * LARGE_MARGIN) + 1
     assert large_batch_from([(1, chosen(2400, linear | {33: 100}))]) == NEVER_LARGE
     by_ggml = [RowChoice(rows, Way.TILES, 100 * rows.first, 1) for rows in ROW_CLASSES[:-1]]
-    assert large_batch_from([(1, [*by_ggml, RowChoice(MANY, Way.PANELS_AMX, 9999, 3500)])]) == 36
+    assert large_batch_from([(1, [*by_ggml, RowChoice(MANY, Way.PANELS_AMX, 9999, 3500)])]) == 39
     assert large_batch_from([(1, [*by_ggml, RowChoice(MANY, Way.TILES, 6400, 1)])]) == NEVER_LARGE
 
 

@@ -106,6 +106,7 @@ def test_no_rows_are_computed_again_beside_others_nor_where_there_is_no_room(
     for n_free, begin in ((LARGE - 1, position), (LARGE, 2 * B + 30)):
         monkeypatch.setattr(engine.prefixes, "make_room", lambda where, n_rows, n=n_free: n)
         assert engine.begin_large_batch("r", route, position, 3 * B + 30) == begin
+        assert engine.n_rows("r", 0, 4) == begin
 
 
 def test_other_kept_rows_make_room_for_a_large_batch(
