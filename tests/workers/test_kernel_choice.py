@@ -125,6 +125,7 @@ def test_a_large_batch_has_to_be_worth_it_for_all_matrices_and_every_number_of_r
     both = [(3, chosen(2400, linear)), (1, chosen(4000, linear))]
     assert large_batch_from(both) == int(28 * LARGE_MARGIN) + 1
     assert large_batch_from([(1, chosen(2400, linear | {33: 100}))]) == NEVER_LARGE
+    assert large_batch_from([(1, chosen(2400, {9: 100, 17: 100, 33: 9900}))]) == 33
     by_ggml = [RowChoice(rows, Way.TILES, 100 * rows.first, 1) for rows in ROW_CLASSES[:-1]]
     assert large_batch_from([(1, [*by_ggml, RowChoice(MANY, Way.PANELS_AMX, 9999, 3500)])]) == 39
     assert large_batch_from([(1, [*by_ggml, RowChoice(MANY, Way.TILES, 6400, 1)])]) == NEVER_LARGE
