@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -43,13 +45,15 @@ def is_near(seer: DaemonProcess) -> bool:
 
 
 def counted(node: DaemonProcess) -> dict[str, float]:
-    """What its metrics say of KV that travels, by the last word of the name and the labels."""
-    found = {}
+    """What its metrics say of KV that travels, by the last word of the name and the labels but for the
+    reason."""
+    found: defaultdict[str, float] = defaultdict(float)
     for line in node.http.get("/metrics").text.splitlines():
         if line.startswith("swarmllm_prefix_"):
             name, _, value = line.rpartition(" ")
-            found[name.removeprefix("swarmllm_prefix_")] = float(value)
-    return found
+            name = re.sub(',reason="[a-z_]*"', "", name)
+            found[name.removeprefix("swarmllm_prefix_")] += float(value)
+    return dict(found)
 
 
 @contextmanager
