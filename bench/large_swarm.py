@@ -27,6 +27,7 @@ from trio.testing import MockClock
 
 from bench.common.figures import RESULTS, machine, refuse_without_matplotlib
 from bench.common.large_swarm import LargeSwarm
+from bench.common.large_swarm_causes import table
 from bench.common.large_swarm_nodes import (
     PLAN_EVERY_S,
     SPEAK_S,
@@ -37,6 +38,7 @@ from swarmllm.pipeline.route.warming import EVERY_S
 from swarmllm.swarm.records.details_exchange import LOOK_S
 from swarmllm.swarm.records.spread import HEARTBEATS_PER_S
 
+CAUSES_EVERY_S = 30.0
 COMMAND = "python -m bench.large_swarm"
 
 
@@ -50,6 +52,7 @@ async def simulate(
     settle_s: float = 30.0,
     *,
     is_brief: bool = True,
+    causes: bool = False,
 ) -> LargeSwarm:
     """Under the mock clock. Requests count that begin after `settle_s`."""
     swarm = LargeSwarm(n_nodes, n_origins, seed, is_brief=is_brief)
@@ -100,6 +103,7 @@ async def simulate(
         nursery.start_soon(every, change_every_s / n_nodes, swarm.change)
         await trio.sleep(settle_s)
         swarm.begin_counting()
+        swarm.causes = [] if causes else None
         await trio.sleep(duration_s)
         nursery.cancel_scope.cancel()
     return swarm
@@ -194,6 +198,11 @@ def main() -> None:
     parser.add_argument(
         "--whole-records", action="store_true", help="publish them as in a small swarm, for comparison"
     )
+    parser.add_argument(
+        "--causes",
+        action="store_true",
+        help="what plans would cost if origins knew loads, details, speeds or distances, by the minute",
+    )
     parser.add_argument("--settle-s", type=float, default=30.0, help="before requests count")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path)
@@ -212,6 +221,7 @@ def main() -> None:
             options.ask_every_s,
             options.change_every_s,
             is_brief=not options.whole_records,
+            causes=options.causes,
             settle_s=options.settle_s,
         )
         swarm = trio.run(run, clock=MockClock(autojump_threshold=0))
@@ -225,6 +235,9 @@ def main() -> None:
         for name in next(iter(columns.values()))
     ]
     print("\n".join(lines))
+    for swarm in swarms.values():
+        if swarm.causes is not None:
+            print(f"\n{table(swarm.causes, CAUSES_EVERY_S)}")
     RESULTS.mkdir(exist_ok=True)
     names = ("origins", "minutes", "ask_every_s", "change_every_s", "settle_s", "seed")
     given = " ".join(f"--{name.replace('_', '-')} {getattr(options, name):g}" for name in names)

@@ -6,8 +6,10 @@ second call per step, `after_task_step`, would double the cost.) A thread looks 
 while a step lasts too long, because only then the line at fault is known. A call into C that keeps the
 interpreter's lock hides its line from the thread; the log then says where the task waits after the step.
 
-Cost: one clock reading per step, and ten wake-ups of the thread per second (bench/loop_watchdog.py), or two
-while the loop has nothing to do.
+Cost: one clock reading per step, and ten wake-ups of the thread per second (bench/loop_watchdog.py). While
+the loop has nothing to do the thread sleeps: its wake-ups were a third of what an idle daemon took. Then the
+first step after a wait sets the thread's timer, and the next wait takes it back, so it ends only where steps
+take too long. Where there is no such timer, the thread looks twice a second.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
 import trio
+
+from swarmllm.operating_system import WakeTimer, wake_timer
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +39,8 @@ _NAMES_MAX = 64
 _FRAMES_MAX = 8
 _WORTH_NOTING_S = 0.001
 _IDLE_PERIODS = 5
-"""So much rarer are the thread's looks while the loop waits: its wake-ups were a fifth of what an idle daemon
-took. The line of a step that follows such a wait may stay unknown where the step is over sooner."""
+"""So much rarer are the thread's looks while the loop waits, where there is no timer. The line of a step that
+follows such a wait may stay unknown where the step is over sooner."""
 _PACKAGES = "site-packages"
 
 _now_s = time.perf_counter
@@ -87,7 +91,11 @@ class LoopWatchdog(trio.abc.Instrument):
         self._task: trio.lowlevel.Task | None = None
         self._noted_above_s = _WORTH_NOTING_S
         self._longest_s = self._longest_before_s = 0.0
+        self._window_ends_s = _now_s() + _WINDOW_S
         self._look: _Look | None = None
+        self._timer: WakeTimer | None = None
+        self._thread_rests = False
+        """The thread sleeps until the timer ends."""
         self._reported_at_s: dict[str, float] = {}
         self._n_unreported: dict[str, int] = {}
 
@@ -106,8 +114,12 @@ class LoopWatchdog(trio.abc.Instrument):
         if now_s - self._began_s > self._noted_above_s and self._began_s:
             self._note(now_s - self._began_s)
             now_s = _now_s()
+        was_waiting = not self._began_s
         self._began_s = now_s
         self._task = task
+        # In this order: the thread says that it rests, and then looks whether a step has begun.
+        if was_waiting and self._thread_rests and self._timer is not None:
+            self._timer.set(self._period_s)
 
     def before_io_wait(self, timeout: float) -> None:
         now_s = _now_s()
@@ -117,6 +129,17 @@ class LoopWatchdog(trio.abc.Instrument):
             now_s = _now_s()
         self._waits_since_s = now_s
         self._began_s = 0.0
+        if self._thread_rests and self._timer is not None:
+            self._timer.clear()
+        if now_s >= self._window_ends_s:
+            self._window_ends_s = now_s + _WINDOW_S
+            self._longest_before_s, self._longest_s = self._longest_s, 0.0
+            self._noted_above_s = _WORTH_NOTING_S
+
+    @property
+    def _period_s(self) -> float:
+        """Between the thread's looks at steps."""
+        return 0.4 * self.slow_s
 
     @contextmanager
     def watching(self) -> Iterator[LoopWatchdog]:
@@ -125,13 +148,17 @@ class LoopWatchdog(trio.abc.Instrument):
         thread = threading.Thread(
             target=self._keep_looking, args=(threading.get_ident(), stop), name="loop watchdog", daemon=True
         )
-        trio.lowlevel.add_instrument(self)
-        thread.start()
-        try:
-            yield self
-        finally:
-            stop.set()
-            trio.lowlevel.remove_instrument(self)
+        with wake_timer() or nullcontext() as self._timer:
+            trio.lowlevel.add_instrument(self)
+            thread.start()
+            try:
+                yield self
+            finally:
+                trio.lowlevel.remove_instrument(self)
+                stop.set()
+                if self._timer is not None:
+                    self._timer.set(0.0)
+                thread.join()
 
     def _note(self, took_s: float) -> None:
         task = self._task
@@ -165,18 +192,13 @@ class LoopWatchdog(trio.abc.Instrument):
         log.warning("event loop: %s", self.latest)
 
     def _keep_looking(self, ident: int, stop: threading.Event) -> None:
-        period_s = 0.4 * self.slow_s
+        period_s = self._period_s
         clock = time.pthread_getcpuclockid(ident)
-        window_ends_s = _now_s() + _WINDOW_S
         stuck_began_s = 0.0
         is_idle = False
-        while not stop.wait(_IDLE_PERIODS * period_s if is_idle else period_s):
+        while not self._rest(stop, is_idle=is_idle):
             now_s, began_s = _now_s(), self._began_s
             is_idle = not began_s and now_s - self._waits_since_s >= period_s
-            if now_s >= window_ends_s:
-                window_ends_s = now_s + _WINDOW_S
-                self._longest_before_s, self._longest_s = self._longest_s, 0.0
-                self._noted_above_s = _WORTH_NOTING_S
             if not began_s or now_s - began_s < period_s:
                 continue
             task, stack = self._task, _stack(sys._current_frames().get(ident))
@@ -193,6 +215,20 @@ class LoopWatchdog(trio.abc.Instrument):
                     now_s - began_s,
                     " < ".join(stack),
                 )
+
+    def _rest(self, stop: threading.Event, *, is_idle: bool) -> bool:
+        """The thread's wait for its next look. Returns whether it is to stop."""
+        timer = self._timer
+        if timer is None or not is_idle:
+            return stop.wait(_IDLE_PERIODS * self._period_s if is_idle else self._period_s)
+        self._thread_rests = True
+        try:
+            if self._began_s or stop.is_set():
+                return stop.wait(self._period_s)
+            timer.wait()
+        finally:
+            self._thread_rests = False
+        return stop.is_set()
 
 
 def _stack(frame: FrameType | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG: Final = 1
+_TFD_CLOEXEC: Final = os.O_CLOEXEC
 _SIOCGIFADDR: Final = 0x8915
 _SOMEWHERE_ELSE: Final = ("192.0.2.1", 9)
 """An address of nobody (RFC 5737, RFC 3849). Nothing is sent to it."""
@@ -61,6 +63,51 @@ def exit_descriptor(pid: int) -> int | None:
     """Readable once this child has exited, to be closed by the caller. None: it has to be looked at now and
     then. Raises OSError."""
     return os.pidfd_open(pid) if IS_LINUX else None
+
+
+class WakeTimer:
+    """A timer of the kernel that lets one thread sleep until another one says so, or until it says for too
+    long nothing else: to set it and to take it back wakes nobody. Leaving the block closes it."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        # Not CDLL, which lets go of the interpreter's lock for the call: these last less than that takes.
+        self._set = ctypes.PyDLL(None, use_errno=True).timerfd_settime
+        self._file = ctypes.PyDLL(None, use_errno=True).timerfd_create(time.CLOCK_MONOTONIC, _TFD_CLOEXEC)
+        if self._file < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._never = _TimerSpec()
+
+    def __enter__(self) -> WakeTimer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def set(self, after_s: float) -> None:
+        """It ends then, and not when it was to before."""
+        # Zero would take it back.
+        seconds, nanoseconds = divmod(max(1, int(after_s * 1e9)), 10**9)
+        self._set(self._file, 0, ctypes.byref(_TimerSpec(0, 0, seconds, nanoseconds)), None)
+
+    def clear(self) -> None:
+        """It does not end."""
+        self._set(self._file, 0, ctypes.byref(self._never), None)
+
+    def wait(self) -> None:
+        """Until it ends; blocking."""
+        os.read(self._file, 8)
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "after_s", "after_ns")]
+
+
+def wake_timer() -> WakeTimer | None:
+    """None: the system has none."""
+    with suppress(OSError, AttributeError):
+        return WakeTimer() if IS_LINUX else None
+    return None
 
 
 def write_at_once(descriptor: int, data: bytes) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import trio
 
+from swarmllm import operating_system
 from swarmllm.loop_watchdog import LoopWatchdog
 
 SLOW_S = 0.02
@@ -127,3 +128,67 @@ async def test_it_is_gone_when_its_block_is_left() -> None:
 async def spin_a_little() -> None:
     began_s = time.perf_counter()
     spin(lambda: time.perf_counter() - began_s > 2 * SLOW_S)
+
+
+async def until_the_thread_rests(watchdog: LoopWatchdog) -> None:
+    with trio.fail_after(30):
+        while not watchdog._thread_rests:  # noqa: ASYNC110 (it tells nobody)
+            await trio.sleep(SLOW_S)
+
+
+@pytest.mark.skipif(not operating_system.IS_LINUX, reason="no such timer")
+async def test_while_the_loop_waits_its_thread_sleeps_and_sees_the_slow_step_that_follows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watchdog = LoopWatchdog(SLOW_S)
+    with watchdog.watching():
+        await until_the_thread_rests(watchdog)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(culprit, watchdog)
+    (record,) = [r for r in caplog.records if "loop_watchdog.culprit" in r.getMessage()]
+    assert " slow_step" in record.getMessage()
+
+
+@pytest.mark.skipif(not operating_system.IS_LINUX, reason="no such timer")
+async def test_short_steps_do_not_wake_its_thread_up() -> None:
+    watchdog = LoopWatchdog(1000.0)  # whose thread would look after 400 s
+    with watchdog.watching():
+        watchdog._waits_since_s = -1000.0
+        watchdog._thread_rests = True
+        timer = RecordedTimer()
+        watchdog._timer, real = timer, watchdog._timer
+        for _ in range(3):
+            await trio.sleep(0.001)
+        watchdog._timer = real
+    assert timer.said[:4] == ["clear", "set", "clear", "set"]
+    assert set(timer.said) == {"clear", "set"}
+
+
+class RecordedTimer(operating_system.WakeTimer):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def set(self, after_s: float) -> None:
+        self.said.append("set")
+
+    def clear(self) -> None:
+        self.said.append("clear")
+
+
+@pytest.mark.skipif(not operating_system.IS_LINUX, reason="no such timer")
+async def test_its_thread_ends_with_its_block_also_while_it_sleeps() -> None:
+    watchdog = LoopWatchdog(SLOW_S)
+    with watchdog.watching():
+        await until_the_thread_rests(watchdog)
+    assert not [each for each in threading.enumerate() if each.name == "loop watchdog"]
+
+
+async def test_a_minute_without_a_slow_step_makes_shorter_ones_count() -> None:
+    watchdog = LoopWatchdog(SLOW_S)
+    await run_culprits(watchdog)
+    longest_s = watchdog.longest_s
+    with watchdog.watching():
+        for _ in range(2):
+            watchdog._window_ends_s = 0.0
+            await trio.sleep(0.001)
+    assert watchdog.longest_s < longest_s

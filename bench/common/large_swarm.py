@@ -25,6 +25,7 @@ from functools import partial
 import msgspec
 import trio
 
+from bench.common.large_swarm_causes import PlanRatios
 from bench.common.large_swarm_nodes import (
     DIAL_RTTS,
     HARDWARE,
@@ -93,6 +94,8 @@ class LargeSwarm:
         self.plan_ratios: list[float] = []
         """Of each route that a request took: what it takes with the real speeds and distances, by what the
         oracle's takes. What it took to connect is left out."""
+        self.causes: list[PlanRatios] | None = None
+        """Of each request's plan, where they are looked for."""
         self.heard = HeardRecords(self.nodes, self.rng, is_brief=is_brief)
         self.heard.figures = self.figures
         self.n_moved = 0

@@ -4,12 +4,14 @@ long the request really takes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import trio
 
 from bench.common.large_swarm import LargeSwarm
+from bench.common.large_swarm_causes import plan_ratios
 from bench.common.large_swarm_nodes import DIAL_RTTS, VANISHED_S, Node, Origin, id_of
 from swarmllm.errors import NoPipeline
 from swarmllm.models import LayerRange, Manifest
@@ -72,6 +74,21 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
             avoid.clear()
             await trio.sleep(1.0)
             continue
+        if swarm.causes is not None and best is not None and not n_tries:
+            with suppress(NoPipeline):
+                swarm.causes.append(
+                    plan_ratios(
+                        swarm,
+                        origin,
+                        model,
+                        size,
+                        question,
+                        lambda question: choose(question, set(), origin, may_risk=True),
+                        truth,
+                        route_cost_s(best, truth),
+                        is_first=is_first,
+                    )
+                )
         n_tries += 1
         risked = chosen.node_ids & origin.reachable.untried(trio.current_time())
         refused = await assign(swarm, origin, model, stages_of(chosen), told)

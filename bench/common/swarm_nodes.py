@@ -108,9 +108,10 @@ def ask_chat(api_url: str, model: str, prompt: str, n_tokens: int, *, ignore_eos
 
 
 @contextmanager
-def demo_nodes() -> Iterator[DemoNodes]:
-    """Daemons that are started here are gone at the end, also those that a benchmark has frozen."""
-    nodes = DemoNodes()
+def demo_nodes(module: str = "swarmllm") -> Iterator[DemoNodes]:
+    """Daemons that are started here are gone at the end, also those that a benchmark has frozen. `module`:
+    what python runs."""
+    nodes = DemoNodes(module)
     try:
         yield nodes
     finally:

@@ -45,6 +45,7 @@ from swarmllm.cli.options import json_option
 from swarmllm.operating_system import ProcessMark, family, is_alive, signal_at_parents_end
 
 STOP_TIMEOUT_S = 15.0
+CONFIG = "config.toml"
 INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM})
 ONE_THREAD = {"n_threads": 1}
 """Three workers share this machine, and only one computes at a time."""
@@ -81,7 +82,9 @@ class DemoNode:
 class DemoNodes:
     """All daemons of one demo and the folder they live in."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "swarmllm") -> None:
+        """`module`: what python runs with `daemon --config FILE`."""
+        self.module = module
         self.folder = Path(tempfile.mkdtemp(prefix="swarmllm-demo-"))
         self.nodes: list[DemoNode] = []
 
@@ -98,11 +101,11 @@ class DemoNodes:
         `settings` for the table `node`, go before what else would be there."""
         folder = self.folder / name
         folder.mkdir()
-        config = folder / "config.toml"
+        config = folder / CONFIG
         text = configuration(name, folder / "data", load, bootstrap, inference, network, settings)
         config.write_text(text, "utf-8")
         with _uninterrupted():
-            node = DemoNode(name, folder, launch(folder))
+            node = DemoNode(name, folder, launch(folder, self.module))
             self.nodes.append(node)
         return node
 
@@ -111,7 +114,7 @@ class DemoNodes:
         (node.folder / "data" / "daemon.json").unlink(missing_ok=True)
         node.process.wait(STOP_TIMEOUT_S)
         with _uninterrupted():
-            node.process = launch(node.folder)
+            node.process = launch(node.folder, self.module)
 
     def stop(self) -> list[ProcessMark]:
         """End every daemon; returns the processes of the demo that survived, which should be none."""
@@ -144,7 +147,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def launch(folder: Path) -> subprocess.Popen[bytes]:
+def launch(folder: Path, module: str) -> subprocess.Popen[bytes]:
     """The daemon whose config.toml is in that folder; its log goes there."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMLLM_")}
     parent = os.getpid()
@@ -158,7 +161,7 @@ def launch(folder: Path) -> subprocess.Popen[bytes]:
 
     with (folder / "daemon.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "swarmllm", "daemon", "--config", str(folder / "config.toml")],
+            [sys.executable, "-m", module, "daemon", "--config", str(folder / CONFIG)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

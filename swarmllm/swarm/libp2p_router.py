@@ -18,7 +18,7 @@ import trio
 
 from swarmllm.errors import DeadlineExceeded, RemoteError
 from swarmllm.private_files import locked_data_dir
-from swarmllm.shared_ticks import sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm.supervision import spawn, supervise, supervise_started
 from swarmllm.swarm.byte_budget import ByteBudget
 from swarmllm.swarm.change_feed import ChangeFeed
@@ -87,7 +87,7 @@ _GOODBYE_S = 1.0
 _EXCHANGE_S = 30.0
 """For a question of the swarm's own. A connection whose other end is dead ends sooner, and a question that is
 given up where everybody is short of processor time is asked again, which takes what is left of it."""
-_MEMBERSHIP_CHECK_S = 5.0
+_MEMBERSHIP_CHECK_S = REST_TICK_S
 _FORGET_S = 15.0
 _REACH_S = 5.0
 
@@ -503,7 +503,8 @@ class Libp2pRouter:
         """A proof is made once per connection, and keys are taken back while connections live on."""
         while True:
             await sleep_until_tick(_MEMBERSHIP_CHECK_S)
-            await trio.to_thread.run_sync(self._gater.refresh)
+            if self._gater.has_changed():
+                await trio.to_thread.run_sync(self._gater.refresh)
             for node_id in self._gater.outdated({*self.host.connected(), *self.connected()}):
                 self._liveness.drop(node_id, "no longer let in")
 

@@ -24,11 +24,12 @@ def idle(now: float = 1000.0) -> LookTimes:
 
 
 def test_a_node_with_nothing_to_do_looks_ever_more_rarely() -> None:
-    looked_s = look_until(LookTimes(), 100.0, 200.0)
+    looked_s = look_until(LookTimes(), 100.0, 500.0)
     waits_s = [after - before for before, after in pairwise(looked_s)]
     assert waits_s[0] == WHOLE_S
     assert waits_s == sorted(waits_s)
-    assert set(waits_s[3:]) == {RARELY_S}
+    (rarely_s,) = set(waits_s[5:])
+    assert 0.8 * RARELY_S <= rarely_s <= RARELY_S
 
 
 def test_work_is_looked_at_soon_and_every_second_until_it_is_over() -> None:

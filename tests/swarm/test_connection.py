@@ -15,12 +15,13 @@ import trio.testing
 from trio.testing import MockClock
 
 from swarmllm.errors import NodeUnreachable
-from swarmllm.shared_ticks import TICK_S
+from swarmllm.shared_ticks import REST_TICK_S
 from swarmllm.swarm.byte_budget import PayloadRoom
 from swarmllm.swarm.data.connection import _ASK_AGAIN_S, HELLO_S, NOW_MAX_BYTES, Connection
 from swarmllm.swarm.data.connection_timer import ConnectionTimer
 from swarmllm.swarm.data.keepalive import (
     CHECK_S,
+    LAST_LOOK_S,
     MEASURE_S,
     PING_S,
     REST_AFTER_S,
@@ -231,14 +232,14 @@ async def test_a_connection_at_rest_beats_rarely_and_wakes_up_when_it_is_used(
             a.connection.used()
         elif wakes_by == "work":
             a.timer.is_working = lambda: True
-        with trio.fail_after(REST_SILENCE_S):
+        with trio.fail_after(REST_SILENCE_S + REST_TICK_S + LAST_LOOK_S):
             await a.ended.wait()
         assert a.connection.ending == "silent"
         took_s = trio.current_time() - frozen_s
         if wakes_by in ("a message", "a request on another way"):
             assert SILENCE_S <= took_s <= 5.0
         elif wakes_by == "work":
-            assert took_s <= 5.0 + TICK_S
+            assert took_s <= 5.0 + REST_TICK_S
 
 
 async def test_both_ends_of_a_connection_that_was_at_rest_beat_as_before(autojump_clock: MockClock) -> None:

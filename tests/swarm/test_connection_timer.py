@@ -78,6 +78,21 @@ async def test_an_error_ends_its_connection_and_no_other(autojump_clock: MockClo
     assert len(sound.looks_s) >= 2
 
 
+async def test_when_one_is_woken_the_others_are_looked_at_soon(autojump_clock: MockClock) -> None:
+    """Work has come by it, perhaps, and then none rests."""
+    timer, woken, other = ConnectionTimer(), EncodedBy(sooner_s=100.0), EncodedBy(sooner_s=100.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(timer.run)
+        with timer.looking_at(woken), timer.looking_at(other):
+            await trio.sleep(10.0)
+            began_s = trio.current_time()
+            timer.wake(woken)
+            await trio.sleep(1.5 * CHECK_S)
+        nursery.cancel_scope.cancel()
+    assert woken.looks_s[1] == began_s
+    assert other.looks_s[1:] == [began_s + CHECK_S]
+
+
 async def test_who_is_not_due_is_not_looked_at_when_another_is(autojump_clock: MockClock) -> None:
     """Of a hundred connections at rest, all but one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmllm.shared_ticks import TICK_S
+from swarmllm.shared_ticks import REST_TICK_S
 from swarmllm.swarm.data.keepalive import (
     CHECK_S,
     LAST_LOOK_S,
@@ -176,7 +176,7 @@ def test_a_connection_without_messages_beats_rarely_and_nobody_is_given_up(a_s: 
     run(dialler, other, 0.0, 400.0)
     assert (dialler.gave_up_s, other.gave_up_s) == (None, None)
     for side in (dialler, other):
-        assert sum(each > 100.0 for each in side.looked_s) <= 300 / TICK_S + 1
+        assert sum(each > 100.0 for each in side.looked_s) <= 300 / REST_TICK_S + 1
     at_rest = [each for side in (dialler, other) for each in side.pinged_s if each > 100.0]
     assert 300 / (REST_PING_S + 1) - 1 <= len(at_rest) <= 300 / REST_PING_S + 300 / REST_MEASURE_S + 2
     # Of many that dialled one node, it pings all at one moment.
@@ -202,7 +202,7 @@ def test_who_freezes_at_rest_is_given_up_later_and_at_once_when_it_is_used(
         if is_used:
             assert SILENCE_S <= took_s <= OUT_OF_ROUTES_S
         else:
-            assert took_s <= REST_SILENCE_S + LAST_LOOK_S + 1e-6
+            assert took_s <= REST_SILENCE_S + REST_TICK_S + LAST_LOOK_S + 1e-6
 
 
 def test_with_a_peer_that_does_not_rest_nobody_does() -> None:

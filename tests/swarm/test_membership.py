@@ -256,7 +256,10 @@ async def test_a_proof_is_worth_nothing_elsewhere() -> None:
     assert made not in others
 
 
-async def test_a_key_changes_without_a_restart_and_the_old_one_runs_out(swarms: Swarms) -> None:
+async def test_a_key_changes_without_a_restart_and_the_old_one_runs_out(
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmllm.swarm.libp2p_router._MEMBERSHIP_CHECK_S", 0.5)
     network = private_network(new_secret())
     a = await swarms.start("a", network)
     b = await swarms.start("b", network, *a.addresses)

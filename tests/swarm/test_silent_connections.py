@@ -11,7 +11,7 @@ import trio
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from trio.testing import MockClock
 
-from swarmllm.shared_ticks import TICK_S
+from swarmllm.shared_ticks import REST_TICK_S
 from swarmllm.swarm.libp2p.fast_paths import take_shortcuts
 from swarmllm.swarm.libp2p.silent_connections import (
     ANSWERS_S,
@@ -53,13 +53,13 @@ async def test_a_connection_that_nobody_watches_costs_a_ping_a_minute_and_ends_w
         for _ in range(10):
             await trio.sleep(60.0)
             assert await is_alive(muxers[0])
-        n_pings = 600.0 / (YAMUX_PING_S + TICK_S)
+        n_pings = 600.0 / (YAMUX_PING_S + REST_TICK_S)
         for end in (here, there):
             assert n_pings <= end.n_writes <= 2 + 600.0 / YAMUX_PING_S, (
                 "the other end answers, and has no more"
             )
         there.freeze()
-        await trio.sleep(YAMUX_PING_S + TICK_S + ANSWERS_S)
+        await trio.sleep(YAMUX_PING_S + REST_TICK_S + ANSWERS_S)
         assert not await is_alive(muxers[0])
         nursery.cancel_scope.cancel()
 
@@ -71,14 +71,14 @@ async def test_beside_a_data_connection_pings_come_more_rarely(autojump_clock: M
         for _ in range(20):
             await trio.sleep(60.0)
             assert await is_alive(muxer)
-        assert 1200.0 / (BESIDE_DATA_S + TICK_S) <= here.n_writes <= 2 + 1200.0 / BESIDE_DATA_S
+        assert 1200.0 / (BESIDE_DATA_S + REST_TICK_S) <= here.n_writes <= 2 + 1200.0 / BESIDE_DATA_S
         there.freeze()
-        await trio.sleep(TICK_S)
+        await trio.sleep(REST_TICK_S)
         assert await is_alive(muxer), "its data connection tells whether it lives"
         with_data.clear()
-        await trio.sleep(2 * TICK_S)
+        await trio.sleep(2 * REST_TICK_S)
         assert await is_alive(muxer), "it has the time to answer"
-        await trio.sleep(YAMUX_PING_S + ANSWERS_S + TICK_S)
+        await trio.sleep(YAMUX_PING_S + ANSWERS_S + REST_TICK_S)
         assert not await is_alive(muxer)
         nursery.cancel_scope.cancel()
 
@@ -92,7 +92,7 @@ async def test_when_the_data_connection_ends_a_live_peer_is_pinged_and_stays(
         await trio.sleep(0.9 * BESIDE_DATA_S)
         with_data.clear()
         for _ in range(60):
-            await trio.sleep(TICK_S)
+            await trio.sleep(REST_TICK_S)
             assert await is_alive(muxer)
         nursery.cancel_scope.cancel()
 
@@ -136,7 +136,7 @@ async def test_streams_that_have_ended_are_cleared_away(
             return sweep(now)
 
         muxer._sweep_stale_streams = counted  # type: ignore[method-assign, assignment]
-        await trio.sleep(SWEEP_S + 2 * TICK_S)
+        await trio.sleep(SWEEP_S + 2 * REST_TICK_S)
         assert stream.stream_id not in muxer.streams
         await trio.sleep(10 * SWEEP_S)
         assert n_looks <= 12

@@ -18,7 +18,7 @@ SPEAK_S: Final = 1.0
 know load from five seconds ago all run to the same nodes, and requests take three times as long as they
 could; from one second ago, half as long again."""
 WHOLE_S: Final = 5.0
-RARELY_S: Final = 20.0
+RARELY_S: Final = 60.0
 """Between whole looks, at most."""
 WORKING_S: Final = 10.0
 """For so long after the last sign of work there may be more."""

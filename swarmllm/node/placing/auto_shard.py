@@ -40,7 +40,7 @@ from swarmllm.node.placing.projectors import ProjectorPlacing
 from swarmllm.node.placing.share_book import SHARED_MAX, ShareBook
 from swarmllm.scheduling.placement import CONSISTENT_TICKS, Hysteresis, ModelShape
 from swarmllm.scheduling.speeds import MAX_MODELS
-from swarmllm.shared_ticks import next_tick_s
+from swarmllm.shared_ticks import REST_TICK_S, next_tick_s
 from swarmllm.swarm.records.registry import Registry
 from swarmllm.workerpool import WorkerPool
 from swarmllm_proto.identifiers import NOT_PUBLISHED, ModelId, NodeId, PublishedName
@@ -145,6 +145,8 @@ class AutoShardManager:
                 await self._begin_looks(trio.current_time(), looks)
                 is_beginning = any(model.begins for model in self.models)
                 wait_s = min(self._interval_s, BEGINNING_S if is_beginning else math.inf)
+                if not self.takes_part:
+                    wait_s = max(wait_s, REST_TICK_S)
                 with trio.move_on_at(next_tick_s(trio.current_time(), wait_s)):
                     await self._wake.wait()
                 self._wake = trio.Event()

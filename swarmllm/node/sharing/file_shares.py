@@ -28,7 +28,7 @@ from swarmllm.node.sharing.file_parts import first_parts, hand_over, layers_of
 from swarmllm.node.sharing.share_plan import SharePlan
 from swarmllm.node.sharing.sharing import ShareMember, ShareView, Sharing
 from swarmllm.node.views import Nicknames
-from swarmllm.shared_ticks import next_tick_s
+from swarmllm.shared_ticks import REST_TICK_S, next_tick_s
 from swarmllm.swarm.records.registry import Registry
 from swarmllm_proto.architectures import ARCHITECTURES
 from swarmllm_proto.identifiers import Digest, ModelId, NodeId
@@ -103,7 +103,10 @@ class FileShares:
         """Until cancelled."""
         while True:
             await self.look(trio.current_time())
-            wait_s = LOOK_S if self._shared or self._followers.files else REST_S
+            if self._shared or self._followers.files:
+                wait_s = LOOK_S
+            else:
+                wait_s = REST_S if self._accept else REST_TICK_S
             with trio.move_on_at(next_tick_s(trio.current_time(), wait_s)):
                 await self._wake.wait()
             self._wake = trio.Event()

@@ -18,13 +18,15 @@ from swarmllm.models.entry import CatalogueEntry
 from swarmllm.models.layers import LayerRange, covers
 from swarmllm.pipeline.own_models import FindsOwnModels
 from swarmllm.pipeline.stage.served import Served
-from swarmllm.shared_ticks import sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm_proto.identifiers import ModelId, NodeId
 from swarmllm_proto.swarm import Stage
 
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 5.0
+RARELY_S: Final = REST_TICK_S
+"""Once layers and holders have been the same for two looks."""
 
 
 class Layers(Protocol):
@@ -78,12 +80,15 @@ class CutsAhead:
 
     async def run(self) -> None:
         """Until cancelled."""
+        n_calm = 0
         while True:
-            await self.look()
-            await sleep_until_tick(EVERY_S)
+            n_calm = 0 if await self.look() else n_calm + 1
+            await sleep_until_tick(EVERY_S if n_calm < 2 else RARELY_S)
 
-    async def look(self) -> None:
-        """Once for each situation of a model: a route that others take for a moment is no reason to cut."""
+    async def look(self) -> bool:
+        """Once for each situation of a model: a route that others take for a moment is no reason to cut.
+        Returns whether one was new."""
+        has_changed = False
         models = self._pool.context_sizes()
         self._done = {model_id: each for model_id, each in self._done.items() if model_id in models}
         for model_id in models:
@@ -100,6 +105,8 @@ class CutsAhead:
                 if layers not in loaded and covers(loaded, layers):
                     self._pool.cut(model_id, layers, if_idle=True)
             self._done[model_id] = situation
+            has_changed = True
+        return has_changed
 
     async def _wanted(self, model_id: ModelId) -> list[LayerRange]:
         stages = await self._routes.stages_for(await self._models.get(model_id))

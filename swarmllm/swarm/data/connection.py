@@ -557,11 +557,11 @@ class Connection:
         Returns when to look again: at `check_at_s`, if not before."""
         if not self.alive:
             return check_at_s
+        if self._handling or self._writing or self._decoder.inside_frame or self._timer.is_working():
+            self._keepalive.used(now)
         due_s = self._keepalive.look_at_s
         if now < due_s:
             return due_s
-        if self._handling or self._writing or self._decoder.inside_frame or self._timer.is_working():
-            self._keepalive.used(now)
         if now >= self._acknowledge_at_s:
             self._acknowledge_at_s = now + _ACKNOWLEDGE_S
             self._acknowledge()

@@ -44,8 +44,11 @@ class ConnectionTimer:
             del self._due_s[connection]
 
     def wake(self, connection: Timed) -> None:
-        """It is to be looked at now."""
+        """It is to be looked at now, because it is used, and all others soon: what it brings may be work."""
         if connection in self._due_s:
+            soon_s = trio.current_time() + CHECK_S
+            for each, due_s in self._due_s.items():
+                self._due_s[each] = min(due_s, soon_s)
             self._due_s[connection] = -math.inf
             self._added.set()
 

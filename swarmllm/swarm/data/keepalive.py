@@ -12,10 +12,10 @@ may last a little less than that. A ping of a peer that is merely short of proce
 SILENCE_S less PING_S, YIELD_S and CHECK_S.
 
 **Rest.** Where both sides have said that they rest, and no message has gone either way for REST_AFTER_S,
-pings come every REST_PING_S, from the side that did not dial, and silence may last REST_SILENCE_S: nobody
-waits for such a peer. This side wakes up with its first message, or when the node begins to work (`used`).
-From then on it pings and judges as above, and a peer that froze meanwhile is given up SILENCE_S later; the
-peer answers pings whether it rests or not.
+pings come every REST_PING_S, from the side that did not dial, and silence may last REST_SILENCE_S and until
+the next tick: nobody waits for such a peer. This side wakes up with its first message, or when the node
+begins to work (`used`). From then on it pings and judges as above, and a peer that froze meanwhile is given
+up SILENCE_S later; the peer answers pings whether it rests or not.
 
 **Deliveries.** A message's delivery id is its number on its connection, from 1: both ends count, so it
 costs no byte, and below them Noise counts too, so nothing comes twice. The receiver acknowledges by the
@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from swarmllm.shared_ticks import TICK_S, next_tick_s
+from swarmllm.shared_ticks import REST_TICK_S, next_rest_tick_s
 from swarmllm_proto.errors import BadMessage
 
 PING_S = 2.0
@@ -50,9 +50,11 @@ by then."""
 
 REST_AFTER_S = 60.0
 REST_PING_S = 10.0
-REST_YIELD_S = TICK_S
+REST_YIELD_S = REST_TICK_S
 """At rest, so much longer waits the side that dialled."""
 REST_SILENCE_S = 15.0
+"""Looked for at ticks only, so it may last REST_TICK_S longer. Else each connection would have a look of its
+own."""
 REST_MEASURE_S = 60.0
 """As MEASURE_S, at rest."""
 _REST_MARGIN_S = 5.0
@@ -110,7 +112,7 @@ class Keepalive:
         quiet_until_s = self._wrote_at_s + self._quiet_s
         if is_at_rest:
             # The next look is at the next tick.
-            quiet_until_s = self._wrote_at_s + self._quiet_at_rest_s - TICK_S + _TICK_SLACK_S
+            quiet_until_s = self._wrote_at_s + self._quiet_at_rest_s - REST_TICK_S + _TICK_SLACK_S
         if is_measured and now < self._measure_at_s and now < quiet_until_s:
             return False
         self._ping_at_s = now + PING_S
@@ -121,12 +123,13 @@ class Keepalive:
         """When to `look` again: at `check_at_s`, if not before; without it in CHECK_S. At rest at the next
         tick."""
         silent_at_s = self._heard_at_s + self._silence_s(now)
-        if self.is_at_rest(now, _REST_MARGIN_S):
-            check_at_s = next_tick_s(now, TICK_S)
+        is_at_rest = self.is_at_rest(now, _REST_MARGIN_S)
+        if is_at_rest:
+            check_at_s = next_rest_tick_s(now)
         elif check_at_s is None:
             check_at_s = now + CHECK_S
         self.look_at_s = now + LAST_LOOK_S if self._is_last_look else check_at_s
-        if now < silent_at_s < self.look_at_s:
+        if not is_at_rest and now < silent_at_s < self.look_at_s:
             self.look_at_s = silent_at_s
         return self.look_at_s
 

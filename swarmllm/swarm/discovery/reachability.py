@@ -19,7 +19,7 @@ import trio
 
 from swarmllm.errors import SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.shared_ticks import sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm.swarm.data.wire import HandshakeFailed, noise_handshake
 from swarmllm.swarm.discovery.address_sources import usable
 from swarmllm.swarm.discovery.addresses import Address
@@ -188,7 +188,7 @@ class ReachabilityChecks:
         while True:
             await sleep_until_tick(wait_s)
             if not self._connected:
-                wait_s = _RETRY_S
+                wait_s = REST_TICK_S
             elif await self.check():
                 wait_s, retry_s = CHECK_EVERY_S, _RETRY_S
             else:

@@ -20,7 +20,7 @@ from libp2p.pubsub.mcache import CacheEntry, MessageCache
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.score import PeerScorer, ScoreParams
 
-from swarmllm.shared_ticks import next_tick_s
+from swarmllm.shared_ticks import REST_TICK_S, next_tick_s
 from swarmllm.swarm.libp2p.held_gossip import HeldGossip
 
 DEGREE: Final = 4
@@ -31,7 +31,7 @@ DEGREE_HIGH. The library's own 6, 5 and 12 would be twice the bytes."""
 UPKEEP_S: Final = 1.0
 """Between looks at the mesh while peers come and go. The library's default of 120 s leaves a new node deaf
 for minutes."""
-SETTLED_UPKEEP_S: Final = 5.0
+SETTLED_UPKEEP_S: Final = REST_TICK_S
 """Once none has for SETTLED_S, about: at the same moments as other looks (`shared_ticks`). Each look costs an
 idle node time, and offers recent messages to peers outside the mesh, which cost them as much."""
 SETTLED_S: Final = 10.0

@@ -20,7 +20,7 @@ import libp2p.stream_muxer.yamux.yamux as yamux
 import trio
 from libp2p.network.health.ping_probe import ConnectionPingResult
 
-from swarmllm.shared_ticks import TICK_S, sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm.supervision import spawn
 from swarmllm.swarm.libp2p.control_keepalive import heard_at_s, note_what_comes, write_ping
 from swarmllm_proto.identifiers import NodeId
@@ -98,7 +98,7 @@ class SilentConnections:
 
     async def run(self) -> NoReturn:
         while True:
-            await sleep_until_tick(TICK_S)
+            await sleep_until_tick(REST_TICK_S)
             self.look(trio.current_time())
 
     def look(self, now: float) -> None:

@@ -13,7 +13,7 @@ import trio
 
 from swarmllm.errors import StoreLocked
 from swarmllm.log_filter import provoked_by
-from swarmllm.shared_ticks import sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm.supervision import supervise
 from swarmllm.swarm.membership.peer_lists import NO_LISTS, PeerLists
 from swarmllm.swarm.peers.peer_table import Parts
@@ -32,7 +32,7 @@ from swarmllm_proto.identifiers import NodeId
 
 log = logging.getLogger(__name__)
 
-_SAVE_EVERY_S = 5.0
+_SAVE_EVERY_S = REST_TICK_S
 
 
 class Trust:

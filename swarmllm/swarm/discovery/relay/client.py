@@ -31,7 +31,7 @@ from multiaddr import Multiaddr
 
 from swarmllm.errors import NodeUnreachable, SwarmLLMError
 from swarmllm.log_filter import provoked_by
-from swarmllm.shared_ticks import sleep_until_tick
+from swarmllm.shared_ticks import REST_TICK_S, sleep_until_tick
 from swarmllm.swarm.data.stream_fallback import StreamWire
 from swarmllm.swarm.data.wire import WireClosed
 from swarmllm.swarm.discovery.addresses import CircuitAddress
@@ -310,7 +310,8 @@ class Relaying:
     async def run(self) -> None:
         while True:
             await self.look()
-            await sleep_until_tick(LOOK_EVERY_S)
+            is_quiet = not self._node.is_hidden() and not self._reserved()
+            await sleep_until_tick(REST_TICK_S if is_quiet else LOOK_EVERY_S)
 
     async def look(self) -> None:
         """Have as many reservations as are needed, and let others know."""
