@@ -31,6 +31,19 @@ Choose = Callable[[RouteQuery], Assembly]
 
 
 @dataclass(frozen=True)
+class Taken:
+    """The route that a request took."""
+
+    route: tuple[RouteStage, ...]
+    told: Mapping[NodeId, int]
+    """What ran on the stages that were asked, as they said."""
+    best_s: float
+    """Of the oracle's route."""
+    is_first: bool
+    """Of its origin, for this model."""
+
+
+@dataclass(frozen=True)
 class PlanRatios:
     """Of one request, over what the oracle's route takes."""
 
@@ -79,11 +92,9 @@ def plan_ratios(
     origin: Origin,
     model: Manifest,
     size: tuple[int, int],
-    question: RouteQuery,
+    taken: Taken,
     choose: Choose,
     truth: RouteInputs,
-    best_s: float,
-    is_first: bool,
 ) -> PlanRatios:
     """Raises NoPipeline."""
 
@@ -92,20 +103,21 @@ def plan_ratios(
         route = tuple(RouteStage(each.node_id, LayerRange(each.start, each.end)) for each in stages)
         if any(stage.node_id not in truth.speeds for stage in route):
             return float("nan")
-        return route_cost_s(route, truth) / best_s
+        return route_cost_s(route, truth) / taken.best_s
 
+    question = swarm.known(origin, model, size, taken.told)
     known = question.inputs
     with_all = with_distances(with_speeds(with_loads(known, truth), truth), truth)
     said = origin.said
     origin.said = _all_details(swarm, model)
     try:
-        detailed = swarm.known(origin, model, size, {})
+        detailed = swarm.known(origin, model, size, taken.told)
     finally:
         origin.said = said
     return PlanRatios(
         trio.current_time(),
-        is_first,
-        ratio(question),
+        taken.is_first,
+        route_cost_s(taken.route, truth) / taken.best_s,
         dict(
             zip(
                 CAUSES,

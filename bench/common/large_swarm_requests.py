@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import trio
 
 from bench.common.large_swarm import LargeSwarm
-from bench.common.large_swarm_causes import plan_ratios
+from bench.common.large_swarm_causes import Taken, plan_ratios
 from bench.common.large_swarm_nodes import DIAL_RTTS, VANISHED_S, Node, Origin, id_of
 from swarmllm.errors import NoPipeline
 from swarmllm.models import LayerRange, Manifest
@@ -74,21 +75,6 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
             avoid.clear()
             await trio.sleep(1.0)
             continue
-        if swarm.causes is not None and best is not None and not n_tries:
-            with suppress(NoPipeline):
-                swarm.causes.append(
-                    plan_ratios(
-                        swarm,
-                        origin,
-                        model,
-                        size,
-                        question,
-                        lambda question: choose(question, set(), origin, may_risk=True),
-                        truth,
-                        route_cost_s(best, truth),
-                        is_first=is_first,
-                    )
-                )
         n_tries += 1
         risked = chosen.node_ids & origin.reachable.untried(trio.current_time())
         refused = await assign(swarm, origin, model, stages_of(chosen), told)
@@ -101,7 +87,13 @@ async def ask(swarm: LargeSwarm, nursery: trio.Nursery) -> None:
             origin.untried.accepted()
         route = await lighter(swarm, origin, model, size, stages_of(chosen), avoid, told)
         if best is not None and all(stage.node_id in truth.speeds for stage in route):
-            swarm.plan_ratios.append(route_cost_s(route, truth) / route_cost_s(best, truth))
+            best_s = route_cost_s(best, truth)
+            swarm.plan_ratios.append(route_cost_s(route, truth) / best_s)
+            if swarm.causes is not None:
+                chooses = partial(choose, avoid=avoid, origin=origin, may_risk=True)
+                taken = Taken(route, told, best_s, is_first)
+                with suppress(NoPipeline):
+                    swarm.causes.append(plan_ratios(swarm, origin, model, size, taken, chooses, truth))
         left = await walk(swarm, origin, model, size, route, left)
         figures.n_rerouted += left > 0
     figures.n_asked += 1

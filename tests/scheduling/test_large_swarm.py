@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.common.large_swarm_causes import CAUSES, table
 from bench.common.large_swarm_nodes import N_MODELS, id_of, make_model
 from bench.large_swarm import simulate
 
@@ -28,3 +29,16 @@ async def test_origins_of_a_swarm_that_is_no_full_mesh_are_served_over_nodes_tha
     # Far fewer connections than nodes: only those of the start, and those that work needed.
     assert max(len(origin.connected) for origin in swarm.origins) < len(swarm.nodes) / 2
     assert sum(figures.counts.values()) > 0
+
+
+async def test_plans_of_origins_that_know_more_are_named_beside_the_real_ones(autojump_clock: Any) -> None:
+    swarm = await simulate(80, 20.0, seed=2, n_origins=6, ask_every_s=60.0, settle_s=5.0, causes=True)
+    found = swarm.causes
+    assert found
+    assert len(found) == len(swarm.plan_ratios)
+    assert all(set(each.known) == set(CAUSES) for each in found)
+    # Who knows speeds, loads and distances chooses as the oracle does, among the nodes that it may take.
+    by_all = [each.known["all of these"] for each in found]
+    assert min(by_all) >= 1 - 1e-9
+    assert statistics.mean(by_all) < statistics.mean(each.plan for each in found)
+    assert table(found, 10.0).count("\n") >= 5
