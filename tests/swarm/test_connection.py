@@ -242,6 +242,15 @@ async def test_a_connection_at_rest_beats_rarely_and_wakes_up_when_it_is_used(
             assert took_s <= 5.0 + REST_TICK_S
 
 
+async def test_a_look_before_its_time_ends_the_rest_where_the_node_works(autojump_clock: MockClock) -> None:
+    async with joined() as (a, _, _):
+        await trio.sleep(2 * REST_AFTER_S + 1)
+        now = trio.current_time()
+        assert a.connection.look(now, now + CHECK_S) > now + CHECK_S
+        a.timer.is_working = lambda: True
+        assert a.connection.look(now, now + CHECK_S) <= now + CHECK_S
+
+
 async def test_both_ends_of_a_connection_that_was_at_rest_beat_as_before(autojump_clock: MockClock) -> None:
     async with joined() as (a, b, _):
         await trio.sleep(2 * REST_AFTER_S)
