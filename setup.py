@@ -116,6 +116,7 @@ setup(
                 "panels",
                 "panels_32",
                 "panels_avx2",
+                "panels_few",
                 "experts",
                 "left_weights",
                 "quantise",

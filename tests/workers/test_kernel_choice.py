@@ -26,6 +26,7 @@ from swarmllm_workers.kernels.kernel_choice import (
     RowClass,
     Way,
     choose,
+    choose_all,
     ggmls_own,
     large_batch_from,
     may_differ,
@@ -35,6 +36,9 @@ from swarmllm_workers.kernels.kernel_choice import (
 )
 
 PANELS = {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
+WITHOUT_FEW = tuple(way for way in Way if way != Way.PANELS_FEW)
+BY_BLOCK = (MatrixType.Q4_0, MatrixType.Q8_0)
+"""Types that may come from panels in every batch."""
 SINGLE, FEW, MANY = ROW_CLASSES[0], ROW_CLASSES[1], ROW_CLASSES[-1]
 times_of_ways = st.fixed_dictionaries({way: st.integers(1, 10**9) for way in Way})
 
@@ -62,7 +66,7 @@ def test_what_is_chosen_has_the_right_bits_and_is_not_slower_than_ggml(
     allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
     theirs = [time_ns for way, time_ns in allowed.items() if way.is_ggmls]
     assert choice.ggml_ns == min(theirs)
-    panels = {way: time_ns for way, time_ns in allowed.items() if way.has_own_sums}
+    panels = {way: time_ns for way, time_ns in allowed.items() if way.has_own_sums and rows.first >= 64}
     others = {way: time_ns for way, time_ns in allowed.items() if not way.has_own_sums}
     if choice.way in panels:
         assert panels[choice.way] == min(panels.values()) <= PANEL_LOSS_MAX * min(others.values())
@@ -133,7 +137,7 @@ def test_a_large_batch_has_to_be_worth_it_for_all_matrices_and_every_number_of_r
 
 def test_types_have_ways_of_their_own_with_avx512() -> None:
     for kind in MatrixType:
-        ours = [way for way in ways_of(kind, 1, Way) if not way.is_ggmls]
+        ours = [way for way in ways_of(kind, 1, WITHOUT_FEW) if not way.is_ggmls]
         wide = [Way.AVX512, Way.IN_ORDER] if kind.is_k_quant else [Way.PAIRS]
         wide = {MatrixType.IQ4_XS: [], MatrixType.Q8_0: [Way.AVX512, Way.IN_ORDER, Way.PAIRS]}.get(kind, wide)
         assert ours == [Way.AVX2, Way.AVX2_STREAMED, *wide, Way.NEON]
@@ -141,7 +145,7 @@ def test_types_have_ways_of_their_own_with_avx512() -> None:
 
 def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> None:
     for rows in ROW_CLASSES:
-        panels = PANELS if rows.first >= 64 else set()
+        panels = PANELS | {Way.PANELS_FEW} if rows.first >= 64 else set()
         allowed = {way for way in Way if may_differ(MatrixType.Q4_K, way, rows.first)}
         assert allowed == panels | ({Way.TILES} if rows.first > ROWS_MAX else set())
         assert {way for way in Way if may_differ(MatrixType.Q8_0, way, rows.first)} == panels
@@ -151,7 +155,7 @@ def test_tiles_of_k_quants_may_have_other_bits_only_beyond_small_batches() -> No
 def test_panels_are_for_batches_of_64_rows_and_some_types() -> None:
     for rows in ROW_CLASSES:
         for kind in MatrixType:
-            found = PANELS.intersection(ways_of(kind, rows.first, Way))
+            found = PANELS.intersection(ways_of(kind, rows.first, WITHOUT_FEW))
             has_them = kind not in (MatrixType.IQ4_NL, MatrixType.IQ4_XS, MatrixType.MXFP4)
             without = Way.PANELS_VNNI if kind == MatrixType.Q6_K else Way.PANELS_AVX2
             expected = PANELS - (set() if kind in (MatrixType.Q4_K, MatrixType.Q5_K) else {without})
@@ -167,6 +171,55 @@ def test_panels_are_taken_where_they_are_not_much_slower() -> None:
         choose(MatrixType.Q4_K, MANY, times | {Way.PANELS_VNNI: 500, Way.PANELS_AMX: 400}).way
         == Way.PANELS_AMX
     )
+
+
+def test_where_few_rows_come_from_panels_all_batches_may() -> None:
+    for kind in MatrixType:
+        for rows in ROW_CLASSES:
+            found = {way for way in ways_of(kind, rows.first, Way) if way.has_own_sums}
+            before = {way for way in ways_of(kind, rows.first, WITHOUT_FEW) if way.has_own_sums}
+            if kind not in BY_BLOCK:
+                assert found == before
+            elif rows.first < 17:  # the matrix unit computes sixteen at once
+                assert found == {Way.PANELS_FEW}
+            else:
+                assert found == {Way.PANELS_FEW, Way.PANELS_VNNI, Way.PANELS_AMX}
+
+
+times_of_classes = st.fixed_dictionaries(dict.fromkeys(ROW_CLASSES, times_of_ways))
+
+
+@given(st.sampled_from(MatrixType), times_of_classes, st.sets(st.sampled_from(Way)), st.data())
+def test_panels_are_in_all_batches_or_in_none_below_64_rows(
+    kind: MatrixType, times: dict[RowClass, dict[Way, int]], wrong: set[Way], data: st.DataObject
+) -> None:
+    """A row has the bits in a batch that it has alone."""
+    found_in = data.draw(st.sets(st.sampled_from(ROW_CLASSES)))
+    unequal = {
+        rows: (wrong - {reference(kind, rows.first)}) if rows in found_in else set() for rows in ROW_CLASSES
+    }
+    times = {rows: measured(kind, rows, of_rows) for rows, of_rows in times.items()}
+    choices = choose_all(kind, times, unequal)
+    assert [each.rows for each in choices] == list(ROW_CLASSES)
+    assert len({each.way.has_own_sums for each in choices if each.rows.first < 64}) == 1
+    alone = [choose(kind, rows, times[rows], unequal[rows]) for rows in ROW_CLASSES]
+    for choice, before in zip(choices, alone, strict=True):
+        assert choice.way not in unequal[choice.rows]
+        assert times[choice.rows][choice.way] <= PANEL_LOSS_MAX * times[choice.rows][before.way]
+        assert choice == before or choice.ours_ns == times[choice.rows][choice.way]
+
+
+def test_panels_are_in_all_batches_where_they_are_not_much_slower_in_any() -> None:
+    times: dict[RowClass, dict[Way, int]] = {
+        rows: {Way.DOTS: 2000, Way.TILES: 1500, Way.PAIRS: 1000, Way.PANELS_FEW: 1250} for rows in ROW_CLASSES
+    }
+    right: dict[RowClass, set[Way]] = {rows: set() for rows in ROW_CLASSES}
+    assert {each.way for each in choose_all(MatrixType.Q8_0, times, right)} == {Way.PANELS_FEW}
+    slower = times | {FEW: times[FEW] | {Way.PANELS_FEW: 1251}}
+    found = [each.way for each in choose_all(MatrixType.Q8_0, slower, right)]
+    assert found == [Way.PAIRS] * (len(ROW_CLASSES) - 1) + [Way.PANELS_FEW]
+    wrong = right | {FEW: {Way.PANELS_FEW}}
+    assert [each.way for each in choose_all(MatrixType.Q8_0, times, wrong)] == found
 
 
 def test_panels_are_measured_in_every_round() -> None:

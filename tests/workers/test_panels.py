@@ -4,6 +4,7 @@ whatever else is computed."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,11 +22,14 @@ from swarmllm_workers.kernels.kernel_choice import PANEL_ROWS_MIN, MatrixType, W
 from .conftest import MakeModel
 from .factory import Spec
 
-UNITS = {Way.PANELS_AVX2: 1, Way.PANELS_VNNI: 2, Way.PANELS_AMX: 3}
+UNITS = {Way.PANELS_AVX2: 1, Way.PANELS_VNNI: 2, Way.PANELS_AMX: 3, Way.PANELS_FEW: 4}
 """As panels.h has them."""
 HERE = tuple(way for way, unit in UNITS.items() if unit <= small_batches.panel_units())
+FEW = (Way.PANELS_FEW,) if Way.PANELS_VNNI in HERE else ()
 K_QUANTS = (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K)
 KINDS = (*K_QUANTS, MatrixType.Q8_0, MatrixType.Q4_0, MatrixType.Q5_0)
+BY_BLOCK = (MatrixType.Q8_0, MatrixType.Q4_0)
+"""Types that may come from panels in every batch."""
 Q8_K = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])
 Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 SCALES_AT = {MatrixType.Q4_K: (0, 2), MatrixType.Q5_K: (0, 2), MatrixType.Q6_K: (208,)}
@@ -33,9 +37,10 @@ SCALES_AT = {MatrixType.Q4_K: (0, 2), MatrixType.Q5_K: (0, 2), MatrixType.Q6_K: 
 has_panels = pytest.mark.skipif(not HERE, reason="not for this processor")
 
 
-def ways_of(kind: MatrixType) -> list[Way]:
-    """Here."""
-    return [way for way in HERE if kind in K_QUANTS or way != Way.PANELS_AVX2]
+def ways_of(kind: MatrixType, m: int = 16) -> list[Way]:
+    """Here, for `m` rows of the matrix."""
+    few = FEW if kind in BY_BLOCK and m >= 16 else ()
+    return [*(way for way in HERE if kind in K_QUANTS or way != Way.PANELS_AVX2), *few]
 
 
 class Product(ctypes.Structure):
@@ -111,7 +116,7 @@ def test_products_are_those_of_the_numbers_that_blocks_stand_for(kind: MatrixTyp
     for m, n, k in ((16, 16, 1), (33, 70, 4), (7, 17, 7), (100, 64, 5), (20, 24, 100)):
         a, b = matrix(rng, kind, m, k, values), columns(rng, kind, n, k, largest=values != "random")
         right = expected(kind, a, b)
-        for way in ways_of(kind):
+        for way in ways_of(kind, m):
             found = product(way, kind, a, b)
             assert found is not None
             assert np.abs(found - right).max() <= 1e-5 * max(right.std(), np.abs(right).max())
@@ -134,7 +139,7 @@ def test_a_value_has_the_same_bits_with_whatever_it_is_computed(
     found = bits(product(ways[0], kind, a, b))
     rows, order = slice(data.draw(st.integers(0, m - 1)), m), rng.permutation(n)
     part = np.ascontiguousarray(a[rows])
-    for way in ways:
+    for way in ways_of(kind, len(part)):
         n_threads = data.draw(st.integers(1, 5))
         again = bits(product(way, kind, part, b[order].copy(), n_threads))
         assert np.array_equal(again, found[order][:, rows])
@@ -149,6 +154,50 @@ def test_few_columns_and_other_types_are_left_alone() -> None:
         other = MatrixType.IQ4_XS
         blocks = rng.integers(0, 256, (16, 2, GGML_QUANT_SIZES[other][1]), np.uint8)
         assert product(way, other, blocks, columns(rng, MatrixType.Q4_K, 16, 2)) is None
+
+
+@pytest.mark.skipif(not FEW, reason="not for this processor")
+@pytest.mark.parametrize("kind", BY_BLOCK)
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_few_columns_have_the_bits_of_many(kind: MatrixType, data: st.DataObject) -> None:
+    """Of each number of columns, of more than fit a register, and of rows that end in the middle of one."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    m, n, k = (data.draw(st.integers(least, most)) for least, most in ((16, 70), (1, 20), (1, 40)))
+    a, b = matrix(rng, kind, m, k), columns(rng, kind, 16, k)
+    b = np.concatenate([b, columns(rng, kind, n, k, largest=data.draw(st.booleans()))])
+    many = bits(product(Way.PANELS_VNNI, kind, a, b))
+    few = bits(product(Way.PANELS_FEW, kind, a, b[16:].copy(), data.draw(st.integers(1, 5))))
+    assert np.array_equal(few, many[16:])
+
+
+@pytest.mark.skipif(not FEW, reason="not for this processor")
+@pytest.mark.parametrize("kind", BY_BLOCK)
+def test_a_few_columns_of_long_rows_and_of_low_matrices(kind: MatrixType) -> None:
+    rng = np.random.default_rng(1)
+    for m, k, is_computed in ((16, 1024, True), (32, 100, True), (16, 1025, False), (15, 4, False)):
+        a, b = matrix(rng, kind, m, k), columns(rng, kind, 17, k)
+        few = product(Way.PANELS_FEW, kind, a, b)
+        assert (few is not None) == is_computed
+        if few is not None:
+            assert np.array_equal(bits(few), bits(product(Way.PANELS_VNNI, kind, a, b)))
+
+
+@pytest.mark.skipif(not FEW, reason="not for this processor")
+@pytest.mark.parametrize("kind", BY_BLOCK)
+def test_nothing_behind_the_matrix_is_read_for_a_few_columns(kind: MatrixType) -> None:
+    """A page that cannot be read follows its last byte."""
+    rng = np.random.default_rng(6)
+    blocks = matrix(rng, kind, 17, 7)
+    size = -(-blocks.size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
+    at_the_end = pages[size - blocks.size : size].reshape(blocks.shape)
+    at_the_end[:] = blocks
+    behind = ctypes.c_void_p(pages.ctypes.data + size)
+    assert ctypes.CDLL(None, use_errno=True).mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    b = columns(rng, kind, 16, 7)
+    few = product(Way.PANELS_FEW, kind, at_the_end, b)
+    assert np.array_equal(bits(few), bits(product(Way.PANELS_VNNI, kind, blocks, b)))
 
 
 @has_panels

@@ -305,6 +305,7 @@ KernelWay = Literal[
     "panels-avx2",
     "panels-vnni",
     "panels-amx",
+    "panels-few",
 ]
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 

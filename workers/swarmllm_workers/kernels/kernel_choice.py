@@ -75,6 +75,8 @@ class Way(IntEnum):
     """The same, with the same bits, with AVX-512."""
     PANELS_AMX = 10
     """The same with the matrix unit."""
+    PANELS_FEW = 11
+    """The same with AVX-512, unpacked for every eight rows of a batch of any size; Q8_0 and Q4_0 only."""
 
     @property
     def is_ggmls(self) -> bool:
@@ -112,6 +114,11 @@ _OF_PANELS: Final = frozenset(
 )
 """Types that `panels.c` multiplies with: K-quants with AVX2, all with VNNI but Q6_K, which has three digits
 there and is as fast with AVX2, and all with the matrix unit."""
+_SUMMED_BY_BLOCK: Final = frozenset({MatrixType.Q4_0, MatrixType.Q8_0})
+"""Types whose products may come from panels in batches of any size, if they do in all: each row has the bits
+then that it has alone. ggml, too, adds up whole blocks of them where it rearranges them for AMX."""
+_MATRIX_UNIT_ROWS_MIN: Final = 17
+"""The first class of which every number of rows fills what the matrix unit computes at once."""
 PANEL_LOSS_MAX: Final = 1.25
 """Panels are taken where they take no more than so many times what the fastest other way takes. Most take
 half of it or less, so a clock that other programs disturb does not decide it: two workers of one machine
@@ -196,7 +203,10 @@ def may_differ(kind: MatrixType, way: Way, n_rows: int) -> bool:
 def ways_of(kind: MatrixType, n_rows: int, ways: Collection[Way]) -> list[Way]:
     """Those of `ways` in which products of this type are computed with so many rows."""
     left_out = _WITH_AVX512 - _ways_with_avx512(kind)
-    if n_rows < PANEL_ROWS_MIN or kind not in _OF_PANELS:
+    if kind not in _SUMMED_BY_BLOCK:
+        left_out.add(Way.PANELS_FEW)
+    is_in_all = Way.PANELS_FEW in ways and kind in _SUMMED_BY_BLOCK and n_rows >= _MATRIX_UNIT_ROWS_MIN
+    if (n_rows < PANEL_ROWS_MIN and not is_in_all) or kind not in _OF_PANELS:
         left_out |= {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
     elif not kind.is_k_quant:
         left_out.add(Way.PANELS_AVX2)
@@ -216,11 +226,30 @@ def _ways_with_avx512(kind: MatrixType) -> set[Way]:
     return set(_WITH_AVX512) if kind == MatrixType.Q8_0 else {Way.PAIRS}
 
 
+def choose_all(
+    kind: MatrixType, times: Mapping[RowClass, Times], unequal: Mapping[RowClass, Collection[Way]]
+) -> tuple[RowChoice, ...]:
+    """For every class, as `choose` does, but panels in all of them where they are possible in all and not
+    much slower in any: a row has the same bits in every batch then, too."""
+    choices = tuple(choose(kind, rows, times[rows], unequal[rows]) for rows in ROW_CLASSES)
+    from_panels = []
+    for choice in choices:
+        of_rows = times[choice.rows]
+        panels = {way: of_rows[way] for way in _panels_of(of_rows) if way not in unequal[choice.rows]}
+        best = min(panels, key=lambda way: (panels[way], way), default=None)
+        if best is None or panels[best] > PANEL_LOSS_MAX * of_rows[choice.way]:
+            return choices
+        from_panels.append(RowChoice(choice.rows, best, choice.ggml_ns, panels[best]))
+    return tuple(from_panels)
+
+
 def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:
     """`times`: of every way that was measured, the reference among them. `unequal`: ways whose bits differ
     from those of the reference: never chosen where another has these. Ties go to ggml, and among its ways to
-    what it does by itself; but to ours where ggml's bits are not those of single rows."""
-    allowed = {way: time_ns for way, time_ns in times.items() if way not in unequal}
+    what it does by itself; but to ours where ggml's bits are not those of single rows. Panels only in
+    batches in which no bits are promised."""
+    left_out = set(unequal) | (set() if rows.first >= PANEL_ROWS_MIN else _panels_of(times))
+    allowed = {way: time_ns for way, time_ns in times.items() if way not in left_out}
     if not any(way.is_ggmls for way in allowed):
         return _choose_ours(kind, rows, times, allowed)
     own = ggmls_own(kind, rows.first)
@@ -234,6 +263,10 @@ def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[W
     ggml_ns = min(time_ns for way, time_ns in allowed.items() if way.is_ggmls)
     ours_ns = min((time_ns for way, time_ns in allowed.items() if not way.is_ggmls), default=None)
     return RowChoice(rows, best, ggml_ns, ours_ns)
+
+
+def _panels_of(ways: Collection[Way]) -> set[Way]:
+    return {way for way in ways if way.has_own_sums}
 
 
 def _panels(times: Times) -> Way | None:

@@ -39,7 +39,7 @@ from swarmllm_workers.kernels.kernel_choice import (
     RowChoice,
     RowClass,
     Way,
-    choose,
+    choose_all,
     large_batch_from,
     may_differ,
     race,
@@ -71,6 +71,7 @@ NAMES: Final[dict[Way, KernelWay]] = {
     Way.PANELS_AVX2: "panels-avx2",
     Way.PANELS_VNNI: "panels-vnni",
     Way.PANELS_AMX: "panels-amx",
+    Way.PANELS_FEW: "panels-few",
 }
 
 
@@ -357,10 +358,7 @@ def measure(
         force(way)
         return bench.run(n_rows)
 
-    return tuple(
-        choose(kind, rows, times, unequal[rows])
-        for rows, times in race(kind, ways, run, now_s, budget_s).items()
-    )
+    return choose_all(kind, race(kind, ways, run, now_s, budget_s), unequal)
 
 
 def _unequal(

@@ -127,8 +127,11 @@ def panel_units() -> int:
 
 def ways_of_panels() -> tuple[Way, ...]:
     """Those that are tried on this processor. AVX2 is not, where there is VNNI: Q6_K takes a fifth longer so
-    than in `k_quants.c`, which is too near for a choice that should be the same every time."""
+    than in `k_quants.c`, which is too near for a choice that should be the same every time. PANELS_FEW
+    is only where there is the matrix unit: elsewhere, ggml has the bits of its dot products for one row."""
     possible = (Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX)[: panel_units()]
+    if Way.PANELS_AMX in possible:
+        possible += (Way.PANELS_FEW,)
     return possible if possible == (Way.PANELS_AVX2,) else possible[1:]
 
 

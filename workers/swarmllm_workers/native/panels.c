@@ -424,6 +424,9 @@ __attribute__((visibility("default"))) int64_t swarmllm_panels(void) {
 bool swarmllm_panel_product(const struct panel_product *t) {
     const bool is_k_quant = t->type == Q4_K || t->type == Q5_K || t->type == Q6_K;
     const bool is_of_32 = t->type == Q8_0 || t->type == Q4_0 || t->type == Q5_0;
+    if (t->unit == PANELS_FEW) {
+        return swarmllm_panels_few(t);
+    }
     const int64_t far = ROWS * VALUES * 2; /* more bytes than rows or columns in a register have, for each block */
     if ((!is_k_quant && !is_of_32) || t->n < PANEL_COLUMNS_MIN || t->lda > INT32_MAX / far || t->ldb > INT32_MAX / far) {
         return false;

@@ -8,6 +8,10 @@
 
 #define BLOCK 128
 
+typedef float four_floats __attribute__((vector_size(16)));
+typedef int32_t four_ints __attribute__((vector_size(16)));
+typedef double four_doubles __attribute__((vector_size(32)));
+
 /* exp(x) for x <= 0, with an error of two units in the last place; 0 where it would be below 2^-125. A macro and
  * no function: a function without the target of its caller would be compiled for the least processor. */
 #define EXP(x, result)                                                                                              \

@@ -4,6 +4,7 @@ typedef float NAMED(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAMED(ints) __attribute__((vector_size(4 * LANES)));
 #define floats NAMED(floats)
 #define ints NAMED(ints)
+#define QUARTERS (LANES / 4) /* registers of four numbers in one of these */
 
 /* `sums`: of the weights exp(logit / temperature - largest / temperature) of each block of 128 of the `n` logits, the
  * last of which may be shorter. `weights`, where not NULL, gets each of them. */
@@ -13,7 +14,18 @@ TARGET static void NAMED(weigh)(const float *logits, size_t n, float largest, fl
     for (size_t first = 0; first < n; first += BLOCK) {
         const size_t end = n - first < BLOCK ? n : first + BLOCK;
         floats total = {0};
-        for (size_t i = first; i < end; i += LANES) {
+        size_t i = first;
+        for (; weights == NULL && i + LANES <= end; i += LANES) { /* nothing by way of memory */
+            floats x, weight;
+            memcpy(&x, logits + i, sizeof x);
+            if (temperature != 1.0f) {
+                x /= temperature;
+            }
+            x -= limit;
+            EXP(x, weight);
+            total += weight;
+        }
+        for (; i < end; i += LANES) {
             const size_t n_here = end - i < LANES ? end - i : LANES;
             floats x, weight;
             if (n_here == LANES) {
@@ -32,11 +44,13 @@ TARGET static void NAMED(weigh)(const float *logits, size_t n, float largest, fl
                 memcpy(weights + i, &weight, n_here * sizeof *weights);
             }
         }
-        double sum = 0;
-        for (size_t lane = 0; lane < LANES; lane++) {
-            sum += total[lane];
+        four_floats parts[QUARTERS];
+        memcpy(parts, &total, sizeof total);
+        four_doubles sum = __builtin_convertvector(parts[0], four_doubles);
+        for (size_t part = 1; part < QUARTERS; part++) {
+            sum += __builtin_convertvector(parts[part], four_doubles);
         }
-        *sums++ = sum;
+        *sums++ = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
 }
 
@@ -54,12 +68,20 @@ TARGET static void NAMED(block_maxima)(const float *logits, size_t n, float *max
             best = (floats)(((ints)x & greater) | ((ints)best & ~greater));
             is_nan |= x != x;
         }
-        float largest = -__builtin_inff();
-        int32_t has_nan = 0;
-        for (size_t lane = 0; lane < LANES; lane++) {
-            largest = best[lane] > largest ? best[lane] : largest;
-            has_nan |= is_nan[lane];
+        four_floats of_lanes[QUARTERS];
+        four_ints are_nan[QUARTERS];
+        memcpy(of_lanes, &best, sizeof best);
+        memcpy(are_nan, &is_nan, sizeof is_nan);
+        for (size_t part = 1; part < QUARTERS; part++) {
+            const four_ints greater = of_lanes[part] > of_lanes[0];
+            of_lanes[0] = (four_floats)(((four_ints)of_lanes[part] & greater) | ((four_ints)of_lanes[0] & ~greater));
+            are_nan[0] |= are_nan[part];
         }
+        float largest = of_lanes[0][0];
+        for (size_t lane = 1; lane < 4; lane++) {
+            largest = of_lanes[0][lane] > largest ? of_lanes[0][lane] : largest;
+        }
+        int32_t has_nan = (are_nan[0][0] | are_nan[0][1]) | (are_nan[0][2] | are_nan[0][3]);
         for (; i < end; i++) {
             largest = logits[i] > largest ? logits[i] : largest;
             has_nan |= logits[i] != logits[i];
@@ -71,6 +93,7 @@ TARGET static void NAMED(block_maxima)(const float *logits, size_t n, float *max
     }
 }
 
+#undef QUARTERS
 #undef floats
 #undef ints
 #undef LANES
