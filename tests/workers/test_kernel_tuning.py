@@ -75,7 +75,8 @@ def test_a_kernel_with_other_bits_is_left_out_and_the_log_says_so(caplog: pytest
     assert [each.way for each in found] == [
         Way.AVX2 if rows.first == 4 else Way.AVX512 for rows in ROW_CLASSES
     ]
-    assert "kernels avx512, panels-few have other bits than ggml's here for rows of 896 of Q8_0" in caplog.text
+    wrong = "kernels avx512, panels-few have other bits than ggml's here for rows of 896 of Q8_0"
+    assert wrong in caplog.text
 
 
 def test_nothing_is_said_where_all_bits_are_right(caplog: pytest.LogCaptureFixture) -> None:
