@@ -3,7 +3,8 @@
     python -m bench.products --types Q5_0 Q4_0 --rounds 7
 
 "dots" are ggml's dot products, "tiles" its tiles, "rearranged" its products of matrices that it has
-rearranged (of types for which it has such), "ours" the worker's kernels for this processor's widest vectors.
+rearranged (of types for which it has such), "ours" the worker's kernels for this processor's widest vectors
+with the bits of dot products, "panels" those with sums of their own for a few rows (with a matrix unit only).
 The matrices are random. Ways take turns; a figure is the milliseconds that one thread computed for a product.
 The rival is the faster of dots and tiles.
 """
@@ -22,7 +23,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from bench.common.figures import Figure, publish, ratios
 from swarmllm_workers.kernels import interposing, small_batches
 from swarmllm_workers.kernels.ggml_functions import F32, InitParams, functions, no_memory
-from swarmllm_workers.kernels.kernel_choice import Way
+from swarmllm_workers.kernels.kernel_choice import MatrixType, Way, ways_of
 
 import llama_cpp.llama_cpp  # noqa: F401  isort: skip  (after the worker's package, which stands before it)
 
@@ -96,6 +97,9 @@ def measure(kind: Type, k: int, m: int, n_rounds: int) -> list[tuple[Figure, Fig
         "tiles": (plain, Way.TILES),
         "ours": (plain, small_batches.last_way()),
     }
+    ways = ways_of(MatrixType(kind), 1, small_batches.ways_of_panels())
+    if Way.PANELS_FEW in ways:
+        sides["panels"] = (plain, Way.PANELS_FEW)
     if kind in _HAS_REARRANGED:
         sides["rearranged"] = (Products(kind, k, m, rearranged=True), None)
     found: list[tuple[Figure, Figure | None]] = []
