@@ -42,7 +42,7 @@ WAITED_FOR = {
     "swarm/data/data_plane.py": {"send_goodbye"},
     "swarm/discovery/relay/service.py": {"run"},
     "pipeline/prefix/serving.py": {"_both"},
-    "pipeline/prefix/transfer.py": {"_fetch"},
+    "pipeline/prefix/transfer.py": {"ask_sources", "_slices"},
     "transfer/fetch.py": {"run_lanes"},
     "workerpool/cut_check.py": {"run"},
     "workerpool/process.py": {"_accept"},
