@@ -1,6 +1,6 @@
 /* Products of Q8_0 and Q4_0 with a few columns, with the sums of panels_32.c: sixteen rows of the matrix side by side.
  *
- * Each block of sixteen rows is turned round in registers, so that a register has four weights of every row, and is
+ * Each block of sixteen rows is transposed in registers, so that a register has four weights of every row, and is
  * multiplied by up to eight columns from there. Weights are moved to be positive: by 128, or by 8 where they have four
  * bits. What that adds to the sum of a block is the same for all rows, so the sum begins with as much less.
  *
@@ -53,7 +53,7 @@ AVX512 INLINE __m512i four_rows(const char *first, int64_t apart) {
 }
 
 /* In each quarter of the registers, four numbers of four rows: number i of all to register i. */
-AVX512 INLINE void turn(__m512i x[4]) {
+AVX512 INLINE void transpose(__m512i x[4]) {
     const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
     const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
     x[0] = _mm512_unpacklo_epi64(a, c);
@@ -71,8 +71,8 @@ AVX512 INLINE void weights_of(const int type, const char *at, int64_t row_bytes,
             low[i] = two_rows(at + i * row_bytes, at + (i + 4) * row_bytes);
             high[i] = two_rows(at + (i + 8) * row_bytes, at + (i + 12) * row_bytes);
         }
-        turn(low);
-        turn(high);
+        transpose(low);
+        transpose(high);
         UNROLL for (int i = 0; i < 4; i++) {
             x[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(low[i], high[i], 0x88), moved);
             x[i + 4] = _mm512_xor_si512(_mm512_shuffle_i32x4(low[i], high[i], 0xdd), moved);
@@ -82,7 +82,7 @@ AVX512 INLINE void weights_of(const int type, const char *at, int64_t row_bytes,
     const __m512i nibbles = _mm512_set1_epi8(15);
     __m512i both[4];
     UNROLL for (int i = 0; i < 4; i++) both[i] = four_rows(at + i * row_bytes, 4 * row_bytes);
-    turn(both);
+    transpose(both);
     UNROLL for (int i = 0; i < 4; i++) {
         x[i] = _mm512_and_si512(both[i], nibbles);
         x[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both[i], 4), nibbles);
@@ -92,7 +92,7 @@ AVX512 INLINE void weights_of(const int type, const char *at, int64_t row_bytes,
 AVX512 INLINE void copy_scales(const char *at, int64_t row_bytes, uint16_t to[ROWS]) {
     UNROLL for (int r = 0; r < ROWS; r++) {
         const uint32_t half = ((const struct half *)(const void *)(at + r * row_bytes))->bits;
-        /* One by one: GCC makes a register of them, with what shuffles. */
+        /* One by one: GCC would collect them in a register first, with the unit that transposes. */
         __asm__("movw %w1, %0" : "=m"(to[r]) : "r"(half));
     }
 }
@@ -136,7 +136,7 @@ AVX512 INLINE void multiply_few(const int type, const int n, const struct few *t
 
 #define OF(type, n) \
     AVX512 static void few_##type##_##n(const struct few *t, const struct few_columns *columns) { \
-        multiply_few(type, n, t, columns);                                                             \
+        multiply_few(type, n, t, columns);                                                        \
     }
 #define EACH(type) OF(type, 1) OF(type, 2) OF(type, 3) OF(type, 4) OF(type, 5) OF(type, 6) OF(type, 7) OF(type, 8)
 EACH(Q8_0) EACH(Q4_0)
