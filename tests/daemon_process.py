@@ -89,8 +89,9 @@ def running_daemon(
                 process.wait()
 
 
-def forked_demo_node(folder: Path) -> ForkedProcess:
+def forked_demo_node(folder: Path, module: str) -> ForkedProcess:
     """In place of `swarmllm.cli.demo.launch`, with which benchmarks start their nodes."""
+    assert module == "swarmllm", "the fork server has read this one"
     log = folder / "daemon.log"
     log.touch()
     arguments = ["daemon", "--config", str(folder / "config.toml")]
