@@ -25,7 +25,7 @@ from swarmllm.pipeline.route.row_formats import Compression
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm.scheduling.constraints import Constraints
 from swarmllm.workerpool import ModelFile, WorkerPool, WorkerSettings
-from swarmllm_proto.ipc import KernelMode, Sampling
+from swarmllm_proto.ipc import Sampling
 
 from .fakes import Swarm, computes, open_swarm
 
@@ -68,18 +68,12 @@ async def guide_swarm(
     check_rate: float = 0.0,
     chunk_tokens: int = 16,
     exact: bool = False,
-    kernels: KernelMode = "auto",
 ) -> AsyncIterator[Swarm]:
-    """`kernels`: "ggml" where rows are compared with libllama's own."""
     async with AsyncExitStack() as stack:
         pools: dict[str, WorkerPool] = {}
         for node_id in holdings:
             settings = WorkerSettings(
-                cache_dir=folder / "cache",
-                kernel_timings=KERNEL_TIMINGS,
-                n_ctx=1024,
-                n_slots=n_slots,
-                kernels=kernels,
+                cache_dir=folder / "cache", kernel_timings=KERNEL_TIMINGS, n_ctx=1024, n_slots=n_slots
             )
             pools[node_id] = WorkerPool(settings, folder / f"run-{node_id}")
             await stack.enter_async_context(pools[node_id].running())

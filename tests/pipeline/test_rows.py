@@ -78,7 +78,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 async def test_rows_are_those_of_the_uncut_model(
     tmp_path: Path, entry: CatalogueEntry, expected: np.ndarray, holdings: dict[str, str]
 ) -> None:
-    async with guide_swarm(tmp_path, entry, holdings, n_slots=2, kernels="ggml") as swarm:
+    async with guide_swarm(tmp_path, entry, holdings, n_slots=2) as swarm:
         for _ in range(3):  # more often than there are slots: one that was kept would be missed
             rows = await swarm[A].pipelines.rows(TOKENS, entry)
             assert rows.values.shape == expected.shape

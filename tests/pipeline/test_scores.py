@@ -93,7 +93,7 @@ async def test_scores_are_those_of_the_uncut_model(
 ) -> None:
     tokens, expected = uncut
     prompt = Prompt(text=TEXT, top_logprobs=N_TOP, is_answered=False, field="prompt")
-    async with guide_swarm(tmp_path, entry, holdings, n_slots=2, kernels="ggml") as swarm:
+    async with guide_swarm(tmp_path, entry, holdings, n_slots=2) as swarm:
         for _ in range(3):  # more often than there are slots: one that was kept would be missed
             found = await score(swarm[A], entry, prompt)
         await swarm.quiet()

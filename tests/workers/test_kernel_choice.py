@@ -37,7 +37,7 @@ from swarmllm_workers.kernels.kernel_choice import (
 
 PANELS = {Way.PANELS_AVX2, Way.PANELS_VNNI, Way.PANELS_AMX}
 WITHOUT_FEW = tuple(way for way in Way if way != Way.PANELS_FEW)
-BY_BLOCK = (MatrixType.Q4_0, MatrixType.Q8_0)
+BY_BLOCK = (MatrixType.Q4_0,)
 """Types that may come from panels in every batch."""
 SINGLE, FEW, MANY = ROW_CLASSES[0], ROW_CLASSES[1], ROW_CLASSES[-1]
 times_of_ways = st.fixed_dictionaries({way: st.integers(1, 10**9) for way in Way})
@@ -205,21 +205,27 @@ def test_panels_are_in_all_batches_or_in_none_below_64_rows(
     alone = [choose(kind, rows, times[rows], unequal[rows]) for rows in ROW_CLASSES]
     for choice, before in zip(choices, alone, strict=True):
         assert choice.way not in unequal[choice.rows]
-        assert times[choice.rows][choice.way] <= PANEL_LOSS_MAX * times[choice.rows][before.way]
+        if choice.rows.first < 64:
+            assert times[choice.rows][choice.way] <= HOPELESS * times[choice.rows][before.way]
         assert choice == before or choice.ours_ns == times[choice.rows][choice.way]
 
 
-def test_panels_are_in_all_batches_where_they_are_not_much_slower_in_any() -> None:
+def test_panels_are_in_all_batches_where_they_are_not_much_slower() -> None:
+    """One size that another program disturbed decides nothing."""
+    n = len(ROW_CLASSES)
     times: dict[RowClass, dict[Way, int]] = {
-        rows: {Way.DOTS: 2000, Way.TILES: 1500, Way.PAIRS: 1000, Way.PANELS_FEW: 1250} for rows in ROW_CLASSES
+        rows: {Way.DOTS: 2000, Way.TILES: 1500, Way.PAIRS: 1000, Way.PANELS_FEW: 1200} for rows in ROW_CLASSES
     }
     right: dict[RowClass, set[Way]] = {rows: set() for rows in ROW_CLASSES}
-    assert {each.way for each in choose_all(MatrixType.Q8_0, times, right)} == {Way.PANELS_FEW}
-    slower = times | {FEW: times[FEW] | {Way.PANELS_FEW: 1251}}
-    found = [each.way for each in choose_all(MatrixType.Q8_0, slower, right)]
-    assert found == [Way.PAIRS] * (len(ROW_CLASSES) - 1) + [Way.PANELS_FEW]
+    disturbed = times | {FEW: times[FEW] | {Way.PANELS_FEW: 1500}}
+    assert {each.way for each in choose_all(MatrixType.Q4_0, disturbed, right)} == {Way.PANELS_FEW}
+    slow_once = times | {FEW: times[FEW] | {Way.PANELS_FEW: 1501}}
+    slow_in_all = {rows: of_rows | {Way.PANELS_FEW: 1251} for rows, of_rows in times.items()}
+    found = [each.way for each in choose_all(MatrixType.Q4_0, slow_once, right)]
+    assert found == [Way.PAIRS] * (n - 1) + [Way.PANELS_FEW]
+    assert {each.way for each in choose_all(MatrixType.Q4_0, slow_in_all, right)} == {Way.PAIRS}
     wrong = right | {FEW: {Way.PANELS_FEW}}
-    assert [each.way for each in choose_all(MatrixType.Q8_0, times, wrong)] == found
+    assert [each.way for each in choose_all(MatrixType.Q4_0, times, wrong)] == found
 
 
 def test_panels_are_measured_in_every_round() -> None:

@@ -28,7 +28,7 @@ HERE = tuple(way for way, unit in UNITS.items() if unit <= small_batches.panel_u
 FEW = (Way.PANELS_FEW,) if Way.PANELS_VNNI in HERE else ()
 K_QUANTS = (MatrixType.Q4_K, MatrixType.Q5_K, MatrixType.Q6_K)
 KINDS = (*K_QUANTS, MatrixType.Q8_0, MatrixType.Q4_0, MatrixType.Q5_0)
-BY_BLOCK = (MatrixType.Q8_0, MatrixType.Q4_0)
+BY_BLOCK = (MatrixType.Q4_0,)
 """Types that may come from panels in every batch."""
 Q8_K = np.dtype([("scale", "<f4"), ("values", "i1", 256), ("sums", "<i2", 16)])
 Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from statistics import fmean
 from typing import Final
 
 ROWS_MAX: Final = 7
@@ -76,7 +77,7 @@ class Way(IntEnum):
     PANELS_AMX = 10
     """The same with the matrix unit."""
     PANELS_FEW = 11
-    """The same with AVX-512, unpacked for every eight rows of a batch of any size; Q8_0 and Q4_0 only."""
+    """The same with AVX-512, unpacked for every eight rows of a batch of any size; Q4_0 only."""
 
     @property
     def is_ggmls(self) -> bool:
@@ -114,19 +115,20 @@ _OF_PANELS: Final = frozenset(
 )
 """Types that `panels.c` multiplies with: K-quants with AVX2, all with VNNI but Q6_K, which has three digits
 there and is as fast with AVX2, and all with the matrix unit."""
-_SUMMED_BY_BLOCK: Final = frozenset({MatrixType.Q4_0, MatrixType.Q8_0})
+_SUMMED_BY_BLOCK: Final = frozenset({MatrixType.Q4_0})
 """Types whose products may come from panels in batches of any size, if they do in all: each row has the bits
-then that it has alone. ggml, too, adds up whole blocks of them where it rearranges them for AMX."""
+then that it has alone. ggml, too, adds up whole blocks of them where it rearranges them for AMX. (It does
+with Q8_0 as well, of which single rows took up to 1.6 times as long from panels on a Xeon.)"""
 _MATRIX_UNIT_ROWS_MIN: Final = 17
 """The first class of which every number of rows fills what the matrix unit computes at once."""
 PANEL_LOSS_MAX: Final = 1.25
-"""Panels are taken where they take no more than so many times what the fastest other way takes. Most take
-half of it or less, so a clock that other programs disturb does not decide it: two workers of one machine
-should choose alike, because panels have bits of their own."""
+"""Panels are taken where they take no more than so many times what the fastest other way takes, for batches
+of any size on average. Most take half of it or less, so a clock that other programs disturb does not decide
+it: two workers of one machine should choose alike, because panels have bits of their own."""
 GAIN_MIN: Final = 0.95
 """A way is taken instead of ggml's own where it takes less than this share of its time: the rest is a tie."""
 HOPELESS: Final = 1.5
-"""A way that takes so many times what the best one takes is not measured again."""
+"""A way that takes so many times what the best one takes is not measured again, nor taken for its bits."""
 ROUNDS_MIN: Final = 3
 """Of every way, whatever the first ones took: another program may have run in one of them."""
 ROUNDS_MAX: Final = 8
@@ -229,18 +231,24 @@ def _ways_with_avx512(kind: MatrixType) -> set[Way]:
 def choose_all(
     kind: MatrixType, times: Mapping[RowClass, Times], unequal: Mapping[RowClass, Collection[Way]]
 ) -> tuple[RowChoice, ...]:
-    """For every class, as `choose` does, but panels in all of them where they are possible in all and not
-    much slower in any: a row has the same bits in every batch then, too."""
+    """For every class, as `choose` does, but panels in all of them where these are possible in all, nowhere
+    take HOPELESS times what is chosen else, and not PANEL_LOSS_MAX times that on average: a row has the same
+    bits in every batch then, too."""
     choices = tuple(choose(kind, rows, times[rows], unequal[rows]) for rows in ROW_CLASSES)
     from_panels = []
     for choice in choices:
         of_rows = times[choice.rows]
-        panels = {way: of_rows[way] for way in _panels_of(of_rows) if way not in unequal[choice.rows]}
-        best = min(panels, key=lambda way: (panels[way], way), default=None)
-        if best is None or panels[best] > PANEL_LOSS_MAX * of_rows[choice.way]:
+        panels = _panels_of(of_rows) - set(unequal[choice.rows])
+        best = min(panels, key=lambda way: (of_rows[way], way), default=None)
+        if best is None:
             return choices
-        from_panels.append(RowChoice(choice.rows, best, choice.ggml_ns, panels[best]))
-    return tuple(from_panels)
+        from_panels.append(RowChoice(choice.rows, best, choice.ggml_ns, of_rows[best]))
+    losses = [
+        times[each.rows][each.way] / times[each.rows][other.way]
+        for each, other in zip(from_panels, choices, strict=True)
+    ]
+    is_slow = max(losses) > HOPELESS or fmean(losses) > PANEL_LOSS_MAX
+    return choices if is_slow else tuple(from_panels)
 
 
 def choose(kind: MatrixType, rows: RowClass, times: Times, unequal: Collection[Way] = ()) -> RowChoice:

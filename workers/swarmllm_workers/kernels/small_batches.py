@@ -25,11 +25,10 @@ Batches of 64 rows and more, where nobody is promised the bits of single rows, m
 some rows of the matrix are unpacked once for all of them. With AVX-512 VNNI and the matrix unit (AMX) numbers
 are made of them that need no scale for each group of 32. With AVX2, K-quants only, products are added up in
 16 bits for as long as they fit. All three have the same bits. Where there is the matrix unit, products of
-Q8_0 and Q4_0 come from panels in batches of every size (`panels_few.c`), so that a row has these bits in all
-of them: sums of whole blocks take half of the operations that ggml's dot products take, whose eight parts of
-a block are added up by themselves. Eight rows from the processor's second cache took 0.55 of the time of
-`pairs_32.c`, one row from memory 0.8 to 0.9, on an Intel Xeon (family 6, model 167). Exact requests go on
-with the bits of dot products.
+Q4_0 come from panels in batches of every size (`panels_few.c`), so that a row has these bits in all of them:
+sums of whole blocks take half of the operations that ggml's dot products take, whose eight parts of a block
+are added up by themselves. On an Intel Xeon (family 6, model 167), eight rows took 0.57 of the time of
+`pairs_32.c`, one row 0.78. Exact requests go on with the bits of dot products.
 
 Products of experts in these types (`experts.c`) likewise: ggml asks for one expert after the other
 (`ggml_compute_forward_mul_mat_id_tiled`), with the columns of the batch that chose it.

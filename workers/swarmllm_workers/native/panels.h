@@ -30,7 +30,7 @@ void swarmllm_panels_avx2(const struct panel_product *product);
 /* Of panels [first, end), with blocks of 32. */
 void swarmllm_panels_32(const struct panel_product *product, int64_t first, int64_t end);
 
-/* Of Q8_0 and Q4_0, with the bits of the former. False, and nothing was computed: not for such a matrix. */
+/* Of Q4_0, with the bits of the former. False, and nothing was computed: not for such a matrix. */
 bool swarmllm_panels_few(const struct panel_product *product);
 
 /* False, and nothing was computed: not for this type, or not on this processor. */

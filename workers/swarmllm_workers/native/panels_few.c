@@ -1,8 +1,8 @@
-/* Products of Q8_0 and Q4_0 with a few columns, with the sums of panels_32.c: sixteen rows of the matrix side by side.
+/* Products of Q4_0 with a few columns, with the sums of panels_32.c: sixteen rows of the matrix side by side.
  *
  * Each block of sixteen rows is transposed in registers, so that a register has four weights of every row, and is
- * multiplied by up to eight columns from there. Weights are moved to be positive: by 128, or by 8 where they have four
- * bits. What that adds to the sum of a block is the same for all rows, so the sum begins with as much less.
+ * multiplied by up to eight columns from there. Weights are taken as they are stored, 8 too large. What that adds to the sum
+ * of a block is the same for all rows, so the sum begins with as much less.
  *
  * Scales are copied some blocks ahead, two bytes at a time: a processor does not wait for such a copy when it reads
  * sixteen of them at once. While a panel is multiplied, memory is asked for the next one.
@@ -38,11 +38,6 @@ struct half {
     uint16_t bits;
 } __attribute__((packed));
 
-AVX512 INLINE __m512i two_rows(const char *one, const char *other) {
-    const __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)one);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i *)(const void *)other), 1);
-}
-
 AVX512 INLINE __m512i four_rows(const char *first, int64_t apart) {
     const __m128i *rows[4];
     for (int i = 0; i < 4; i++) rows[i] = (const __m128i *)(const void *)(first + i * apart);
@@ -62,23 +57,8 @@ AVX512 INLINE void transpose(__m512i x[4]) {
     x[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-/* Register i: weights [4 i, 4 i + 4) of each row, moved to be positive. `at`: a block of the first row. */
-AVX512 INLINE void weights_of(const int type, const char *at, int64_t row_bytes, __m512i x[FOURS]) {
-    if (type == Q8_0) {
-        const __m512i moved = _mm512_set1_epi8((char)128);
-        __m512i low[4], high[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            low[i] = two_rows(at + i * row_bytes, at + (i + 4) * row_bytes);
-            high[i] = two_rows(at + (i + 8) * row_bytes, at + (i + 12) * row_bytes);
-        }
-        transpose(low);
-        transpose(high);
-        UNROLL for (int i = 0; i < 4; i++) {
-            x[i] = _mm512_xor_si512(_mm512_shuffle_i32x4(low[i], high[i], 0x88), moved);
-            x[i + 4] = _mm512_xor_si512(_mm512_shuffle_i32x4(low[i], high[i], 0xdd), moved);
-        }
-        return;
-    }
+/* Register i: weights [4 i, 4 i + 4) of each row, 8 too large. `at`: a block of the first row, behind its scale. */
+AVX512 INLINE void weights_of(const char *at, int64_t row_bytes, __m512i x[FOURS]) {
     const __m512i nibbles = _mm512_set1_epi8(15);
     __m512i both[4];
     UNROLL for (int i = 0; i < 4; i++) both[i] = four_rows(at + i * row_bytes, 4 * row_bytes);
@@ -97,8 +77,8 @@ AVX512 INLINE void copy_scales(const char *at, int64_t row_bytes, uint16_t to[RO
     }
 }
 
-AVX512 INLINE void multiply_few(const int type, const int n, const struct few *t, const struct few_columns *columns) {
-    const int64_t bytes = block_bytes_32(type);
+AVX512 INLINE void multiply_few(const int n, const struct few *t, const struct few_columns *columns) {
+    const int64_t bytes = sizeof(struct q4_0);
     uint16_t scales[2 * AHEAD][ROWS] __attribute__((aligned(LINE)));
     const bool is_small = t->row_bytes * ROWS <= SMALL;
     const char *at = t->a, *next = t->next;
@@ -117,7 +97,7 @@ AVX512 INLINE void multiply_few(const int type, const int n, const struct few *t
         if (l + AHEAD < t->k) copy_scales(at + AHEAD * bytes, t->row_bytes, scales[(l + AHEAD) % (2 * AHEAD)]);
         const __m512 of_rows = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(const void *)scales[l % (2 * AHEAD)]));
         __m512i x[FOURS], products[COLUMNS];
-        weights_of(type, at + 2, t->row_bytes, x);
+        weights_of(at + 2, t->row_bytes, x);
         UNROLL for (int j = 0; j < n; j++) products[j] = _mm512_set1_epi32(columns->starts[l * n + j]);
         UNROLL for (int i = 0; i < FOURS; i++) {
             UNROLL for (int j = 0; j < n; j++) {
@@ -134,16 +114,13 @@ AVX512 INLINE void multiply_few(const int type, const int n, const struct few *t
     UNROLL for (int j = 0; j < n; j++) _mm512_mask_storeu_ps(t->c + j * t->ldc, t->wanted, sums[j]);
 }
 
-#define OF(type, n) \
-    AVX512 static void few_##type##_##n(const struct few *t, const struct few_columns *columns) { \
-        multiply_few(type, n, t, columns);                                                        \
-    }
-#define EACH(type) OF(type, 1) OF(type, 2) OF(type, 3) OF(type, 4) OF(type, 5) OF(type, 6) OF(type, 7) OF(type, 8)
-EACH(Q8_0) EACH(Q4_0)
-#define NAMES(name) {name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8}
-static void (*const kernels[][COLUMNS])(const struct few *, const struct few_columns *) = {NAMES(few_Q8_0_), NAMES(few_Q4_0_)};
+#define OF(n) \
+    AVX512 static void few_##n(const struct few *t, const struct few_columns *columns) { multiply_few(n, t, columns); }
+OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8)
+static void (*const kernels[COLUMNS])(const struct few *, const struct few_columns *) = {few_1, few_2, few_3, few_4,
+                                                                                       few_5, few_6, few_7, few_8};
 
-AVX512 static void lay_out(int type, int64_t k, const struct q8_0 *b, int64_t ldb, int n, struct few_columns *out) {
+AVX512 static void lay_out(int64_t k, const struct q8_0 *b, int64_t ldb, int n, struct few_columns *out) {
     const __m256i ones = _mm256_set1_epi8(1);
     for (int64_t l = 0; l < k; l++) {
         for (int j = 0; j < n; j++) {
@@ -154,7 +131,7 @@ AVX512 static void lay_out(int type, int64_t k, const struct q8_0 *b, int64_t ld
             const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
             const int sum = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
             _mm256_store_si256((__m256i *)(void *)out->values[l * n + j], values);
-            out->starts[l * n + j] = -(type == Q8_0 ? 128 : 8) * sum;
+            out->starts[l * n + j] = -8 * sum;
             out->scales[l * n + j] = _cvtsh_ss(y->scale);
         }
     }
@@ -162,11 +139,10 @@ AVX512 static void lay_out(int type, int64_t k, const struct q8_0 *b, int64_t ld
 }
 
 bool swarmllm_panels_few(const struct panel_product *t) {
-    const int which = t->type == Q8_0 ? 0 : t->type == Q4_0 ? 1 : -1;
-    if (which < 0 || t->k > BLOCKS_MAX || t->m < ROWS) {
+    if (t->type != Q4_0 || t->k > BLOCKS_MAX || t->m < ROWS) {
         return false;
     }
-    const int64_t row_bytes = t->lda * block_bytes_32(t->type), panel_bytes = row_bytes * ROWS;
+    const int64_t row_bytes = t->lda * (int64_t)sizeof(struct q4_0), panel_bytes = row_bytes * ROWS;
     const int64_t panels = (t->m + ROWS - 1) / ROWS;
     const int64_t first = panels * t->thread / t->n_threads, end = panels * (t->thread + 1) / t->n_threads;
     /* Rows stay in the cache until all columns had them. */
@@ -176,16 +152,16 @@ bool swarmllm_panels_few(const struct panel_product *t) {
         const int64_t to = end - from < n_near ? end : from + n_near;
         for (int64_t j = 0; j < t->n; j += COLUMNS) {
             const int n = (int)(t->n - j < COLUMNS ? t->n - j : COLUMNS);
-            lay_out(t->type, t->k, (const struct q8_0 *)t->b + j * t->ldb, t->ldb, n, &columns);
+            lay_out(t->k, (const struct q8_0 *)t->b + j * t->ldb, t->ldb, n, &columns);
             for (int64_t i = from; i < to; i++) {
                 /* The last panel begins earlier, where it would have less than ROWS rows, and stores what is new. */
                 const int64_t row = i * ROWS + ROWS <= t->m ? i * ROWS : t->m - ROWS;
-                kernels[which][n - 1](&(struct few){
+                kernels[n - 1](&(struct few){
                     .a = (const char *)t->a + row * row_bytes,
                     .row_bytes = row_bytes,
                     .k = t->k,
                     .next = (const char *)t->a + (i + 1) * panel_bytes,
-                    .next_bytes = j > 0 ? 0 : block_bytes_32(t->type) * ROWS,
+                    .next_bytes = j > 0 ? 0 : (int64_t)sizeof(struct q4_0) * ROWS,
                     .c = t->c + j * t->ldc + row,
                     .ldc = t->ldc,
                     .wanted = (__mmask16)(0xffff << (i * ROWS - row)),

@@ -12,7 +12,7 @@
  * each times the product of both scales, added up by fused multiply-adds, and the eight sums at last.
  *
  * Products of 64 columns and more have sums of their own from panels.c, where that is faster (PANELS and those after it: with
- * AVX2, VNNI or the matrix unit). Those of Q8_0 and Q4_0 may have them for any number of columns (panels_few.c).
+ * AVX2, VNNI or the matrix unit). Those of Q4_0 may have them for any number of columns (panels_few.c).
  *
  * On ARM all products are those of neon_blocks_32.c and neon_k_quants.c (NEON).
  */
