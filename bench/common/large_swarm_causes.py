@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CAUSES: Final = ("loads", "details", "speeds", "distances", "all of these", "untried nodes")
 """The last one: nodes that were never connected are taken like others."""
+LOADS: Final = ("n_active", "lacks")
+SPEEDS: Final = ("decode_s", "prefill_s")
 Choose = Callable[[RouteQuery], Assembly]
 
 
@@ -54,32 +56,15 @@ class PlanRatios:
     """By what else the origin knew."""
 
 
-def with_loads(known: RouteInputs, truth: RouteInputs) -> RouteInputs:
-    return replace(
-        known,
-        speeds={
-            node_id: replace(
-                speed, n_active=truth.speeds[node_id].n_active, lacks=truth.speeds[node_id].lacks
-            )
-            if node_id in truth.speeds
-            else speed
-            for node_id, speed in known.speeds.items()
-        },
-    )
-
-
-def with_speeds(known: RouteInputs, truth: RouteInputs) -> RouteInputs:
-    return replace(
-        known,
-        speeds={
-            node_id: replace(
-                speed, decode_s=truth.speeds[node_id].decode_s, prefill_s=truth.speeds[node_id].prefill_s
-            )
-            if node_id in truth.speeds
-            else speed
-            for node_id, speed in known.speeds.items()
-        },
-    )
+def with_truth(known: RouteInputs, truth: RouteInputs, *fields: str) -> RouteInputs:
+    """With these fields of each node's speed as they really are."""
+    speeds = {
+        node_id: replace(speed, **{name: getattr(truth.speeds[node_id], name) for name in fields})
+        if node_id in truth.speeds
+        else speed
+        for node_id, speed in known.speeds.items()
+    }
+    return replace(known, speeds=speeds)
 
 
 def with_distances(known: RouteInputs, truth: RouteInputs) -> RouteInputs:
@@ -107,7 +92,7 @@ def plan_ratios(
 
     question = swarm.known(origin, model, size, taken.told)
     known = question.inputs
-    with_all = with_distances(with_speeds(with_loads(known, truth), truth), truth)
+    with_all = with_distances(with_truth(known, truth, *LOADS, *SPEEDS), truth)
     said = origin.said
     origin.said = _all_details(swarm, model)
     try:
@@ -122,9 +107,9 @@ def plan_ratios(
             zip(
                 CAUSES,
                 (
-                    ratio(replace(question, inputs=with_loads(known, truth))),
+                    ratio(replace(question, inputs=with_truth(known, truth, *LOADS))),
                     ratio(detailed),
-                    ratio(replace(question, inputs=with_speeds(known, truth))),
+                    ratio(replace(question, inputs=with_truth(known, truth, *SPEEDS))),
                     ratio(replace(question, inputs=with_distances(known, truth))),
                     ratio(replace(question, inputs=with_all)),
                     ratio(question, assemble),

@@ -85,11 +85,3 @@ class PipelineStatistics:
     messages_ignored: int = 0
     """For requests unknown here, or from nodes that have no part in them."""
     messages_bad: int = 0
-
-    @property
-    def prefix_misses(self) -> int:
-        return self.prefix_missed.total()
-
-    @property
-    def prefix_declined(self) -> int:
-        return self.prefix_not_asked.total()

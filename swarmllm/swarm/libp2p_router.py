@@ -503,8 +503,7 @@ class Libp2pRouter:
         """A proof is made once per connection, and keys are taken back while connections live on."""
         while True:
             await sleep_until_tick(_MEMBERSHIP_CHECK_S)
-            if self._gater.has_changed():
-                await trio.to_thread.run_sync(self._gater.refresh)
+            await trio.to_thread.run_sync(self._gater.refresh)
             for node_id in self._gater.outdated({*self.host.connected(), *self.connected()}):
                 self._liveness.drop(node_id, "no longer let in")
 

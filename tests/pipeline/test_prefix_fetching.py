@@ -581,7 +581,7 @@ async def test_as_much_is_asked_for_as_comes_in_the_time_that_there_is(autojump_
         assert await asker.ask() == 6 * B
         assert trio.current_time() - began_s <= IN_TIME * 2.0
         assert len(holder.asked) < 10
-        assert asker.counts.prefix_misses == 0
+        assert asker.counts.prefix_missed.total() == 0
         assert asker.counts.prefix_hits == 1
         assert asker.fetcher.transfer.late.expected_s(NEAR, trio.current_time()) < 0.3
 
@@ -593,7 +593,7 @@ async def test_a_holder_that_gives_no_whole_block_in_the_time_that_there_is_is_l
         asker.store.row_bytes = 2**19
         asker.fetcher.transfer.settings = PrefixFetchSettings(True, 3.0, 0.5)
         assert await asker.ask() == 0
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         assert asker.fetcher.transfer.late.expected_s(NEAR, trio.current_time()) > 0.5
 
 
@@ -627,7 +627,7 @@ async def test_an_exact_request_takes_nothing(autojump_clock: MockClock) -> None
 async def test_nobody_is_asked_who_is_not_trusted(autojump_clock: MockClock) -> None:
     async with pair(Store(n_kept=10), may_share=False) as asker:
         assert await asker.ask() == 0
-        assert asker.counts.prefix_misses == 0
+        assert asker.counts.prefix_missed.total() == 0
 
 
 async def test_wrong_kv_costs_its_holder_trust_and_it_rests(autojump_clock: MockClock) -> None:
@@ -667,7 +667,7 @@ async def test_a_holder_that_stands_still_costs_a_twentieth_and_is_left_alone(
         began_s = trio.current_time()
         assert await asker.ask() == 0
         assert trio.current_time() - began_s <= ALLOWED * COLD_S + 1e-6
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         began_s = trio.current_time()
         assert await asker.ask() == 0
         assert trio.current_time() == began_s
@@ -712,7 +712,7 @@ async def test_another_holder_is_asked_where_one_breaks_off(
     async with pair(broken, other, n_said_by_other=n_said_by_other) as asker:
         asker.fetcher.transfer.settings = PrefixFetchSettings(True, 99.0, 99.0)
         assert await asker.ask() == n_said_by_other * B
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         await trio.sleep(1)
         assert asker.events.noted == [(FAR, TrustEvent.CHECKED)]
 
@@ -722,12 +722,12 @@ async def test_a_holder_that_stands_still_leaves_time_for_another_one(autojump_c
         began_s = trio.current_time()
         assert await asker.ask() == 10 * B
         assert trio.current_time() - began_s == pytest.approx(ALLOWED * COLD_S / 2, abs=0.05)
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
     async with pair(Store(n_kept=10, stands_still=True), Store(n_kept=10, stands_still=True)) as asker:
         began_s = trio.current_time()
         assert await asker.ask() == 0
         assert trio.current_time() - began_s == pytest.approx(ALLOWED * COLD_S)
-        assert asker.counts.prefix_misses == 2
+        assert asker.counts.prefix_missed.total() == 2
 
 
 def first_slice_takes(seconds: float) -> Handler:
@@ -756,7 +756,7 @@ async def test_a_late_holder_may_still_give_while_another_one_is_asked(
         assert await asker.ask() == 10 * B
         assert trio.current_time() - began_s == pytest.approx(part * spare_s, abs=0.02)
         assert bool(other.scopes) == (part > 0.5)
-        assert asker.counts.prefix_misses == 0
+        assert asker.counts.prefix_missed.total() == 0
         late = asker.fetcher.transfer.late
         assert late.expected_s(FAR, trio.current_time()) == 0
         assert late.expected_s(NEAR, trio.current_time()) > 0.1
@@ -810,7 +810,7 @@ async def test_it_is_counted_why_nothing_came(
         asker.fetcher.transfer.late.gave_nothing(FAR, 5.0, trio.current_time())
         assert await asker.ask() == 0
         assert asker.counts.prefix_missed == {"absent": 1}
-        assert asker.counts.prefix_declined == 0
+        assert asker.counts.prefix_not_asked.total() == 0
     monkeypatch.setattr("swarmllm.pipeline.prefix.fetching.prefill_here_s", lambda *known: None)
     async with pair(Store(n_kept=10)) as asker:
         assert await asker.ask() == 0
@@ -832,7 +832,7 @@ async def test_a_part_of_a_block_gives_a_holder_no_more_time(autojump_clock: Moc
     async with pair(Store(n_kept=10, gives_rows=20), Store(n_kept=10)) as asker:
         asker.store.row_bytes = 150_000
         assert await asker.ask() == 10 * B
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
 
 
 async def test_nothing_is_kept_of_a_holder_that_lies_in_the_middle(autojump_clock: MockClock) -> None:
@@ -884,7 +884,7 @@ async def test_a_holder_that_is_slow_until_the_time_of_the_request_is_up_is_left
     async with pair(Store(n_kept=10, stands_still=True)) as asker:
         asker.fetcher.transfer.settings = PrefixFetchSettings(is_on=True, asker_timeout_s=0.2)
         assert await asker.ask() == 0
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         asked_s = trio.current_time()
         assert await asker.ask() == 0
         assert trio.current_time() == asked_s
@@ -911,7 +911,7 @@ async def test_what_is_announced_and_not_given_is_a_miss(
     async with pair(holder if isinstance(holder, Store) else say) as asker:
         assert await asker.ask() == 0
         assert asker.store.taken == []
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         assert asker.events.noted == ([(NEAR, event)] if event else [])
 
 
@@ -1010,7 +1010,7 @@ async def test_kv_from_a_peer_is_fetched_within_the_room_of_its_payloads(
     limits = {kind: Limit(4 * 2**20, 16 * 2**20) for kind in BudgetKind}
     async with pair(Store(n_kept=10), budget=ByteBudget(limits)) as asker:
         assert await asker.ask() == 0
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
     budget = ByteBudget()
     async with pair(Store(n_kept=10), budget=budget) as asker:
         assert await asker.ask() == 10 * B

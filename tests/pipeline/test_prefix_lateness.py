@@ -146,11 +146,11 @@ async def test_a_holder_that_was_busy_is_asked_again_soon(autojump_clock: MockCl
     holder = SometimesBusy()
     async with pair(holder) as asker:
         assert await asker.ask() == 0
-        assert asker.counts.prefix_misses == 1
+        assert asker.counts.prefix_missed.total() == 1
         holder.is_busy = False
         assert await asker.ask() == 0, "not at once"
         assert len(holder.asked_s) == 1
-        assert asker.counts.prefix_declined == 1
+        assert asker.counts.prefix_not_asked.total() == 1
         await trio.sleep(SOON_S)
         assert await asker.ask() == 10 * B
         assert asker.events.noted == []
@@ -186,11 +186,11 @@ async def test_a_holder_that_gives_its_first_rows_only_is_asked_ever_more_rarely
         misses: list[float] = []
         while trio.current_time() < 300:
             asker.store.n_kept = 0
-            before = asker.counts.prefix_misses
+            before = asker.counts.prefix_missed.total()
             began_s = trio.current_time()
             n_came = await asker.ask()
             assert trio.current_time() - began_s <= n_came * COLD_S / (10 * B) + ALLOWED * COLD_S + 1e-6
-            if asker.counts.prefix_misses > before:
+            if asker.counts.prefix_missed.total() > before:
                 misses.append(trio.current_time())
             await trio.sleep(PAUSE_S)
         gaps = [later - earlier for earlier, later in itertools.pairwise(misses)]
@@ -239,7 +239,7 @@ async def test_another_holder_of_less_is_asked_where_the_first_one_is_late(
         asker.store.n_kept = 0
         assert await asker.ask() == 6 * B
         assert len(holder.asked_s) == 1
-        assert asker.counts.prefix_declined == 0
+        assert asker.counts.prefix_not_asked.total() == 0
 
 
 @pytest.mark.parametrize("error", [NodeBusy("it is busy"), DeadlineExceeded("it did not answer")])

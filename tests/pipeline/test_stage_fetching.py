@@ -141,7 +141,7 @@ async def test_nobody_is_sent_to_a_stage_that_fetched_its_kv_itself() -> None:
                 swarm.kill(B)
             text, generation = await ask(swarm)
         assert (hits(swarm, C), hits(swarm, D)) == (1, 0)
-        assert swarm[D].pipelines.statistics().prefix_misses == 0
+        assert swarm[D].pipelines.statistics().prefix_missed.total() == 0
         assert generation.n_cached_tokens == 0
         assert text == await uncut(PROMPT, 8)
 
@@ -168,7 +168,7 @@ async def test_where_the_kv_does_not_come_the_prompt_is_computed(why: str) -> No
             # The origin was wrong, not the node that it named.
             fetcher = swarm[C].pipelines._sessions.fetches
             assert isinstance(fetcher, StageFetcher)
-            assert fetcher.transfer.counts.prefix_misses >= 1
+            assert fetcher.transfer.counts.prefix_missed.total() >= 1
             assert not fetcher.transfer.avoided.has(B, trio.current_time())
 
 
@@ -185,7 +185,7 @@ async def test_a_stage_asks_a_holder_again_soon_that_was_late(patient_clock: Moc
         pools[B].gives_after_s = LATE_S
         _, generation = await ask(swarm, prompt=prompts[0])
         assert generation.n_cached_tokens == 0
-        assert (hits(swarm, C), swarm[C].pipelines.statistics().prefix_misses) == (0, 1)
+        assert (hits(swarm, C), swarm[C].pipelines.statistics().prefix_missed.total()) == (0, 1)
         pools[B].gives_after_s = 0.0
         await trio.sleep(SOON_S)
         for _ in range(ENOUGH):

@@ -81,14 +81,9 @@ class ConnectionGater:
     def standing(self, node_id: NodeId) -> Standing:
         return self._admission.standing(node_id)
 
-    def has_changed(self) -> bool:
-        """Whether the file was written since it was read. Asks for its time only, so in no thread: that would
-        wake an idle node up four times."""
-        return self._file is not None and self._file.state() != self._seen
-
     def refresh(self) -> None:
         """Take over keys that were changed since; blocking. Another network's are for the next start."""
-        if self._file is None or not self.has_changed():
+        if self._file is None or self._file.state() == self._seen:
             return
         self._seen = self._file.state()
         try:
