@@ -144,3 +144,26 @@ def test_the_libraries_in_use_are_found_without_a_list_of_mappings(monkeypatch: 
     assert all(expected)
     monkeypatch.setattr(operating_system, "IS_LINUX", False)
     assert [interposing.mapped_paths(name) for name in names] == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_a_thread_of_a_process_with_a_low_priority_keeps_it() -> None:
+    """As in a daemon that was started with `nice`, or whose unit says Nice=10."""
+    code = (
+        "import os, threading\n"
+        "from swarmllm_workers import operating_system\n"
+        "os.nice(10)\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setuid(65534)\n"
+        "def work():\n"
+        "    operating_system.settle_thread({4095}, 5)\n"
+        "    print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    already = os.getpriority(os.PRIO_PROCESS, 0)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert (done.stdout, done.stderr) == (f"{min(19, already + 10)}\n", "")

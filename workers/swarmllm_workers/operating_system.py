@@ -51,13 +51,18 @@ def cores() -> set[int]:
 
 
 def settle_thread(on: Collection[int], niceness: int) -> None:
-    """Bind this thread to the cores in `on`, if there are any, and lower its priority. On other systems this
-    does nothing."""
+    """Bind this thread to the cores in `on`, if there are any, and lower its priority to `niceness`. A thread
+    whose priority is as low already keeps it: only root may raise one. On other systems this does nothing,
+    and where the system refuses, the thread goes on where it is."""
     if not IS_LINUX:
         return
+    thread = threading.get_native_id()
     if on:
-        os.sched_setaffinity(0, on)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        with contextlib.suppress(OSError):  # none of them is left to this process
+            os.sched_setaffinity(thread, on)
+    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 class PinnedThreads:
