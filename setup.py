@@ -94,6 +94,7 @@ setup(
                     "panels_body",
                     "row_attention_avx2",
                     "row_attention_avx512",
+                    "weights",
                     "weights_body",
                 )
             ],
@@ -128,7 +129,7 @@ setup(
             ("amx",),
             ("memory_calls",),
             ("lone_row",),
-            ("weights",),
+            ("weights", "draw"),
             ("row_codec",),
         )
     ],

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.common.uncut import keep_from_amx
 from swarmllm.guide import GUIDE_PATH
 
 N_PROMPT: Final = 96
@@ -48,6 +49,7 @@ def quantise(folder: Path) -> None:
 
 def compute(models: Path, out: Path) -> dict[str, Any]:
     """In the environment to be tried: writes out/TYPE.npy, f32 [N_PROMPT + N_STEPS, n_vocab]."""
+    keep_from_amx()
     from llama_cpp import Llama
 
     from swarmllm_workers.build_info import build_info
@@ -90,11 +92,13 @@ def variants(libraries: Path, folder: Path) -> dict[str, Path]:
 
 
 def ask(python: str, models: Path, out: Path, libraries: Path | None = None) -> dict[str, Any] | None:
-    """None: this build does not run here."""
+    """None: this variant does not run here."""
     out.mkdir()
     environment = os.environ | ({"LLAMA_CPP_LIB_PATH": str(libraries)} if libraries else {})
     command = [python, "-m", "bench.build_bits", "--compute", str(models), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and libraries is None:
+        raise SystemExit(f"{python} computes nothing (exit status {done.returncode}): {done.stderr[-2000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
 
 

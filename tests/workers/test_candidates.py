@@ -22,18 +22,18 @@ CHI_SQUARE_MAX = 5.0
 @pytest.fixture(params=["C", "numpy"])
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(candidates.native, "_library", None)
-    elif candidates.native._library is None:
+        monkeypatch.setattr(candidates.native, "library", None)
+    elif candidates.native.library is None:
         pytest.skip("weights.c was not built")
 
 
 def test_the_widest_registers_of_this_processor_are_computed_with() -> None:
     """A processor with AVX2 of any maker: its numbers are otherwise computed one by one."""
-    if candidates.native._library is None:
+    if candidates.native.library is None:
         pytest.skip("weights.c was not built")
     features = set(processor()[1].split())
     expected = 512 if "avx512f" in features else 256 if {"avx2", "fma"} <= features else 128
-    assert candidates.native._library.swarmllm_weights_width() == expected
+    assert candidates.native.library.swarmllm_weights_width() == expected
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -53,7 +53,7 @@ def test_the_largest_are_those_of_a_full_sort(
     native, candidates.native = candidates.native, candidates._Native()
     try:
         if not is_native:
-            candidates.native._library = None
+            candidates.native.library = None
         smallest = np.sort(logits)[::-1][min(k, n) - 1]
         maxima = candidates.block_maxima(logits)
         assert candidates.largest(logits, k, maxima).tolist() == np.flatnonzero(logits >= smallest).tolist()
@@ -118,7 +118,7 @@ def test_a_flat_distribution_is_drawn_as_often_as_it_says(
 ) -> None:
     """Chi-square of 200 groups of tokens, none of which is likely by itself."""
     if not is_native:
-        monkeypatch.setattr(candidates.native, "_library", None)
+        monkeypatch.setattr(candidates.native, "library", None)
     logits = random_logits(20_000, 1, is_flat=True)
     sampler, n_draws = Sampler(Sampling(seed=11)), 4000
     drawn = np.bincount([sampler.sample(logits, i, ()) % 200 for i in range(n_draws)], minlength=200)

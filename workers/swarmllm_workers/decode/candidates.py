@@ -5,7 +5,8 @@ are given a list of few tokens: all that the first truncating sampler would keep
 `top_p`, which needs the sum over all tokens, exactly those that it keeps. Where nothing is truncated no list
 is needed: `draw` finds the token at which the sum of probabilities reaches the random number.
 
-What is needed of every logit is computed by `weights.c`, or in numpy where that was not built.
+What is needed of every logit is computed by `weights.c`, or in numpy where that was not built. Where it was,
+`native_draw.py` draws most tokens by itself.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 
 from swarmllm_workers.kernels.interposing import find_library
 
-_BLOCK: Final = 128
-"""As in weights.c."""
+BLOCK: Final = 128
+"""As in weights.h."""
 _NEAR: Final = 1e-7
 """Of the sum of all probabilities: nearer to the border between two tokens than this, exponentials in f64
 decide."""
@@ -29,23 +30,25 @@ _NEAR_EXACT: Final = 1e-9
 class _Native:
     def __init__(self) -> None:
         path = find_library("weights")
-        self._library = ctypes.CDLL(str(path)) if path is not None else None
-        if self._library is not None:
+        self.library = ctypes.CDLL(str(path)) if path is not None else None
+        if self.library is not None:
             pointer, size, f32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float
-            self._library.swarmllm_weigh.argtypes = [pointer, size, f32, f32, pointer, pointer]
-            self._library.swarmllm_weigh.restype = None
-            self._library.swarmllm_block_maxima.argtypes = [pointer, size, pointer]
-            self._library.swarmllm_block_maxima.restype = None
+            self.library.swarmllm_weigh.argtypes = [pointer, size, f32, f32, pointer, pointer]
+            self.library.swarmllm_weigh.restype = None
+            self.library.swarmllm_block_maxima.argtypes = [pointer, size, pointer]
+            self.library.swarmllm_block_maxima.restype = None
+            self.library.swarmllm_draw.argtypes = [pointer]
+            self.library.swarmllm_draw.restype = ctypes.c_int64
 
     def weigh(
         self, logits: np.ndarray, largest: float, temperature: float, weights: np.ndarray | None = None
     ) -> np.ndarray | None:
         """f64, the sum of the weights exp(logit / temperature - largest / temperature) of each block. None
         where it was not built. `weights`: f32, gets those of `logits`."""
-        if self._library is None or not logits.flags.c_contiguous or logits.dtype != np.float32:
+        if self.library is None or not logits.flags.c_contiguous or logits.dtype != np.float32:
             return None
-        sums = np.empty(-(-len(logits) // _BLOCK))
-        self._library.swarmllm_weigh(
+        sums = np.empty(-(-len(logits) // BLOCK))
+        self.library.swarmllm_weigh(
             logits.ctypes.data,
             len(logits),
             largest,
@@ -56,10 +59,10 @@ class _Native:
         return sums
 
     def block_maxima(self, logits: np.ndarray) -> np.ndarray | None:
-        if self._library is None or not logits.flags.c_contiguous or logits.dtype != np.float32:
+        if self.library is None or not logits.flags.c_contiguous or logits.dtype != np.float32:
             return None
-        maxima = np.empty(-(-len(logits) // _BLOCK), np.float32)
-        self._library.swarmllm_block_maxima(logits.ctypes.data, len(logits), maxima.ctypes.data)
+        maxima = np.empty(-(-len(logits) // BLOCK), np.float32)
+        self.library.swarmllm_block_maxima(logits.ctypes.data, len(logits), maxima.ctypes.data)
         return maxima
 
 
@@ -70,19 +73,19 @@ def block_maxima(logits: np.ndarray) -> np.ndarray:
     """The largest logit of each block, NaN where one of the block is; f32. `logits` f32 [n], as below, where
     `maxima` are these."""
     maxima = native.block_maxima(logits)
-    return maxima if maxima is not None else np.maximum.reduceat(logits, np.arange(0, len(logits), _BLOCK))
+    return maxima if maxima is not None else np.maximum.reduceat(logits, np.arange(0, len(logits), BLOCK))
 
 
 def best(logits: np.ndarray, maxima: np.ndarray) -> int:
     """The id of the largest, the first of equals; of the first NaN, if there is one."""
-    first = int(maxima.argmax()) * _BLOCK
-    return first + int(logits[first : first + _BLOCK].argmax())
+    first = int(maxima.argmax()) * BLOCK
+    return first + int(logits[first : first + BLOCK].argmax())
 
 
 def above(logits: np.ndarray, threshold: float, maxima: np.ndarray) -> np.ndarray:
     """The ids, ascending, of all logits that are not below `threshold`."""
     blocks = np.flatnonzero(maxima >= threshold)
-    ids = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    ids = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
     if len(ids) and ids[-1] >= len(logits):
         ids = ids[ids < len(logits)]
     return np.asarray(ids[logits[ids] >= threshold])
@@ -123,8 +126,8 @@ def draw(logits: np.ndarray, best: float, temperature: float, random: float) -> 
     in [0, 1). None where only libllama's own rounding could tell. `best`: the largest logit."""
     ends = np.cumsum(_weigh(logits, best, temperature))
     block = min(int(np.searchsorted(ends, random * ends[-1])), len(ends) - 1)
-    first = block * _BLOCK
-    weights = _weights(logits[first : first + _BLOCK], best, temperature)
+    first = block * BLOCK
+    weights = _weights(logits[first : first + BLOCK], best, temperature)
     token = _find(weights, float(ends[block - 1]) if block else 0.0, float(ends[-1]), random, _NEAR)
     if token is not None:
         return first + token
@@ -165,9 +168,9 @@ def _weigh(logits: np.ndarray, best: float, temperature: float) -> np.ndarray:
     if sums is not None:
         return sums
     weights = _weights_in_numpy(logits, best, temperature)
-    n_blocks = len(weights) // _BLOCK
-    sums = weights[: n_blocks * _BLOCK].reshape(n_blocks, _BLOCK).sum(axis=1).astype(np.float64)
-    rest = weights[n_blocks * _BLOCK :]
+    n_blocks = len(weights) // BLOCK
+    sums = weights[: n_blocks * BLOCK].reshape(n_blocks, BLOCK).sum(axis=1).astype(np.float64)
+    rest = weights[n_blocks * BLOCK :]
     return np.append(sums, rest.sum(dtype=np.float64)) if len(rest) else sums
 
 

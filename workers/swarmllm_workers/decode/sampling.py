@@ -37,6 +37,7 @@ from swarmllm_proto.ipc import Sampling, TokenLogprob
 from swarmllm_proto.ipc.base import LOGPROB_MIN
 from swarmllm_workers.decode import candidates
 from swarmllm_workers.decode.grammar import Grammar
+from swarmllm_workers.decode.native_draw import Changed, NativeDraw
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.grammars.gbnf_matcher import CANDIDATE
 
@@ -145,14 +146,16 @@ class Sampler:
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0
         )
-        self._looks_back = self._penalises or sampling.dry_multiplier != 0.0
-        self._is_plain = not self._looks_back and not sampling.logit_bias
+        self._is_plain = not (self._penalises or sampling.dry_multiplier or sampling.logit_bias)
+        self._biases = _summed(sampling.logit_bias)
+        self._has_penalties_alone = self._penalises and not sampling.logit_bias and not sampling.dry_multiplier
         self._mirostat = (
             Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta)
             if sampling.mirostat and sampling.temperature > 0
             else None
         )
         self._grammar = grammar
+        self._native = NativeDraw(sampling)
         self._uniform = candidates.SeededUniform()
         self._adjusted: np.ndarray | None = None
         self.largest = 0.0
@@ -168,21 +171,30 @@ class Sampler:
         """A token id for generated token `index`. `logits` f32 [n_vocab]. Raises CallError engine on NaN,
         bad_message where `generated` does not follow the grammar or no token can go on in it, and
         GrammarPending."""
-        maxima = candidates.block_maxima(logits)
-        self.largest = maxima.max()
-        if not np.isfinite(self.largest):
-            raise CallError("engine", "the logits are not finite: the model or its input is damaged")
-        if self._grammar is None:
-            return self._draw(logits, index, generated, maxima)
-        self._grammar.look_ahead(generated)
-        token = self._draw(logits, index, generated, maxima)
-        if self._grammar.allows(token, generated):
+        if self._grammar is not None:
+            self._grammar.look_ahead(generated)
+        token = self._draw_quickly(logits, index, generated)
+        if token is None:
+            maxima = candidates.block_maxima(logits)
+            self.largest = float(maxima.max())
+            if not math.isfinite(self.largest):
+                raise CallError("engine", "the logits are not finite: the model or its input is damaged")
+            token = self._draw(logits, index, generated, maxima)
+        if self._grammar is None or self._grammar.allows(token, generated):
             return token
         allowed = self._grammar.mask(logits, generated)
         maxima = candidates.block_maxima(allowed)
         if not np.isfinite(maxima.max()):
             raise CallError("bad_message", "no token of this model can go on in the grammar", "sampling")
         return self._draw(allowed, index, generated, maxima, again=True)
+
+    def _draw_quickly(self, logits: np.ndarray, index: int, generated: Sequence[int]) -> int | None:
+        """What `_draw` returns, in less time. None where it has to be asked."""
+        changed = None if self._is_plain else self._changed(logits, generated)
+        token = self._native(logits, step_seed(self.seed, index), changed)
+        if token is not None:
+            self.largest = self._native.largest
+        return token
 
     def apart(self, logits: np.ndarray, index: int, token: int) -> float | None:
         """The probability between the random number of this step and `token`, in [0, 1]: 0 for the token that
@@ -213,16 +225,22 @@ class Sampler:
         again: bool = False,
     ) -> int:
         """`maxima`: of the blocks of `logits`, as candidates.py has them."""
-        if not self._is_plain:
-            logits = self._adjust(logits, generated)
-            maxima = candidates.block_maxima(logits)
-        if self._sampling.temperature == 0.0:
-            return candidates.best(logits, maxima)
         # A second draw with the random number that led to a refusal would not be random any more.
         seed = step_seed(self.seed ^ (_U32 - 1 if again else 0), index)
+        if not self._is_plain:
+            logits = self._with_changes(logits, self._changed(logits, generated))
+            maxima = candidates.block_maxima(logits)
+        if self._is_greedy(maxima.max()):
+            return candidates.best(logits, maxima)
         if self._mirostat is not None:
             return self._mirostat.draw(logits / np.float32(self._sampling.temperature), index, seed)
         return self._draw_adjusted(logits, maxima, seed)
+
+    def _is_greedy(self, largest: np.float32) -> bool:
+        """Also where the temperature is so small that nothing is left of the logits as numbers."""
+        with np.errstate(all="ignore"):
+            scaled = largest / np.float32(self._sampling.temperature)
+        return self._sampling.temperature == 0.0 or not np.isfinite(scaled)
 
     def _draw_adjusted(self, logits: np.ndarray, maxima: np.ndarray, seed: int) -> int:
         sampling = self._sampling
@@ -275,25 +293,35 @@ class Sampler:
         samplers.append(lib.llama_sampler_init_dist(seed))
         return _chained(samplers)
 
-    def _adjust(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
-        """With what changes logits before anything is cut off: biases, penalties, DRY. An array that the
-        next call overwrites."""
+    def _changed(self, logits: np.ndarray, generated: Sequence[int]) -> Changed:
+        """By biases, penalties and DRY, before anything is cut off."""
+        sampling, biases = self._sampling, self._biases
+        if self._has_penalties_alone and generated:
+            recent = np.array(generated[-sampling.repeat_last_n :], np.int32)
+            tokens, counts = np.unique(recent, return_counts=True)
+            return Changed(tokens, self._penalised(logits[tokens], counts))
+        n_back = max(sampling.repeat_last_n * self._penalises, DRY_WINDOW * (sampling.dry_multiplier != 0.0))
+        recent = np.array(generated[-n_back:] if n_back else (), np.int32)
+        tokens = np.unique(np.concatenate((biases.tokens, recent)))
+        values = logits[tokens]
+        values[np.searchsorted(tokens, biases.tokens)] += biases.values
+        if self._penalises and len(recent):
+            repeated, counts = np.unique(recent[-sampling.repeat_last_n :], return_counts=True)
+            at = np.searchsorted(tokens, repeated)
+            values[at] = self._penalised(values[at], counts)
+        if sampling.dry_multiplier and len(recent):
+            within = recent[-DRY_WINDOW:]
+            at = np.searchsorted(tokens, np.unique(within))
+            values[at] = self._without_repetition(tokens[at], values[at], within)
+        return Changed(tokens, values)
+
+    def _with_changes(self, logits: np.ndarray, changed: Changed) -> np.ndarray:
+        """An array that the next call overwrites."""
         if self._adjusted is None or len(self._adjusted) != len(logits):
             self._adjusted = np.empty(len(logits), np.float32)
-        adjusted = self._adjusted
-        adjusted[:] = logits
-        for token, bias in self._sampling.logit_bias:
-            adjusted[token] += np.float32(bias)
-        if self._looks_back and generated:
-            if self._penalises:
-                recent = np.array(generated[-self._sampling.repeat_last_n :], np.int32)
-                tokens, counts = np.unique(recent, return_counts=True)
-                adjusted[tokens] = self._penalised(adjusted[tokens], counts)
-            if self._sampling.dry_multiplier:
-                recent = np.array(generated[-DRY_WINDOW:], np.int32)
-                tokens = np.unique(recent)
-                adjusted[tokens] = self._without_repetition(tokens, adjusted[tokens], recent)
-        return adjusted
+        self._adjusted[:] = logits
+        self._adjusted[changed.tokens] = changed.values
+        return self._adjusted
 
     def _penalised(self, logits: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """`logits` f32 of tokens that were generated `counts` times."""
@@ -326,6 +354,14 @@ class Sampler:
             return _apply(chain, tokens, logits)[0]
         finally:
             lib.llama_sampler_free(chain)
+
+
+def _summed(biases: Sequence[tuple[int, float]]) -> Changed:
+    """What is added to the logits of tokens, each of which may have several biases."""
+    of_tokens: dict[int, np.float32] = {}
+    for token, bias in sorted(biases, key=lambda each: each[0]):
+        of_tokens[token] = of_tokens.get(token, np.float32(0)) + np.float32(bias)
+    return Changed(np.array(list(of_tokens), np.int32), np.array(list(of_tokens.values()), np.float32))
 
 
 def _chained(samplers: Sequence[Any]) -> Any:

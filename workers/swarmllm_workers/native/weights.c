@@ -2,11 +2,11 @@
  * blocks of 128, and the largest logit of each. What candidates.py does with numpy where this file was not built. It
  * includes no header of Python and links to nothing.
  */
-#include <stddef.h>
-#include <stdint.h>
+#include "weights.h"
+
 #include <string.h>
 
-#define BLOCK 128
+enum { LINE = 16, AHEAD = 2048 }; /* numbers in a line of the cache; that many further on memory is asked for */
 
 typedef float four_floats __attribute__((vector_size(16)));
 typedef int32_t four_ints __attribute__((vector_size(16)));

@@ -61,6 +61,9 @@ TARGET static void NAMED(block_maxima)(const float *logits, size_t n, float *max
         floats best = (floats){0} - __builtin_inff();
         ints is_nan = {0};
         size_t i = first;
+        for (size_t line = 0; line < BLOCK; line += LINE) { /* beyond a page the processor does not see by itself */
+            __builtin_prefetch(logits + first + AHEAD + line);
+        }
         for (; i + LANES <= end; i += LANES) {
             floats x;
             memcpy(&x, logits + i, sizeof x);
