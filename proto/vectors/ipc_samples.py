@@ -494,6 +494,26 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
         b"",
     ),
     (
+        "loaded-attention",
+        ipc.Loaded(
+            id=2,
+            ranges=((0, 12),),
+            kernels=(
+                ipc.KernelChoice(
+                    type="attention",
+                    k=64,
+                    n_threads=1,
+                    first_rows=2,
+                    last_rows=63,
+                    chosen="ours",
+                    ggml_ns=96_000,
+                    ours_ns=61_000,
+                ),
+            ),
+        ),
+        b"",
+    ),
+    (
         "loaded-kernels",
         ipc.Loaded(
             id=2,

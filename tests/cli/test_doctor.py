@@ -261,6 +261,19 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
     ]
 
 
+def test_what_workers_measured_of_attention_is_shown() -> None:
+    one = {"type": "attention", "k": 128, "n_threads": 2, "first_rows": 1, "last_rows": 1}
+    one |= {"chosen": "ggml", "ggml_ns": 21_000, "ours_ns": 22_000}
+    several = one | {"first_rows": 2, "last_rows": 63, "chosen": "ours", "ggml_ns": 90_000, "ours_ns": 60_000}
+    of_others = one | {"k": 64, "ggml_ns": 0, "ours_ns": 0}
+    worker = {"n_starts": 1, "last_end": "", "kernels": [one, several, of_others], "kernel_class": ""}
+    found = list(doctor.check_daemon(STATS | {"workers": [worker]}))
+    assert [each.message for each in found if each.check == "kernels"] == [
+        "attention, keys of 128, 2 threads: 1 ggml (us: ggml 21, ours 22); 2-63 ours (us: ggml 90, ours 60)",
+        "attention, keys of 64, 2 threads: 1 ggml (ours has other bits here)",
+    ]
+
+
 @pytest.fixture
 def well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with nothing wrong, and its configuration file."""

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from swarmllm_proto import ipc
 from swarmllm_workers.engine.libllama import Context, ContextSettings, Model
 from swarmllm_workers.engine.runtime_check import Graphs
 from swarmllm_workers.gguf_file import GgufFile
@@ -31,7 +32,10 @@ from swarmllm_workers.kernels.ggml_functions import F16, F32, Q8_0, functions
 from swarmllm_workers.kernels.row_attention import HeadShape, RowChoices
 
 from .stepping import step_logits
+from .test_batching import OpenRoom, open_room  # noqa: F401
 from .test_exactness import GUIDE
+
+# ruff: noqa: F811 (fixtures are imported)
 
 pytestmark = pytest.mark.skipif(
     not row_attention.computes_rows(HeadShape(64, 64, 1)),
@@ -211,7 +215,7 @@ SHAPE = HeadShape(64, 64, 7)
 
 def test_ours_is_taken_where_it_is_faster_by_more_than_a_tie() -> None:
     bench = FakeBench({(1, False): 100, (1, True): 96, (4, False): 100, (4, True): 90})
-    assert measure(bench, SHAPE, bench.force) == RowChoices(False, True)
+    assert measure(bench, SHAPE, bench.force).chosen == RowChoices(False, True)
 
 
 @pytest.mark.parametrize("n_rows", BITS_ROWS)
@@ -220,7 +224,7 @@ def test_ours_is_never_taken_with_other_bits(n_rows: int, caplog: pytest.LogCapt
         {(n, is_ours): 9 if is_ours else 100 for n in (1, 4) for is_ours in (False, True)}, n_rows
     )
     with caplog.at_level(logging.WARNING):
-        assert measure(bench, SHAPE, bench.force) == RowChoices(False, False)
+        assert measure(bench, SHAPE, bench.force).chosen == RowChoices(False, False)
     assert "attention has other bits than ggml's" in caplog.text
 
 
@@ -228,7 +232,7 @@ def test_ours_is_never_taken_with_other_bits(n_rows: int, caplog: pytest.LogCapt
 def test_sums_are_made_in_the_order_that_has_ggmls_bits(order: int) -> None:
     times = {(n, is_ours): 9 if is_ours else 100 for n in (1, 4) for is_ours in (False, True)}
     bench = FakeBench(times, orders=(order,))
-    assert measure(bench, SHAPE, bench.force, (1, 2)) == RowChoices(True, True, order)
+    assert measure(bench, SHAPE, bench.force, (1, 2)).chosen == RowChoices(True, True, order)
 
 
 def test_the_table_says_in_which_order_sums_are_made() -> None:
@@ -266,6 +270,18 @@ def test_a_model_is_tried_out_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch)
     assert list(tables[-1]) == [heads.shape]
     assert tuning.tune([source], 1, measures=False)
     source.close()
+    chosen = tables[-1][heads.shape]
+    told = [(each.first_rows, each.last_rows, each.chosen == "ours") for each in tuning.choices]
+    assert told == [(1, 1, chosen.single), (2, 63, chosen.several)]
+    assert all((each.type, each.k, each.n_threads) == ("attention", heads.key, 1) for each in tuning.choices)
+    assert all(each.ggml_ns > 0 for each in tuning.choices)
+
+
+def test_a_worker_tells_what_it_chose(open_room: OpenRoom) -> None:
+    room = open_room(GUIDE, (0, 12), n_ctx=512)
+    loaded = [message for message, _ in room.sent if isinstance(message, ipc.Loaded)]
+    told = [(each.first_rows, each.last_rows) for each in loaded[-1].kernels if each.type == "attention"]
+    assert told == [(1, 1), (2, 63)]
 
 
 @pytest.mark.parametrize("n_rows", [1, 3, 6])

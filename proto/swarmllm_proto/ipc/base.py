@@ -291,8 +291,8 @@ class AtWork(WorkerMessage, frozen=True, tag=True):
 
 KernelMode = Literal["auto", "ggml", "ours"]
 """Whose matrix products are computed: those that were measured as the fastest, or always one side's."""
-KernelType = Literal["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
-"""Types of matrices for which there is a choice."""
+KernelType = Literal["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "attention"]
+"""Types of matrices for which there is a choice, and attention of few rows."""
 KernelWay = Literal[
     "ggml-dots",
     "ggml-tiles",
@@ -306,22 +306,26 @@ KernelWay = Literal[
     "panels-vnni",
     "panels-amx",
     "panels-few",
+    "ggml",
+    "ours",
 ]
+"""The last two are of attention."""
 Nanoseconds = Annotated[int, Meta(ge=0, le=10**15)]
 
 
 class KernelChoice(msgspec.Struct, frozen=True):
-    """How products of batches of some sizes are computed with matrices of one row length."""
+    """How products of batches of some sizes are computed with matrices of one row length; or attention."""
 
     type: KernelType
     k: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    """Numbers of a matrix row."""
+    """Numbers of a matrix row; of attention, of a key."""
     n_threads: Annotated[int, Meta(ge=1, le=1024)]
     first_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     last_rows: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     """The batch sizes from `first_rows`, which was measured, to this."""
     chosen: KernelWay
     ggml_ns: Nanoseconds
-    """Per product with a slice of a matrix, of ggml's fastest way that has the right bits."""
+    """Per product with a slice of a matrix, of ggml's fastest way that has the right bits. Of attention, per
+    batch with 300 cells of one layer."""
     ours_ns: Nanoseconds
     """Of our fastest; 0: none has the right bits."""

@@ -148,7 +148,9 @@ class Sampler:
         )
         self._is_plain = not (self._penalises or sampling.dry_multiplier or sampling.logit_bias)
         self._biases = _summed(sampling.logit_bias)
-        self._has_penalties_alone = self._penalises and not sampling.logit_bias and not sampling.dry_multiplier
+        self._has_penalties_alone = (
+            self._penalises and not sampling.logit_bias and not sampling.dry_multiplier
+        )
         self._mirostat = (
             Mirostat(sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta)
             if sampling.mirostat and sampling.temperature > 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from swarmllm_proto.ipc import KernelChoice
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.gguf_file import GgufFile
 from swarmllm_workers.kernels import row_attention
@@ -32,6 +33,8 @@ N_CELLS: Final = 300
 """Not whole tiles."""
 BITS_ROWS: Final = (1, 3, 9)
 TIMED_ROWS: Final = (1, 4)
+"""Of the batch sizes in SIZES."""
+SIZES: Final = ((1, 1), (2, 63))
 ROUNDS: Final = 5
 _LARGE: Final = 20000.0
 """Values of the first head: sums of them leave what f16 can hold."""
@@ -162,15 +165,23 @@ class Force(Protocol):
     def __call__(self, is_ours: bool | None, order: int | None = None) -> None: ...
 
 
+class MeasuredAttention(NamedTuple):
+    chosen: RowChoices
+    ggml_ns: tuple[int, int] = (0, 0)
+    """Of a single row, and of several."""
+    ours_ns: tuple[int, int] = (0, 0)
+    """0: ours has other bits."""
+
+
 def measure(
     bench: TimedAttention, shape: HeadShape, force: Force, orders: Sequence[int] = (0,)
-) -> RowChoices:
+) -> MeasuredAttention:
     """What is chosen. `orders`: of sums; the last one is taken that has ggml's bits. Where none has, nothing
     is, and the log says so."""
     order = next((order for order in reversed(orders) if _has_ggmls_bits(bench, force, order)), None)
     if order is None:
         log.warning("attention has other bits than ggml's here for %s, and is ggml's", shape)
-        return RowChoices(False, False)
+        return MeasuredAttention(RowChoices(False, False))
     best = {n_rows: {False: 2**62, True: 2**62} for n_rows in TIMED_ROWS}
     for _ in range(ROUNDS):
         for n_rows, times in best.items():
@@ -178,8 +189,13 @@ def measure(
                 force(is_ours, order)
                 times[is_ours] = min(times[is_ours], bench.run(n_rows))
     log.info("attention of %s, nanoseconds of ggml (False) and ours (True) by rows: %s", shape, best)
-    single, several = (times[True] < GAIN_MIN * times[False] for times in best.values())
-    return RowChoices(single, several, order)
+    single, several = (best[n_rows] for n_rows in TIMED_ROWS)
+    chosen = RowChoices(_is_faster(single), _is_faster(several), order)
+    return MeasuredAttention(chosen, (single[False], several[False]), (single[True], several[True]))
+
+
+def _is_faster(times: Mapping[bool, int]) -> bool:
+    return times[True] < GAIN_MIN * times[False]
 
 
 def _has_ggmls_bits(bench: TimedAttention, force: Force, order: int) -> bool:
@@ -196,8 +212,29 @@ class AttentionTuning:
     """Of one worker."""
 
     def __init__(self) -> None:
-        self._chosen: dict[HeadShape, RowChoices] = {}
+        self._measured: dict[HeadShape, MeasuredAttention] = {}
+        self._n_threads: dict[HeadShape, int] = {}
         row_attention.fill_table({})
+
+    @property
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """For the heads of what was loaded."""
+        return tuple(
+            KernelChoice(
+                type="attention",
+                k=shape.key,
+                n_threads=self._n_threads[shape],
+                first_rows=first,
+                last_rows=last,
+                chosen="ours" if is_ours else "ggml",
+                ggml_ns=ggml_ns,
+                ours_ns=ours_ns,
+            )
+            for shape, each in self._measured.items()
+            for (first, last), is_ours, ggml_ns, ours_ns in zip(
+                SIZES, each.chosen[:2], each.ggml_ns, each.ours_ns, strict=True
+            )
+        )
 
     def tune(self, sources: Iterable[GgufFile], n_threads: int, *, measures: bool = True) -> bool:
         """For the attention of these files, between two batches: the table changes. False where something is
@@ -206,7 +243,7 @@ class AttentionTuning:
         is_known = True
         for source in sources:
             heads = heads_of(source)
-            if heads is None or heads.shape in self._chosen:
+            if heads is None or heads.shape in self._measured:
                 continue
             if not measures:
                 is_known = False
@@ -214,10 +251,11 @@ class AttentionTuning:
             try:
                 with AttentionBench(heads, n_threads) as bench:
                     orders = row_attention.orders()
-                    self._chosen[heads.shape] = measure(bench, heads.shape, row_attention.force, orders)
+                    self._measured[heads.shape] = measure(bench, heads.shape, row_attention.force, orders)
+                    self._n_threads[heads.shape] = n_threads
             except (LookupError, MemoryError) as error:
                 log.info("attention of %s is not measured: %s", heads.shape, error)
             finally:
                 row_attention.force(None)
-        row_attention.fill_table(self._chosen)
+        row_attention.fill_table({shape: each.chosen for shape, each in self._measured.items()})
         return is_known

@@ -236,6 +236,10 @@ class KernelTuning:
         return tuple(_told(shape, each) for shape in self._in_use.values() for each in self._chosen[shape])
 
     @property
+    def attention_choices(self) -> tuple[KernelChoice, ...]:
+        return self._attention.choices
+
+    @property
     def large_batch_from(self) -> int:
         """See `kernel_choice.large_batch_from`; of the matrices of what was loaded."""
         if self._rows_max < PANEL_ROWS_MIN:

@@ -223,7 +223,7 @@ class LoadHandlers:
                 kv_bytes=memory.kv_bytes,
                 work_bytes=memory.work_bytes,
                 mapped_bytes=memory.mapped_bytes or UNSET,
-                kernels=self._state.kernels.choices,
+                kernels=self._state.kernels.choices + self._state.kernels.attention_choices,
                 kernel_class=kernel_class(engine.source, engine.settings) or UNSET,
                 gpus=seen or UNSET,
                 n_gpu_layers=(seen and _n_gpu_layers(engine.layers.segments)) or UNSET,
