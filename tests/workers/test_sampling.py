@@ -116,6 +116,15 @@ def test_xtc_leaves_out_all_but_the_last_of_the_likely_tokens() -> None:
     assert sometimes[3] > 50
 
 
+@pytest.mark.parametrize("other", [{}, {"top_k": 40}, {"typical_p": 0.9}, {"top_p": 0.999}])
+def test_xtc_never_leaves_a_token_that_cannot_come(other: dict[str, float]) -> None:
+    """As where a grammar allows few: with this threshold all but the least likely one are left out."""
+    logits = LOGITS.copy()
+    logits[5:] = -np.inf
+    sampling = Sampling(xtc_probability=1.0, xtc_threshold=0.0, seed=5, **other)  # type: ignore[arg-type]
+    assert set(np.nonzero(draw(sampling, logits, n=200))[0]) <= set(range(5))
+
+
 def test_biases_are_added_to_their_tokens() -> None:
     best = int(LOGITS.argmax())
     greedy = Sampling(temperature=0.0, logit_bias=((best, -100.0), (7, 90.0)))
@@ -148,9 +157,19 @@ def test_mirostat_step_can_be_repeated() -> None:
     assert [sampler.sample(LOGITS, index, ()) for index in range(10, 30)] == first[10:]
 
 
-def test_penalty_of_zero_is_refused() -> None:
-    with pytest.raises(CallError) as caught:
-        Sampler(Sampling(repeat_penalty=0.0))
+@pytest.mark.parametrize("is_greatest", [True, False])
+def test_a_surprise_that_no_number_can_say_allows_all_tokens(is_greatest: bool) -> None:
+    """The limit rises with each token, by up to 100 bits."""
+    eta = 1.0 if is_greatest else 0.0
+    sampler = Sampler(Sampling(mirostat=1, mirostat_tau=100.0, mirostat_eta=eta, seed=2))
+    drawn = {sampler.sample(LOGITS * np.float32(0.01), index, ()) for index in range(300)}
+    assert len(drawn) > N_VOCAB * 0.9
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-300, 1e-45, 0.009])
+def test_penalty_of_nearly_zero_is_refused(penalty: float) -> None:
+    with pytest.raises(CallError, match="must be at least") as caught:
+        Sampler(Sampling(repeat_penalty=penalty))
     assert caught.value.field == "sampling.repeat_penalty"
 
 

@@ -86,8 +86,10 @@ class Mirostat:
         excess = slope - 1.0
         if abs(excess) < 1e-6 or slope <= 0:  # the formula has no value there
             return n_possible
-        with np.errstate(all="ignore"):
+        try:
             count = (excess * 2.0**limit / (1 - float(len(likely)) ** -excess)) ** (1 / slope)
+        except ArithmeticError:  # more than a number can say
+            return n_possible
         return min(max(int(count), 1), n_possible) if np.isfinite(count) else n_possible
 
 
@@ -125,6 +127,8 @@ _MIN_P_SLACK: Final = 1e-3
 """Tokens so little below what min_p keeps are left for libllama to decide about."""
 
 _U32: Final = 2**32
+REPEAT_PENALTY_MIN: Final = 0.01
+"""With less, logits are soon no numbers any more."""
 
 
 class Sampler:
@@ -134,8 +138,9 @@ class Sampler:
         self, sampling: Sampling, vocabulary: Any = None, n_vocab: int = 0, grammar: Grammar | None = None
     ) -> None:
         """`vocabulary`: libllama's; DRY and biases need it."""
-        if sampling.repeat_penalty <= 0:
-            raise CallError("bad_message", "must be above 0 (1 penalises nothing)", "sampling.repeat_penalty")
+        if sampling.repeat_penalty < REPEAT_PENALTY_MIN:
+            limit = f"must be at least {REPEAT_PENALTY_MIN} (1 penalises nothing)"
+            raise CallError("bad_message", limit, "sampling.repeat_penalty")
         if any(token >= n_vocab for token, _ in sampling.logit_bias):
             raise CallError("bad_message", f"token ids lie in [0, {n_vocab})", "sampling.logit_bias")
         self._sampling = sampling
@@ -265,6 +270,10 @@ class Sampler:
     def _choose(self, logits: np.ndarray, ids: np.ndarray, seed: int, *, is_nucleus: bool = False) -> int:
         """Of `ids` the one that libllama's samplers choose. `is_nucleus`: `ids` are what is left after
         top_p, likeliest first."""
+        if (
+            self._sampling.xtc_probability
+        ):  # of tokens that are likely enough, which 0 may be, it leaves the last
+            ids = ids[logits[ids] > -np.inf]
         chain = self._chain(seed, is_nucleus=is_nucleus)
         try:
             chosen = _apply(chain, ids, logits[ids], is_sorted=is_nucleus)[1]
