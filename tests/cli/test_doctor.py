@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_node import FakeNode
 
-from swarmllm.cli import doctor
-from swarmllm.cli.doctor import Finding
+from swarmllm.cli import daemon_checks, doctor, machine_checks
+from swarmllm.cli.machine_checks import Finding
 from swarmllm.cli.main import main
 from swarmllm.config import ApiTable, Config, NetworkTable
 from swarmllm.config_sources import load_config
 from swarmllm.models.segment_copies import CopiesView
 
-GIB = doctor.GIB
+GIB = machine_checks.GIB
 TASK = {
     "name": "placement",
     "n_failures": 2,
@@ -60,27 +60,27 @@ def config_with(port: int) -> Config:
 
 
 def test_a_port_that_is_taken_is_a_problem_unless_the_daemon_has_it(listening: int) -> None:
-    (finding,) = doctor.check_ports(config_with(listening), is_running=False)
+    (finding,) = machine_checks.check_ports(config_with(listening), is_running=False)
     assert finding.level == "problem"
     assert f"port {listening} (api.port)" in finding.message
-    assert levels(doctor.check_ports(config_with(listening), is_running=True)) == [("ports", "ok")]
+    assert levels(machine_checks.check_ports(config_with(listening), is_running=True)) == [("ports", "ok")]
 
 
 def test_a_free_port_is_fine_and_any_port_needs_no_look(listening: int) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
-    assert levels(doctor.check_ports(config_with(free), is_running=False)) == [("ports", "ok")]
-    assert levels(doctor.check_ports(config_with(0), is_running=False)) == []
+    assert levels(machine_checks.check_ports(config_with(free), is_running=False)) == [("ports", "ok")]
+    assert levels(machine_checks.check_ports(config_with(0), is_running=False)) == []
 
 
 @pytest.mark.parametrize(("state", "level"), [(True, "ok"), (False, "warning"), (None, "ok")])
 def test_a_clock_that_nobody_keeps_right_is_a_warning(state: bool | None, level: str) -> None:
-    assert levels(doctor.check_clock(state)) == [("clock", level)]
+    assert levels(machine_checks.check_clock(state)) == [("clock", level)]
 
 
 def test_the_kernel_is_asked_about_the_clock() -> None:
-    assert doctor.clock_is_synchronised() in (True, False, None)
+    assert machine_checks.clock_is_synchronised() in (True, False, None)
 
 
 @pytest.mark.parametrize(
@@ -88,35 +88,37 @@ def test_the_kernel_is_asked_about_the_clock() -> None:
     [(8 * GIB, 4 * GIB, "ok"), (8 * GIB, GIB // 2, "problem"), (0, 0, "warning")],
 )
 def test_little_memory_is_a_problem(total: int, available: int, level: str) -> None:
-    findings = list(doctor.check_memory(total, available))
+    findings = list(machine_checks.check_memory(total, available))
     assert [finding.level for finding in findings] == [level]
 
 
 def test_few_open_files_are_a_warning() -> None:
-    assert levels(doctor.check_open_files(1024)) == [("limits", "warning")]
-    assert levels(doctor.check_open_files(doctor.open_files_limit() + 10**6)) == [("limits", "ok")]
+    assert levels(machine_checks.check_open_files(1024)) == [("limits", "warning")]
+    assert levels(machine_checks.check_open_files(machine_checks.open_files_limit() + 10**6)) == [
+        ("limits", "ok")
+    ]
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_dir = tmp_path / "not" / "yet"
-    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
-    assert levels(doctor.check_disk(data_dir)) == [("disk", "ok")]
+    monkeypatch.setattr(machine_checks, "LOW_DISK_BYTES", 0)
+    assert levels(machine_checks.check_disk(data_dir)) == [("disk", "ok")]
     data_dir.mkdir(parents=True, mode=0o755)
-    assert levels(doctor.check_disk(data_dir)) == [("disk", "warning"), ("disk", "ok")]
+    assert levels(machine_checks.check_disk(data_dir)) == [("disk", "warning"), ("disk", "ok")]
     data_dir.chmod(0o700)
-    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 2**62)
-    assert levels(doctor.check_disk(data_dir)) == [("disk", "problem")]
+    monkeypatch.setattr(machine_checks, "LOW_DISK_BYTES", 2**62)
+    assert levels(machine_checks.check_disk(data_dir)) == [("disk", "problem")]
 
 
 def test_copies_of_layers_are_shown_with_their_limit(tmp_path: Path) -> None:
-    assert list(doctor.check_copies(CopiesView(0, 0, GIB))) == []
-    (finding,) = doctor.check_copies(CopiesView(2, GIB // 2, GIB))
+    assert list(machine_checks.check_copies(CopiesView(0, 0, GIB))) == []
+    (finding,) = machine_checks.check_copies(CopiesView(2, GIB // 2, GIB))
     assert finding.level == "ok"
     assert finding.message == "copies of layers take 0.5 GiB of at most 1.0 GiB (store.segment_cache_gib)"
-    assert levels(doctor.check_copies(CopiesView(2, 2 * GIB, GIB))) == [("disk", "warning")]
-    assert levels(doctor.check_copies(CopiesView(2, 2 * GIB, 0))) == [("disk", "ok")]
+    assert levels(machine_checks.check_copies(CopiesView(2, 2 * GIB, GIB))) == [("disk", "warning")]
+    assert levels(machine_checks.check_copies(CopiesView(2, 2 * GIB, 0))) == [("disk", "ok")]
     (tmp_path / "segments").mkdir()
     (tmp_path / "segments" / "x.gguf").write_bytes(bytes(4096))
     config = load_config(env={"SWARMLLM_NODE_DATA_DIR": str(tmp_path)})
@@ -125,28 +127,28 @@ def test_copies_of_layers_are_shown_with_their_limit(tmp_path: Path) -> None:
 
 def test_how_libllama_was_built_is_held_against_the_processor() -> None:
     built = {"version": "0.3", "features": ["AVX"], "gpu": False, "mmap": True}
-    (unused, _) = doctor.check_build(built, frozenset({"avx", "avx2"}), 0)
+    (unused, _) = machine_checks.check_build(built, frozenset({"avx", "avx2"}), 0)
     assert (unused.level, "AVX2" in unused.message) == ("warning", True)
-    assert levels(doctor.check_build(built, frozenset({"avx"}), 0)) == [("libllama", "ok")]
+    assert levels(machine_checks.check_build(built, frozenset({"avx"}), 0)) == [("libllama", "ok")]
     arm = built | {"features": ["NEON", "ARM_FMA"]}
-    (unused, _) = doctor.check_build(arm, frozenset({"asimd", "asimddp"}), 0)
+    (unused, _) = machine_checks.check_build(arm, frozenset({"asimd", "asimddp"}), 0)
     assert (unused.level, "DOTPROD" in unused.message) == ("warning", True)
-    assert levels(doctor.check_build(built, frozenset(), 20))[0] == ("gpu", "problem")
-    assert levels(doctor.check_build(built, frozenset(), "auto")) == [("libllama", "ok")]
+    assert levels(machine_checks.check_build(built, frozenset(), 20))[0] == ("gpu", "problem")
+    assert levels(machine_checks.check_build(built, frozenset(), "auto")) == [("libllama", "ok")]
     card = {"name": "CUDA0", "description": "a card", "total_bytes": 2**34, "free_bytes": 2**33}
     with_card = built | {"gpu": True, "gpus": [card | {"has_own_memory": True}]}
-    found = list(doctor.check_build(with_card, frozenset(), "auto"))
+    found = list(machine_checks.check_build(with_card, frozenset(), "auto"))
     assert levels(found) == [("gpu", "ok"), ("libllama", "ok")]
     assert found[0].message == "CUDA0 a card: 8.0 GiB of 16.0 GiB free; resources.n_gpu_layers is auto"
-    assert levels(doctor.check_build(built | {"gpu": True}, frozenset(), 20))[0] == ("gpu", "warning")
-    unbuilt, _ = doctor.check_build(built, frozenset(), "auto", "AMD")
+    assert levels(machine_checks.check_build(built | {"gpu": True}, frozenset(), 20))[0] == ("gpu", "warning")
+    unbuilt, _ = machine_checks.check_build(built, frozenset(), "auto", "AMD")
     assert unbuilt.level == "warning"
     assert "-DGGML_HIP=on" in unbuilt.remedy
-    assert levels(doctor.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
-    (portable,) = doctor.check_build(built | {"cpu_variant": "haswell"}, frozenset(), 0)
+    assert levels(machine_checks.check_build(None, frozenset(), 0)) == [("libllama", "problem")]
+    (portable,) = machine_checks.check_build(built | {"cpu_variant": "haswell"}, frozenset(), 0)
     assert (portable.level, "portable build, variant haswell" in portable.message) == ("ok", True)
     lacking = built | {"shortcomings": ["the compiled part tap is missing: slower", "not tried"]}
-    missing, untried, rest = doctor.check_build(lacking, frozenset(), 0)
+    missing, untried, rest = machine_checks.check_build(lacking, frozenset(), 0)
     assert (missing.level, missing.remedy != "", untried.level, untried.remedy) == (
         "warning",
         True,
@@ -177,12 +179,15 @@ def test_the_libllama_that_is_installed_here_is_described() -> None:
     ],
 )
 def test_addresses_of_nodes_are_read(address: str, host: str, port: int) -> None:
-    assert doctor.tcp_of(address) == (host, port)
+    assert machine_checks.tcp_of(address) == (host, port)
 
 
 def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> None:
     addresses = [f"/ip4/127.0.0.1/tcp/{listening}/p2p/x", "/ip4/127.0.0.1/tcp/9/p2p/x", "/dns/x"]
-    assert levels(doctor.check_bootstrap(addresses)) == [("reachability", "ok"), ("reachability", "problem")]
+    assert levels(machine_checks.check_bootstrap(addresses)) == [
+        ("reachability", "ok"),
+        ("reachability", "problem"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +243,7 @@ def test_a_bootstrap_node_that_does_not_answer_is_a_problem(listening: int) -> N
     ],
 )
 def test_what_the_daemon_says_is_judged(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    found = levels(doctor.check_daemon(STATS | changes))
+    found = levels(daemon_checks.check_daemon(STATS | changes))
     assert [finding for finding in found if finding[1] != "ok"] == expected
 
 
@@ -249,7 +254,7 @@ def test_what_workers_measured_of_their_products_is_shown_once() -> None:
     many = choice | {"first_rows": 33, "last_rows": 2**31 - 1, "ours_ns": 0}
     worker = {"n_starts": 1, "last_end": "", "kernels": [choice, few, many, choice | {"k": 64}]}
     worker["kernel_class"] = "0.3.36-avx2-f16-1f0e9d2c"
-    found = list(doctor.check_daemon(STATS | {"workers": [worker, worker]}))
+    found = list(daemon_checks.check_daemon(STATS | {"workers": [worker, worker]}))
     assert [(each.level, each.message) for each in found if each.check == "kernels"] == [
         (
             "ok",
@@ -267,7 +272,7 @@ def test_what_workers_measured_of_attention_is_shown() -> None:
     several = one | {"first_rows": 2, "last_rows": 63, "chosen": "ours", "ggml_ns": 90_000, "ours_ns": 60_000}
     of_others = one | {"k": 64, "ggml_ns": 0, "ours_ns": 0}
     worker = {"n_starts": 1, "last_end": "", "kernels": [one, several, of_others], "kernel_class": ""}
-    found = list(doctor.check_daemon(STATS | {"workers": [worker]}))
+    found = list(daemon_checks.check_daemon(STATS | {"workers": [worker]}))
     assert [each.message for each in found if each.check == "kernels"] == [
         "attention, keys of 128, 2 threads: 1 ggml (us: ggml 21, ours 22); 2-63 ours (us: ggml 90, ours 60)",
         "attention, keys of 64, 2 threads: 1 ggml (ours has other bits here)",
@@ -277,8 +282,8 @@ def test_what_workers_measured_of_attention_is_shown() -> None:
 @pytest.fixture
 def well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with nothing wrong, and its configuration file."""
-    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 0)
-    monkeypatch.setattr(doctor, "LOW_MEMORY_BYTES", 0)
+    monkeypatch.setattr(machine_checks, "LOW_DISK_BYTES", 0)
+    monkeypatch.setattr(machine_checks, "LOW_MEMORY_BYTES", 0)
     build = {"version": "0.3", "features": ["AVX"], "gpu": False, "mmap": True}
     monkeypatch.setattr(doctor, "build_info", lambda: build)
     file = tmp_path / "config.toml"
