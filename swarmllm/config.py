@@ -230,8 +230,8 @@ class InferenceTable:
     session_timeout_seconds: Seconds = _setting(600.0, "The same for that of sessions (session_id).")
     n_threads: Annotated[int, Meta(ge=0, le=1024)] = _setting(
         0,
-        "Compute threads of a worker; 0 means the cores this process may use. Workers that compute at the "
-        "same time share them.",
+        "Compute threads of a worker; 0 means the cores this process may use, and no more than the whole "
+        "processors that its control group has. Workers that compute at the same time share them.",
     )
     kv_type: KvType = _setting("f16", "Keys and values; q8_0 is half as large, needs flash_attention.")
     flash_attention: FlashAttention = _setting(

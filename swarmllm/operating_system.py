@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from swarmllm import control_group
+
 if TYPE_CHECKING:
     import trio
 
@@ -40,8 +42,11 @@ _NOT_FOR_OTHERS: Final = 0x01 | 0x08 | 0x20 | 0x40
 
 
 def n_cores() -> int:
-    """On which this process may run."""
-    return len(os.sched_getaffinity(0)) if IS_LINUX else os.cpu_count() or 1
+    """On which this process may run, and no more than its control group gives it whole processors' time:
+    threads of one computation wait for each other, so one that is held back holds back all."""
+    if not IS_LINUX:
+        return os.cpu_count() or 1
+    return int(max(1, min(len(os.sched_getaffinity(0)), control_group.processors())))
 
 
 def cpu_features() -> frozenset[str]:
