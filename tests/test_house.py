@@ -52,6 +52,7 @@ LAYERS = (
     "swarmllm.memory_info",
     "swarmllm.process_use",
     "swarmllm.operating_system",
+    "swarmllm.control_group",
     "swarmllm.database",
     "swarmllm.private_files",
     "swarmllm.log_filter",
@@ -172,6 +173,7 @@ LINUX_ONLY = {
     r"/?(proc|sys)/.*": (
         *SYSTEM,
         "swarmllm.memory_info",
+        "swarmllm.control_group",
         "swarmllm.process_use",
         "swarmllm_workers.engine.memory",
         "swarmllm_workers.kernels.kernel_tuning",
