@@ -110,6 +110,31 @@ def test_a_last_stage_that_is_told_the_prompt_remembers_how_it_went_on(
     assert max(map(n_right, told)) > 24
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.4, "seed": 3, "logprobs": 2},
+        {"stop": ["model", "nodes"], "ignore_eos": False},
+        {"max_tokens": 1},
+        {"max_tokens": 6, "response_format": {"type": "json_object"}},
+    ],
+    ids=["seeded", "stopped", "one token", "grammar"],
+)
+def test_an_answer_that_is_remembered_ends_where_it_has_to(
+    nodes: dict[str, DaemonProcess], fields: dict[str, Any]
+) -> None:
+    """It has left before there is any token, and another one may come."""
+    fields = {"prompt": "How do I load a model on three nodes?", "max_tokens": 24, **fields}
+    expected = answer(nodes["whole"], **fields)
+    other = answer(nodes["whole"], **fields | {"logit_bias": {"5": 3, "9": -2}})
+    for _ in range(3):
+        told = answer(nodes["first"], **fields)
+        assert told["choices"] == expected["choices"]
+        assert told["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    told = answer(nodes["first"], **fields | {"logit_bias": {"5": 3, "9": -2}})
+    assert told["choices"] == other["choices"]
+
+
 def test_checks_of_rows_that_were_guessed_find_nothing_wrong(nodes: dict[str, DaemonProcess]) -> None:
     origin = nodes["checking"]
     n_guessed = 0

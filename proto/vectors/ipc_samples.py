@@ -225,6 +225,11 @@ IPC_MESSAGES: list[tuple[str, ipc.AnyDaemonMessage | ipc.AnyWorkerMessage, bytes
     ),
     ("take-link", ipc.TakeLink(id=14, peer=NODE_B, direction="sending"), bytes(range(40))),
     ("take-prompt", ipc.TakePrompt(id=18, request_id=REQUEST_ID, stage=1), tensor_bytes(TOKEN_IDS)),
+    (
+        "take-prompt-begins",
+        ipc.TakePrompt(id=18, request_id=REQUEST_ID, stage=1, begins=True),
+        tensor_bytes(TOKEN_IDS),
+    ),
     ("close-links", ipc.CloseLinks(id=15, peer=NODE_B), b""),
     (
         "forward-of-an-owner",

@@ -100,13 +100,20 @@ class RingCalls:
         await worker.call(message, Done, timeout_s=CALL_TIMEOUT_S)
 
     async def take_prompt(
-        self, model_id: ModelId, *, request_id: str, stage: int, prompt: npt.NDArray[np.int32]
+        self,
+        model_id: ModelId,
+        *,
+        request_id: str,
+        stage: int,
+        prompt: npt.NDArray[np.int32],
+        begins: bool = False,
     ) -> None:
-        """After its seat: what the last stage guesses from. `prompt`: i32 [n_prompt_tokens]."""
+        """After its seat: what the last stage guesses from. `prompt`: i32 [n_prompt_tokens]. `begins`: as in
+        `TakePrompt`."""
         worker = self._hosts.worker(model_id)
         if worker is None:
             return
-        message = TakePrompt(id=worker.new_id(), request_id=request_id, stage=stage)
+        message = TakePrompt(id=worker.new_id(), request_id=request_id, stage=stage, begins=begins or UNSET)
         payload = b"".join(encode_tensor(prompt))
         await worker.call(message, Done, payload=payload, timeout_s=CALL_TIMEOUT_S)
 

@@ -11,10 +11,12 @@ from node_ids import A, B, C
 
 from bench.common.arithmetic import FakePool, fake_entry, uncut
 from swarmllm.pipeline import Prompt
+from swarmllm.pipeline.origin.answered_prompts import PROMPTS_MAX, AnsweredPrompts
 from swarmllm.pipeline.origin.requests import OriginRequest
 from swarmllm.pipeline.request import RequestContext
 from swarmllm.pipeline.settings import PipelineSettings
 from swarmllm_proto.codec import decode_response, encode_request
+from swarmllm_proto.identifiers import ModelId
 from swarmllm_proto.ipc import Sampling
 from swarmllm_proto.swarm import TELL_PROMPT_TOKENS_MAX, PipelineAck, PipelineAssignment, Stage, TellPrompt
 from swarmllm_proto.tensors import Tensor
@@ -23,6 +25,7 @@ from .fakes import Swarm, open_swarm
 
 TEXT = "what follows from this?"
 N_TOKENS = 6
+MODEL = ModelId("a" * 64)
 PLAIN, GUESSES = PipelineSettings(), PipelineSettings(guesses=True)
 TELLS = PipelineSettings(guesses=True, tells_prompt=True)
 FIRST_HERE, LAST_HERE = {A: "0:6", B: "6:12"}, {A: "6:12", B: "0:6"}
@@ -72,6 +75,50 @@ async def test_the_last_stage_is_told_where_it_guesses_and_may_know(
         reported, other = (A, B) if holdings is LAST_HERE else (B, A)
         tokens = (await swarm[A].pipelines.prompts.read(prompt, swarm.entry, sampling))[0].tolist()
     assert heard == {reported: [tokens] if is_told else [], other: []}
+
+
+@pytest.mark.parametrize(
+    ("holdings", "origin", "n_told"),
+    [(FIRST_HERE, TELLS, 2), (FIRST_HERE, GUESSES, 0), (LAST_HERE, TELLS, 1)],
+    ids=["first here", "not allowed", "first elsewhere"],
+)
+async def test_a_prompt_that_was_answered_before_is_told_with_the_assignment_too(
+    holdings: dict[str, str], origin: PipelineSettings, n_told: int
+) -> None:
+    """The answer that it had comes to the first stage then, which has to know of the request."""
+    pools = {node_id: FakePool(ranges) for node_id, ranges in holdings.items()}
+    sampling, last = Sampling(max_tokens=N_TOKENS), B if holdings is FIRST_HERE else A
+    async with open_swarm(pools, settings={A: origin, B: GUESSES}) as swarm:
+        heard, told = listen(swarm), []
+        for text in (TEXT, TEXT, f"{TEXT} And this?"):
+            n_before, answer = len(heard[last]), ""
+            async with swarm[A].pipelines.generate(Prompt(text=text), swarm.entry, sampling) as generation:
+                async for piece in generation:
+                    answer += piece.text
+            await swarm.quiet()
+            assert answer == await uncut(text, N_TOKENS)
+            told.append(len(heard[last]) - n_before)
+        others = [heard[node_id] for node_id in swarm.nodes if node_id != last]
+    assert told == [min(n_told, 1), n_told, min(n_told, 1)]
+    assert others == [[]]
+
+
+def test_only_the_same_stages_have_answered_a_prompt() -> None:
+    here, other = Stage(node_id=A, start=0, end=6), Stage(node_id=C, start=0, end=6)
+    last = Stage(node_id=B, start=6, end=12)
+    prompt = np.array([1, 2, 3], np.int32)
+    prompts = AnsweredPrompts()
+    prompts.answered(MODEL, (here, last), prompt)
+    assert prompts.has(MODEL, (here, last), prompt)
+    assert not prompts.has(MODEL, (other, last), prompt)
+    assert not prompts.has(MODEL, (here, last), prompt[:2])
+    assert not prompts.has(ModelId("b" * 64), (here, last), prompt)
+    for i in range(PROMPTS_MAX):
+        if i == PROMPTS_MAX // 2:
+            prompts.answered(MODEL, (here, last), prompt)
+        prompts.answered(MODEL, (here, last), np.array([i], np.int32))
+    assert len(prompts) == PROMPTS_MAX
+    assert prompts.has(MODEL, (here, last), prompt), "the one that was answered longest ago goes"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +182,35 @@ async def test_a_prompt_that_cannot_be_meant_is_refused_and_not_guessed_from(cas
     assert heard[B] == ([] if reason else [[1, 2, 3]])
 
 
+async def test_a_prompt_that_is_assigned_to_another_stage_than_the_last_is_not_guessed_from() -> None:
+    pools = {A: FakePool("6:12"), B: FakePool("0:6")}
+    async with open_swarm(pools, settings=TELLS) as swarm:
+        heard = listen(swarm)
+        assignment = PipelineAssignment(
+            request_id="r",
+            model_id=swarm.entry.model_id,
+            origin=A,
+            stages=(Stage(node_id=B, start=0, end=6), Stage(node_id=A, start=6, end=12)),
+            n_prompt_tokens=3,
+            sampling=Sampling(),
+            prompt=np.array([1, 2, 3], "<i4").tobytes(),
+        )
+        ack = decode_response(await swarm[B].pipelines.on_request(A, encode_request(assignment)))
+        assert isinstance(ack, PipelineAck)
+        assert ack.accepted
+    assert heard[B] == []
+
+
 def test_a_prompt_of_broken_tokens_is_refused_at_the_edge() -> None:
+    with pytest.raises(ValueError, match=r"`prompt`: 5 bytes for 2 tokens"):
+        PipelineAssignment(
+            request_id="r",
+            model_id=MODEL,
+            origin=A,
+            stages=(Stage(node_id=A, start=0, end=6),),
+            n_prompt_tokens=2,
+            sampling=Sampling(),
+            prompt=b"12345",
+        )
     with pytest.raises(ValueError, match=r"`tokens`: 5 bytes"):
         TellPrompt(request_id="r", tokens=b"12345")

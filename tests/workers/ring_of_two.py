@@ -104,9 +104,10 @@ class RingOfTwo:
         *,
         tells_prompt: bool = False,
         ring: str | UnsetType = UNSET,
+        feeds: bool = True,
     ) -> None:
-        """Seats, and the prompt by way of the daemons. `tells_prompt`: the last worker knows it. `ring`: as
-        in TakeSeat."""
+        """Seats, and the prompt by way of the daemons, unless it `feeds` later. `tells_prompt`: the last
+        worker knows it. `ring`: as in TakeSeat."""
         self._prompts[request_id], self._samplings[request_id] = len(prompt), sampling
         self.tokens[request_id], self.text[request_id] = {}, b""
         for stage, worker in enumerate(self.workers):
@@ -127,9 +128,24 @@ class RingOfTwo:
         if tells_prompt:
             last = len(self.workers) - 1
             known = b"".join(encode_tensor(prompt))
-            self.workers[last].send(ipc.TakePrompt, known, request_id=request_id, stage=last)
-        first = LayerForward(request_id=request_id, step="layer", stage=0, position=0, n_tokens=len(prompt))
-        self.forward(first, b"".join(encode_tensor(prompt)))
+            self.workers[last].send(ipc.TakePrompt, known, request_id=request_id, stage=last, begins=True)
+        if feeds:
+            self.feed(request_id, prompt)
+
+    def feed(self, request_id: str, prompt: np.ndarray, n_last: int = 0) -> None:
+        """`n_last`: so many rows in a chunk of their own."""
+        for at, rows in ((0, prompt[: len(prompt) - n_last]), (len(prompt) - n_last, prompt[-n_last:])):
+            if n_last or not at:
+                left = len(prompt) - at - len(rows)
+                chunk = LayerForward(
+                    request_id=request_id,
+                    step="layer",
+                    stage=0,
+                    position=at,
+                    n_tokens=len(rows),
+                    prefill_left=left,
+                )
+                self.forward(chunk, b"".join(encode_tensor(rows)))
 
     def forward(self, job: LayerForward, payload: bytes) -> None:
         """A job that a daemon brings to its worker."""
@@ -147,10 +163,10 @@ class RingOfTwo:
             start=(0, SPLIT)[stage],
             end=(SPLIT, 12)[stage],
             position=job.position,
-            want=("hidden", "token")[stage],
-            sampling=self._samplings[job.request_id] if stage else None,
+            want="hidden" if not stage else "none" if job.prefill_left else "token",
+            sampling=self._samplings[job.request_id] if stage and not job.prefill_left else None,
             n_prompt_tokens=self._prompts[job.request_id],
-            seat=None if is_chunk and not stage else stage,
+            seat=None if is_chunk and (not stage or job.prefill_left) else stage,
             timings=job.timings,
             resent=job.resent,
             number=job.number,
@@ -210,7 +226,7 @@ class RingOfTwo:
     def _answered(self, stage: int, job: LayerForward, answer: Answer) -> None:
         message, payload = answer
         if isinstance(message, ipc.LayerResult):
-            if not message.onward:
+            if not message.onward and not stage:
                 n_tokens = len(decode_tensor(payload))
                 following = LayerForward(
                     request_id=job.request_id,
@@ -218,6 +234,7 @@ class RingOfTwo:
                     stage=1,
                     position=job.position,
                     n_tokens=n_tokens,
+                    prefill_left=job.prefill_left,
                 )
                 self.forward(following, bytes(payload))
             return

@@ -181,6 +181,106 @@ def test_the_second_request_of_a_ring_has_guesses_behind_its_first_token(
     assert shared_trips == [False, True, False, False]
 
 
+def early(
+    ring: RingOfTwo,
+    request_id: str,
+    prompt: np.ndarray,
+    sampling: ipc.Sampling,
+    name: str,
+    n_last: int = 0,
+) -> tuple[int, int]:
+    """A request that begins when the answer it had before waits at the first stage. Returns how many of its
+    guesses there were, and how many right."""
+    ring.start(request_id, prompt, sampling, tells_prompt=True, ring=name, feeds=False)
+    ring.run(lambda: waits(ring, request_id))
+    assert not ring.tokens[request_id]
+    ring.feed(request_id, prompt, n_last)
+    ring.run(lambda: ring.finished(request_id))
+    last = ring.tokens[request_id][len(ring.tokens[request_id]) - 1]
+    assert last.guessed is not UNSET
+    return last.guessed
+
+
+def waits(ring: RingOfTwo, request_id: str) -> bool:
+    """A job of the request is at its first stage, and has not been run."""
+    turned = [each for each in ring.heard if isinstance(each, ipc.Turned) and each.request_id == request_id]
+    return bool(turned) and turned[-1].stage == 0 and turned[-1].running
+
+
+EARLY = {**SAMPLINGS, **{kind: replace(GREEDY, ignore_eos=False, **GRAMMARS[kind]) for kind in GRAMMARS}}
+
+
+@pytest.mark.parametrize("origin", [A, B, C], ids=["first", "last", "elsewhere"])
+@pytest.mark.parametrize("kind", EARLY)
+def test_the_answer_that_a_prompt_had_leaves_before_its_first_token(
+    make_ring: MakeRing, plain: Worker, kind: str, origin: NodeId
+) -> None:
+    """It waits at each stage for the prompt's rows."""
+    sampling = replace(EARLY[kind], max_tokens=40)
+    prompt = plain.tokenize(messages=[{"role": "user", "content": f"Early? ({kind} {origin})"}])
+    due = plain.generate(prompt, sampling=sampling)
+    ring = make_ring(origin)
+    ring.start("first", prompt, sampling, tells_prompt=True, ring="early")
+    ring.run(lambda: ring.finished("first"))
+    ring.cancel()
+    # One by one, so that the first job shares a batch with the last row, or with several; or none with all.
+    for n_last in (0, 1, 3):
+        request_id = f"again {n_last}"
+        n_guessed, n_right = early(ring, request_id, prompt, sampling, "early", n_last)
+        assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
+        assert n_right > ROWS_MAX
+        assert n_guessed <= len(due.tokens), "nothing is sent that cannot be asked for"
+        assert n_trips(ring, request_id) <= n_trips(ring, "first")
+        ring.cancel()
+
+
+@pytest.mark.parametrize("origin", [A, B], ids=["first", "last"])
+def test_an_early_answer_that_is_another_one_is_refused(
+    make_ring: MakeRing, plain: Worker, origin: NodeId
+) -> None:
+    """With its first token, or behind it."""
+    prompt = plain.tokenize(messages=[{"role": "user", "content": f"Which one? ({origin})"}])
+    ring = make_ring(origin)
+    remembered = plain.generate(prompt, sampling=GREEDY).tokens
+    ring.start("first", prompt, GREEDY, tells_prompt=True, ring="other")
+    ring.run(lambda: ring.finished("first"))
+    ring.cancel()
+    for n_same, n_last in ((0, 0), (1, 0), (3, 0), (0, 1), (1, 1), (3, 1)):
+        bias = ((remembered[n_same], -100.0),)
+        other = replace(GREEDY, max_tokens=30, logit_bias=bias)
+        due = plain.generate(prompt, sampling=other)
+        n_common = next(
+            i for i, pair in enumerate(zip(due.tokens, remembered, strict=False)) if len({*pair}) > 1
+        )
+        request_id = f"{n_same} {n_last}"
+        n_guessed, n_right = early(ring, request_id, prompt, other, "other", n_last)
+        assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
+        assert n_guessed > n_right >= n_common
+        ring.cancel()
+        # What it remembers now is that answer: the next one needs the first.
+        back = f"back {request_id}"
+        ring.start(back, prompt, GREEDY, tells_prompt=True, ring="other")
+        ring.run(lambda each=back: ring.finished(each))  # type: ignore[misc]
+        assert ring.result(back) == remembered
+        ring.cancel()
+
+
+def test_an_early_answer_whose_link_is_lost_comes_by_the_daemons(make_ring: MakeRing, plain: Worker) -> None:
+    prompt = plain.tokenize(messages=[{"role": "user", "content": "Which way?"}])
+    due = plain.generate(prompt, sampling=GREEDY)
+    ring = make_ring(A)
+    ring.start("first", prompt, GREEDY, tells_prompt=True, ring="lost")
+    ring.run(lambda: ring.finished("first"))
+    ring.cancel()
+    ring.start("again", prompt, GREEDY, tells_prompt=True, ring="lost", feeds=False)
+    ring.run(lambda: waits(ring, "again"))
+    ring.close_links(1)
+    ring.feed("again", prompt)
+    ring.run(lambda: ring.finished("again"))
+    assert (ring.result("again"), ring.text["again"]) == (due.tokens, due.text)
+    assert ring.n_brought > 2
+
+
 def test_without_a_link_nothing_is_guessed_behind_the_first_token(
     halves: tuple[Worker, Worker], make_ring: MakeRing, plain: Worker
 ) -> None:

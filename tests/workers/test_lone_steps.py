@@ -47,11 +47,12 @@ class Stage:
 
     def __init__(self, folder: Path, start: int, end: int) -> None:
         self.said: list[Any] = []
+        self.payloads: list[bytes] = []
         self._ends: list[int] = []
         self._n_steps = 0
         self.range = start, end
         self.handlers = Handlers(
-            lambda message, payload=b"": self.said.append(message),
+            self._hear,
             lambda descriptor, events: None,
             self._ends.pop,
         )
@@ -66,6 +67,10 @@ class Stage:
             self._ends.append(end_of_link.detach())
             self.handle(ipc.TakeLink(id=7, peer=peer, direction=direction), memoryview(SECRET))  # type: ignore[arg-type]
         self._before, self._after = SendingLink(ours, SECRET), ReceivingLink(theirs, SECRET)
+
+    def _hear(self, message: Any, payload: Any = b"") -> None:
+        self.said.append(message)
+        self.payloads.append(payload if isinstance(payload, bytes) else b"".join(payload))
 
     def handle(self, message: Any, payload: memoryview = memoryview(b"")) -> None:  # noqa: B008
         self.handlers.handle(message, payload)

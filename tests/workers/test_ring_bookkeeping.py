@@ -28,7 +28,7 @@ from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring import ring as ring_module
 from swarmllm_workers.ring.link import ReceivingLink, SendingLink
 from swarmllm_workers.ring.ring import REPORT_INTERVAL_S, RINGS_MAX, SEATS_MAX, Ring
-from swarmllm_workers.ring.seat import Seat
+from swarmllm_workers.ring.seat import NO_LIMITS, Limits, Seat
 
 from .link_jobs import Jobs
 
@@ -320,7 +320,7 @@ def test_a_last_stage_remembers_what_the_stages_of_a_ring_take(workers: Callable
     worker = workers()
     link = worker.sender(A)
 
-    def limits(request_id: str, *, ring: Any = UNSET, **said: Any) -> tuple[int, int]:
+    def limits(request_id: str, *, ring: Any = UNSET, **said: Any) -> Limits:
         """Of its seat, before its first job by a link."""
         worker.seat(request_id, sampling=ipc.Sampling(), ring=ring)
         seat = worker.ring.seat(request_id, 1)
@@ -332,20 +332,21 @@ def test_a_last_stage_remembers_what_the_stages_of_a_ring_take(workers: Callable
         worker.ring.leave(request_id)
         return found
 
-    takes = {"window_rows": 16, "jobs_max": 12}
-    assert limits("a", **takes) == (0, 0)
-    assert limits("b", ring="x", **takes) == (0, 0), "the one before named no ring"
-    assert limits("c", ring="y", **takes) == (0, 0)
-    assert limits("d", ring="x") == (16, 12), "a piece of the prompt has changed nothing"
-    assert limits("e", ring="x", **takes) == (0, 0), "it said that they take no windows"
-    assert limits("f", ring="x", **takes) == (16, 12)
-    worker.seat("g", ring="x", stage=0, start=0, end=4)
-    first = worker.ring.seat("g", 0)
+    takes = {"window_rows": 16, "jobs_max": 12, "takes_early": True}
+    assert limits("a", **takes) == NO_LIMITS
+    assert limits("b", ring="x", **takes) == NO_LIMITS, "the one before named no ring"
+    assert limits("c", ring="y", **takes) == NO_LIMITS
+    assert limits("d", ring="x") == (16, 12, True), "a piece of the prompt has changed nothing"
+    assert limits("e", ring="x", **takes) == NO_LIMITS, "it said that they take no windows"
+    assert limits("f", ring="x", **takes | {"takes_early": False}) == (16, 12, True)
+    assert limits("g", ring="x", **takes) == (16, 12, False)
+    worker.seat("h", ring="x", stage=0, start=0, end=4)
+    first = worker.ring.seat("h", 0)
     assert first is not None
-    assert first.limits_before == (0, 0), "it is not the last one"
+    assert first.limits_before == NO_LIMITS, "it is not the last one"
     for number in range(RINGS_MAX):
         limits(f"of {number}", ring=f"ring {number}", **takes)
-    assert limits("h", ring="x") == (0, 0), "too many were newer"
+    assert limits("i", ring="x") == NO_LIMITS, "too many were newer"
 
 
 def test_a_daemon_that_brings_a_decode_job_knows_of_no_windows(workers: Callable[..., Worker]) -> None:
@@ -353,9 +354,9 @@ def test_a_daemon_that_brings_a_decode_job_knows_of_no_windows(workers: Callable
     worker.seat()
     seat = worker.ring.seat("r", 1)
     assert seat is not None
-    seat.limits_before = 16, 16
+    seat.set_limits_before(Limits(16, 16, takes_early=True))
     seat.came(BROUGHT)
-    assert seat.limits_before == (0, 0)
+    assert seat.limits_before == NO_LIMITS
 
 
 def test_nonsense_ends_the_link_by_which_it_came(workers: Callable[..., Worker]) -> None:

@@ -75,6 +75,8 @@ class TakePrompt(DaemonMessage, frozen=True, tag=True):
 
     request_id: RequestId
     stage: StageIndex
+    begins: bool | UnsetType = UNSET
+    """No token has been generated, so the answer that the prompt had before may leave at once."""
 
 
 class Arrived(WorkerMessage, frozen=True, tag=True):

@@ -39,6 +39,7 @@ from swarmllm_proto.picture_runs import PictureRun as PictureRun
 from swarmllm_proto.picture_runs import PictureRuns, require_order
 from swarmllm_proto.row_commitments import RowsCommitment as RowsCommitment
 from swarmllm_proto.swarm.base import DIGEST_SIZE as DIGEST_SIZE
+from swarmllm_proto.swarm.base import EARLY_PROMPT_TOKENS_MAX as EARLY_PROMPT_TOKENS_MAX
 from swarmllm_proto.swarm.base import NAMES_MAX as NAMES_MAX
 from swarmllm_proto.swarm.base import TELL_PROMPT_TOKENS_MAX as TELL_PROMPT_TOKENS_MAX
 from swarmllm_proto.swarm.base import WIRE_VERSION as WIRE_VERSION
@@ -137,10 +138,15 @@ class PipelineAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     only_fetches: bool | UnsetType = UNSET
     """Nothing is to be computed: the receiver fetches what is kept elsewhere, and answers how much it has
     then. A receiver that does not know the field keeps a place for the request until it needs it."""
+    prompt: Annotated[bytes, Meta(min_length=4, max_length=4 * EARLY_PROMPT_TOKENS_MAX)] | UnsetType = UNSET
+    """As TellPrompt's tokens, of a prompt that these stages have answered before: the answer can leave before
+    the rows of the prompt. Told to the last stage only, where the first one is the origin's own."""
 
     def __post_init__(self) -> None:
         if self.n_generated is not UNSET and self.n_generated >= self.n_prompt_tokens:
             raise ValueError(f"field `n_generated`: {self.n_generated} of {self.n_prompt_tokens} tokens")
+        if self.prompt is not UNSET and len(self.prompt) != 4 * self.n_prompt_tokens:
+            raise ValueError(f"field `prompt`: {len(self.prompt)} bytes for {self.n_prompt_tokens} tokens")
         if self.row_formats is not UNSET:
             if len(self.row_formats) != len(self.stages):
                 raise ValueError(
@@ -269,6 +275,9 @@ class LayerForward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     jobs_max: Annotated[int, Meta(ge=2, le=255)] | UnsetType = UNSET
     """So many decode jobs of the request may be under way at once, as far as the stages that the job has
     passed are concerned. Unset: one; a stage that does not know the field leaves it out."""
+    takes_early: bool | UnsetType = UNSET
+    """A numbered job may come before the rows of the prompt's end, as far as the stages that the job has
+    passed are concerned, and waits for them. A stage that does not know the field leaves it out."""
     number: JobNumber | UnsetType = UNSET
     """Of a decode job beside which others of the request may be under way: stages run these jobs in the order
     of their numbers, each once. Unset: no other one is under way."""

@@ -180,6 +180,7 @@ async def _ask(
             n_prompt_tokens=assignment.n_prompt_tokens + len(assignment.generated),
             generated=(),
             scored=UNSET,
+            prompt=UNSET,
         )
     try:
         with trio.fail_after(timeout_s):

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import trio
 from msgspec import UNSET
 
@@ -29,6 +30,7 @@ from swarmllm.errors import (
 )
 from swarmllm.log_filter import provoked_by
 from swarmllm.pipeline.check.checker import Checker
+from swarmllm.pipeline.origin.answered_prompts import AnsweredPrompts
 from swarmllm.pipeline.origin.assignment import assign_fetches, assign_with_prefixes
 from swarmllm.pipeline.origin.chain import Chain
 from swarmllm.pipeline.origin.generation import FetchedPrefix, TokenSource
@@ -59,9 +61,11 @@ from swarmllm_proto.blocks import BLOCK_TOKENS
 from swarmllm_proto.codec import encode_job, encode_request
 from swarmllm_proto.identifiers import NodeId
 from swarmllm_proto.swarm import (
+    EARLY_PROMPT_TOKENS_MAX,
     CancelInference,
     KeptElsewhere,
     PipelineAck,
+    PipelineAssignment,
     PipelineError,
     TellPrompt,
 )
@@ -96,6 +100,7 @@ class Attempts:
         self._prefixes = prefixes
         self._stage_holders = StageHolders()
         self.kept_prompts = KeptPrompts()
+        self._answered = AnsweredPrompts()
         self._requests = requests
         self._router = router
         self._registry = registry
@@ -201,6 +206,8 @@ class Attempts:
                 self._checker.completed(chain)
             if chain.is_complete or isinstance(chain.failure, StageMoved):
                 self._note_holders(attempt, chain)
+            if chain.is_complete:
+                self._answered.answered(request.entry.model_id, attempt.assignment.stages, request.tokens)
             session.stop()
             checked_stage = chain.checked_stage if chain.is_to_be_checked else None
             chain.close()
@@ -342,7 +349,7 @@ class Attempts:
         n_known, acks = await assign_with_prefixes(
             self._pool,
             self._router,
-            assignment,
+            self._with_prompt(attempt),
             context,
             chain,
             timeout_s=timeout_s,
@@ -357,6 +364,24 @@ class Attempts:
             await weigh({node_id: n for node_id, n in n_running.items() if n is not UNSET})
         self._tell_prompt(attempt, acks)
         return partial(chain.start, session, n_known)
+
+    def _with_prompt(self, attempt: Attempt) -> PipelineAssignment:
+        """With the prompt, where its last stage may know how that went on before. What it sends then comes to
+        the first stage, which has to be this node's: another one may not have been asked yet."""
+        request, assignment = attempt.request, attempt.assignment
+        first, last = assignment.stages[0].node_id, assignment.stages[-1].node_id
+        is_told = request.tells_prompt or last == self._router.node_id
+        if not is_told or first != self._router.node_id or len(request.tokens) > EARLY_PROMPT_TOKENS_MAX:
+            return assignment
+        if not self._answered.has(request.entry.model_id, assignment.stages, request.tokens):
+            return assignment
+        tokens = request.prompt_for_guesses(assignment.stages)
+        if not tokens:
+            return assignment
+        if last == self._router.node_id:
+            self._sessions.take_prompt(last, TellPrompt(request_id=assignment.request_id, tokens=tokens))
+            return assignment
+        return msgspec.structs.replace(assignment, prompt=tokens)
 
     def _tell_prompt(self, attempt: Attempt, acks: Mapping[NodeId, PipelineAck]) -> None:
         """To the last stage, if it guesses and may know the prompt. Nobody waits for it."""

@@ -143,6 +143,8 @@ class Sessions:
                 busy=refusal.busy,
                 unreachable=refusal.unreachable or UNSET,
             )
+        if assignment.prompt is not UNSET:
+            self.take_prompt(sender, TellPrompt(request_id=assignment.request_id, tokens=assignment.prompt))
         await self._reach_neighbours(context)
         kept = await self.take_over(context, assignment.resumes)
         await self.fetches.bring(context, assignment.prefixes, assignment.kept_elsewhere or ())

@@ -85,6 +85,8 @@ class StageLinks(NoStageLinks):
         """By model and next node."""
         self._receiving: set[tuple[str, NodeId]] = set()
         """(model, node before), as far as known."""
+        self._seats_due: dict[tuple[str, int], trio.Event] = {}
+        """Of seats that are being taken: request and stage."""
         self.n_jobs = 0
         """That came by links and were run here."""
 
@@ -113,7 +115,8 @@ class StageLinks(NoStageLinks):
         for stage in range(len(view.stages)):
             after = view.stages[(stage + 1) % len(view.stages)].node_id
             before = view.stages[stage - 1].node_id
-            if view.is_here(stage) and {before, after} != {self._node_id}:
+            if view.is_here(stage) and {before, after} != {self._node_id} and self._nursery is not None:
+                self._seats_due[context.request_id, stage] = trio.Event()
                 self._spawn(self._take_seat, context, stage, before, after)
 
     def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
@@ -122,9 +125,15 @@ class StageLinks(NoStageLinks):
 
     async def _tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         request_id, stage = context.request_id, context.view.last
+        if (is_seated := self._seats_due.get((request_id, stage))) is not None:
+            await is_seated.wait()
         try:
             await self._workers.take_prompt(
-                context.model.model_id, request_id=request_id, stage=stage, prompt=prompt
+                context.model.model_id,
+                request_id=request_id,
+                stage=stage,
+                prompt=prompt,
+                begins=not context.generated,
             )
         except SwarmLLMError as error:
             provoked_by(log, context.view.origin).info(
@@ -177,6 +186,8 @@ class StageLinks(NoStageLinks):
                 "request %s goes without a seat: %s", context.request_id, error.message
             )
             return
+        finally:
+            self._seats_due.pop((context.request_id, stage)).set()
         if after != self._node_id:
             await self._ensure(model_id, after)
 

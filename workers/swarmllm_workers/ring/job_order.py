@@ -28,18 +28,25 @@ class JobOrder(Generic[Item]):
     def __repr__(self) -> str:
         return f"<JobOrder after {self._last}, {len(self._held)} wait>"
 
-    def take(self, number: int, fresh: int, item: Item) -> tuple[list[Item], list[Item]]:
-        """A job has come. Returns the jobs to run now, in order, and the jobs that will never run."""
+    def take(
+        self, number: int, fresh: int, item: Item, *, waits: bool = False
+    ) -> tuple[list[Item], list[Item]]:
+        """A job has come. Returns the jobs to run now, in order, and the jobs that will never run. `waits`:
+        the rows before it are not here, so nothing runs before `go_on`."""
         if fresh <= self._fresh_alone or number < self.fresh or number <= self._last or number in self._held:
             return [], [item]
         dropped = self.refuse(fresh)
         self._fresh_seen = fresh
         self._held[number] = item
+        return ([] if waits else self.go_on()), dropped
+
+    def go_on(self) -> list[Item]:
+        """Returns the jobs whose turn it is, in order."""
         ready: list[Item] = []
         while (due := max(self._last + 1, self.fresh)) in self._held:
             ready.append(self._held.pop(due))
             self._last = due
-        return ready, dropped
+        return ready
 
     def refuse(self, fresh: int) -> list[Item]:
         """Drop the jobs below this number. Returns those of them that waited."""

@@ -34,7 +34,7 @@ from swarmllm_proto.swarm import JobMessage, LayerForward, StreamingToken
 from swarmllm_workers.decode.decoding import Decoded
 from swarmllm_workers.errors import CallError
 from swarmllm_workers.ring.link import LinkClosed, ReceivingLink, SendingLink
-from swarmllm_workers.ring.seat import Messages, Seat
+from swarmllm_workers.ring.seat import NO_LIMITS, Limits, Messages, Seat
 from swarmllm_workers.speculation.chain_guesser import ChainGuesser
 from swarmllm_workers.speculation.jobs_in_flight import LaunchedJob
 
@@ -77,7 +77,7 @@ class Ring:
         """What is to leave, by receiver, while more is to come; None: it leaves at once."""
         self.n_requests = 0
         """That have seats here."""
-        self._limits: dict[str, tuple[int, int]] = {}
+        self._limits: dict[str, Limits] = {}
         """Of the seats of last stages, `limits_before` by the name of their ring; the newest stand last."""
         self.has_spare_core = False
         """Whether the daemons can work while all compute threads do."""
@@ -111,7 +111,7 @@ class Ring:
             raise CallError("bad_message", f"{SEATS_MAX} seats are taken already", "request_id")
         seat = Seat.of(message, rows_max, guesser)
         if message.ring is not UNSET and message.sampling is not None:
-            seat.limits_before = self._limits.get(message.ring, (0, 0))
+            seat.set_limits_before(self._limits.get(message.ring, NO_LIMITS))
         self._seats[message.request_id, message.stage] = seat
         self._count()
 
@@ -149,6 +149,14 @@ class Ring:
 
     def seat(self, request_id: str, stage: int) -> Seat | None:
         return self._seats.get((request_id, stage))
+
+    def seats_for(self, request_id: str, start: int, end: int) -> list[Seat]:
+        """The request's seats for these layers."""
+        return [
+            seat
+            for (of, _), seat in self._seats.items()
+            if of == request_id and (seat.message.start, seat.message.end) == (start, end)
+        ]
 
     def seat_of(self, message: ipc.Forward) -> Seat | None:
         """The seat for a job that the daemon has brought."""
@@ -207,11 +215,16 @@ class Ring:
             timings=timings,
             window_rows=seat.window_rows,
             jobs_max=seat.jobs_max,
+            takes_early=seat.takes_early,
             number=number,
             fresh=fresh,
             digest=NO_DIGEST,
         )
         return self._pass_on(seat, ((message, payload),), may_relay)
+
+    def launch(self, seat: Seat, jobs: Sequence[LaunchedJob]) -> None:
+        """Send jobs to the first stage before a token is there. There `has_link`."""
+        self._pass_on(seat, tuple([(_embedded(seat.message.request_id, each), b"") for each in jobs]), False)
 
     def pass_token(
         self,
@@ -306,7 +319,7 @@ class Ring:
             raise LinkClosed(
                 f"broke the protocol (more than {len(seat.waiting)} jobs wait for request {job.request_id})"
             )
-        seat.came(job, job.window_rows or 0, job.jobs_max or 0)
+        seat.came(job, Limits(job.window_rows or 0, job.jobs_max or 0, job.takes_early is True))
         if (now := time.monotonic()) >= seat.reported_at + REPORT_INTERVAL_S:
             self._report(seat, now)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -24,6 +24,20 @@ _UNCONFIRMED_MAX: Final = 2 * JOBS_UNDER_WAY_MAX
 
 Messages = tuple[tuple[JobMessage, bytes | memoryview], ...]
 """Tokens and jobs that leave together, the jobs behind the tokens."""
+
+
+class Limits(NamedTuple):
+    """What several stages take, as jobs of theirs say."""
+
+    n_rows: int = 0
+    """Of one decode job; 0: not all of them say that they take several."""
+    n_jobs: int = 0
+    """Decode jobs under way at once; 0: not all of them say that several may be."""
+    takes_early: bool = False
+    """Decode jobs may come before the end of the prompt, and wait for it."""
+
+
+NO_LIMITS: Final = Limits()
 
 
 class NumberedJob(Protocol):
@@ -63,11 +77,10 @@ class Seat:
     n_bytes_waiting: int = 0
     rows_max: int = 1
     """That this stage takes in one decode job."""
-    rows_max_before: int = 0
-    """That the stages before take, by the newest job; 0: not all of them say that they take several."""
-    jobs_max_before: int = 0
-    """Jobs that the stages before let be under way at once, by the newest one; 0: not all of them say that
-    several may."""
+    limits_before: Limits = NO_LIMITS
+    """Of the stages before, by the newest job."""
+    has_prompt: bool = False
+    """Its rows have been computed here, or are about to be."""
     rows_at_once: int = 0
     """Of one batch, with the bits of single ones; 0: that is not known yet."""
     guesser: ChainGuesser | None = None
@@ -76,6 +89,8 @@ class Seat:
     """The number of rows of a window that the later stages are told."""
     jobs_max: int | UnsetType = UNSET
     """The number of jobs under way that the later stages are told."""
+    takes_early: bool | UnsetType = UNSET
+    """As the later stages are told."""
 
     def __post_init__(self) -> None:
         self._set_limits()
@@ -99,35 +114,27 @@ class Seat:
         return cls(message, forward, rows_max=rows_max, guesser=guesser)
 
     def _set_limits(self) -> None:
-        """Compute `window_rows` and `jobs_max`, which each job carries to the later stages and which rarely
-        change."""
-        is_first = self.message.stage == 0
-        n_rows = self.rows_max if is_first else min(self.rows_max, self.rows_max_before)
+        """Compute `window_rows`, `jobs_max` and `takes_early`, which each job carries to the later stages and
+        which rarely change."""
+        is_first, before = self.message.stage == 0, self.limits_before
+        n_rows = self.rows_max if is_first else min(self.rows_max, before.n_rows)
         self.window_rows = n_rows if n_rows > 1 else UNSET
-        n_jobs = JOBS_UNDER_WAY_MAX if is_first else min(self.jobs_max_before, JOBS_UNDER_WAY_MAX)
+        n_jobs = JOBS_UNDER_WAY_MAX if is_first else min(before.n_jobs, JOBS_UNDER_WAY_MAX)
         self.jobs_max = n_jobs if self.rows_max > 1 and n_jobs > 1 else UNSET
+        self.takes_early = is_first or before.takes_early or UNSET
 
-    @property
-    def limits_before(self) -> tuple[int, int]:
-        """`rows_max_before` and `jobs_max_before`."""
-        return self.rows_max_before, self.jobs_max_before
-
-    @limits_before.setter
-    def limits_before(self, limits: tuple[int, int]) -> None:
-        self.rows_max_before, self.jobs_max_before = limits
+    def set_limits_before(self, limits: Limits) -> None:
+        self.limits_before = limits
         self._set_limits()
 
-    def came(
-        self, job: LayerForward | ipc.Forward, rows_max_before: int = 0, jobs_max_before: int = 0
-    ) -> None:
+    def came(self, job: LayerForward | ipc.Forward, limits_before: Limits = NO_LIMITS) -> None:
         """Record that a job was accepted."""
         if job.number is UNSET or job.number == job.fresh:
             # Of the others, all rows may be refused: the next job may stand before them.
             self.expected = job.position + 1
-        limits = rows_max_before, jobs_max_before
         # A piece of the prompt, which daemons bring, says nothing of windows.
-        if limits != self.limits_before and job.position >= self.message.n_prompt_tokens:
-            self.limits_before = limits
+        if limits_before != self.limits_before and job.position >= self.message.n_prompt_tokens:
+            self.set_limits_before(limits_before)
 
     def sent(self, messages: Messages) -> None:
         """Record the results that left by a link."""

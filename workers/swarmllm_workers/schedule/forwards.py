@@ -20,9 +20,10 @@ from swarmllm_workers.payloads import check_hidden, check_tokens, read_as, read_
 from swarmllm_workers.ring.ring import Ring
 from swarmllm_workers.ring.seat import NumberedJob, Seat
 from swarmllm_workers.schedule.cohorts import Cohorts
+from swarmllm_workers.schedule.joined_work import JoinedWork
 from swarmllm_workers.schedule.lone_steps import LoneSteps
 from swarmllm_workers.schedule.resample_work import ResampleWork
-from swarmllm_workers.schedule.ring_work import RingWork
+from swarmllm_workers.schedule.ring_work import RingWork, early_jobs
 from swarmllm_workers.schedule.scheduler import Scheduler
 from swarmllm_workers.schedule.thread_use import ThreadUse
 from swarmllm_workers.schedule.window_work import WindowRows, WindowWork, is_window
@@ -61,7 +62,7 @@ class Forwards:
         self._scheduler = scheduler
         self._ring = ring
         self._lone_steps = LoneSteps(engine, self._decodings, ring, cohorts)
-        self._windows = WindowRows(engine, self._drop_refused)
+        self._windows = WindowRows(engine)
 
     def add(self, message: ipc.Forward, payload: memoryview, arrived_at: float) -> None:
         """Add a Forward of the daemon. Raises CallError."""
@@ -83,9 +84,58 @@ class Forwards:
                 self._take_in_turn(message, message.position, data, seat, since, message.timings)
                 self._send(ipc.Done(id=message.id))
                 return
-            self._drop(seat.order.came_alone())
+            if message.position >= seat.message.n_prompt_tokens:
+                self._drop(seat.order.came_alone())
             work = self._ring_work(message, message.position, data, seat, since, message.timings)
-        self._scheduler.add(work)
+        if message.position < message.n_prompt_tokens <= message.position + len(data):
+            self._add_end_of_prompt(work, message)
+        else:
+            self._scheduler.add(work)
+
+    def launch_early(self, seat: Seat) -> None:
+        """At the last stage, which has just been told a prompt that nothing was generated of: send the answer
+        that the prompt had before, so that it follows the prompt's rows from stage to stage."""
+        message = seat.message
+        if message.request_id in self._decodings:
+            return
+        route = self._engine.known_route(message.request_id, message.start, message.end)
+        seat.rows_at_once = (route and self._windows.n_exact(route)) or 0
+        jobs = early_jobs(self._ring, seat)
+        if jobs:
+            self._ring.launch(seat, jobs)
+
+    def _add_end_of_prompt(self, work: ForwardWork, message: ipc.Forward) -> None:
+        """Jobs that came before the prompt's last rows run behind them, the first one with them where the
+        bits are the same."""
+        early: list[WindowWork] = []
+        for seat in self._ring.seats_for(message.request_id, message.start, message.end):
+            seat.has_prompt = True
+            for each in seat.order.go_on():
+                assert isinstance(each, WindowWork)
+                early.append(each)
+        route = self._engine.known_route(message.request_id, message.start, message.end) if early else None
+        n_exact = (route and self._windows.n_exact(route)) or 0
+        # Another node embeds a prompt itself, and sends rows where tokens follow.
+        is_alike = bool(early) and work.has_tokens is early[0].has_tokens
+        if is_alike and work.n_rows < n_exact and not message.picture_runs:
+            self._scheduler.add(JoinedWork(work, early.pop(0), n_exact))
+        else:
+            self._scheduler.add(work)
+        for window in early:
+            self._scheduler.add(window)
+
+    def _has_prompt(self, seat: Seat) -> bool:
+        """Whether the rows of the whole prompt are here, or will be before what is added now."""
+        if not seat.has_prompt:
+            message = seat.message
+            works = self._scheduler.of_request(message.request_id)
+            layers = message.start, message.end
+            ends = [
+                work.end_position for work in works if isinstance(work, ForwardWork) and work.layers == layers
+            ]
+            n_rows = self._engine.n_rows(message.request_id, *layers)
+            seat.has_prompt = max(n_rows, *ends, 0) >= message.n_prompt_tokens
+        return seat.has_prompt
 
     def take(
         self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float, is_alone: bool
@@ -131,7 +181,15 @@ class Forwards:
         assert job.fresh is not UNSET
         of = (seat.forward, position, data, self._engine, self._decodings, self._send, self._ring)
         work = WindowWork(
-            self._windows, *of, seat, since, timings, by_link=True, number=job.number, fresh=job.fresh
+            self._windows,
+            *of,
+            seat,
+            since,
+            timings,
+            by_link=True,
+            number=job.number,
+            fresh=job.fresh,
+            drop_refused=self._drop_refused,
         )
         fresh = job.fresh
         if seat.message.sampling is not None:
@@ -144,7 +202,7 @@ class Forwards:
                 work.drop()
                 return
             fresh = launch.fresh
-        ready, dropped = seat.order.take(job.number, fresh, work)
+        ready, dropped = seat.order.take(job.number, fresh, work, waits=not self._has_prompt(seat))
         self._drop(dropped)
         self._drop_refused(seat)
         for each in ready:
@@ -157,8 +215,9 @@ class Forwards:
 
     def _drop_refused(self, seat: Seat) -> None:
         for work in self._scheduler.of_request(seat.message.request_id):
-            if isinstance(work, WindowWork) and work.is_at(seat) and work.is_refused:
-                work.drop()
+            window = work.window if isinstance(work, JoinedWork) else work
+            if isinstance(window, WindowWork) and window.is_at(seat) and window.is_refused:
+                window.drop()
 
     def _link_work(self, seat: Seat, job: LayerForward, payload: memoryview, came_at: float) -> Work:
         data = self._link_data(seat, job, payload)
@@ -190,7 +249,7 @@ class Forwards:
         if is_window(seat, position, len(data)):
             make = partial(WindowWork, self._windows)
         of = (message, position, data, self._engine, self._decodings, self._send, self._ring)
-        return make(*of, seat, since, timings, by_link=by_link)
+        return make(*of, seat, since, timings, by_link=by_link, drop_refused=self._drop_refused)
 
     def _check(self, message: ipc.Forward, position: int, data: np.ndarray) -> None:
         """That it is f32 [n, n_embd] or i32 [n], n at least 1, and fit for the message. Raises CallError."""

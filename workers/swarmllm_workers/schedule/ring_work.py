@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from swarmllm_proto.ipc import Forward, LayerResult, StageTiming
+from swarmllm_proto.ipc import Done, Forward, LayerResult, StageTiming
 from swarmllm_proto.limits import JOBS_UNDER_WAY_MAX
 from swarmllm_proto.tensors import encode_tensor
 from swarmllm_workers.decode.decoding import Decoded, Decoding
@@ -38,15 +39,17 @@ class RingWork(ForwardWork):
         timings: tuple[StageTiming, ...],
         *,
         by_link: bool = False,
+        drop_refused: Callable[[Seat], None] = lambda seat: None,
     ) -> None:
         """`since`: when the job came to this node, by `time.perf_counter`. `timings`: of the
-        stages before."""
+        stages before. `drop_refused`: jobs of a seat that wait here and were refused are not to be run."""
         super().__init__(message, position, data, engine, decodings, send)
         self._ring = ring
         self._seat = seat
         self._since = self.arrived_at = since
         self._timings_before = timings
         self._by_link = by_link
+        self._drop_waiting = drop_refused
         self._number: int | UnsetType = UNSET
         self._fresh: int | UnsetType = UNSET
 
@@ -81,14 +84,20 @@ class RingWork(ForwardWork):
         self._send(answer, b"" if onward else encode_tensor(hidden))
 
     def _deliver_token(self, decoded: Decoded) -> None:
-        message = self._message
+        message, guesser = self._message, self._seat.guesser
+        # Its daemon knows nothing of those, and would send the token on beside them.
+        has_early = self._is_prompt and guesser is not None and guesser.jobs_in_flight.n_under_way > 0
         onward = self._ring.pass_token(
             self._seat,
             decoded,
             self._timings(),
             launched=self._next_jobs(decoded, self._position, len(self._data)),
-            may_relay=self._by_link,
+            may_relay=self._by_link or has_early,
         )
+        self._drop_refused()
+        if has_early:
+            self._send(Done(id=self.call_id))
+            return
         if self._by_link:
             self._ring.job_done(self._seat, self._compute_s)
             return
@@ -98,14 +107,49 @@ class RingWork(ForwardWork):
         )
 
     def _next_jobs(self, decoded: Decoded, landed_at: int, n_rows: int) -> tuple[LaunchedJob, ...]:
-        land(self._seat, landed_at, n_rows)
+        if not self._is_prompt:
+            land(self._seat, landed_at, n_rows)
         may_guess = self._by_link or self._ring.has_link(self._seat.message.after)
         decoding = self._decodings[self.request_id]
         return next_jobs(self._ring, self._seat, decoding, decoded, may_guess=may_guess)
 
+    @property
+    def _is_prompt(self) -> bool:
+        return self._position < self._seat.message.n_prompt_tokens
+
+    def _drop_refused(self) -> None:
+        """At the last stage, after a token: jobs that it has refused and that wait here will not run."""
+        seat = self._seat
+        if seat.guesser is not None and seat.guesser.jobs_in_flight.fresh > seat.order.fresh:
+            for each in seat.order.refuse(seat.guesser.jobs_in_flight.fresh):
+                each.drop()
+            self._drop_waiting(seat)
+
     def _timings(self) -> tuple[StageTiming, ...]:
         busy_s = max(0.0, time.perf_counter() - self._since)
         return (*self._timings_before, StageTiming(self._seat.message.stage, self._compute_s, busy_s))
+
+
+def early_jobs(ring: Ring, seat: Seat) -> tuple[LaunchedJob, ...]:
+    """What leaves the last stage, which knows the prompt, before there is a token: the answer that the prompt
+    had before. Nothing where stages are not known to wait for the end of the prompt."""
+    sampling, before = seat.message.sampling, seat.limits_before
+    if seat.guesser is None or sampling is None or not (before.takes_early and before.n_jobs > 1):
+        return ()
+    if not ring.has_link(seat.message.after):
+        return ()
+    limits = job_limits(seat, sampling.max_tokens)
+    return seat.guesser.early_jobs(seat.message.n_prompt_tokens, limits, is_alone=ring.n_requests == 1)
+
+
+def job_limits(seat: Seat, n_left: int, *, may_guess: bool = True) -> JobLimits:
+    before = seat.limits_before
+    return JobLimits(
+        n_left,
+        min(seat.rows_max, before.n_rows) if may_guess else 1,
+        min(JOBS_UNDER_WAY_MAX, before.n_jobs),
+        seat.rows_at_once,
+    )
 
 
 def land(seat: Seat, position: int, n_rows: int) -> None:
@@ -127,10 +171,5 @@ def next_jobs(
     if is_over:
         guesser.answered(decoding.tokens, now, is_alone=is_alone)
         return ()
-    limits = JobLimits(
-        decoding.sampling.max_tokens - decoding.n_generated,
-        min(seat.rows_max, seat.rows_max_before) if may_guess else 1,
-        min(JOBS_UNDER_WAY_MAX, seat.jobs_max_before),
-        seat.rows_at_once,
-    )
+    limits = job_limits(seat, decoding.sampling.max_tokens - decoding.n_generated, may_guess=may_guess)
     return guesser.next_jobs(decoding.tokens, position, limits, now, is_alone=is_alone)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -42,9 +42,7 @@ _TRIED_ROWS: Final = (ROWS_MAX, 3)
 class WindowRows:
     """How many rows of a window one worker runs in one batch."""
 
-    def __init__(self, engine: Engine, drop_refused: Callable[[Seat], None] = lambda seat: None) -> None:
-        """`drop_refused`: jobs of a seat that wait here and were refused are not to be run."""
-        self.drop_refused = drop_refused
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._n_exact: dict[tuple[Segment, ...], int] = {}
 
@@ -245,10 +243,7 @@ class WindowWork(RingWork):
             self._ring.job_done(seat, self._compute_s, self._n_done, is_numbered=is_numbered)
         else:
             self._send(Done(id=self.call_id))
-        if seat.guesser is not None and seat.guesser.jobs_in_flight.fresh > seat.order.fresh:
-            for each in seat.order.refuse(seat.guesser.jobs_in_flight.fresh):
-                each.drop()
-            self._windows.drop_refused(seat)
+        self._drop_refused()
 
     def _try_out(self) -> None:
         """After the send: nobody waits for this but the next job, once."""

@@ -158,6 +158,20 @@ class ForwardWork:
         return
 
     @property
+    def samples(self) -> bool:
+        """Whether it gives a token."""
+        return self._message.want == "token"
+
+    @property
+    def n_rows(self) -> int:
+        return len(self._data)
+
+    @property
+    def end_position(self) -> int:
+        """The position behind its last row."""
+        return self._position + len(self._data)
+
+    @property
     def wants_alone(self) -> bool:
         return self._gives_rows or self._run_alone() is not None
 

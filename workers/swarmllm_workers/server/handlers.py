@@ -232,6 +232,8 @@ class Handlers:
             if len(prompt) != n_due:
                 raise CallError("bad_tensor", f"{len(prompt)} tokens of a prompt of {n_due}", "payload")
             seat.guesser.know(prompt)
+            if message.begins is True:
+                self._forwards.launch_early(seat)
         self._send(ipc.Done(id=message.id))
 
     def _guessing(self, message: ipc.TakeSeat) -> tuple[int, ChainGuesser | None]:
@@ -250,6 +252,7 @@ class Handlers:
             gate,
             lambda prompt: speculation.begin_at_head(engine.slots.get(message.request_id), prompt),
             speculation.answered,
+            speculation.recall,
         )
 
     def _generate(self, message: ipc.Generate, payload: memoryview) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from swarmllm_proto.limits import GUESSES_MAX, JOBS_UNDER_WAY_MAX
 from swarmllm_workers.kernels.small_batches import ROWS_MAX
 from swarmllm_workers.speculation.cost_gate import CostGate
-from swarmllm_workers.speculation.drafting import Drafter
+from swarmllm_workers.speculation.drafting import AGAIN, Drafter
 from swarmllm_workers.speculation.jobs_in_flight import JobsInFlight, LaunchedJob
 from swarmllm_workers.speculation.unsent_guesses import UnsentGuesses
 
@@ -62,10 +62,11 @@ class ChainGuesser:
         gate: CostGate,
         begin: Callable[[np.ndarray], Sequence[Drafter]],
         answered: Callable[[np.ndarray, Sequence[int]], None] = lambda prompt, answer: None,
+        recall: Callable[[np.ndarray], Sequence[int]] = lambda prompt: (),
     ) -> None:
         """Of one request. `gate`: of the pipeline. `begin` gives what guesses after a prompt (i32, empty
         where that is not known), as soon as there may be guesses; `answered` hears a prompt that is known
-        with the whole answer."""
+        with the whole answer; `recall` gives the answer that a prompt had before, as far as it is known."""
         self.gate = gate
         self.jobs_in_flight = JobsInFlight()
         self.n_guessed = 0
@@ -76,6 +77,7 @@ class ChainGuesser:
         self._begin = begin
         self._drafters: Sequence[Drafter] | None = None
         self._tell_answered = answered
+        self._recall = recall
         self._n_prompt = 0
         self._history = np.empty(_ROOM, np.int32)
         self._n_known = 0
@@ -104,6 +106,33 @@ class ChainGuesser:
         self._history = np.concatenate((prompt, history, np.empty(_ROOM, np.int32)))
         self._n_prompt = len(prompt)
         self._end_drafts()
+
+    def early_jobs(
+        self, position: int, limits: JobLimits, *, is_alone: bool = True
+    ) -> tuple[LaunchedJob, ...]:
+        """What leaves before there is any token: how the same prompt went on before, where guesses of that
+        kind pay. The first token of it is a guess, too, and stands at `position`. `is_alone`: as in
+        `next_jobs`."""
+        is_possible = is_alone and self._n_prompt and not (self._n_known or self._is_over)
+        n_max = min(AHEAD_MAX if limits.has_several else limits.n_rows, limits.n_left - 1)
+        if not is_possible or n_max < 1 or self.jobs_in_flight.n_under_way:
+            return ()
+        tokens = self._recall(self._history[: self._n_prompt])[:n_max]
+        n_first_max = min(len(tokens), limits.n_rows, GUESSES_MAX)
+        n = self.gate.n_worth(AGAIN, n_first_max, limits.n_left)
+        if not n:
+            return ()
+        self._kind, self._once_s, self._left_at = AGAIN, 0.0, None
+        self._is_judged, self._n_true, self._n_first = False, 0, n
+        tokens = tokens[: max(n, self._n_ahead(AGAIN, limits)) if limits.has_several else n]
+        jobs = [tuple(tokens)]
+        if limits.has_several:
+            # The first one shares its batch with the last row of the prompt.
+            n = max(1, limits.n_piece - 1)
+            n_spare = self.jobs_in_flight.n_spare
+            jobs = [tuple(tokens[:n]), *_pieces(tokens[n:], limits.n_piece, n_spare - 1)]
+        self._n_sent = sum(map(len, jobs))
+        return self.jobs_in_flight.launch(position, jobs, are_numbered=True)
 
     def next_jobs(
         self, tokens: Sequence[int], position: int, limits: JobLimits, now: float, *, is_alone: bool = True
@@ -189,15 +218,13 @@ class ChainGuesser:
         n_first_max = min(n_max, limits.n_rows - 1, GUESSES_MAX)
         if n_first_max < 1:
             return ()
-        if self._drafters is None:
-            self._drafters = self._begin(self._history[: self._n_prompt])
 
         def worth(kind: str, once_s: float) -> int:
             self._n_first = n = self.gate.n_worth(kind, n_first_max, limits.n_left, once_s)
             return min(max(n, self._n_ahead(kind, limits)), n_max) if n and limits.has_several else n
 
         history = self._history[: self._n_prompt + self._n_known]
-        draft = self._unsent.draft(self._drafters, history, worth)
+        draft = self._unsent.draft(self._begun_drafters(), history, worth)
         if draft is not None:
             self._kind, self._once_s = draft.kind, draft.once_s
             return draft.tokens[:n_max]
@@ -219,7 +246,7 @@ class ChainGuesser:
             return 0 if once_s or n_more < min(n_piece, n_end) else len(ahead) + n_more
 
         history = self._history[: self._n_prompt + self._n_known]
-        for drafter in self._drafters or ():
+        for drafter in self._begun_drafters():
             draft = drafter.draft(history, worth)
             if draft is None:
                 continue
@@ -231,6 +258,11 @@ class ChainGuesser:
             self._n_sent += sum(map(len, pieces))
             return pieces
         return []
+
+    def _begun_drafters(self) -> Sequence[Drafter]:
+        if self._drafters is None:
+            self._drafters = self._begin(self._history[: self._n_prompt])
+        return self._drafters
 
     def _n_ahead(self, kind: str, limits: JobLimits) -> int:
         return min(self.gate.n_ahead(kind, limits.n_piece), self._n_ahead_max)

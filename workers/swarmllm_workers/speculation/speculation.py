@@ -117,6 +117,13 @@ class Speculation:
         """The memory of the draft model."""
         return self._draft_model.memory if self._draft_model is not None else Memory()
 
+    def recall(self, prompt: np.ndarray) -> list[int]:
+        """How `prompt` (i32) went on the last time; empty where that is not known."""
+        if not self.settings.ngram_size_max:
+            return []
+        tokens: list[int] = self.continuations.recall(prompt, time.monotonic()).tolist()
+        return tokens
+
     def begin_at_head(self, slot: int | None, prompt: np.ndarray) -> list[Drafter]:
         """What guesses for a request whose last layers run here. `prompt`: i32, empty where it is not known
         here; `slot`: of the request. A trip is worth more guesses than a step: what they are limited to for
