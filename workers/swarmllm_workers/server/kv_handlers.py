@@ -96,7 +96,8 @@ class EndingHandlers:
 
 class PrefixHandlers:
     """Kept prefixes: name, export, import. Without state: what is kept is the engine's. What is in cells is
-    read between two decode steps, a segment at a time; bytes are checked beside the steps."""
+    read between two decode steps, a segment at a time. What takes longer than that is done beside the steps:
+    whole prefixes, conversions, checks of what came."""
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
@@ -159,6 +160,11 @@ class PrefixHandlers:
             n_read = message.n_rows * engine.footprint.row_bytes(message.start, message.end)
             if where is not None and n_given <= PREFIX_KV_MAX and n_read <= PREFIX_READ_MAX:
                 rows = engine.prefixes.export_rows(where, name, message.first_row, message.n_rows)
+            if message.layers is UNSET and message.kv_type is UNSET:
+                # To hash them takes less time than to copy them did. Beside the steps the answer would wait
+                # for the next one, and each slice behind it for another.
+                self._send_rows(message, name, rows, _digest([rows]) if rows else "")
+                return
             self._state.parsing.begin(
                 self._sending(message, name, rows, engine.kv_layout), partial(self._state.fail, message.id)
             )
@@ -181,10 +187,14 @@ class PrefixHandlers:
                 rows = (yield partial(converted, rows, layout.rounded)) if layout is not None else None
         except BadState:
             rows = None
+        self._send_rows(message, name, rows, (yield partial(_digest, [rows])) if rows else "")
+
+    def _send_rows(
+        self, message: ipc.ExportPrefixSnapshot, name: Name, rows: Buffer | None, digest: str
+    ) -> None:
         if not rows:
             self._state.send(ipc.PrefixSnapshotResponse(id=message.id, n_blocks=0))
             return
-        digest = yield partial(_digest, [rows])
         response = ipc.PrefixSnapshotResponse(
             id=message.id, n_blocks=len(name.hashes), sizes=(len(rows),), digest=digest
         )
