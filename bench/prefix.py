@@ -1,12 +1,13 @@
 """What it saves that a prompt was computed before: the same request again, and a conversation's second turn.
 
-    python -m bench.prefix --rounds 5
+    python -m bench.prefix --rounds 5 [--rtt-ms 80]
 
 Through HTTP, from the client's side, against the same request with a prompt of the same length that nobody
 has sent before, in turns. Resubmission: the first token's arrival and the answer's end, for 513 tokens of
 prompt and 5 of answer. Second turn: the first token's arrival, for a conversation of a question of 513
 tokens, its answer of 32, and another question of 32. The model is the 0.5B shape in Q8_0 with random weights
-and a token per letter.
+and a token per letter. `--rtt-ms`: whatever goes from one node to another passes a proxy that delays it by
+half of that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from random import Random
 
 from bench.common.figures import Figure, publish, ratios
 from bench.common.models import half_billion
-from bench.common.swarm_nodes import Swarm, swarm_of
+from bench.common.swarm_nodes import Swarm, swarm_of_all
 from bench.decode import N_CTX
 
 N_PROMPT = 513
@@ -119,15 +120,16 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rtt-ms", type=float, default=0.0)
     arguments = parser.parse_args()
     rows: list[tuple[Figure, Figure | None]] = []
     for n_nodes in arguments.nodes:
         with ExitStack() as stack:
-            swarm = stack.enter_context(
-                swarm_of(
+            (swarm,) = stack.enter_context(
+                swarm_of_all(
                     n_nodes,
-                    half_billion(),
-                    24,
+                    {half_billion(): 24},
+                    arguments.rtt_ms / 2000 if arguments.rtt_ms else None,
                     n_threads=arguments.threads,
                     n_ctx=N_CTX,
                     guess_from_prompt="on",
@@ -147,8 +149,9 @@ def main() -> None:
     command = (
         f"python -m bench.prefix --nodes {' '.join(map(str, arguments.nodes))} "
         f"--rounds {arguments.rounds} --threads {arguments.threads}"
+        + (f" --rtt-ms {arguments.rtt_ms:g}" if arguments.rtt_ms else "")
     )
-    publish("prefix-0.5b", command, rows)
+    publish(f"prefix-0.5b-{arguments.rtt_ms:g}ms" if arguments.rtt_ms else "prefix-0.5b", command, rows)
 
 
 if __name__ == "__main__":

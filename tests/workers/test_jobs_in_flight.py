@@ -60,27 +60,67 @@ class Stage:
     way: int = 0
     unsure: deque[LaunchedJob] = field(default_factory=lambda: deque(maxlen=2 * JOBS_UNDER_WAY_MAX))
     """What came by the present way."""
+    has_prompt: bool = True
 
 
 class Chain:
     """A pipeline in which the next thing that happens is drawn."""
 
-    def __init__(self, text: Sequence[int], odds: float, rng: random.Random, n_stages: int = 3) -> None:
-        self.text, self._odds, self._rng = text, odds, rng
-        self.said = [text[0]]
-        self.stages = [Stage() for _ in range(n_stages)]
-        self.gate = CostGate()
+    def __init__(
+        self,
+        text: Sequence[int],
+        odds: float,
+        rng: random.Random,
+        n_stages: int = 3,
+        n_prompt: int = 0,
+    ) -> None:
+        """`n_prompt`: so much of `text` is a prompt that is still to be computed, of which the last stage
+        knows how it went on before; with 0 the first token is there."""
+        self.text, self._odds, self._rng, self._n_prompt = text, odds, rng, n_prompt
+        self.said = list(text[: n_prompt or 1])
+        self.stages = [Stage(has_prompt=not n_prompt) for _ in range(n_stages)]
+        self._prompt_at = 0 if n_prompt else n_stages
+        """The stage that computes it next."""
+        self.n_early = 0
+        self.gate = CostGate(plain_s=0.1 if n_prompt else 0.0)
         self.now = 0.0
         self.n_computed = self.n_jobs = 0
         self.begin()
 
     def begin(self) -> None:
-        self.guesser = ChainGuesser(self.gate, lambda prompt: [Oracle(self.text, self._odds)])
-        self._launch()
+        oracle = Oracle(self.text, self._odds, self._rng.randrange(100))
+        remembered = oracle._guesses[self._n_prompt :]
+        self.guesser = ChainGuesser(self.gate, lambda prompt: [oracle], recall=lambda prompt: remembered)
+        if self._n_prompt:
+            self.guesser.know(np.array(self.text[: self._n_prompt], np.int32))
+        else:
+            self._launch()
+
+    def _room(self) -> JobLimits:
+        return JobLimits(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
+
+    def _launch_early(self, *_: None) -> None:
+        launched = self.guesser.early_jobs(self._n_prompt, self._room())
+        self.n_early += len(launched)
+        assert not launched or launched[-1].end < len(self.text)
+        for job in launched:
+            self._send(0, job)
+
+    def _compute_prompt(self, *_: None) -> None:
+        stage = self.stages[self._prompt_at]
+        assert not stage.kv
+        stage.kv, stage.has_prompt = list(self.text[: self._n_prompt]), True
+        stage.waiting.extend(stage.order.go_on())
+        self._prompt_at += 1
+        if stage is self.stages[-1]:
+            self.said.append(self.text[self._n_prompt])
+            self._launch()
+            stage.order.refuse(self.guesser.jobs_in_flight.fresh)
+            self._drop(stage)
 
     def _launch(self) -> None:
-        room = JobLimits(len(self.text) - len(self.said), WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX)
-        launched = self.guesser.next_jobs(self.said, len(self.said) - 1, room, self.now)
+        tokens = self.said[self._n_prompt :]
+        launched = self.guesser.next_jobs(tokens, len(self.said) - 1, self._room(), self.now)
         assert self.guesser.jobs_in_flight.n_under_way <= JOBS_UNDER_WAY_MAX + 1
         self.n_jobs += len(launched)
         for job in launched:
@@ -111,6 +151,8 @@ class Chain:
         """Something happens. Fails where nothing can."""
         possible = [(self._arrive, i, way) for i, each in enumerate(self.stages) for way in each.ways if way]
         possible += [(self._run, i, None) for i, each in enumerate(self.stages) if each.waiting]  # type: ignore[misc]
+        if self._prompt_at < len(self.stages):
+            possible += [(self._compute_prompt, 0, None), (self._launch_early, 0, None)]  # type: ignore[list-item]
         assert possible, f"all wait for {self.guesser.jobs_in_flight}"
         happens, index, way = self._rng.choice(possible)
         self.now += self._rng.random() / 50
@@ -135,7 +177,7 @@ class Chain:
             known = self.guesser.jobs_in_flight.find(job.position, len(job.tokens), job.number)
             if known is None:
                 return
-        ready, _ = stage.order.take(job.number, job.fresh, job)
+        ready, _ = stage.order.take(job.number, job.fresh, job, waits=not stage.has_prompt)
         stage.waiting.extend(ready)
         self._drop(stage)
 
@@ -214,6 +256,28 @@ def test_the_text_is_right_though_links_break_and_jobs_come_twice_or_overtake_ea
         if rng.random() < 0.03:
             chain.switch(rng.randrange(3))
     assert chain.said == list(chain.text)
+
+
+@MANY
+@given(SEEDS, ODDS, st.integers(1, 4), st.booleans())
+def test_the_text_is_right_though_jobs_come_before_the_prompt(
+    seed: int, odds: float, n_stages: int, are_lost: bool
+) -> None:
+    rng = random.Random(seed)
+    chain = Chain(a_text(rng), odds, rng, n_stages, n_prompt=rng.randint(1, 5))
+    while not chain.is_over:
+        chain.step()
+        if are_lost and rng.random() < 0.05:
+            chain.switch(rng.randrange(n_stages))
+    assert chain.said == list(chain.text)
+
+
+def test_jobs_do_come_before_the_prompt() -> None:
+    chains = [Chain(a_text(random.Random(i)), 0.0, random.Random(i), n_prompt=3) for i in range(10)]
+    for chain in chains:
+        while not chain.is_over:
+            chain.step()
+    assert sum(chain.n_early > 0 for chain in chains) > 5
 
 
 @MANY
