@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,23 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, W
 
 @pytest.fixture
 def make_ring(halves: tuple[Worker, Worker]) -> Iterator[MakeRing]:
+    with rings_of(halves) as make:
+        yield make
+
+
+@pytest.fixture
+def make_fresh_ring(tmp_path: Path) -> Iterator[MakeRing]:
+    """Of workers that have measured nothing yet."""
+    workers = (Worker(tmp_path / "first"), Worker(tmp_path / "last"))
+    open_halves(workers, n_slots=2, ngram_max_size=4, ngram_num_pred_tokens=10)
+    with rings_of(workers) as make:
+        yield make
+    for worker in workers:
+        worker.close()
+
+
+@contextmanager
+def rings_of(halves: tuple[Worker, Worker]) -> Iterator[MakeRing]:
     made: list[RingOfTwo] = []
 
     def make(origin: NodeId = A) -> RingOfTwo:
@@ -234,35 +252,24 @@ def test_the_answer_that_a_prompt_had_leaves_before_its_first_token(
         ring.cancel()
 
 
-@pytest.mark.parametrize("origin", [A, B], ids=["first", "last"])
+@pytest.mark.parametrize("n_last", [0, 1], ids=["apart", "in one batch"])
+@pytest.mark.parametrize(("origin", "n_same"), [(A, 0), (B, 0), (A, 3)])
 def test_an_early_answer_that_is_another_one_is_refused(
-    make_ring: MakeRing, plain: Worker, origin: NodeId
+    make_fresh_ring: MakeRing, plain: Worker, origin: NodeId, n_same: int, n_last: int
 ) -> None:
     """With its first token, or behind it."""
-    prompt = plain.tokenize(messages=[{"role": "user", "content": f"Which one? ({origin})"}])
-    ring = make_ring(origin)
-    remembered = plain.generate(prompt, sampling=GREEDY).tokens
-    ring.start("first", prompt, GREEDY, tells_prompt=True, ring="other")
+    prompt, sampling = prompt_of(plain), replace(GREEDY, max_tokens=40)
+    remembered = plain.generate(prompt, sampling=sampling).tokens
+    other = replace(sampling, logit_bias=((remembered[n_same], -100.0),))
+    due = plain.generate(prompt, sampling=other)
+    n_common = next(i for i, pair in enumerate(zip(due.tokens, remembered, strict=True)) if len({*pair}) > 1)
+    ring = make_fresh_ring(origin)
+    ring.start("first", prompt, sampling, tells_prompt=True, ring="other")
     ring.run(lambda: ring.finished("first"))
     ring.cancel()
-    for n_same, n_last in ((0, 0), (1, 0), (3, 0), (0, 1), (1, 1), (3, 1)):
-        bias = ((remembered[n_same], -100.0),)
-        other = replace(GREEDY, max_tokens=30, logit_bias=bias)
-        due = plain.generate(prompt, sampling=other)
-        n_common = next(
-            i for i, pair in enumerate(zip(due.tokens, remembered, strict=False)) if len({*pair}) > 1
-        )
-        request_id = f"{n_same} {n_last}"
-        n_guessed, n_right = early(ring, request_id, prompt, other, "other", n_last)
-        assert (ring.result(request_id), ring.text[request_id]) == (due.tokens, due.text)
-        assert n_guessed > n_right >= n_common
-        ring.cancel()
-        # What it remembers now is that answer: the next one needs the first.
-        back = f"back {request_id}"
-        ring.start(back, prompt, GREEDY, tells_prompt=True, ring="other")
-        ring.run(lambda each=back: ring.finished(each))  # type: ignore[misc]
-        assert ring.result(back) == remembered
-        ring.cancel()
+    n_guessed, n_right = early(ring, "again", prompt, other, "other", n_last)
+    assert (ring.result("again"), ring.text["again"]) == (due.tokens, due.text)
+    assert n_guessed > n_right >= n_common
 
 
 def test_an_early_answer_whose_link_is_lost_comes_by_the_daemons(make_ring: MakeRing, plain: Worker) -> None:
