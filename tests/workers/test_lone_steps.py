@@ -45,7 +45,7 @@ def row(seed: int, n_rows: int = 1) -> np.ndarray:
 class Stage:
     """A worker's handlers with layers of the guide, between two links whose other ends are here."""
 
-    def __init__(self, folder: Path, start: int, end: int) -> None:
+    def __init__(self, folder: Path, start: int, end: int, **settings: Any) -> None:
         self.said: list[Any] = []
         self.payloads: list[bytes] = []
         self._ends: list[int] = []
@@ -56,7 +56,7 @@ class Stage:
             lambda descriptor, events: None,
             self._ends.pop,
         )
-        self.handle(ipc.Open(id=7, path=str(GUIDE_PATH), cache_dir=str(folder), n_ctx=512))
+        self.handle(ipc.Open(id=7, path=str(GUIDE_PATH), cache_dir=str(folder), n_ctx=512, **settings))
         self.handle(ipc.Load(id=7, start=start, end=end))
         (ours, self._receiving), (theirs, sending) = socket.socketpair(), socket.socketpair()
         self._descriptor = self._receiving.fileno()
