@@ -416,3 +416,14 @@ def test_what_left_before_a_refusal_counts_for_nothing() -> None:
     assert jobs_in_flight.land(7, 2, 2) is None
     assert jobs_in_flight.land(7, 2, 3) == third
     assert jobs_in_flight.n_under_way == 0
+
+
+@pytest.mark.parametrize(("n_left", "n_sent"), [(1, 0), (2, 1), (5, 4)])
+def test_no_more_leaves_early_than_may_be_asked_for(n_left: int, n_sent: int) -> None:
+    """The last token that may come has no row."""
+    guesser = ChainGuesser(CostGate(plain_s=0.1), lambda prompt: [], recall=lambda prompt: range(50))
+    guesser.gate.measured("ngram-again", 0.1, GUESSES_MAX, 0.1)
+    guesser.know(np.array([1, 2, 3], np.int32))
+    jobs = guesser.early_jobs(3, JobLimits(n_left, WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX, ROWS_MAX))
+    assert sum(len(each.tokens) for each in jobs) == n_sent
+    assert guesser.early_jobs(3, JobLimits(9, WINDOW_ROWS_MAX, JOBS_UNDER_WAY_MAX)) == () or not jobs
