@@ -70,12 +70,15 @@ class Workers:
         self.process: int | None = 1
         self.reported: list[tuple[Any, ...]] = []
         self.is_dying = False
+        self.is_stuck = False
 
     def pid(self, model_id: str) -> int | None:
         return self.process
 
     async def take_seat(self, model_id: str, **seat: Any) -> None:
         await trio.lowlevel.checkpoint()
+        if self.is_stuck:
+            await trio.sleep_forever()
         if self.is_dying:
             raise WorkerDied("gone")
         self.reported.append(("seat", seat["stage"], seat["before"], seat["after"], seat["sampling"]))
@@ -117,6 +120,29 @@ async def test_a_request_brings_a_seat_for_each_stage_here_and_opens_the_link_ah
         await parts.join(context(A, B, C))
         assert parts.workers.reported == [("seat", 0, C, B, None), ("sending", B)]
         assert parts.maker.opened == [B]
+
+
+async def test_whether_there_is_a_seat_is_known_when_the_worker_has_answered(
+    autojump_clock: MockClock,
+) -> None:
+    request_id = context(A, B).request_id
+    async with running() as parts:
+        parts.links.join(context(A, B))
+        assert await parts.links.is_seated(request_id, 0, 1.0)
+        assert not parts.links.lacks_seat(request_id, 0)
+        parts.workers.is_dying = True
+        parts.links.join(context(A, B))
+        parts.links.join(context(A, B))
+        assert not await parts.links.is_seated(request_id, 0, 1.0)
+        assert parts.links.lacks_seat(request_id, 0)
+        assert not parts.links._seats_due
+        parts.workers.is_stuck = True
+        parts.links._without_seat.clear()
+        parts.links.join(context(A, B))
+        started = trio.current_time()
+        assert not await parts.links.is_seated(request_id, 0, 1.0)
+        assert trio.current_time() - started == 1.0
+    assert not await parts.links.is_seated(request_id, 0, 1.0), "without links nobody has one"
 
 
 async def test_the_last_stage_is_told_how_to_sample() -> None:

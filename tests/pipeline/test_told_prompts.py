@@ -35,8 +35,16 @@ FIRST_HERE, LAST_HERE = {A: "0:6", B: "6:12"}, {A: "6:12", B: "0:6"}
 class Hearing:
     prompts: list[list[int]]
 
+    is_refused: bool = False
+
     def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         self.prompts.append(prompt.tolist())
+
+    async def is_seated(self, request_id: str, stage: int, timeout_s: float) -> bool:
+        return not self.is_refused
+
+    def lacks_seat(self, request_id: str, stage: int) -> bool:
+        return self.is_refused
 
 
 def listen(swarm: Swarm) -> dict[str, list[list[int]]]:
@@ -101,6 +109,20 @@ async def test_a_prompt_that_was_answered_before_is_told_with_the_assignment_too
         others = [heard[node_id] for node_id in swarm.nodes if node_id != last]
     assert told == [min(n_told, 1), n_told, min(n_told, 1)]
     assert others == [[]]
+
+
+async def test_no_prompt_is_told_where_the_first_stage_has_no_seat() -> None:
+    """The answer that it had before would come to a worker that knows nothing of the request."""
+    pools = {node_id: FakePool(ranges) for node_id, ranges in FIRST_HERE.items()}
+    sampling = Sampling(max_tokens=N_TOKENS)
+    async with open_swarm(pools, settings={A: TELLS, B: GUESSES}) as swarm:
+        heard = listen(swarm)
+        for n_told in (1, 1):
+            async with swarm[A].pipelines.generate(Prompt(text=TEXT), swarm.entry, sampling) as generation:
+                assert "".join([piece.text async for piece in generation]) == await uncut(TEXT, N_TOKENS)
+            await swarm.quiet()
+            assert len(heard[B]) == n_told
+            swarm[A].pipelines._sessions.links = Hearing([], is_refused=True)
 
 
 def test_only_the_same_stages_have_answered_a_prompt() -> None:

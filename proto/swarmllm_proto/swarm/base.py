@@ -177,9 +177,9 @@ class ReplayRows(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 TELL_PROMPT_TOKENS_MAX: Final = 2**18
+"""Of a prompt that the last stage is told."""
 EARLY_PROMPT_TOKENS_MAX: Final = 2**14
 """Of a prompt that is told with an assignment."""
-"""Of a prompt that the last stage is told."""
 
 
 class StageBlocks(msgspec.Struct, frozen=True, array_like=True):

@@ -75,6 +75,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 TELL_TIMEOUT_S = 5.0
+SEAT_TIMEOUT_S = 0.05
+"""For a worker that computes and does not answer, a prompt is told later."""
 AnyChain = TypeVar("AnyChain", bound=Chain)
 OnReportedLoads = Callable[[Mapping[NodeId, int]], Awaitable[None]]
 """Is told how many other requests run on the nodes that have accepted, before anything is computed. What it
@@ -349,7 +351,7 @@ class Attempts:
         n_known, acks = await assign_with_prefixes(
             self._pool,
             self._router,
-            self._with_prompt(attempt),
+            await self._with_prompt(attempt),
             context,
             chain,
             timeout_s=timeout_s,
@@ -365,9 +367,10 @@ class Attempts:
         self._tell_prompt(attempt, acks)
         return partial(chain.start, session, n_known)
 
-    def _with_prompt(self, attempt: Attempt) -> PipelineAssignment:
+    async def _with_prompt(self, attempt: Attempt) -> PipelineAssignment:
         """With the prompt, where its last stage may know how that went on before. What it sends then comes to
-        the first stage, which has to be this node's: another one may not have been asked yet."""
+        the first stage, which has to be this node's, and whose worker has to know of the request: another one
+        may not have been asked yet."""
         request, assignment = attempt.request, attempt.assignment
         first, last = assignment.stages[0].node_id, assignment.stages[-1].node_id
         is_told = request.tells_prompt or last == self._router.node_id
@@ -376,7 +379,7 @@ class Attempts:
         if not self._answered.has(request.entry.model_id, assignment.stages, request.tokens):
             return assignment
         tokens = request.prompt_for_guesses(assignment.stages)
-        if not tokens:
+        if not tokens or not await self._sessions.links.is_seated(assignment.request_id, 0, SEAT_TIMEOUT_S):
             return assignment
         if last == self._router.node_id:
             self._sessions.take_prompt(last, TellPrompt(request_id=assignment.request_id, tokens=tokens))
@@ -390,6 +393,8 @@ class Attempts:
         is_here = last == self._router.node_id
         if not is_here and (not request.tells_prompt or acks[last].guesses is not True):
             return
+        if self._sessions.links.lacks_seat(assignment.request_id, 0):
+            return  # The answer that the prompt had before would come by a link, to nobody.
         tokens = request.prompt_for_guesses(assignment.stages)
         if not tokens:
             return

@@ -87,6 +87,14 @@ class TakesPrompts(Protocol):
         """The worker of the last stage, which is here, guesses from the prompt (i32) from now on."""
         ...
 
+    async def is_seated(self, request_id: str, stage: int, timeout_s: float) -> bool:
+        """Whether the worker here has a seat for the stage; False also where that is not known in time."""
+        ...
+
+    def lacks_seat(self, request_id: str, stage: int) -> bool:
+        """Whether the worker here has refused it."""
+        ...
+
 
 class HoldsCapacity(Protocol):
     def held(self) -> Iterable[HeldCapacity]:

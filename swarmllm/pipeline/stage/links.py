@@ -12,6 +12,7 @@ calls it, so it never waits: it records the notice, or puts it into a session's 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S: Final = 30.0
 """Before a link that could not be opened is tried again."""
+WITHOUT_SEAT_MAX: Final = 1024
 
 
 @dataclass(slots=True)
@@ -62,6 +64,12 @@ class NoStageLinks:
 
     def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         pass
+
+    async def is_seated(self, request_id: str, stage: int, timeout_s: float) -> bool:
+        return False
+
+    def lacks_seat(self, request_id: str, stage: int) -> bool:
+        return False
 
     def lost(self, node_id: NodeId) -> None:
         pass
@@ -87,6 +95,8 @@ class StageLinks(NoStageLinks):
         """(model, node before), as far as known."""
         self._seats_due: dict[tuple[str, int], trio.Event] = {}
         """Of seats that are being taken: request and stage."""
+        self._without_seat: deque[tuple[str, int]] = deque(maxlen=WITHOUT_SEAT_MAX)
+        """Those that the worker refused last."""
         self.n_jobs = 0
         """That came by links and were run here."""
 
@@ -116,17 +126,30 @@ class StageLinks(NoStageLinks):
             after = view.stages[(stage + 1) % len(view.stages)].node_id
             before = view.stages[stage - 1].node_id
             if view.is_here(stage) and {before, after} != {self._node_id} and self._nursery is not None:
-                self._seats_due[context.request_id, stage] = trio.Event()
-                self._spawn(self._take_seat, context, stage, before, after)
+                due = self._seats_due[context.request_id, stage] = trio.Event()
+                self._spawn(self._take_seat, context, stage, before, after, due)
 
     def tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         """The worker of the last stage, which is here, guesses from the prompt (i32) from now on."""
         self._spawn(self._tell_prompt, context, prompt)
 
+    async def is_seated(self, request_id: str, stage: int, timeout_s: float) -> bool:
+        """Whether this node's worker has a seat for a stage of a request that was joined. False also where
+        that is not known in time: jobs that come by a link before it would come to nobody."""
+        key = request_id, stage
+        if (due := self._seats_due.get(key)) is not None:
+            with trio.move_on_after(timeout_s):
+                await due.wait()
+        return self._nursery is not None and key not in self._seats_due and not self.lacks_seat(*key)
+
+    def lacks_seat(self, request_id: str, stage: int) -> bool:
+        """The worker has refused it."""
+        return (request_id, stage) in self._without_seat
+
     async def _tell_prompt(self, context: RequestContext, prompt: Tensor) -> None:
         request_id, stage = context.request_id, context.view.last
-        if (is_seated := self._seats_due.get((request_id, stage))) is not None:
-            await is_seated.wait()
+        if (due := self._seats_due.get((request_id, stage))) is not None:
+            await due.wait()
         try:
             await self._workers.take_prompt(
                 context.model.model_id,
@@ -160,7 +183,10 @@ class StageLinks(NoStageLinks):
         else:
             self._receiving.discard((model_id, node_id))
 
-    async def _take_seat(self, context: RequestContext, stage: int, before: NodeId, after: NodeId) -> None:
+    async def _take_seat(
+        self, context: RequestContext, stage: int, before: NodeId, after: NodeId, due: trio.Event
+    ) -> None:
+        """`due`: is set when the worker has answered."""
         view, model_id = context.view, context.model.model_id
         layers = view.layers(stage)
         try:
@@ -185,9 +211,12 @@ class StageLinks(NoStageLinks):
             provoked_by(log, context.view.origin).info(
                 "request %s goes without a seat: %s", context.request_id, error.message
             )
+            self._without_seat.append((context.request_id, stage))
             return
         finally:
-            self._seats_due.pop((context.request_id, stage)).set()
+            due.set()
+            if self._seats_due.get((context.request_id, stage)) is due:
+                del self._seats_due[context.request_id, stage]
         if after != self._node_id:
             await self._ensure(model_id, after)
 

@@ -31,6 +31,8 @@ class _Native:
     def __init__(self) -> None:
         path = find_library("weights")
         self.library = ctypes.CDLL(str(path)) if path is not None else None
+        if self.library is not None and not hasattr(self.library, "swarmllm_draw"):
+            self.library = None  # built from an earlier state of the source
         if self.library is not None:
             pointer, size, f32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float
             self.library.swarmllm_weigh.argtypes = [pointer, size, f32, f32, pointer, pointer]
