@@ -9,6 +9,14 @@ that a node without models serves.
 
 from __future__ import annotations
 
+import importlib
+
+from swarmllm.left_out import TEMPLATES, stands_in
+
+# Before anything of this package imports quart.
+with stands_in(TEMPLATES, "flask"):
+    importlib.import_module("quart")
+
 from swarmllm.api.http.app import create_app
 from swarmllm.api.http.endpoint import open_api, open_bootstrap_api
 

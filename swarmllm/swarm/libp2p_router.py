@@ -28,7 +28,6 @@ from swarmllm.swarm.data.neighbour import peer_info
 from swarmllm.swarm.discovery.address_sources import AddressSources, usable
 from swarmllm.swarm.discovery.addresses import Address, NodeAddress, is_loopback, own_addresses
 from swarmllm.swarm.discovery.dialler import Dialler
-from swarmllm.swarm.discovery.mdns import run_mdns
 from swarmllm.swarm.discovery.peer_exchange import PeerExchange
 from swarmllm.swarm.discovery.port_mapping import PortMapping
 from swarmllm.swarm.discovery.reachability import DialBacks, ReachabilityChecks
@@ -587,6 +586,9 @@ async def _running_router(
             maps_ports = settings.port_mapping and not is_local
             router.begin(gossip, listeners, own.announced, bootstrap, maps_ports=maps_ports)
             if settings.mdns and not is_local:
+                # 5 MiB (zeroconf) that a node without mDNS does not need.
+                from swarmllm.swarm.discovery.mdns import run_mdns
+
                 found = router.address_sources.found_by_mdns
                 where = (identity.node_id, network.network_id, own.reachable, host.port)
                 supervise(nursery, "mDNS", run_mdns, *where, found)
