@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from daemon_process import running_daemon, wait_for
+from deadlines import DEADLINE_S
+
 from swarmllm.left_out import RESOLVERS, STAND_INS, TEMPLATES
-from tests.daemon_process import DEADLINE_S, running_daemon, wait_for
 
 NOT_IN_A_DAEMON = (
     *("PIL", "aioquic", "cffi", "dns", "fastecdsa", "httpcore2", "httpx2", "jinja2", "llama_cpp"),
