@@ -1,9 +1,9 @@
 """Keeps out of memory what packages import when they are imported, and this project never uses: of py-libp2p
-its QUIC and WebSocket transports (with aioquic and trio-websocket), SECIO (with fastecdsa), mDNS (with
-zeroconf) and automatic TLS certificates (with requests), of multiaddr its resolver of names (with dnspython
-and a second HTTP client; addresses are looked up in `swarm.discovery.addresses`), of httpx its command line
-(with rich), of pycryptodome cffi (with pycparser), of gguf its vocabularies (with yaml), of quart and flask
-their templates (jinja2). That is a fifth of a daemon's memory.
+its QUIC and WebSocket transports (with aioquic and trio-websocket), mDNS (with zeroconf) and automatic TLS
+certificates (with requests), of multiaddr its resolver of names (with dnspython and a second HTTP client;
+addresses are looked up in `swarm.discovery.addresses`), of httpx its command line (with rich), of
+pycryptodome cffi (with pycparser), of gguf its vocabularies (with yaml), of quart and flask their templates
+(jinja2). That is about a fifth of a daemon's memory.
 
 Stand-ins have the names that the rest of a package imports of these modules. They can do nothing, and say
 so. The version of py-libp2p is pinned (pyproject.toml); `tests/test_left_out.py` looks whether each name is
@@ -28,8 +28,6 @@ STAND_INS: Final[dict[str, tuple[str, ...]]] = {
     "libp2p.transport.quic.utils": ("is_quic_multiaddr",),
     "libp2p.security.tls.autotls.acme": ("ACMEClient", "compute_b36_peer_id"),
     "libp2p.security.tls.autotls.broker": ("BrokerClient",),
-    "libp2p.security.secio": (),
-    "libp2p.security.secio.transport": ("ID", "Transport"),
     "libp2p.transport.websocket": (),
     "libp2p.transport.websocket.transport": ("WebsocketTransport",),
     "libp2p.transport.websocket.connection": ("P2PWebSocketConnection",),

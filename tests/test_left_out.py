@@ -13,7 +13,7 @@ from deadlines import DEADLINE_S
 from swarmllm.left_out import RESOLVERS, STAND_INS, TEMPLATES
 
 NOT_IN_A_DAEMON = (
-    *("PIL", "aioquic", "cffi", "dns", "fastecdsa", "httpcore2", "httpx2", "jinja2", "llama_cpp"),
+    *("PIL", "aioquic", "cffi", "dns", "httpcore2", "httpx2", "jinja2", "llama_cpp"),
     *("mistral_common", "pycparser", "requests", "rich", "swarmllm.guide.train", "swarmllm_workers", "tqdm"),
     *("trio_websocket", "yaml"),
 )
