@@ -32,7 +32,7 @@ class _Draw(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("n_changed", ctypes.c_int64),
         ("largest", ctypes.c_float),
-        ("largest_told", ctypes.c_float),
+        ("largest_unchanged", ctypes.c_float),
     )
 
 
@@ -65,7 +65,7 @@ class NativeDraw:
         draw = self._draw
         draw.n_changed = 0
         if changed is not None:
-            tokens, values = changed.tokens, changed.values.copy()
+            tokens, values = changed  # `draw.c` writes to the values, and leaves them as they were
             draw.changed, draw.values, draw.n_changed = tokens.ctypes.data, values.ctypes.data, len(tokens)
         if self._room is None or draw.n != len(logits):
             n_blocks = -(-len(logits) // candidates.BLOCK)
@@ -78,7 +78,7 @@ class NativeDraw:
     @property
     def largest(self) -> float:
         """Of the logits of the last call that gave a token, before any was changed."""
-        return float(self._draw.largest_told)
+        return float(self._draw.largest_unchanged)
 
 
 def _decides(sampling: Sampling) -> bool:

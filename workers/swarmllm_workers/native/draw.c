@@ -1,6 +1,6 @@
 /* Chooses the next token from the logits in one call, as libllama's samplers top_k, top_p, min_p, temp and dist do
- * one after the other. Of the logits it looks at, and of the memory in between, little is more than once: where steps
- * stream a model through the caches, code and small arrays come from memory again in each.
+ * one after the other. It reads the logits once or twice and needs little memory in between. A step streams the whole
+ * model through the caches, so the code and the arrays of many small calls would come from memory again each time.
  *
  * Sums are not rounded as libllama rounds them. Wherever that might choose another token, and for all that is rare
  * (logits that are equal, flat distributions), the answer is NOT_SURE, and sampling.py decides with libllama's own
@@ -33,7 +33,7 @@ struct draw {
     float *values;          /* theirs */
     int64_t n_changed;
     float largest;     /* result: of the logits as they are drawn from */
-    float largest_told; /* result: of the logits before any was changed */
+    float largest_unchanged; /* result: of the logits before any was changed */
 };
 
 struct candidate {
@@ -401,7 +401,7 @@ __attribute__((visibility("default"))) int64_t swarmllm_draw(struct draw *t) {
     if (best < 0) {
         return NOT_SURE;
     }
-    t->largest = t->largest_told = t->maxima[best];
+    t->largest = t->largest_unchanged = t->maxima[best];
     if (t->n_changed == 0) {
         return draw(t, best);
     }
