@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import trio
 import trio.lowlevel
@@ -83,6 +85,10 @@ class Workers:
             raise WorkerDied("gone")
         self.reported.append(("seat", seat["stage"], seat["before"], seat["after"], seat["sampling"]))
 
+    async def take_prompt(self, model_id: str, *, begins: bool, **told: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self.reported.append(("prompt", told["stage"], begins))
+
     async def take_link(
         self, model_id: str, peer: str, direction: str, descriptor: int, key: bytes, nonce: int
     ) -> int | None:
@@ -143,6 +149,18 @@ async def test_whether_there_is_a_seat_is_known_when_the_worker_has_answered(
         assert not await parts.links.is_seated(request_id, 0, 1.0)
         assert trio.current_time() - started == 1.0
     assert not await parts.links.is_seated(request_id, 0, 1.0), "without links nobody has one"
+
+
+@pytest.mark.parametrize("generated", [(), (5,)])
+async def test_an_answer_that_has_begun_is_not_sent_again_from_its_start(generated: tuple[int, ...]) -> None:
+    async with running() as parts:
+        resumed = replace(context(B, A), generated=generated)
+        parts.links.join(resumed)
+        parts.links.tell_prompt(resumed, np.zeros(3, np.int32))
+        await wait_all_tasks_blocked()
+        told = [each for each in parts.workers.reported if each[0] in ("seat", "prompt")]
+        assert [each[0] for each in told] == ["seat", "prompt"], "a prompt comes to a seat"
+        assert told[1] == ("prompt", 1, not generated)
 
 
 async def test_the_last_stage_is_told_how_to_sample() -> None:
